@@ -1,0 +1,30 @@
+"""Speculative decoding that never changes a token.
+
+Names are loaded on first use, so that importing the package imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sametoken.core.outputs import CompletionOutput, RequestOutput
+    from sametoken.core.sampling_params import SamplingParams
+    from sametoken.engine.llm import LLM
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "sametoken.engine.llm",
+    "CompletionOutput": "sametoken.core.outputs",
+    "RequestOutput": "sametoken.core.outputs",
+    "SamplingParams": "sametoken.core.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sametoken' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

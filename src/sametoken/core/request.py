@@ -1,0 +1,57 @@
+"""A request as the scheduler and the device see it: token ids, no text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sametoken.core.outputs import PositionLogprobs
+from sametoken.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One completion to produce; ``n`` > 1 is fanned out before.
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        prompt_token_ids: at least one token.
+        params: sampling parameters with ``seed`` resolved to a number.
+        max_total_tokens: prompt and output together never exceed this.
+        stop_token_ids: EOS and stop ids, masked until ``min_tokens`` are out.
+        bad_words_token_ids: token sequences that may not be completed.
+        max_drafts: this request's own limit on drafts per step; None means k.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_total_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    max_drafts: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What one settled step brought to one request.
+
+    Attributes:
+        token_ids: emitted tokens, not yet cut at a stop or at the length limit.
+        num_drafts, num_accepted: of this step's window.
+        samples: whether the step reached the end of the prompt and so emitted tokens.
+        num_cached: prompt positions that the prefix cache supplied.
+        poisoned: the logits held NaN; ``token_ids`` is empty and the request is released.
+        logprobs: one entry per token of ``token_ids``, if asked for.
+        prompt_logprobs: entries of prompt positions, in order, if asked for; the first
+            prompt token has none.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    num_accepted: int
+    samples: bool
+    num_cached: int
+    poisoned: bool = False
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    prompt_logprobs: tuple[PositionLogprobs, ...] | None = None

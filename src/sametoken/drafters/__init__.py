@@ -1,0 +1,1 @@
+"""What proposes tokens for the target, one file per method."""

@@ -1,0 +1,1 @@
+"""One folder per operation, each with its reference beside it."""

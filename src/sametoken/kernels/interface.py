@@ -1,0 +1,181 @@
+"""The kernels a model is built from, as one bundle per device.
+
+Every implementation keeps the row law: the bits of output row i depend on row i's inputs
+and, for attention, on the KV it may see; never on the number of rows, their order, or
+their company (tests/unit/kernels/test_row_law.py). Two implementations need not agree
+with each other in bits; one engine uses one bundle throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Where each row of a forward pass stands. T rows; S slots, the last one reserved.
+
+    Attributes:
+        positions: [T] int64, absolute positions. Row i attends to positions 0..positions[i].
+        slots: [T] int64, the slot of each row. Rows of one slot are adjacent and ascending.
+        kv_slots: [T] int64, ``block_id * block_size + offset`` where the row's KV is written.
+        block_table: [S, max_blocks] int64, read-only.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    kv_slots: Tensor
+    block_table: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's KV memory: two tensors [num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Head counts and sizes of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query part of a fused qkv row."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key (or value) part of a fused qkv row."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores: 1 / sqrt(head_dim)."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos and sin by position: two fp32 tensors [max_positions, rotary_dim / 2].
+
+    Applied in the "rotate half" form: element j pairs with element j + rotary_dim / 2;
+    elements from rotary_dim on pass unchanged.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Per-head RMS norm of queries and keys before RoPE (Qwen3): two weights [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+class PackedWeight(Protocol):
+    """A linear or embedding weight in the layout its kernels want.
+
+    Holds the only copy of the weight; ``out_features`` is N and ``in_features`` is K of
+    the checkpoint's [N, K] matrix.
+    """
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Kernels(Protocol):
+    """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
+
+    Activations have the model's dtype (bf16 or fp32) and are contiguous; sums run in fp32
+    and round once at the end.
+    """
+
+    name: str
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """Take over a [N, K] weight; the caller drops its own reference."""
+        ...
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype."""
+        ...
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """``x @ weight.T``: [L, K] -> [L, V] fp32."""
+        ...
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        """Rows of the weight: [T] int64 -> [T, K]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * weight`` per row: [T, H] -> [T, H]."""
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``r = x + residual`` (rounded to dtype); returns ``(rms_norm(r), r)``.
+
+        May reuse the memory of ``x`` and ``residual``.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """``silu(gate) * up`` of [T, 2I] = [gate | up] -> [T, I]."""
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        """Norm and rotate q and k of [T, q|k|v], write k and v at ``rows.kv_slots``.
+
+        Returns q as [T, num_heads, head_dim].
+        """
+        ...
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        """Causal attention of each row over its slot's KV: [T, H, D] -> [T, H * D].
+
+        KV is walked in splits of fixed size anchored at position 0, merged in order, so
+        decode, verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Keyed sampling (docs/lossless.md): [L, V] fp32 -> [L] int64.
+
+        ``argmax(logits / T + gumbel(seed, position, token id))``, plain argmax where
+        ``temperature`` is 0; equal values: lowest id. ``temperature`` [L] fp32, ``seeds``
+        [L] int64, ``positions`` [L] int64 (of the token being chosen). Does not write
+        ``logits``.
+        """
+        ...

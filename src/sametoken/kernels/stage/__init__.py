@@ -1,0 +1,1 @@
+"""Stage: flat rows of a step from committed lengths and drafts."""

@@ -1,0 +1,52 @@
+"""Stage in plain PyTorch; also the CPU path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sametoken.core.plan import PlanRow
+
+
+def stage(sequences: Any, plan_rows: Sequence[PlanRow]) -> dict[str, Any]:
+    """Fields of ``StepInputs`` (all but the step id) for the given plan rows.
+
+    A row that samples offers ``min(num_drafts[slot], draft_limit)`` drafts; others none.
+    """
+    columns = [(r.slot, r.num_query, r.draft_limit, r.samples) for r in plan_rows]
+    plan = torch.tensor(columns, dtype=torch.int64).view(-1, 4)
+    slots, num_query, draft_limit, samples = plan.unbind(1)
+    samples = samples.bool()
+    num_computed = sequences.num_computed[slots]
+    num_drafts = torch.minimum(sequences.num_drafts[slots], draft_limit) * samples
+
+    num_rows = num_query + num_drafts
+    row_starts = torch.nn.functional.pad(num_rows.cumsum(0), (1, 0))
+    row_owner = torch.repeat_interleave(torch.arange(len(plan_rows)), num_rows)
+    offset = torch.arange(row_owner.shape[0]) - row_starts[row_owner]
+    positions = num_computed[row_owner] + offset
+    row_slots = slots[row_owner]
+
+    draft_index = offset - num_query[row_owner]
+    is_draft = draft_index >= 0
+    token_ids = sequences.token_ids[row_slots, positions]
+    token_ids[is_draft] = sequences.draft_ids[row_slots[is_draft], draft_index[is_draft]]
+
+    judged = samples[row_owner] & (draft_index >= -1)
+    window_width = (num_drafts + 1) * samples
+    return {
+        "slots": slots,
+        "num_tokens": sequences.num_tokens[slots],
+        "num_computed": num_computed,
+        "num_query": num_query,
+        "num_drafts": num_drafts,
+        "samples": samples,
+        "row_starts": row_starts,
+        "token_ids": token_ids,
+        "rows": sequences.rows_at(row_slots, positions),
+        "row_owner": row_owner,
+        "logits_indices": judged.nonzero().squeeze(1),
+        "window_starts": window_width.cumsum(0) - window_width,
+    }

@@ -1,0 +1,1 @@
+"""Modules of a decoder layer, over explicit kernels."""

@@ -1,0 +1,1 @@
+"""One file per architecture, a registry, and the checkpoint loaders."""

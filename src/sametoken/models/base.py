@@ -1,0 +1,77 @@
+"""What the engine needs of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sametoken.kernels.interface import AttentionRows
+from sametoken.state.kv_cache import KVCache, KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A checkpoint's architecture, read once from its config.json or GGUF header.
+
+    Attributes:
+        architecture: the Hugging Face class name, e.g. ``LlamaForCausalLM``.
+        rope: the rotary settings in transformers' form: ``rope_type``, ``rope_theta`` and
+            the type's own parameters.
+        eos_token_ids: from generation_config.json if present, else config.json.
+        extra: the whole config as a dict, for fields of one architecture alone.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: dict[str, Any]
+    tie_word_embeddings: bool
+    attention_bias: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    dtype: torch.dtype
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What a forward pass leaves for logits and drafters.
+
+    Attributes:
+        last: [T, hidden], after the final norm.
+        auxiliary: [T, num_aux * hidden] in the dtype of ``last``: the residual stream at the
+            chosen layers side by side (EAGLE-3); [T, 0] when none were asked for.
+    """
+
+    last: Tensor
+    auxiliary: Tensor
+
+
+class CausalLM(Protocol):
+    """A decoder whose forward pass runs flat rows over paged KV.
+
+    Attributes:
+        config: the architecture.
+        kv_spec: what one block of its KV holds.
+    """
+
+    config: ModelConfig
+    kv_spec: KVSpec
+
+    def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
+        """[T] ids to hidden states; writes the rows' KV and reads their slots'."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[L, hidden] (after the final norm) to [L, V] fp32."""
+        ...

@@ -1,0 +1,1 @@
+"""Who runs in the next step, decided on the host; imports no torch."""

@@ -1,0 +1,1 @@
+"""The device's truth: token ids and lengths, KV memory, and a step's inputs."""

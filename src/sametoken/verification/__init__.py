@@ -1,0 +1,1 @@
+"""Keyed sampling, logits processing, and the judgement of drafts."""

@@ -1,0 +1,42 @@
+# make demo: answer two real prompts with and without speculation on the CPU.
+# make test: lint, types, import contracts and every CPU test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TEST_WORKERS ?= 2
+
+.PHONY: demo test test-gpu lint fmt bench-cpu clean
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.runtime
+	$(BIN)/sametoken demo
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest -n $(TEST_WORKERS) --ignore=tests/gpu
+
+test-gpu:
+	python3 -m pytest tests/gpu
+
+fmt: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-cpu: $(VENV)/.runtime
+	$(BIN)/python benchmarks/cpu.py
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info

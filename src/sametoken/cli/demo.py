@@ -1,0 +1,173 @@
+"""``sametoken demo``: the same tokens, sooner, shown on a code edit and on a question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sametoken.cli.report import per_position, tokens_per_second
+from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
+from sametoken.core.outputs import RequestOutput
+from sametoken.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sametoken.engine.llm import LLM
+
+AUDIT_FAILED = 1
+SPECULATION = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=8, prompt_lookup_max=4, prompt_lookup_min=1
+)
+ACCEPTED_STYLE = "bold green"
+
+_CODE = '''\
+def summarize_orders(orders, limit):
+    """Return the total and the names of the largest orders."""
+    total = 0
+    names = []
+    for order in orders:
+        if order.cancelled:
+            continue
+        total += order.price * order.quantity
+        if order.price * order.quantity > limit:
+            names.append(order.name)
+    names.sort()
+    if not names:
+        return {"total": total, "names": ["none"]}
+    return {"total": total, "names": names}
+
+
+def print_orders(orders, limit):
+    """Print the summary of the orders."""
+    summary = summarize_orders(orders, limit)
+    print("total:", summary["total"])
+    for name in summary["names"]:
+        print("large order:", name)
+    print("limit:", limit)
+    print("done")
+'''
+CODE_EDIT = (
+    "Rename the parameter limit to threshold everywhere in this code. "
+    f"Return the whole code and nothing else.\n\n```python\n{_CODE}```"
+)
+QUESTION = "Why is the sky blue, and why are sunsets red? Explain it to a curious child in detail."
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One prompt completed without and with speculation."""
+
+    plain: RequestOutput
+    speculative: RequestOutput
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first position, from 0, at which the tokens differ."""
+        left, right = (out.outputs[0].token_ids for out in (self.plain, self.speculative))
+        for position, (one, other) in enumerate(zip(left, right, strict=False)):
+            if one != other:
+                return position
+        return None if len(left) == len(right) else min(len(left), len(right))
+
+    def verdict(self) -> str:
+        """Whether the tokens are the same, in words."""
+        num_tokens = len(self.plain.outputs[0].token_ids)
+        if self.first_difference is None:
+            return f"same tokens: yes ({num_tokens} of {num_tokens})"
+        return f"same tokens: no (first difference at {self.first_difference})"
+
+
+def demo(
+    max_tokens: Annotated[
+        int, typer.Option(min=2, help="tokens per answer; the end-of-text token is ignored")
+    ] = 128,
+) -> None:
+    """Answer two prompts without and with speculation and compare the tokens."""
+    from rich.console import Console
+
+    from sametoken.engine.llm import LLM
+
+    console = Console(highlight=False, soft_wrap=True)
+    status = Console(stderr=True, highlight=False, soft_wrap=True)
+    plain = LLM(DEFAULT_MODEL, announce=status.print)
+    speculative = LLM(DEFAULT_MODEL, announce=_say_nothing, speculative_config=SPECULATION)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for llm in (plain, speculative):
+        llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=4))
+    console.print(
+        f"Greedy, {max_tokens} tokens each; a model that is done earlier is made to go on. "
+        f"[{ACCEPTED_STYLE}]Green[/] tokens were drafted and accepted."
+    )
+    same = True
+    for title, prompt in (("A code edit", CODE_EDIT), ("A question", QUESTION)):
+        console.rule(f"{title}, one token a step")
+        without = answer(plain, prompt, params, console)
+        console.rule(f"{title}, with n-gram drafts")
+        comparison = Comparison(without, answer(speculative, prompt, params, console))
+        console.print(comparison_table(title, comparison))
+        console.print(comparison.verdict())
+        same = same and comparison.first_difference is None
+    if not same:
+        raise typer.Exit(AUDIT_FAILED)
+
+
+def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> RequestOutput:
+    """Answer a prompt, showing its text as it comes, accepted drafts in green.
+
+    Raises:
+        NumericalError: the request failed.
+    """
+    from sametoken.engine.detokenizer import make_detokenizer
+    from sametoken.engine.tokenizer import Tokenizer
+
+    detokenizer = make_detokenizer(Tokenizer(llm.get_tokenizer()), skip_special_tokens=True)
+    num_shown = num_accepted = 0
+    for output in llm.generate_stream(
+        llm.render_chat([{"role": "user", "content": prompt}]), params
+    ):
+        new_ids = output.outputs[0].token_ids[num_shown:]
+        accepted_now = output.metrics.speculation.num_accepted_tokens - num_accepted
+        for offset, token_id in enumerate(new_ids):
+            _show_piece(console, detokenizer.append(token_id), accepted=offset < accepted_now)
+        num_shown += len(new_ids)
+        num_accepted += accepted_now
+    _show_piece(console, detokenizer.finish() + "\n", accepted=False)
+    if output.outputs[0].error is not None:
+        raise output.outputs[0].error
+    return output
+
+
+def comparison_table(title: str, comparison: Comparison) -> Table:
+    """Speed and acceptance of both runs of a prompt."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    for heading in ("", "tokens", "tokens/s", "acceptance length", "per position", "speed-up"):
+        table.add_column(heading, justify="right")
+    base = tokens_per_second(comparison.plain)
+    for name, output in (("plain", comparison.plain), ("n-gram", comparison.speculative)):
+        rate, speculation = tokens_per_second(output), output.metrics.speculation
+        table.add_row(
+            name,
+            str(len(output.outputs[0].token_ids)),
+            f"{rate:.1f}",
+            f"{speculation.acceptance_length:.2f}",
+            per_position(speculation) if speculation.num_draft_tokens else "-",
+            f"{rate / base:.2f}x" if base else "-",
+        )
+    return table
+
+
+def _show_piece(console: Console, piece: str, *, accepted: bool) -> None:
+    console.print(
+        piece, end="", style=ACCEPTED_STYLE if accepted else None, markup=False, emoji=False
+    )
+    console.file.flush()
+
+
+def _say_nothing(line: str) -> None:
+    pass

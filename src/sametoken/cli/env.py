@@ -1,0 +1,81 @@
+"""``sametoken env``: what a report of a problem should hold."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import sametoken
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy", "typer", "rich")
+_CPU_INFO = Path("/proc/cpuinfo")
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+def env(
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Show versions, hardware, and where things are kept."""
+    facts = _facts()
+    if json_output:
+        typer.echo(json.dumps(facts))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def _facts() -> dict[str, Any]:
+    import torch
+
+    from sametoken.kernels.select import select_kernels
+    from sametoken.models.embedded import cache_directory
+
+    device = torch.device("cpu")
+    facts: dict[str, Any] = {
+        "sametoken": sametoken.__version__,
+        "python": platform.python_version(),
+    }
+    facts |= {name: _version(name) for name in _PACKAGES}
+    facts |= {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "cuda devices": torch.cuda.device_count(),
+        "kernels": select_kernels(device).name,
+        "compiler": _compiler(),
+        "cache": str(cache_directory()),
+    }
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_name() -> str:
+    if _CPU_INFO.is_file():
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _compiler() -> str:
+    for name in filter(None, (os.environ.get("CC"), *_COMPILERS)):
+        found = shutil.which(name)
+        if found:
+            return found
+    return "none"

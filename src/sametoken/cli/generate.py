@@ -1,0 +1,115 @@
+"""``sametoken generate``: one prompt in, its completion out as it comes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sametoken.cli.options import (
+    engine_options,
+    sampling_options,
+    sampling_params,
+    split_options,
+    with_options,
+)
+from sametoken.cli.report import as_json, explain, summary
+from sametoken.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from sametoken.core.outputs import RequestOutput
+    from sametoken.engine.input_processor import PromptTokens
+    from sametoken.engine.llm import LLM
+
+
+@with_options(sampling_options(), engine_options())
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")
+    ] = DEFAULT_MODEL,
+    prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
+    file: Annotated[
+        str | None, typer.Option("--file", "-f", help="file to continue; - reads stdin")
+    ] = None,
+    chat: Annotated[
+        str | None, typer.Option(help="message to answer, through the chat template")
+    ] = None,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="print one JSON object at the end instead of text")
+    ] = False,
+    show_settings: Annotated[
+        bool, typer.Option("--explain", help="print every setting and the reason for it")
+    ] = False,
+    **options: Any,
+) -> None:
+    """Continue a text or answer a message."""
+    if sum(source is not None for source in (prompt, file, chat)) > 1:
+        raise typer.BadParameter("give only one of --prompt, --file and --chat")
+    if prompt is None and file is None and chat is None and not show_settings:
+        raise typer.BadParameter("give one of --prompt, --file and --chat")
+    text = _read(file) if file is not None else prompt
+    engine, sampling = split_options(options)
+    llm = _load(model, engine)
+    if show_settings:
+        typer.echo(explain(llm.resolved), err=True)
+    if text is None and chat is None:
+        return
+    params = sampling_params(llm.get_default_sampling_params(), sampling)
+    source: str | PromptTokens = text or ""
+    if chat is not None:
+        source = llm.render_chat([{"role": "user", "content": chat}])
+    show = _ignore if json_output else _write
+    output = _stream(llm, source, params, show)
+    if json_output:
+        typer.echo(json.dumps(as_json(output), ensure_ascii=False))
+        return
+    typer.echo()
+    typer.echo(summary(output), err=True)
+
+
+def _load(model: str, options: dict[str, Any]) -> LLM:
+    from sametoken.engine.llm import LLM
+
+    return LLM(model, announce=_announce, **options)
+
+
+def _stream(llm: LLM, source: Any, params: Any, show: Callable[[str], None]) -> RequestOutput:
+    """Run one request and show its text as it comes.
+
+    Raises:
+        NumericalError: the request failed.
+    """
+    num_shown = 0
+    for output in llm.generate_stream(source, params):
+        completion = output.outputs[0]
+        show(completion.text[num_shown:])
+        num_shown = len(completion.text)
+    if completion.error is not None:
+        raise completion.error
+    return output
+
+
+def _read(name: str) -> str:
+    try:
+        if name == "-":
+            return sys.stdin.read()
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{name} cannot be read as text: {error}") from error
+
+
+def _announce(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _ignore(piece: str) -> None:
+    pass

@@ -1,0 +1,76 @@
+"""The ``sametoken`` command. Nothing here imports torch before a command needs it."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import sametoken
+from sametoken.cli.demo import demo
+from sametoken.cli.env import env
+from sametoken.cli.generate import generate
+from sametoken.errors import SametokenError
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class _Group(TyperGroup):
+    """Turns what users can meet into exit codes and one line, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except SametokenError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(INTERRUPTED) from error
+        except BrokenPipeError as error:
+            # The interpreter flushes stdout once more as it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    help="LLM inference whose speculative decoding never changes a token.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command(no_args_is_help=True)(generate)
+app.command()(demo)
+app.command()(env)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sametoken {sametoken.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="show the version"),
+    ] = False,
+) -> None:
+    """LLM inference whose speculative decoding never changes a token."""
+
+
+def main() -> None:
+    """Run the command line and exit with its code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Models say things that a narrow locale cannot.
+        sys.stdout.reconfigure(errors="replace")
+    app()

@@ -1,0 +1,96 @@
+"""Outputs and settings as lines and JSON values."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sametoken.config import EngineConfig
+from sametoken.core.outputs import RequestOutput, SpeculationMetrics
+
+if TYPE_CHECKING:
+    from sametoken.engine.resolve import ResolvedConfig
+
+_SHOWN_POSITIONS = 8
+_RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
+
+
+def tokens_per_second(output: RequestOutput) -> float:
+    """Tokens after the first over the time after the first; 0 if there is none."""
+    metrics = output.metrics
+    if metrics.first_token_time is None or metrics.finished_time is None:
+        return 0.0
+    elapsed = metrics.finished_time - metrics.first_token_time
+    num_tokens = len(output.outputs[0].token_ids) - 1
+    return num_tokens / elapsed if elapsed > 0 else 0.0
+
+
+def time_to_first_token(output: RequestOutput) -> float:
+    """Seconds from arrival to the first token; 0 if there is none."""
+    metrics = output.metrics
+    return (metrics.first_token_time or metrics.arrival_time) - metrics.arrival_time
+
+
+def per_position(speculation: SpeculationMetrics) -> str:
+    """Acceptance at the first window positions, in per cent."""
+    rates = speculation.acceptance_per_position
+    shown = " ".join(f"{100 * rate:.0f}" for rate in rates[:_SHOWN_POSITIONS])
+    return f"{shown} ..%" if len(rates) > _SHOWN_POSITIONS else f"{shown}%"
+
+
+def summary(output: RequestOutput) -> str:
+    """One line on a finished request."""
+    completion = output.outputs[0]
+    line = (
+        f"[{len(output.prompt_token_ids)} prompt tokens, first token after "
+        f"{time_to_first_token(output):.2f} s; {len(completion.token_ids)} tokens, "
+        f"{tokens_per_second(output):.1f} tokens/s; {completion.finish_reason}"
+    )
+    speculation = output.metrics.speculation
+    if speculation.num_draft_tokens:
+        line += (
+            f"; acceptance length {speculation.acceptance_length:.2f}, "
+            f"per position {per_position(speculation)}"
+        )
+    return line + "]"
+
+
+def as_json(output: RequestOutput) -> dict[str, Any]:
+    """A finished request as values that JSON knows."""
+    completion, speculation = output.outputs[0], output.metrics.speculation
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "tokens_per_second": tokens_per_second(output),
+        "time_to_first_token": time_to_first_token(output),
+        "num_cached_tokens": output.metrics.num_cached_tokens,
+        "speculation": {
+            **asdict(speculation),
+            "acceptance_length": speculation.acceptance_length,
+            "acceptance_rate": speculation.acceptance_rate,
+            "acceptance_per_position": speculation.acceptance_per_position,
+        },
+    }
+
+
+def explain(resolved: ResolvedConfig) -> str:
+    """Every setting, one a line, with the reason where the engine chose."""
+    settings = {name: getattr(resolved.config, name) for name in EngineConfig.__slots__}
+    settings |= {name: getattr(resolved, name) for name in _RESOLVED}
+    settings |= {
+        "model": resolved.model_path,
+        "architecture": resolved.model.architecture,
+        "kernels": resolved.kernels,
+        "weights_bytes": resolved.weights_bytes,
+        "kv_bytes": resolved.kv_bytes,
+    }
+    width = max(map(len, settings))
+    lines = []
+    for name, value in settings.items():
+        reason = resolved.reasons.get(name)
+        lines.append(f"{name:<{width}}  {value}" + (f"  ({reason})" if reason else ""))
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""From a speculative config to a drafter: load first, attach KV memory later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.base import Drafter, NoDrafter
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
+from sametoken.drafters.eagle3 import Eagle3Drafter
+from sametoken.drafters.ngram import NgramDrafter
+from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.kernels.interface import Kernels
+from sametoken.models import eagle_checkpoint
+from sametoken.models.base import CausalLM, ModelConfig
+from sametoken.models.decoder import Decoder
+from sametoken.models.loader import load_model
+from sametoken.state.kv_cache import KVCache, KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A drafter whose weights are in memory and whose KV is not allocated yet.
+
+    Attributes:
+        kv_spec: what one block of its KV holds; None if it has no KV.
+        lookahead_slots: as the drafter's own, known before it is attached.
+    """
+
+    kv_spec: KVSpec | None
+    lookahead_slots: int
+    _attach: Callable[[KVCache | None, Coupling], Drafter]
+
+    def attach(self, kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
+        """The drafter over KV memory of ``kv_spec``; None if there is no spec."""
+        return self._attach(kv_cache, coupling)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how a drafter runs.
+
+    Attributes:
+        kernels, dtype, device: as the target's.
+        max_model_len: the longest request, in tokens.
+        max_positions: rows of rotary tables: ``max_model_len`` and drafts beyond it.
+    """
+
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    max_positions: int
+
+
+def required_aux_layers(spec: SpeculativeConfig | None, target: ModelConfig) -> tuple[int, ...]:
+    """The target's layers whose inputs the drafter reads; known before the target is loaded.
+
+    Raises:
+        CheckpointError: the head's config.json is missing or malformed.
+        UnsupportedError: the method or the head is not implemented.
+        DrafterMismatchError: the head was trained for another target.
+    """
+    if spec is None or spec.method not in ("eagle3", "eagle"):
+        return ()
+    config = eagle_checkpoint.read_head_config(_head_directory(spec))
+    eagle_checkpoint.require_fit(config, target)
+    return eagle_checkpoint.aux_layers(config, target.num_layers)
+
+
+def load_drafter(
+    spec: SpeculativeConfig | None, target: CausalLM, placement: Placement
+) -> LoadedDrafter:
+    """Load what the method needs, refusing what does not fit the target.
+
+    Raises:
+        CheckpointError: the drafter's checkpoint is missing or broken.
+        UnsupportedError: the method or the checkpoint is not implemented.
+        DrafterMismatchError: the drafter does not fit the target.
+    """
+    if spec is None:
+        return LoadedDrafter(None, 0, lambda kv_cache, coupling: NoDrafter())
+    if spec.method == "ngram":
+        drafter = NgramDrafter(
+            spec.num_speculative_tokens, spec.prompt_lookup_min, spec.prompt_lookup_max
+        )
+        return LoadedDrafter(None, 0, lambda kv_cache, coupling: drafter)
+    if spec.method == "draft_model":
+        return _load_draft_model(spec, target, placement)
+    return _load_eagle3(spec, target, placement)
+
+
+def _load_draft_model(
+    spec: SpeculativeConfig, target: CausalLM, placement: Placement
+) -> LoadedDrafter:
+    k = spec.num_speculative_tokens
+    model = load_model(
+        Path(spec.model or ""),
+        kernels=placement.kernels,
+        dtype=placement.dtype,
+        device=placement.device,
+        max_positions=placement.max_positions,
+    )
+    require_fit(model.config, target.config, placement.max_model_len)
+
+    def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
+        return DraftModelDrafter(model, _given(kv_cache), k, coupling)
+
+    return LoadedDrafter(model.kv_spec, k - 1, attach)
+
+
+def _load_eagle3(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
+    k, directory = spec.num_speculative_tokens, _head_directory(spec)
+    if not isinstance(target, Decoder):
+        raise UnsupportedError(
+            f"{target.config.architecture} keeps no states for an EAGLE-3 head",
+            "use another speculative method",
+        )
+    config = eagle_checkpoint.read_head_config(directory)
+    eagle_checkpoint.require_fit(config, target.config)
+    head = eagle_checkpoint.load_head(
+        directory,
+        config,
+        target,
+        kernels=placement.kernels,
+        dtype=placement.dtype,
+        device=placement.device,
+        max_positions=placement.max_positions,
+    )
+
+    def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
+        return Eagle3Drafter(head, _given(kv_cache), k, coupling)
+
+    return LoadedDrafter(head.kv_spec, max(k - 2, 0), attach)
+
+
+def _head_directory(spec: SpeculativeConfig) -> Path:
+    if spec.method == "eagle":
+        raise UnsupportedError(
+            "speculative method 'eagle' (EAGLE-1) is not supported yet", "use an EAGLE-3 head"
+        )
+    return Path(spec.model or "")
+
+
+def _given(kv_cache: KVCache | None) -> KVCache:
+    if kv_cache is None:
+        raise InvariantError("a drafter with KV was attached without KV memory")
+    return kv_cache

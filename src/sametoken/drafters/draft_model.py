@@ -1,0 +1,88 @@
+"""A smaller model of the same vocabulary drafts for the target."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sametoken.drafters.base import DraftContext, Drafts, NoDrafter
+from sametoken.drafters.chain import drafts_of, span
+from sametoken.drafters.coupling import Coupling
+from sametoken.errors import DrafterMismatchError
+from sametoken.models.base import CausalLM, ModelConfig
+from sametoken.state.kv_cache import KVCache
+
+
+class DraftModelDrafter:
+    """Runs a whole model ahead of the target, over the slots' block tables.
+
+    A row that does not sample catches up on positions ``start .. end - 1``. One that
+    samples also runs the newest token, at ``end``, whose logits give draft 1; then one
+    row per further draft. Every position below ``end`` is written anew from committed
+    tokens before anything reads it, so KV of rejected drafts is never seen
+    (tests/unit/drafters/test_draft_model_drafter.py).
+
+    The KV at p depends on tokens up to p, and inside a prompt nothing at ``end`` or above is
+    written: a block that is full of committed tokens holds what its prefix-cache key says,
+    so ``lookahead_tokens`` is 0.
+
+    Args:
+        model: the drafter's model.
+        kv_cache: its KV, with as many blocks as the target's and of the same size.
+        k: drafts per step.
+        coupling: how tokens are chosen.
+    """
+
+    lookahead_tokens = 0
+
+    def __init__(self, model: CausalLM, kv_cache: KVCache, k: int, coupling: Coupling) -> None:
+        self.kv_caches: tuple[KVCache, ...] = (kv_cache,)
+        # Drafts 1 .. k - 1 are run in their turn, at num_tokens and above.
+        self.lookahead_slots = k - 1
+        self._model = model
+        self._k = k
+        self._coupling = coupling
+
+    def propose(self, context: DraftContext) -> Drafts:
+        """k drafts for every row that samples; the other rows only catch up."""
+        (kv_cache,) = self.kv_caches
+        stop = context.end + context.samples
+        owner, positions = span(context.start, stop)
+        slots = context.slots[owner]
+        rows = context.rows_at(slots, positions)
+        hidden = self._model.forward(context.tokens_at(slots, positions), rows, kv_cache).last
+
+        sampling = context.samples.nonzero().squeeze(1)
+        if not sampling.numel():
+            return NoDrafter().propose(context)
+        last_rows = (stop - context.start).cumsum(0) - 1
+        hidden = hidden[last_rows[sampling]]
+        slots, positions = context.slots[sampling], context.end[sampling]
+        tokens = [self._choose(hidden, slots, positions + 1)]
+        while len(tokens) < self._k:
+            positions = positions + 1
+            rows = context.rows_at(slots, positions)
+            hidden = self._model.forward(tokens[-1], rows, kv_cache).last
+            tokens.append(self._choose(hidden, slots, positions + 1))
+        return drafts_of(context, sampling, tokens)
+
+    def _choose(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return self._coupling.choose(self._model.compute_logits(hidden), slots, positions)
+
+
+def require_fit(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
+    """Refuse a draft model that cannot serve a target.
+
+    Raises:
+        DrafterMismatchError: another vocabulary, or fewer positions than requests may have.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise DrafterMismatchError(
+            f"the draft model has {draft.vocab_size} tokens, the target {target.vocab_size}",
+            "use a draft model of the same vocabulary",
+        )
+    if draft.max_position_embeddings < max_model_len:
+        raise DrafterMismatchError(
+            f"the draft model has {draft.max_position_embeddings} positions, "
+            f"below max_model_len={max_model_len}",
+            "lower max_model_len or use another draft model",
+        )

@@ -1,0 +1,69 @@
+"""EAGLE-3: a one-layer head drafts from the target's own hidden states."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sametoken.drafters.base import DraftContext, Drafts, NoDrafter
+from sametoken.drafters.chain import drafts_of
+from sametoken.drafters.coupling import Coupling
+from sametoken.models.eagle3 import Eagle3Head
+from sametoken.state.kv_cache import KVCache
+
+
+class Eagle3Drafter:
+    """Catches up on every committed row with the target's states, then drafts on its own.
+
+    The row at p holds the token at p + 1, which is committed for every live row: the next
+    prompt token at the edge of a prefill chunk. The row at ``end - 1`` gives draft 1; each
+    further draft is a row at ``end`` or above with a drafted token and the head's own
+    state. The next step writes all of those anew, from ``start`` on, with true tokens and
+    states before any row reads them (tests/unit/drafters/test_eagle3_drafter.py).
+
+    The KV at p depends on the token at p + 1, so ``lookahead_tokens`` is 1.
+
+    Args:
+        head: the draft head.
+        kv_cache: its KV, with as many blocks as the target's and of the same size.
+        k: drafts per step.
+        coupling: how tokens are chosen.
+    """
+
+    lookahead_tokens = 1
+
+    def __init__(self, head: Eagle3Head, kv_cache: KVCache, k: int, coupling: Coupling) -> None:
+        self.kv_caches: tuple[KVCache, ...] = (kv_cache,)
+        # Drafts 1 .. k - 1 are run in their turn, the first of them at num_tokens - 1.
+        self.lookahead_slots = max(k - 2, 0)
+        self._head = head
+        self._k = k
+        self._coupling = coupling
+
+    def propose(self, context: DraftContext) -> Drafts:
+        """k drafts for every row that samples; the other rows only catch up."""
+        (kv_cache,) = self.kv_caches
+        live = context.live_rows()
+        slots, positions = context.x.rows.slots[live], context.x.rows.positions[live]
+        states = self._head.forward(
+            context.tokens_at(slots, positions + 1),
+            self._head.combine(context.hidden.auxiliary[live]),
+            context.rows_at(slots, positions),
+            kv_cache,
+        )
+        sampling = context.samples.nonzero().squeeze(1)
+        if not sampling.numel():
+            return NoDrafter().propose(context)
+        last_rows = ((context.end - context.start).cumsum(0) - 1)[sampling]
+        slots, positions = context.slots[sampling], context.end[sampling]
+        last, hidden = states.last[last_rows], states.feedback[last_rows]
+        tokens = [self._choose(last, slots, positions + 1)]
+        while len(tokens) < self._k:
+            rows = context.rows_at(slots, positions)
+            states = self._head.forward(tokens[-1], hidden, rows, kv_cache)
+            positions = positions + 1
+            hidden = states.feedback
+            tokens.append(self._choose(states.last, slots, positions + 1))
+        return drafts_of(context, sampling, tokens)
+
+    def _choose(self, last: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return self._coupling.choose(self._head.compute_logits(last), slots, positions)

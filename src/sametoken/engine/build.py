@@ -1,0 +1,185 @@
+"""Put an engine together from what the user asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+from sametoken.config import EngineConfig
+from sametoken.drafters.base import Drafter
+from sametoken.drafters.build import LoadedDrafter, Placement, load_drafter, required_aux_layers
+from sametoken.drafters.coupling import Coupling
+from sametoken.engine.core import EngineCore
+from sametoken.engine.resolve import (
+    MemoryPlan,
+    ResolvedConfig,
+    plan_memory,
+    resolve_device,
+    resolve_dtype,
+)
+from sametoken.errors import ConfigError
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.select import select_kernels
+from sametoken.models.decoder import Decoder
+from sametoken.models.embedded import resolve_model
+from sametoken.models.loader import load_model, read_config
+from sametoken.runner.async_output import OutputRing
+from sametoken.runner.launch import EagerLauncher
+from sametoken.runner.step import StepRunner
+from sametoken.runner.stream import ImmediateStream, LaggingStream
+from sametoken.runner.swap import SwapStore
+from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.scheduler import Scheduler
+from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+from sametoken.verification.keyed import KeyedVerifier
+
+# A CPU computes a step on the cores that plan the next one: running ahead gains nothing.
+CPU_STEPS_IN_FLIGHT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """Weights in memory and sizes decided; nothing else allocated yet."""
+
+    target: Decoder
+    drafter: LoadedDrafter
+    kernels: Kernels
+    memory: MemoryPlan
+    resolved: ResolvedConfig
+
+    @property
+    def num_drafts(self) -> int:
+        speculative = self.resolved.config.speculative_config
+        return speculative.num_speculative_tokens if speculative else 0
+
+
+def build_engine(
+    config: EngineConfig, announce: Callable[[str], None] = lambda text: None
+) -> EngineCore:
+    """Load a target and its drafter, and lay out memory for them.
+
+    Args:
+        config: what the user asked.
+        announce: told in words what is fetched and from where.
+
+    Raises:
+        ConfigError: options contradict each other, the model, or the memory.
+        CheckpointError: a checkpoint is missing or broken.
+        UnsupportedError: an architecture, method or device is not implemented.
+        DrafterMismatchError: the drafter does not fit the target.
+    """
+    loaded = _load(config, announce)
+    resolved, memory = loaded.resolved, loaded.memory
+    kv = _allocate_kv(loaded, loaded.target.kv_spec)
+    sequences = Sequences.allocate(
+        max_num_seqs=config.max_num_seqs,
+        max_len=memory.max_model_len + loaded.num_drafts + 1,
+        num_drafts=loaded.num_drafts,
+        block_size=config.block_size,
+        reserved_block=kv.reserved_block,
+        device=resolved.device,
+    )
+    table = SamplingTable.allocate(config.max_num_seqs, resolved.device)
+    drafter = _attach_drafter(loaded, table)
+    steps = resolved.steps_in_flight
+    runner = StepRunner(
+        sequences=sequences,
+        model=loaded.target,
+        kv=kv,
+        verifier=KeyedVerifier(loaded.kernels, sequences, table),
+        drafter=drafter,
+        launcher=EagerLauncher(),
+        swap=SwapStore((kv, *drafter.kv_caches)),
+        stream=ImmediateStream() if steps == 1 else LaggingStream(),
+        ring=OutputRing.allocate(steps + 1, config.max_num_seqs, loaded.num_drafts),
+    )
+    return EngineCore(resolved, Scheduler(_limits(loaded, drafter)), runner)
+
+
+def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
+    device = resolve_device(config)
+    path = resolve_model(config.model, announce)
+    architecture = read_config(path, load_format=config.load_format)
+    dtype, why = resolve_dtype(config, architecture.dtype)
+    spec = config.speculative_config
+    num_drafts = spec.num_speculative_tokens if spec else 0
+    max_len = config.max_model_len or architecture.max_position_embeddings
+    kernels = select_kernels(device)
+    target = load_model(
+        path,
+        kernels=kernels,
+        dtype=dtype,
+        device=device,
+        max_positions=max_len + num_drafts + 1,
+        aux_layers=required_aux_layers(spec, architecture),
+        load_format=config.load_format,
+    )
+    placement = Placement(kernels, dtype, device, max_len, max_len + num_drafts + 1)
+    drafter = load_drafter(spec, target, placement)
+    specs = (target.kv_spec, *((drafter.kv_spec,) if drafter.kv_spec else ()))
+    memory = plan_memory(config, architecture, specs, drafter.lookahead_slots)
+    _require_room(config, num_drafts)
+    block_bytes = sum(one.bytes_per_block(config.block_size) for one in specs)
+    resolved = ResolvedConfig(
+        config=config,
+        model_path=Path(path),
+        model=architecture,
+        dtype=dtype,
+        device=device,
+        max_model_len=memory.max_model_len,
+        num_kv_blocks=memory.num_kv_blocks,
+        steps_in_flight=config.steps_in_flight or CPU_STEPS_IN_FLIGHT,
+        kernels=kernels.name,
+        reasons={**memory.reasons, "dtype": why},
+        weights_bytes=target.weights_bytes,
+        kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
+    )
+    return _Loaded(target, drafter, kernels, memory, resolved)
+
+
+def _require_room(config: EngineConfig, num_drafts: int) -> None:
+    """A window must fit a step beside the prefill chunk that is reserved room."""
+    needed = config.prefill_chunk_size
+    if config.max_num_batched_tokens < max(needed, num_drafts + 1):
+        raise ConfigError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} holds neither a prefill "
+            f"chunk of {config.prefill_chunk_size} nor a window of {num_drafts + 1} rows",
+            "raise max_num_batched_tokens or lower prefill_chunk_size",
+        )
+
+
+def _allocate_kv(loaded: _Loaded, spec: KVSpec) -> KVCache:
+    return KVCache.allocate(
+        spec,
+        num_blocks=loaded.memory.num_kv_blocks,
+        block_size=loaded.resolved.config.block_size,
+        device=loaded.resolved.device,
+    )
+
+
+def _attach_drafter(loaded: _Loaded, table: SamplingTable) -> Drafter:
+    spec = loaded.drafter.kv_spec
+    kv = _allocate_kv(loaded, spec) if spec else None
+    return loaded.drafter.attach(kv, Coupling(loaded.kernels.sample, table))
+
+
+def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
+    config, memory = loaded.resolved.config, loaded.memory
+    return SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        prefill_chunk_size=config.prefill_chunk_size,
+        block_size=config.block_size,
+        num_blocks=memory.num_kv_blocks,
+        max_model_len=memory.max_model_len,
+        num_speculative_tokens=loaded.num_drafts,
+        lookahead_slots=drafter.lookahead_slots,
+        lookahead_tokens=drafter.lookahead_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+

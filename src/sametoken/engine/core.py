@@ -1,0 +1,70 @@
+"""The engine's loop: plan ahead, settle behind."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sametoken.core.request import EngineRequest, RequestUpdate
+from sametoken.engine.resolve import ResolvedConfig
+from sametoken.errors import EngineDeadError
+from sametoken.runner.async_output import PendingOutput
+from sametoken.runner.step import StepRunner
+from sametoken.scheduler.scheduler import Scheduler
+
+
+class EngineCore:
+    """Token ids in, token ids out, with up to ``steps_in_flight`` steps enqueued at once."""
+
+    def __init__(self, resolved: ResolvedConfig, scheduler: Scheduler, runner: StepRunner) -> None:
+        self.resolved = resolved
+        self.scheduler = scheduler
+        self._runner = runner
+        self._in_flight: deque[PendingOutput] = deque()
+        self._failure: Exception | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a call of ``step`` has anything to do."""
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: the request can never run; nothing else is affected.
+            EngineDeadError: the engine failed before.
+        """
+        self._require_alive()
+        self.scheduler.add(request)
+
+    def release(self, request_id: str) -> None:
+        """End a request, finished or aborted; unknown ids are ignored."""
+        self.scheduler.release(request_id)
+
+    def step(self) -> tuple[RequestUpdate, ...]:
+        """Enqueue the next step; settle the oldest once enough are in flight.
+
+        Raises:
+            EngineDeadError: the step failed; every unfinished request is lost.
+        """
+        self._require_alive()
+        try:
+            return self._step()
+        except Exception as error:
+            self._failure = error
+            raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
+
+    def _step(self) -> tuple[RequestUpdate, ...]:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append(self._runner.submit(plan))
+        may_plan_on = plan is not None and len(self._in_flight) < self.resolved.steps_in_flight
+        if may_plan_on or not self._in_flight:
+            return ()
+        return self.scheduler.settle(self._in_flight.popleft().wait())
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(
+                f"the engine stopped after {self._failure!r}", "restart the engine"
+            )

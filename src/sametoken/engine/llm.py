@@ -1,0 +1,302 @@
+"""The engine for programs: prompts in, outputs out, in the caller's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.core.outputs import RequestOutput, SpeculationMetrics
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.build import build_engine
+from sametoken.engine.core import EngineCore
+from sametoken.engine.input_processor import (
+    InputProcessor,
+    ProcessedRequest,
+    Prompt,
+    PromptTokens,
+)
+from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.resolve import ResolvedConfig
+from sametoken.engine.tokenizer import Messages, Tokenizer, load_tokenizer
+from sametoken.errors import CheckpointError, EngineDeadError, RequestError, SametokenError
+
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
+_logger = logging.getLogger("sametoken")
+
+
+class LLM:
+    """A model that is loaded and ready.
+
+    Args:
+        model: checkpoint directory, GGUF file, or a known name.
+        announce: told in one line of whatever takes long; by default the log is.
+        options: the fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: an option is unknown or impossible.
+        CheckpointError: the checkpoint or its tokenizer cannot be read.
+        UnsupportedError: the model or an option is not implemented.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        announce: Callable[[str], None] = _logger.info,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.from_options(model=model, **options)
+        engine = build_engine(config, announce)
+        tokenizer = None
+        if not config.skip_tokenizer_init:
+            chosen = Path(config.tokenizer) if config.tokenizer else engine.resolved.model_path
+            tokenizer = load_tokenizer(chosen)
+        self._start(engine, tokenizer)
+
+    @classmethod
+    def from_engine(cls, engine: EngineCore, tokenizer: Tokenizer | None) -> LLM:
+        """Over an engine that is already built."""
+        llm = cls.__new__(cls)
+        llm._start(engine, tokenizer)
+        return llm
+
+    def _start(self, engine: EngineCore, tokenizer: Tokenizer | None) -> None:
+        model = engine.resolved.model
+        eos = model.eos_token_ids
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._inputs = InputProcessor(
+            tokenizer,
+            vocab_size=model.vocab_size,
+            max_model_len=engine.resolved.max_model_len,
+            eos_token_ids=eos,
+            seed=engine.resolved.config.seed,
+        )
+        self._outputs = OutputProcessor(tokenizer)
+        self._latest: dict[str, RequestOutput] = {}
+        self._request_ids = map(str, itertools.count())
+        self._speculation = SpeculationMetrics()
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """Every setting of the engine with its value and the reason for it."""
+        return self._engine.resolved
+
+    @property
+    def speculation_metrics(self) -> SpeculationMetrics:
+        """Speculation counters of all finished requests together."""
+        return self._speculation
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer.
+
+        Raises:
+            RequestError: ``skip_tokenizer_init`` is set.
+        """
+        if self._tokenizer is None:
+            raise RequestError("no tokenizer is loaded", "leave skip_tokenizer_init out")
+        return self._tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, else the usual defaults.
+
+        Raises:
+            CheckpointError: the file is not a JSON object.
+        """
+        path = self.resolved.model_path / "generation_config.json"
+        if not path.is_file():
+            return SamplingParams()
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            chosen = {name: values.get(name) for name in _GENERATION_DEFAULTS}
+        except (ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is not a JSON object", "repair or delete it") from error
+        return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several, which then share the engine's steps.
+
+        Args:
+            prompts: texts, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
+            sampling_params: one for all, or one per prompt; None takes the model's defaults.
+            use_tqdm: show progress on stderr.
+
+        Returns:
+            One output per prompt, in order. A request that fails while it runs has
+            ``finish_reason`` ``"error"``; the others go on.
+
+        Raises:
+            RequestError: a prompt or a parameter is invalid; nothing has run then.
+            EngineDeadError: the engine failed as a whole.
+        """
+        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        return self._run([self._inputs.tokenize(p) for p in several], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; otherwise as ``generate``.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
+            sampling_params: as in ``generate``.
+            use_tqdm: as in ``generate``.
+            template_options: for the chat template, ``chat_template`` among them.
+        """
+        one = all(isinstance(message, Mapping) for message in messages)
+        several: Any = [messages] if one else messages
+        prompts = [self.render_chat(conversation, **template_options) for conversation in several]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
+        """The prompt that ``chat`` completes, ready for the assistant's answer."""
+        options = {"add_generation_prompt": True, **template_options}
+        return self._inputs.tokenize_chat(messages, **options)
+
+    def generate_stream(
+        self, prompt: Prompt | PromptTokens, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, giving the output so far after every step that adds to it.
+
+        Text once given is never taken back. The request starts with the first ``next``;
+        closing the iterator aborts it.
+
+        Raises:
+            RequestError: the prompt or a parameter is invalid.
+        """
+        tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
+        params = sampling_params or self.get_default_sampling_params()
+        request = self._inputs.process(next(self._request_ids), tokens, params)
+        return self._stream(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it stands; its output says ``"abort"``. Unknown ids are ignored."""
+        processed = self._outputs.abort(request_id, time.monotonic())
+        self._collect(processed.outputs, processed.released)
+
+    def _run(
+        self,
+        prompts: Sequence[PromptTokens],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = self._one_per_prompt(sampling_params, len(prompts))
+        requests = [
+            self._inputs.process(next(self._request_ids), prompt, chosen)
+            for prompt, chosen in zip(prompts, params, strict=True)
+        ]
+        self._submit(requests, stream=False)
+        request_ids = [request.request_id for request in requests]
+        waiting = set(request_ids)
+        try:
+            with _progress(len(request_ids), shown=use_tqdm) as advance:
+                while waiting:
+                    self._step()
+                    done = waiting & self._latest.keys()
+                    waiting -= done
+                    advance(len(done))
+        except BaseException:
+            for request_id in request_ids:
+                self.abort(request_id)
+                self._latest.pop(request_id, None)
+            raise
+        finally:
+            self._drain()
+        return [self._latest.pop(request_id) for request_id in request_ids]
+
+    def _one_per_prompt(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.get_default_sampling_params()
+        if isinstance(params, SamplingParams):
+            return [params] * num_prompts
+        if len(params) != num_prompts:
+            raise RequestError(
+                f"{len(params)} sampling parameters were given for {num_prompts} prompts",
+                "give one for all, or one per prompt",
+            )
+        return list(params)
+
+    def _submit(self, requests: Sequence[ProcessedRequest], *, stream: bool) -> None:
+        """Queue all requests or, if the engine refuses one of them, none."""
+        completions = [completion for request in requests for completion in request.completions]
+        for position, completion in enumerate(completions):
+            try:
+                self._engine.add_request(completion)
+            except SametokenError:
+                for added in completions[:position]:
+                    self._engine.release(added.request_id)
+                raise
+        now = time.monotonic()
+        for request in requests:
+            self._outputs.add(request, now, stream=stream)
+
+    def _stream(self, request: ProcessedRequest) -> Iterator[RequestOutput]:
+        self._submit([request], stream=True)
+        finished = False
+        try:
+            while not finished:
+                while request.request_id not in self._latest:
+                    self._step()
+                output = self._latest.pop(request.request_id)
+                finished = output.finished
+                yield output
+        finally:
+            self.abort(request.request_id)
+            self._latest.pop(request.request_id, None)
+            self._drain()
+
+    def _step(self) -> None:
+        updates = self._engine.step()
+        processed = self._outputs.process(updates, time.monotonic())
+        self._collect(processed.outputs, processed.released)
+
+    def _collect(self, outputs: Sequence[RequestOutput], released: Sequence[str]) -> None:
+        for request_id in released:
+            self._engine.release(request_id)
+        for output in outputs:
+            self._latest[output.request_id] = output
+            if output.finished:
+                self._speculation += output.metrics.speculation
+
+    def _drain(self) -> None:
+        """Settle the steps that finished requests left in flight."""
+        # A dead engine has nothing to settle, and its error is already on its way.
+        with contextlib.suppress(EngineDeadError):
+            while not self._outputs.num_unfinished and self._engine.has_unfinished:
+                self._engine.step()
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of requests that just finished."""
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,258 @@
+"""From emitted tokens to what a user receives: text, stops, log probabilities, times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from sametoken.core.outputs import (
+    CompletionOutput,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from sametoken.core.request import EngineRequest, RequestUpdate
+from sametoken.engine.detokenizer import Detokenizer, make_detokenizer
+from sametoken.engine.input_processor import ProcessedRequest
+from sametoken.engine.stop_strings import StopMatch, StopStrings
+from sametoken.engine.tokenizer import Tokenizer
+from sametoken.errors import NumericalError
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedUpdates:
+    """What some updates came to.
+
+    Attributes:
+        outputs: of requests that finished and of streamed ones that got on.
+        released: ids of engine requests that are over, for ``EngineCore.release``.
+    """
+
+    outputs: tuple[RequestOutput, ...]
+    released: tuple[str, ...]
+
+
+class OutputProcessor:
+    """Keeps every unfinished request's output.
+
+    Args:
+        tokenizer: None leaves all texts empty.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._requests: dict[str, _Request] = {}
+        self._completions: dict[str, tuple[_Request, _Completion]] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not finished."""
+        return len(self._requests)
+
+    def add(self, processed: ProcessedRequest, now: float, *, stream: bool) -> None:
+        """Expect updates of a request; ``now`` in seconds of a monotonic clock.
+
+        With ``stream`` every step gives an output so far, else only the last one does.
+        """
+        request = _Request(processed, now, self._tokenizer, stream=stream)
+        self._requests[processed.request_id] = request
+        for completion in request.completions:
+            self._completions[completion.request.request_id] = (request, completion)
+
+    def process(self, updates: Iterable[RequestUpdate], now: float) -> ProcessedUpdates:
+        """Take in one step's updates. Those of finished requests are ignored."""
+        touched: dict[str, _Request] = {}
+        released = []
+        for update in updates:
+            if update.request_id not in self._completions:
+                continue
+            request, completion = self._completions[update.request_id]
+            request.take(completion, update, now)
+            touched[request.request_id] = request
+            if completion.finish_reason is not None:
+                del self._completions[update.request_id]
+                released.append(update.request_id)
+        outputs = tuple(
+            request.output() for request in touched.values() if request.stream or request.finished
+        )
+        for request in touched.values():
+            if request.finished:
+                del self._requests[request.request_id]
+        return ProcessedUpdates(outputs, tuple(released))
+
+    def abort(self, request_id: str, now: float) -> ProcessedUpdates:
+        """End a request where it stands; an unknown id gives nothing."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return ProcessedUpdates((), ())
+        released = []
+        for completion in request.completions:
+            if self._completions.pop(completion.request.request_id, None) is not None:
+                completion.end("abort")
+                released.append(completion.request.request_id)
+        request.note_time(now)
+        return ProcessedUpdates((request.output(),), tuple(released))
+
+
+class _Request:
+    """One prompt's completions on their way."""
+
+    def __init__(
+        self, processed: ProcessedRequest, now: float, tokenizer: Tokenizer | None, *, stream: bool
+    ) -> None:
+        self.request_id = processed.request_id
+        self.stream = stream
+        self.completions = [
+            _Completion(index, request, tokenizer)
+            for index, request in enumerate(processed.completions)
+        ]
+        self._processed = processed
+        self._metrics = RequestMetrics(arrival_time=now)
+        self._prompt_logprobs: list[PositionLogprobs | None] = [None]
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions)
+
+    def take(self, completion: _Completion, update: RequestUpdate, now: float) -> None:
+        if completion.index == 0:
+            self._prompt_logprobs.extend(map(completion.named, update.prompt_logprobs or ()))
+            self._metrics = replace(self._metrics, num_cached_tokens=update.num_cached)
+        if update.samples and not update.poisoned:
+            counters = self._metrics.speculation.with_step(update.num_drafts, update.num_accepted)
+            self._metrics = replace(self._metrics, speculation=counters)
+        completion.take(update)
+        if completion.token_ids and self._metrics.first_token_time is None:
+            self._metrics = replace(self._metrics, first_token_time=now)
+        if self.finished:
+            self.note_time(now)
+
+    def note_time(self, now: float) -> None:
+        self._metrics = replace(self._metrics, finished_time=now)
+
+    def output(self) -> RequestOutput:
+        wanted = self._processed.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._processed.prompt.text,
+            prompt_token_ids=self._processed.prompt.token_ids,
+            outputs=tuple(completion.output() for completion in self.completions),
+            finished=self.finished,
+            metrics=self._metrics,
+            prompt_logprobs=tuple(self._prompt_logprobs) if wanted else None,
+        )
+
+
+class _Completion:
+    """One completion on its way."""
+
+    def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.index = index
+        self.request = request
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._stop_reason: int | str | None = None
+        self._error: Exception | None = None
+        self._text = ""
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._detokenizer: Detokenizer | None = None
+        if self._tokenizer is not None:
+            self._detokenizer = make_detokenizer(
+                self._tokenizer, skip_special_tokens=params.skip_special_tokens
+            )
+        self._stops = StopStrings(tuple(params.stop or ()))
+        self._stop_ids = frozenset(request.stop_token_ids)
+        self._logprobs: list[PositionLogprobs] = []
+        self._cumulative_logprob = 0.0
+
+    def take(self, update: RequestUpdate) -> None:
+        """Add the update's tokens up to the first that ends the completion."""
+        if update.poisoned:
+            self._error = NumericalError(
+                "the model's logits were NaN", "check the checkpoint, or use dtype float32"
+            )
+            self.end("error")
+            return
+        for offset, token_id in enumerate(update.token_ids):
+            self.token_ids.append(token_id)
+            if update.logprobs is not None:
+                self._logprobs.append(self.named(update.logprobs[offset]))
+                self._cumulative_logprob += update.logprobs[offset][token_id].logprob
+            self._add(token_id)
+            if self.finish_reason is not None:
+                return
+
+    def _add(self, token_id: int) -> None:
+        """Precedence at one token: stop string, then stop token, then length."""
+        is_stop_token = token_id in self._stop_ids
+        num_seen = len(self._text)
+        if is_stop_token:
+            # A character cut short by the end of the text is complete as it is.
+            self._text += self._held_back()
+        with_token = self._text + self._piece(token_id)
+        match = self._find_stop(with_token, num_seen)
+        if match is not None:
+            self._end_at(match, with_token)
+            return
+        if not is_stop_token or self.request.params.include_stop_str_in_output:
+            self._text = with_token
+        if is_stop_token:
+            asked_for = token_id in (self.request.params.stop_token_ids or ())
+            self._stop_reason = token_id if asked_for else None
+            self.end("stop")
+        elif self._num_total() >= self.request.max_total_tokens:
+            self.end("length")
+
+    def _num_total(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    def end(self, reason: str) -> None:
+        """Finish; what was held back becomes visible."""
+        self.finish_reason = reason
+        self._text += self._held_back()
+
+    def output(self) -> CompletionOutput:
+        text = self._text
+        held_back = self.finish_reason is None
+        if held_back and not self.request.params.include_stop_str_in_output:
+            text = text[: self._stops.num_safe(text)]
+        has_logprobs = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            logprobs=tuple(self._logprobs) if has_logprobs else None,
+            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            error=self._error,
+        )
+
+    def named(self, candidates: PositionLogprobs) -> PositionLogprobs:
+        """The candidates with their texts."""
+        if self._tokenizer is None:
+            return candidates
+        decode = self._tokenizer.decode_token
+        return {
+            token_id: replace(candidate, decoded_token=decode(token_id))
+            for token_id, candidate in candidates.items()
+        }
+
+    def _find_stop(self, text: str, num_seen: int) -> StopMatch | None:
+        """A stop string that ends in the newest token, once ``min_tokens`` lie before it."""
+        if len(self.token_ids) <= self.request.params.min_tokens:
+            return None
+        return self._stops.find(text, num_seen)
+
+    def _end_at(self, match: StopMatch, text: str) -> None:
+        included = self.request.params.include_stop_str_in_output
+        self._text = text[: match.end if included else match.start]
+        self._stop_reason = match.text
+        self.finish_reason = "stop"
+
+    def _piece(self, token_id: int) -> str:
+        return self._detokenizer.append(token_id) if self._detokenizer else ""
+
+    def _held_back(self) -> str:
+        return self._detokenizer.finish() if self._detokenizer else ""

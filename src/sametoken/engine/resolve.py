@@ -1,0 +1,113 @@
+"""From what the user asked to what the engine does, decided once, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sametoken.config import EngineConfig
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.models.base import ModelConfig
+from sametoken.state.kv_cache import KVSpec
+
+CPU_KV_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """The engine's settings with every "auto" decided.
+
+    Attributes:
+        reasons: option name to the reason for its value, for ``--explain``.
+        weights_bytes, kv_bytes: memory of all weights and of all KV caches.
+    """
+
+    config: EngineConfig
+    model_path: Path
+    model: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    num_kv_blocks: int
+    steps_in_flight: int
+    kernels: str
+    reasons: dict[str, str]
+    weights_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How much KV there is and how long a request may grow."""
+
+    max_model_len: int
+    num_kv_blocks: int
+    reasons: dict[str, str]
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The device to run on.
+
+    Raises:
+        UnsupportedError: a CUDA device was asked for, which this version does not drive.
+    """
+    if config.device == "cuda":
+        raise UnsupportedError("device 'cuda' is not supported yet", "use device 'cpu'")
+    return torch.device("cpu")
+
+
+def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> tuple[torch.dtype, str]:
+    """The activation and weight dtype, and why."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype), "asked for"
+    if checkpoint_dtype == torch.float32:
+        return torch.float32, "the checkpoint is fp32"
+    return torch.bfloat16, f"the checkpoint is {str(checkpoint_dtype).removeprefix('torch.')}"
+
+
+def plan_memory(
+    config: EngineConfig, model: ModelConfig, specs: tuple[KVSpec, ...], extra_tokens: int
+) -> MemoryPlan:
+    """Decide the number of KV blocks and the longest request.
+
+    Args:
+        config: what was asked.
+        model: the target's architecture.
+        specs: KV of the target and of a drafter that has some.
+        extra_tokens: positions beyond a request's length that drafts may occupy.
+
+    Raises:
+        ConfigError: one request of ``max_model_len`` tokens does not fit.
+    """
+    reasons: dict[str, str] = {}
+    block_size = config.block_size
+    max_len = config.max_model_len
+    if max_len is None:
+        max_len = model.max_position_embeddings
+        reasons["max_model_len"] = "the model's longest position"
+    elif max_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={max_len} is above the model's {model.max_position_embeddings}",
+            "lower max_model_len",
+        )
+    most_useful = config.max_num_seqs * -(-(max_len + extra_tokens) // block_size)
+    block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+    else:
+        budget = config.kv_cache_memory_bytes or CPU_KV_BYTES
+        num_blocks = min(budget // block_bytes, most_useful)
+        reasons["num_kv_blocks"] = f"{num_blocks * block_bytes} of {budget} bytes"
+    longest = num_blocks * block_size - extra_tokens
+    if longest < max_len:
+        if config.max_model_len is not None or longest < block_size:
+            raise ConfigError(
+                f"{num_blocks} KV blocks of {block_size} tokens hold {max(longest, 0)} tokens "
+                f"of one request, below max_model_len={max_len}",
+                "raise kv_cache_memory_bytes or lower max_model_len",
+            )
+        max_len = longest
+        reasons["max_model_len"] = "what the KV memory holds for one request"
+    return MemoryPlan(max_len, num_blocks, reasons)

@@ -1,0 +1,143 @@
+"""Text to token ids and back, over Hugging Face tokenizers and those in GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sametoken.engine.gguf_tokenizer import build_gguf_tokenizer
+from sametoken.errors import CheckpointError, RequestError
+from sametoken.models.gguf_file import read_gguf
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer behind the few verbs that the engine uses.
+
+    Attributes:
+        hf: the Hugging Face tokenizer itself.
+        backend: the ``tokenizers.Tokenizer`` that it drives.
+        special_ids: tokens that ``skip_special_tokens`` leaves out.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self.backend = hf.backend_tokenizer
+        self.special_ids = frozenset(
+            token_id for token_id, token in hf.added_tokens_decoder.items() if token.special
+        )
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, if the tokenizer names one."""
+        token_id: int | None = self.hf.eos_token_id
+        return token_id
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Token ids of a text; special tokens written out in it count as such."""
+        return tuple(self.hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that form no character become U+FFFD."""
+        text: str = self.hf.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def decode_token(self, token_id: int) -> str:
+        """Text of one token on its own, special tokens written out."""
+        return self.decode((token_id,), skip_special_tokens=False)
+
+    def apply_chat_template(self, messages: Messages, **options: Any) -> str:
+        """The prompt text of a conversation.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order.
+            options: as transformers has them: ``add_generation_prompt``, ``chat_template``,
+                and whatever the template itself reads.
+
+        Raises:
+            RequestError: there is no chat template, or it refuses the messages.
+        """
+        if not options.get("chat_template") and not self.hf.chat_template:
+            raise RequestError(
+                "the model has no chat template", "use generate, or give chat_template"
+            )
+        try:
+            text: str = self.hf.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, **options
+            )
+        except Exception as error:
+            # Templates are programs of the checkpoint's author and raise what they like.
+            raise RequestError(
+                f"the chat template refuses the messages: {error}",
+                'give a list of {"role": ..., "content": ...}',
+            ) from error
+        return text
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Load from a checkpoint directory, a ``tokenizer.json``, or a GGUF file.
+
+    Raises:
+        CheckpointError: nothing is there, or it is corrupt.
+        UnsupportedError: a GGUF file holds a kind of tokenizer that is not known.
+    """
+    source = _find_source(path)
+    if source.suffix == ".gguf":
+        return _from_gguf(source)
+    try:
+        return Tokenizer(_from_hf(source))
+    except Exception as error:
+        # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError.
+        raise CheckpointError(
+            f"the tokenizer at {source} cannot be read ({type(error).__name__}: {error})",
+            "fetch it again, or give another tokenizer",
+        ) from error
+
+
+def _find_source(path: Path) -> Path:
+    if path.is_file() and path.suffix in (".gguf", ".json"):
+        return path
+    if path.is_dir():
+        if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            return path
+        gguf_files = sorted(path.glob("*.gguf"))
+        if gguf_files:
+            return gguf_files[0]
+    raise CheckpointError(
+        f"no tokenizer at {path}",
+        "give a directory with tokenizer.json or a GGUF file, or set skip_tokenizer_init",
+    )
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = read_gguf(path).metadata
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    special = {}
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token_id is not None and token_id < len(tokens):
+            special[name] = tokens[token_id]
+    template = metadata.get("tokenizer.chat_template")
+    backend = build_gguf_tokenizer(metadata)
+    return Tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
+    )
+
+
+def _from_hf(path: Path) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if path.is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    if (path / "tokenizer.json").is_file():
+        # The file as it is: the classes of some architectures rebuild it from its vocabulary.
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)

@@ -1,0 +1,1 @@
+"""The gated activation of the feed-forward part."""

@@ -1,0 +1,44 @@
+"""The gated activation in Triton."""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.kernels.overlap import overlapped, wait_for_earlier
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up,  # [T, 2 * WIDTH]
+    out,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    source = gate_up + row * 2 * WIDTH + columns
+    gate = tl.load(source, inside, other=0.0).to(tl.float32)
+    up = tl.load(source + WIDTH, inside, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    assert gate_up.is_contiguous()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        _silu_mul_kernel[grid](
+            gate_up, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **overlapped(gate_up)
+        )
+    return out

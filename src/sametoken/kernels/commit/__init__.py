@@ -1,0 +1,1 @@
+"""Judge windows of fixed shape and make their accepted tokens true."""

@@ -1,0 +1,393 @@
+"""Judge and commit in their padded form; the reference of commit is ``state.commit``.
+
+Padding (``num_query`` 0) is judged to accept nothing and writes nothing. Only the step may
+call what writes ``Sequences``.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.sampling.triton import is_poisoned, token_of
+from sametoken.kernels.stage.triton import PaddedInputs
+
+_KEYS_AT_A_TIME = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """The judgement of B windows of W rows.
+
+    Attributes:
+        tokens: [B, W] int64, the target's own token at every window row; a valid id even
+            where the row is dead.
+        num_accepted: [B] int64, 0..num_drafts; 0 for padding and poisoned rows.
+        next_token: [B] int64, a valid id for every row; 0 for padding and poisoned rows.
+        poisoned: [B] bool, NaN in the logits of a row that decided: 0..num_accepted. What
+            rejected rows hold cannot reach a request.
+    """
+
+    tokens: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    poisoned: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLengths:
+    """Lengths after the commit, [B] int64 each."""
+
+    num_tokens: Tensor
+    num_computed: Tensor
+
+
+@triton.jit
+def _judge_row(
+    plan_row,
+    keys,  # [B, W, NUM_TILES]
+    token_ids,  # [B, R]
+    query,  # scalar, num_query of the plan row
+    drafts,  # scalar, num_drafts of the plan row
+    tokens,  # [B, W]
+    R: tl.constexpr,
+    W: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    W_BLOCK: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+):
+    """Scalars num_accepted, next_token and poisoned of one window; stores its tokens."""
+    row = tl.arange(0, W_BLOCK)
+    best = tl.full((W_BLOCK,), -(2**63), tl.int64)
+    for first in range(0, NUM_TILES, TILE_BLOCK):
+        tile = first + tl.arange(0, TILE_BLOCK)[None, :]
+        inside = (row[:, None] < W) & (tile < NUM_TILES)
+        at = (plan_row * W + row[:, None]) * NUM_TILES + tile
+        lowest = tl.full((W_BLOCK, TILE_BLOCK), -(2**63), tl.int64)
+        best = tl.maximum(best, tl.max(tl.load(keys + at, inside, other=lowest), axis=1))
+    token = token_of(best)
+    tl.store(tokens + plan_row * W + row, token, row < W)
+
+    is_draft = row < drafts
+    draft = tl.load(token_ids + plan_row * R + query + row, is_draft, other=0)
+    accepted = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
+    next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
+    held_nan = (row <= accepted) & is_poisoned(best) & (query > 0)
+    poisoned = tl.max(held_nan.to(tl.int32), axis=0) != 0
+    judged = (query > 0) & ~poisoned
+    return tl.where(judged, accepted, 0).to(tl.int64), tl.where(judged, next_token, 0), poisoned
+
+
+@triton.jit
+def _commit_row(
+    plan_row,
+    accepted,  # scalar
+    next_token,  # scalar
+    query,  # scalar
+    slots,  # [B]
+    samples,  # [B] bool
+    staged_token_ids,  # [B, R]
+    staged_num_tokens,  # [B]
+    staged_num_computed,  # [B]
+    token_ids,  # [S, max_len], written
+    num_tokens,  # [S], written
+    num_computed,  # [S], written
+    new_num_tokens,  # [B], written
+    new_num_computed,  # [B], written
+    token_stride,
+    R: tl.constexpr,
+    W_BLOCK: tl.constexpr,
+):
+    """Make one plan row's accepted tokens true."""
+    slot = tl.load(slots + plan_row)
+    sampled = (query > 0) & (tl.load(samples + plan_row) != 0)
+    emitted = tl.where(sampled, accepted + 1, 0)
+    tokens_before = tl.load(staged_num_tokens + plan_row)
+    tokens_after = tokens_before + emitted
+    computed_after = tl.load(staged_num_computed + plan_row) + query + accepted
+    tl.store(new_num_tokens + plan_row, tokens_after)
+    tl.store(new_num_computed + plan_row, computed_after)
+    tl.store(num_tokens + slot, tokens_after, query > 0)
+    tl.store(num_computed + slot, computed_after, query > 0)
+
+    row = tl.arange(0, W_BLOCK)
+    draft = tl.load(staged_token_ids + plan_row * R + query + row, row < emitted - 1, other=0)
+    token = tl.where(row < accepted, draft, next_token)
+    tl.store(token_ids + slot * token_stride + tokens_before + row, token, row < emitted)
+
+
+@triton.jit
+def _judge_kernel(
+    keys,  # [B, W, NUM_TILES]
+    staged_token_ids,  # [B, R]
+    num_query,  # [B]
+    num_drafts,  # [B]
+    tokens,  # [B, W]
+    num_accepted,  # [B]
+    next_tokens,  # [B]
+    poisoned,  # [B]
+    R: tl.constexpr,
+    W: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    W_BLOCK: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    plan_row = tl.program_id(0).to(tl.int64)
+    query, drafts = tl.load(num_query + plan_row), tl.load(num_drafts + plan_row)
+    accepted, next_token, held_nan = _judge_row(
+        plan_row, keys, staged_token_ids, query, drafts, tokens,
+        R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
+    )  # fmt: skip
+    tl.store(num_accepted + plan_row, accepted)
+    tl.store(next_tokens + plan_row, next_token)
+    tl.store(poisoned + plan_row, held_nan)
+
+
+@triton.jit
+def _commit_kernel(
+    num_accepted,  # [B]
+    next_tokens,  # [B]
+    num_query,  # [B]
+    slots,  # [B]
+    samples,  # [B] bool
+    staged_token_ids,  # [B, R]
+    staged_num_tokens,  # [B]
+    staged_num_computed,  # [B]
+    token_ids,  # [S, max_len]
+    num_tokens,  # [S]
+    num_computed,  # [S]
+    new_num_tokens,  # [B]
+    new_num_computed,  # [B]
+    token_stride,
+    R: tl.constexpr,
+    W_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    plan_row = tl.program_id(0).to(tl.int64)
+    _commit_row(
+        plan_row, tl.load(num_accepted + plan_row), tl.load(next_tokens + plan_row),
+        tl.load(num_query + plan_row), slots, samples, staged_token_ids, staged_num_tokens,
+        staged_num_computed, token_ids, num_tokens, num_computed, new_num_tokens,
+        new_num_computed, token_stride, R, W_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _judge_and_commit_kernel(
+    keys,  # [B, W, NUM_TILES]
+    num_query,  # [B]
+    num_drafts,  # [B]
+    tokens,  # [B, W]
+    num_accepted,  # [B]
+    next_tokens,  # [B]
+    poisoned,  # [B]
+    slots,  # [B]
+    samples,  # [B] bool
+    staged_token_ids,  # [B, R]
+    staged_num_tokens,  # [B]
+    staged_num_computed,  # [B]
+    token_ids,  # [S, max_len]
+    num_tokens,  # [S]
+    num_computed,  # [S]
+    new_num_tokens,  # [B]
+    new_num_computed,  # [B]
+    token_stride,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    W_BLOCK: tl.constexpr,
+    TILE_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    plan_row = tl.program_id(0).to(tl.int64)
+    query, drafts = tl.load(num_query + plan_row), tl.load(num_drafts + plan_row)
+    accepted, next_token, held_nan = _judge_row(
+        plan_row, keys, staged_token_ids, query, drafts, tokens,
+        R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
+    )  # fmt: skip
+    tl.store(num_accepted + plan_row, accepted)
+    tl.store(next_tokens + plan_row, next_token)
+    tl.store(poisoned + plan_row, held_nan)
+    _commit_row(
+        plan_row, accepted, next_token, query, slots, samples, staged_token_ids,
+        staged_num_tokens, staged_num_computed, token_ids, num_tokens, num_computed,
+        new_num_tokens, new_num_computed, token_stride, R, W_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _publish_kernel(
+    slots,  # [B]
+    num_query,  # [B]
+    samples,  # [B] bool
+    new_draft_ids,  # [B, K]
+    new_num_drafts,  # [B]
+    draft_ids,  # [S, K], written
+    num_drafts,  # [S], written
+    draft_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    plan_row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + plan_row)
+    live = tl.load(num_query + plan_row) > 0
+    count = tl.where(tl.load(samples + plan_row) != 0, tl.load(new_num_drafts + plan_row), 0)
+    tl.store(num_drafts + slot, count, live)
+    index = tl.arange(0, BLOCK)
+    draft = tl.load(new_draft_ids + plan_row * K + index, index < K, other=0)
+    tl.store(draft_ids + slot * draft_stride + index, draft, live & (index < K))
+
+
+def judge(keys: Tensor, x: PaddedInputs, rows_per_window: int) -> Judgement:
+    """Accept each window's drafts up to the first that is not the target's own token.
+
+    Args:
+        keys: [B * W, tiles] int64 of ``sampling``, window rows in order; in a chunk, whose
+            W is 1, of the row of its last committed token.
+        x: the step's inputs.
+        rows_per_window: W, at least 1 + the largest number of drafts.
+    """
+    judgement = _empty_judgement(x, rows_per_window)
+    _judge_kernel[(x.slots.shape[0],)](
+        keys,
+        x.token_ids,
+        x.num_query,
+        x.num_drafts,
+        judgement.tokens,
+        judgement.num_accepted,
+        judgement.next_token,
+        judgement.poisoned,
+        **_shape(keys, x, rows_per_window),
+    )
+    return judgement
+
+
+def commit(
+    sequences: Any, x: PaddedInputs, num_accepted: Tensor, next_token: Tensor
+) -> PaddedLengths:
+    """Make a step's accepted tokens true, as ``state.commit.commit`` does, in one launch.
+
+    Args:
+        sequences: the truth to advance (``state.sequences.Sequences``).
+        x: the step's inputs.
+        num_accepted: [B] int64; 0 for rows that do not sample.
+        next_token: [B] int64, read only for rows that sample.
+    """
+    arguments, lengths = _commit_arguments(sequences, x)
+    _commit_kernel[(x.slots.shape[0],)](
+        num_accepted,
+        next_token,
+        x.num_query,
+        *arguments,
+        R=x.rows_per_plan_row,
+        W_BLOCK=triton.next_power_of_2(sequences.max_num_drafts + 1),
+        num_warps=1,
+        **overlapped(x.slots),
+    )
+    return lengths
+
+
+def judge_and_commit(
+    sequences: Any, keys: Tensor, x: PaddedInputs, rows_per_window: int
+) -> tuple[Judgement, PaddedLengths]:
+    """``judge``, then ``commit``, in one launch."""
+    judgement = _empty_judgement(x, rows_per_window)
+    arguments, lengths = _commit_arguments(sequences, x)
+    _judge_and_commit_kernel[(x.slots.shape[0],)](
+        keys,
+        x.num_query,
+        x.num_drafts,
+        judgement.tokens,
+        judgement.num_accepted,
+        judgement.next_token,
+        judgement.poisoned,
+        *arguments,
+        **_shape(keys, x, rows_per_window),
+    )
+    return judgement, lengths
+
+
+def publish(sequences: Any, x: PaddedInputs, draft_ids: Tensor, num_drafts: Tensor) -> None:
+    """Store drafts for the next windows; rows that do not sample get none.
+
+    Args:
+        sequences: the truth to write.
+        x: the step's inputs.
+        draft_ids: [B, k] int64.
+        num_drafts: [B] int64, 0..k.
+    """
+    batch, k = draft_ids.shape
+    assert draft_ids.is_contiguous()
+    assert k == sequences.max_num_drafts
+    if k:
+        _publish_kernel[(batch,)](
+            x.slots,
+            x.num_query,
+            x.samples,
+            draft_ids,
+            num_drafts,
+            sequences.draft_ids,
+            sequences.num_drafts,
+            sequences.draft_ids.stride(0),
+            K=k,
+            BLOCK=triton.next_power_of_2(k),
+            num_warps=1,
+            **overlapped(x.slots),
+        )
+
+
+def _empty_judgement(x: PaddedInputs, rows_per_window: int) -> Judgement:
+    batch = x.slots.shape[0]
+    num_accepted, next_token = x.slots.new_empty(2, batch).unbind(0)
+    poisoned = x.slots.new_empty(batch, dtype=torch.bool)
+    return Judgement(x.slots.new_empty(batch, rows_per_window), num_accepted, next_token, poisoned)
+
+
+def _commit_arguments(
+    sequences: Any, x: PaddedInputs
+) -> tuple[tuple[Tensor | int, ...], PaddedLengths]:
+    num_tokens, num_computed = x.slots.new_empty(2, x.slots.shape[0]).unbind(0)
+    arguments = (
+        x.slots,
+        x.samples,
+        x.token_ids,
+        x.num_tokens,
+        x.num_computed,
+        sequences.token_ids,
+        sequences.num_tokens,
+        sequences.num_computed,
+        num_tokens,
+        num_computed,
+        sequences.token_ids.stride(0),
+    )
+    return arguments, PaddedLengths(num_tokens, num_computed)
+
+
+def _shape(keys: Tensor, x: PaddedInputs, rows_per_window: int) -> dict[str, int]:
+    """Compile-time sizes of a kernel that judges."""
+    assert keys.shape[0] == x.slots.shape[0] * rows_per_window
+    num_tiles = keys.shape[1]
+    window = triton.next_power_of_2(rows_per_window)
+    tiles = min(triton.next_power_of_2(num_tiles), max(_KEYS_AT_A_TIME // window, 1))
+    return {
+        "R": x.rows_per_plan_row,
+        "W": rows_per_window,
+        "NUM_TILES": num_tiles,
+        "W_BLOCK": window,
+        "TILE_BLOCK": tiles,
+        "num_warps": 4,
+        **overlapped(keys),
+    }

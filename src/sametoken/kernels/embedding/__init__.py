@@ -1,0 +1,1 @@
+"""Embedding lookup on the device."""

@@ -1,0 +1,1 @@
+"""Matrix products of activations with packed weights, and embedding lookup."""

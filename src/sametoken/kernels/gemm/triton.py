@@ -1,0 +1,286 @@
+"""Matrix products on a GPU: one Triton kernel body, and the vendor's where its bits match.
+
+No form splits the sum over in_features, and all add it in order, so a row's bits do not
+depend on the row count, the tiles, or the form (tests/gpu/test_gemm_gpu.py).
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sametoken.kernels.gemm.tuning import (
+    FLOAT32,
+    CublasConfig,
+    Epilogue,
+    GemmConfig,
+    GemmShape,
+    TritonConfig,
+    TuningTable,
+)
+
+#: Bytes of each weight row that an overlapped program asks for before its inputs exist.
+PREFETCH_BYTES = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeight:
+    """A weight on the GPU as the checkpoint has it: one contiguous tensor [N, K]."""
+
+    matrix: Tensor
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.matrix.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.matrix.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one copy."""
+        return self.matrix.numel() * self.matrix.element_size()
+
+
+def linear(
+    x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, *, table: TuningTable
+) -> Tensor:
+    """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype, rounded once."""
+    return _chosen(x, weight, "none" if bias is None else "bias", bias, table)
+
+
+def linear_silu_mul(x: Tensor, weight: DeviceWeight, *, table: TuningTable) -> Tensor:
+    """``silu(gate) * up`` of [gate | up] = ``linear(x, weight)``: [T, K] -> [T, N / 2].
+
+    Gate and up are rounded to x's dtype first, as if they had been stored.
+    """
+    return _chosen(x, weight, "silu_mul", None, table)
+
+
+def linear_add(x: Tensor, weight: DeviceWeight, residual: Tensor, *, table: TuningTable) -> Tensor:
+    """``linear(x, weight) + residual``, both roundings kept: [T, K] -> [T, N]."""
+    return _chosen(x, weight, "add", residual, table)
+
+
+def logits(x: Tensor, weight: DeviceWeight, *, table: TuningTable) -> Tensor:
+    """``x @ weight.T``: [L, K] -> [L, V] fp32, never rounded to x's dtype."""
+    return _chosen(x, weight, "logits", None, table)
+
+
+def _chosen(
+    x: Tensor, weight: DeviceWeight, epilogue: Epilogue, operand: Tensor | None, table: TuningTable
+) -> Tensor:
+    shape = GemmShape(weight.out_features, weight.in_features, epilogue)
+    config = FLOAT32 if x.dtype == torch.float32 else table.choose(shape, x.shape[0])
+    return product(config, x, weight.matrix, epilogue, operand)
+
+
+def product(
+    config: GemmConfig,
+    x: Tensor,
+    matrix: Tensor,
+    epilogue: Epilogue = "none",
+    operand: Tensor | None = None,
+) -> Tensor:
+    """One product by one given kernel.
+
+    Args:
+        config: the kernel.
+        x: [T, K], contiguous.
+        matrix: [N, K], contiguous, of x's dtype.
+        epilogue: what is done before the store; "silu_mul" gives [T, N / 2], "logits" fp32.
+        operand: the bias [N] of "bias", the residual [T, N] of "add".
+    """
+    assert x.is_contiguous()
+    assert matrix.is_contiguous()
+    assert x.shape[1] == matrix.shape[1]
+    assert x.dtype == matrix.dtype
+    assert (operand is not None) == (epilogue in ("bias", "add"))
+    if isinstance(config, CublasConfig):
+        return _library_product(x, matrix, epilogue, operand)
+    return _triton_product(config, x, matrix, epilogue, operand)
+
+
+def _library_product(
+    x: Tensor, matrix: Tensor, epilogue: Epilogue, operand: Tensor | None
+) -> Tensor:
+    if epilogue == "logits":
+        return torch.mm(x, matrix.t(), out_dtype=torch.float32)
+    if epilogue == "bias":
+        return F.linear(x, matrix, operand)
+    out = torch.mm(x, matrix.t())
+    if operand is not None:
+        return out + operand
+    return silu_mul(out) if epilogue == "silu_mul" else out
+
+
+def _triton_product(
+    config: TritonConfig, x: Tensor, matrix: Tensor, epilogue: Epilogue, operand: Tensor | None
+) -> Tensor:
+    rows, in_features = x.shape
+    out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
+    dtype = torch.float32 if epilogue == "logits" else x.dtype
+    out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    x_tiles = w_tiles = None
+    if config.tma:
+        x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
+        w_tiles = TensorDescriptor.from_tensor(matrix, [config.block_features, config.block_depth])
+    programs = triton.cdiv(rows, config.block_rows) * triton.cdiv(
+        out_features, config.block_features
+    )
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.overlap:
+        launch["launch_pdl"] = True
+    _product_kernel[(programs,)](
+        x,
+        matrix,
+        x_tiles,
+        w_tiles,
+        operand,
+        out,
+        rows,
+        out_features,
+        in_features,
+        EPILOGUE=epilogue,
+        OVERLAP=config.overlap,
+        PREFETCH_BYTES=min(PREFETCH_BYTES, in_features * x.element_size()) // 16 * 16,
+        EVEN_DEPTH=in_features % config.block_depth == 0,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_FEATURES=config.block_features,
+        BLOCK_DEPTH=config.block_depth,
+        **launch,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x,  # [rows, in_features]
+    weight,  # [out_features, in_features]; [2 * out_features, in_features] for silu_mul
+    x_tiles,  # tensor descriptors of both, or None: load through pointers
+    w_tiles,
+    operand,  # bias [out_features], residual [rows, out_features], or None
+    out,  # [rows, out_features]
+    rows,
+    out_features,
+    in_features,
+    EPILOGUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    # Neighbouring programs share a weight tile, so that it leaves memory once.
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    first_row = (tl.program_id(0) % row_tiles) * BLOCK_ROWS
+    first_feature = (tl.program_id(0) // row_tiles) * BLOCK_FEATURES
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    feature = first_feature + tl.arange(0, BLOCK_FEATURES)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    w_row = weight + feature.to(tl.int64) * in_features
+    half = out_features.to(tl.int64) * in_features
+
+    if OVERLAP:
+        present = feature < out_features
+        _start_early(tl.where(present, w_row, weight), half, EPILOGUE, PREFETCH_BYTES)
+
+    acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
+    up = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
+    x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
+    w_at = w_row[:, None] + depth[None, :]
+    for k in tl.range(0, in_features, BLOCK_DEPTH):
+        inside = k + depth < in_features
+        if x_tiles is not None:
+            x_tile = x_tiles.load([first_row, k])
+            w_tile = w_tiles.load([first_feature, k])
+        else:
+            x_tile = _tile(x_at + k, row < rows, inside, EVEN_DEPTH)
+            w_tile = _tile(w_at + k, feature < out_features, inside, EVEN_DEPTH)
+        acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+        if EPILOGUE == "silu_mul":
+            if x_tiles is not None:
+                w_tile = w_tiles.load([out_features + first_feature, k])
+            else:
+                w_tile = _tile(w_at + half + k, feature < out_features, inside, EVEN_DEPTH)
+            up = tl.dot(w_tile, x_tile.T, up, input_precision="ieee")
+
+    stored = (row < rows)[None, :] & (feature < out_features)[:, None]
+    at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
+    dtype = out.dtype.element_ty
+    if EPILOGUE == "bias":
+        acc += tl.load(operand + feature, mask=feature < out_features, other=0)[:, None]
+    elif EPILOGUE == "add":
+        residual = tl.load(operand + at, mask=stored, other=0)
+        acc = acc.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    elif EPILOGUE == "silu_mul":
+        acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+    tl.store(out + at, acc.to(dtype), mask=stored)
+
+
+@triton.jit
+def _tile(at, present, inside, EVEN_DEPTH: tl.constexpr):
+    """Rows that are present, [rows, depth]; the rest of the tile is zero and adds nothing."""
+    if EVEN_DEPTH:
+        return tl.load(at, mask=present[:, None], other=0)
+    return tl.load(at, mask=present[:, None] & inside[None, :], other=0)
+
+
+@triton.jit
+def _start_early(w_row, half, EPILOGUE: tl.constexpr, PREFETCH_BYTES: tl.constexpr):
+    """Fetch weights while the kernel in front still computes the activations."""
+    cuda.gdc_launch_dependents()
+    _prefetch(w_row, PREFETCH_BYTES)
+    if EPILOGUE == "silu_mul":
+        _prefetch(w_row + half, PREFETCH_BYTES)
+    cuda.gdc_wait()
+
+
+@triton.jit
+def _prefetch(rows, BYTES: tl.constexpr):
+    """Ask L2 for the first BYTES of each row: [n] pointers, 16-byte aligned."""
+    tl.inline_asm_elementwise(
+        "{ .reg .b64 source; cvta.to.global.u64 source, $1; "
+        f"cp.async.bulk.prefetch.L2.global [source], {BYTES}; mov.u32 $0, 0; }}",
+        "=r,l",
+        [rows.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _silu_mul(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [T, 2I] = [gate | up] -> [T, I], with the epilogue's bits."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    block = min(1024, triton.next_power_of_2(width))
+    _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block)
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * width + column, mask=column < width, other=0)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=column < width, other=0)
+    result = _silu_mul(gate.to(tl.float32), up.to(tl.float32))
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=column < width)

@@ -1,0 +1,1 @@
+"""The CPU kernels in C, compiled on first use for the machine at hand."""

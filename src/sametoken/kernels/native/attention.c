@@ -1,0 +1,320 @@
+/* Causal attention over paged KV: prefill, decode and verify rows alike.
+ *
+ * KV is cut in splits of SPLIT positions anchored at 0. Phase one computes, for each row,
+ * head and split, the maximum score, the sum of exponentials and the weighted values;
+ * phase two merges a row's splits in order. Rows of one slot share a split's packed keys
+ * and values, which changes the work but no sum: each score and each output element is
+ * added up in one lane, over head_dim or over positions in ascending order. */
+#include "elementary.h"
+#include "threads.h"
+#include "tile.h"
+
+#define SPLIT 256
+/* Query rows (rows x heads of a KV head) that share one split's packed keys and values. */
+#define SHARED_QUERIES 48
+/* Floats of partial results held at once; more rows are taken in several batches. */
+#define PARTIAL_FLOATS (4 << 20)
+
+typedef struct {
+    const void *q, *keys, *values;
+    const int64_t *positions, *slots, *block_table;
+    void *out;
+    int64_t t, heads, kv_heads, dim, block_size, max_blocks;
+    float scale;
+} attention_job;
+
+/* Adjacent rows of one slot, and where their units and partial results start. */
+typedef struct {
+    int64_t first, rows, splits, first_unit, first_partial;
+} row_tile;
+
+/* One thread's working memory for one unit. */
+typedef struct {
+    int64_t offsets[SPLIT]; /* of each position's head in the cache, in elements */
+    u32x16 *keys;           /* [SPLIT / GROUP][units][GROUP] words */
+    float *values;          /* [dim / GROUP][SPLIT][GROUP] */
+    char *queries;          /* [rows * group][dim] */
+    float *scores;          /* [rows * group][SPLIT] */
+} workspace;
+
+static _Thread_local buffer partial_memory, tile_memory, unit_memory;
+
+INLINE int64_t partial_size(int64_t dim) { return LANES + ceil_div(dim, GROUP) * GROUP; }
+
+/* Blocks of `s` lanes: a takes the even ones of a and b, b the odd ones. */
+#define EVEN_BLOCKS(l, s) ((l) & (s) ? LANES + (l) - (s) : (l))
+#define ODD_BLOCKS(l, s) ((l) & (s) ? LANES + (l) : (l) + (s))
+#define SWAP_BLOCKS(m, s)                                                                    \
+    for (int i = 0; i < LANES; i++)                                                          \
+        if (!(i & (s))) {                                                                    \
+            u32x16 a = m[i], b = m[i + (s)];                                                 \
+            m[i] = SHUFFLE(a, b, EVEN_BLOCKS, s);                                                 \
+            m[i + (s)] = SHUFFLE(a, b, ODD_BLOCKS, s);                                           \
+        }
+
+INLINE void transpose(u32x16 m[LANES]) {
+    SWAP_BLOCKS(m, 8)
+    SWAP_BLOCKS(m, 4)
+    SWAP_BLOCKS(m, 2)
+    SWAP_BLOCKS(m, 1)
+}
+
+static void locate(const attention_job *job, int64_t slot, int64_t head, int64_t start,
+                   int64_t count, int64_t *offsets) {
+    const int64_t *table = job->block_table + slot * job->max_blocks;
+    for (int64_t i = 0; i < count;) {
+        int64_t inside = (start + i) % job->block_size;
+        int64_t stretch = smaller(job->block_size - inside, count - i);
+        int64_t row = (table[(start + i) / job->block_size] * job->kv_heads + head);
+        int64_t offset = (row * job->block_size + inside) * job->dim;
+        for (int64_t end = i + stretch; i < end; i++, offset += job->dim) offsets[i] = offset;
+    }
+}
+
+/* Keys of `count` positions as tile columns; columns beyond repeat the last position. */
+INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, int bf16) {
+    int64_t size = bf16 ? 2 : 4, units = job->dim * size / 4;
+    for (int64_t first = 0; first < count; first += LANES) {
+        u32x16 *panel = work->keys + (first / GROUP) * units * PANELS + first / LANES % PANELS;
+        for (int64_t unit = 0; unit < units; unit += LANES) {
+            int64_t width = smaller(LANES, units - unit);
+            u32x16 m[LANES];
+            for (int i = 0; i < LANES; i++) {
+                int64_t position = smaller(first + i, count - 1);
+                const char *key = (const char *)job->keys + work->offsets[position] * size;
+                m[i] = (u32x16){0};
+                if (width == LANES) memcpy(&m[i], key + unit * 4, sizeof m[i]);
+                else memcpy(&m[i], key + unit * 4, width * 4);
+            }
+            transpose(m);
+            for (int64_t i = 0; i < width; i++) panel[(unit + i) * PANELS] = m[i];
+        }
+    }
+}
+
+INLINE void pack_values(const attention_job *job, workspace *work, int64_t count, int bf16) {
+    for (int64_t i = 0; i < job->dim; i += LANES) {
+        float *panel = work->values + (i / GROUP) * SPLIT * GROUP + i % GROUP;
+        for (int64_t position = 0; position < count; position++) {
+            f32x16 v = load_some(job->values, work->offsets[position] + i, job->dim - i, bf16);
+            memcpy(panel + position * GROUP, &v, sizeof v);
+        }
+    }
+}
+
+/* Scaled scores of all queries with `count` positions. */
+INLINE void score(const attention_job *job, workspace *work, int64_t queries, int64_t count,
+                  const int bf16) {
+    int64_t stride = job->dim * (bf16 ? 2 : 4);
+    for (int64_t column = 0; column < count; column += GROUP) {
+        const char *columns = (const char *)work->keys + column * stride;
+        for (int64_t first = 0; first < queries; first += MAX_ROWS) {
+            int64_t rows = smaller(MAX_ROWS, queries - first);
+            f32x16 sums[MAX_ROWS * PANELS] = {0};
+            multiply_tile(rows, work->queries + first * stride, stride, columns, job->dim,
+                          (float *)sums, bf16);
+            for (int64_t r = 0; r < rows; r++)
+                for (int p = 0; p < PANELS; p++) {
+                    f32x16 v = sums[r * PANELS + p] * job->scale;
+                    memcpy(work->scores + (first + r) * SPLIT + column + p * LANES, &v, sizeof v);
+                }
+        }
+    }
+}
+
+/* Scores of the first `count` positions to exp(score - maximum); writes maximum and sum. */
+INLINE void exponentiate(float *scores, int64_t count, float *partial) {
+    const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 highest = splat(-INFINITY), sum = {0};
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32x16 v;
+        memcpy(&v, scores + i, sizeof v);
+        v = select_lanes(lane < (float)(count - i), v, splat(-INFINITY));
+        memcpy(scores + i, &v, sizeof v);
+        highest = max_lanes(v, highest);
+    }
+    float maximum = highest[0];
+    for (int i = 1; i < LANES; i++) maximum = highest[i] > maximum ? highest[i] : maximum;
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32x16 v;
+        memcpy(&v, scores + i, sizeof v);
+        v = exp_lanes(v - maximum);
+        memcpy(scores + i, &v, sizeof v);
+        sum += v;
+    }
+    partial[0] = maximum;
+    partial[1] = sum_lanes(sum);
+}
+
+/* Positions of this split that a row may see: its own and all before. */
+INLINE int64_t visible(const attention_job *job, int64_t row, int64_t start) {
+    return larger(0, smaller(SPLIT, job->positions[row] + 1 - start));
+}
+
+/* Weighted values: first the positions that all rows see, then each row's own rest. */
+INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *work,
+                  int64_t start, int64_t group, float *partials, int64_t stride) {
+    int64_t common = SPLIT, queries = tile->rows * group;
+    for (int64_t r = 0; r < tile->rows; r++)
+        common = smaller(common, visible(job, tile->first + r, start));
+    for (int64_t i = 0; i < job->dim; i += GROUP) {
+        const float *columns = work->values + i * SPLIT;
+        for (int64_t first = 0; first < queries; first += MAX_ROWS) {
+            int64_t rows = smaller(MAX_ROWS, queries - first);
+            float sums[MAX_ROWS * GROUP] __attribute__((aligned(64))) = {0};
+            const float *weights = work->scores + first * SPLIT;
+            multiply_tile(rows, weights, SPLIT * 4, columns, common, sums, 0);
+            for (int64_t q = 0; q < rows; q++) {
+                int64_t row = (first + q) / group, head = (first + q) % group;
+                int64_t rest = visible(job, tile->first + row, start) - common;
+                if (rest)
+                    multiply_tile(1, weights + q * SPLIT + common, SPLIT * 4,
+                                  columns + common * GROUP, rest, sums + q * GROUP, 0);
+                float *partial = partials + (row * job->heads + head) * stride;
+                memcpy(partial + LANES + i, sums + q * GROUP, GROUP * sizeof *sums);
+            }
+        }
+    }
+}
+
+/* Phase one for one row tile, KV head and split. */
+INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_head,
+                   int64_t split, workspace *work, float *all_partials, const int bf16) {
+    int64_t group = job->heads / job->kv_heads, start = split * SPLIT;
+    int64_t count = 0, bytes = group * job->dim * (bf16 ? 2 : 4);
+    for (int64_t r = 0; r < tile->rows; r++) {
+        int64_t head = (tile->first + r) * job->kv_heads + kv_head;
+        memcpy(work->queries + r * bytes, (const char *)job->q + head * bytes, bytes);
+        count = larger(count, visible(job, tile->first + r, start));
+    }
+    locate(job, job->slots[tile->first], kv_head, start, count, work->offsets);
+    pack_keys(job, work, count, bf16);
+    pack_values(job, work, count, bf16);
+    score(job, work, tile->rows * group, count, bf16);
+
+    int64_t size = partial_size(job->dim), stride = tile->splits * size;
+    float *partials = all_partials + tile->first_partial;
+    partials += kv_head * group * stride + split * size;
+    for (int64_t r = 0; r < tile->rows; r++)
+        for (int64_t g = 0; g < group; g++)
+            exponentiate(work->scores + (r * group + g) * SPLIT,
+                         visible(job, tile->first + r, start),
+                         partials + (r * job->heads + g) * stride);
+    weigh(job, tile, work, start, group, partials, stride);
+}
+
+/* Phase two for one row and head: its splits in order. */
+INLINE void merge(const attention_job *job, int64_t row, int64_t head, const float *partial,
+                  float *total, const int bf16) {
+    int64_t size = partial_size(job->dim), splits = job->positions[row] / SPLIT + 1;
+    memcpy(total, partial, size * sizeof *total);
+    for (int64_t split = 1; split < splits; split++) {
+        partial += size;
+        float maximum = partial[0] > total[0] ? partial[0] : total[0];
+        float old = exp_lanes(splat(total[0] - maximum))[0];
+        float new = exp_lanes(splat(partial[0] - maximum))[0];
+        total[0] = maximum;
+        total[1] = total[1] * old + partial[1] * new;
+        for (int64_t i = LANES; i < size; i += LANES) {
+            f32x16 a = load_some(total, i, LANES, 0), b = load_some(partial, i, LANES, 0);
+            store_some(total, i, LANES, 0, a * old + b * new);
+        }
+    }
+    for (int64_t i = 0; i < job->dim; i += LANES)
+        store_some(job->out, (row * job->heads + head) * job->dim + i, job->dim - i, bf16,
+                   load_some(total, LANES + i, LANES, 0) / total[1]);
+}
+
+/* Cut rows into tiles; returns how many. */
+static int64_t cut_tiles(const attention_job *job, row_tile *tiles) {
+    int64_t group = job->heads / job->kv_heads, count = 0;
+    int64_t most = larger(1, SHARED_QUERIES / group);
+    for (int64_t row = 0, rows; row < job->t; row += rows) {
+        int64_t last = job->positions[row];
+        for (rows = 1; rows < most && row + rows < job->t; rows++) {
+            if (job->slots[row + rows] != job->slots[row]) break;
+            last = larger(last, job->positions[row + rows]);
+        }
+        tiles[count++] = (row_tile){row, rows, last / SPLIT + 1, 0, 0};
+    }
+    return count;
+}
+
+static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
+    int64_t group = job->heads / job->kv_heads;
+    int64_t queries = larger(SHARED_QUERIES, group);
+    int64_t keys = SPLIT * job->dim * size, values = (partial_size(job->dim) - LANES) * SPLIT * 4;
+    int64_t rows = ceil_div(queries * job->dim * size, 64) * 64, scores = queries * SPLIT * 4;
+    char *memory = reserve(&unit_memory, keys + values + rows + scores);
+    if (!memory) return 0;
+    work->keys = (u32x16 *)memory;
+    work->values = (float *)(memory + keys);
+    work->queries = memory + keys + values;
+    work->scores = (float *)(memory + keys + values + rows);
+    return 1;
+}
+
+/* Both phases for tiles first..last-1; 0 when memory ran out. */
+INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_t count,
+                         float *partials, const int bf16) {
+    const row_tile *end = tiles + count - 1;
+    int64_t units = end->first_unit + job->kv_heads * end->splits, failed = 0;
+    int64_t size = partial_size(job->dim);
+#pragma omp parallel reduction(| : failed) if (units > 1)
+    {
+        workspace work;
+        failed = !divide(&work, job, bf16 ? 2 : 4);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < units; unit++) {
+            const row_tile *tile = tiles;
+            while (tile < end && tile[1].first_unit <= unit) tile++;
+            int64_t index = unit - tile->first_unit;
+            if (!failed)
+                attend(job, tile, index / tile->splits, index % tile->splits, &work, partials,
+                       bf16);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < count; i++) {
+            const row_tile *tile = tiles + i;
+            for (int64_t r = 0; r < tile->rows && !failed; r++)
+                for (int64_t head = 0; head < job->heads; head++)
+                    merge(job, tile->first + r, head,
+                          partials + tile->first_partial +
+                              (r * job->heads + head) * tile->splits * size,
+                          work.scores, bf16);
+        }
+    }
+    return !failed;
+}
+
+/* Returns 0 when memory ran out. */
+EXPORT int64_t attention(const void *q, const void *keys, const void *values, void *out,
+                         const int64_t *positions, const int64_t *slots,
+                         const int64_t *block_table, int64_t t, int64_t heads,
+                         int64_t kv_heads, int64_t dim, int64_t block_size,
+                         int64_t max_blocks, float scale, int64_t bf16) {
+    attention_job job = {q,     keys,     values, positions,  slots,      block_table, out, t,
+                         heads, kv_heads, dim,    block_size, max_blocks, scale};
+    if (!t) return 1;
+    row_tile *tiles = reserve(&tile_memory, t * sizeof *tiles);
+    if (!tiles) return 0;
+    int64_t count = cut_tiles(&job, tiles);
+    for (int64_t first = 0, last; first < count; first = last) {
+        int64_t floats = 0, units = 0;
+        for (last = first; last < count; last++) {
+            row_tile *tile = tiles + last;
+            int64_t more = tile->rows * heads * tile->splits * partial_size(dim);
+            if (last > first && floats + more > PARTIAL_FLOATS) break;
+            tile->first_unit = units;
+            tile->first_partial = floats;
+            units += kv_heads * tile->splits;
+            floats += more;
+        }
+        float *partials = reserve(&partial_memory, floats * sizeof *partials);
+        if (!partials) return 0;
+        int64_t done = bf16 ? run_batch(&job, tiles + first, last - first, partials, 1)
+                            : run_batch(&job, tiles + first, last - first, partials, 0);
+        if (!done) return 0;
+    }
+    return 1;
+}

@@ -1,0 +1,238 @@
+"""The native bundle: thin wrappers that hand tensors' addresses to the C kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.kernels.interface import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    PackedWeight,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.kernels.native.library import NativeLibrary, load_library
+
+MAX_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """A weight in groups of 32 columns, each group one contiguous stream (tile.h).
+
+    Attributes:
+        panels: uint8, the only copy, padded with zeros to whole groups.
+        address: of ``panels``, read once.
+        dtype: bfloat16 or float32.
+    """
+
+    panels: Tensor
+    address: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one copy."""
+        return self.panels.numel()
+
+
+class NativeKernels:
+    """``Kernels`` in C for CPUs; contracts are those of the protocol.
+
+    Raises:
+        UnsupportedError: on construction, where the C kernels cannot be built; on use,
+            for a dtype or head size they do not have.
+    """
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary | None = None) -> None:
+        library = library or load_library()
+        self._packed_bytes, self._pack = library.packed_bytes, library.pack
+        self._gemm, self._embedding = library.gemm, library.embedding
+        self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
+        self._silu_mul, self._rope = library.silu_mul, library.rope_and_cache
+        self._attention, self._sample = library.attention, library.sample
+
+    def pack(self, weight: Tensor) -> PanelWeight:
+        n, k = weight.shape
+        is_bf16 = _is_bf16(weight)
+        weight = weight.contiguous()
+        panels = torch.empty(self._packed_bytes(n, k, is_bf16), dtype=torch.uint8)
+        self._pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
+        return PanelWeight(panels, panels.data_ptr(), n, k, weight.dtype)
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return self._product(x, weight, bias, x.dtype)
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return self._product(x, weight, None, torch.float32)
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        assert isinstance(weight, PanelWeight)
+        t, n, k = token_ids.shape[0], weight.out_features, weight.in_features
+        _require(token_ids, torch.int64)
+        out = torch.empty((t, k), dtype=weight.dtype)
+        is_bf16 = weight.dtype is torch.bfloat16
+        ids = token_ids.data_ptr()
+        if not self._embedding(ids, weight.address, out.data_ptr(), t, n, k, is_bf16):
+            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        t, h = x.shape
+        _require(x, weight.dtype)
+        out = torch.empty_like(x)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), t, h, eps, _is_bf16(x))
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        t, h = x.shape
+        _require(x, weight.dtype)
+        _require(residual, weight.dtype)
+        self._add_rms_norm(
+            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), t, h, eps, _is_bf16(x)
+        )
+        return x, residual
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        t, width = gate_up.shape
+        _require(gate_up, gate_up.dtype)
+        out = torch.empty((t, width // 2), dtype=gate_up.dtype)
+        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        t, dim = qkv.shape[0], shape.head_dim
+        if dim % 8 or dim > MAX_HEAD_DIM:
+            raise UnsupportedError(f"head_dim {dim} is not a multiple of 8 up to {MAX_HEAD_DIM}")
+        _require(qkv, kv.keys.dtype)
+        _require(rotary.cos, torch.float32)
+        _require(rotary.sin, torch.float32)
+        q = torch.empty((t, shape.num_heads, dim), dtype=qkv.dtype)
+        self._rope(
+            qkv.data_ptr(),
+            q.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.kv_slots.data_ptr(),
+            None if qk_norm is None else qk_norm.q_weight.data_ptr(),
+            None if qk_norm is None else qk_norm.k_weight.data_ptr(),
+            0.0 if qk_norm is None else qk_norm.eps,
+            t,
+            shape.num_heads,
+            shape.num_kv_heads,
+            dim,
+            rotary.cos.shape[1],
+            kv.keys.shape[2],
+            _is_bf16(qkv),
+        )
+        return q
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        t, table = q.shape[0], rows.block_table
+        _require(q, kv.keys.dtype)
+        _require(table, torch.int64)
+        out = torch.empty((t, shape.q_size), dtype=q.dtype)
+        done = self._attention(
+            q.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            out.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.slots.data_ptr(),
+            table.data_ptr(),
+            t,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            kv.keys.shape[2],
+            table.shape[1],
+            shape.scale,
+            _is_bf16(q),
+        )
+        if not done:
+            raise MemoryError(f"no memory for the attention of {t} rows")
+        return out
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        count, vocabulary = logits.shape
+        _require(logits, torch.float32)
+        _require(temperature, torch.float32)
+        _require(seeds, torch.int64)
+        _require(positions, torch.int64)
+        out = torch.empty(count, dtype=torch.int64)
+        done = self._sample(
+            logits.data_ptr(),
+            temperature.data_ptr(),
+            seeds.data_ptr(),
+            positions.data_ptr(),
+            out.data_ptr(),
+            count,
+            vocabulary,
+        )
+        if not done:
+            raise MemoryError(f"no memory to sample {count} rows")
+        return out
+
+    def _product(
+        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        assert isinstance(weight, PanelWeight)
+        t, k = x.shape
+        n = weight.out_features
+        _require(x, weight.dtype)
+        if k != weight.in_features:
+            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {weight.in_features}]")
+        out = torch.empty((t, n), dtype=dtype)
+        self._gemm(
+            x.data_ptr(),
+            weight.address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            t,
+            n,
+            k,
+            weight.dtype is torch.bfloat16,
+            dtype is torch.bfloat16,
+        )
+        return out
+
+
+def _is_bf16(x: Tensor) -> bool:
+    dtype = x.dtype
+    if dtype is torch.bfloat16:
+        return True
+    if dtype is torch.float32:
+        return False
+    raise UnsupportedError(f"the CPU kernels have no {dtype}", "use bfloat16 or float32")
+
+
+def _require(x: Tensor, dtype: torch.dtype) -> None:
+    """C code reads raw memory: a wrong dtype or a gap between rows must not get there."""
+    if x.dtype is not dtype or not x.is_contiguous():
+        raise InvariantError(f"a kernel wants contiguous {dtype}, got {x.dtype} {x.stride()}")

@@ -1,0 +1,108 @@
+/* Linear layers, logits and embedding lookup over one packed copy of a weight. */
+#include "threads.h"
+#include "tile.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+INLINE int64_t units_of(int64_t depth, int bf16) { return bf16 ? ceil_div(depth, 2) : depth; }
+
+/* Threads that a parallel region started here would have. */
+EXPORT int64_t team_size(void) { return omp_get_max_threads(); }
+
+EXPORT int64_t packed_bytes(int64_t n, int64_t k, int64_t bf16) {
+    return ceil_div(n, GROUP) * GROUP * units_of(k, bf16) * 4;
+}
+
+/* Large pages for memory not yet touched: streaming a weight then misses the TLB less. */
+static void prefer_large_pages(void *memory, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    uintptr_t first = ((uintptr_t)memory + 4095) & ~(uintptr_t)4095;
+    uintptr_t last = ((uintptr_t)memory + bytes) & ~(uintptr_t)4095;
+    if (last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
+
+INLINE void pack_impl(const void *weight, void *packed, int64_t n, int64_t k, const int bf16) {
+    int64_t size = bf16 ? 2 : 4, units = units_of(k, bf16);
+#pragma omp parallel for schedule(static)
+    for (int64_t column = 0; column < ceil_div(n, GROUP) * GROUP; column++) {
+        char *to = (char *)packed + ((column / GROUP) * units * GROUP + column % GROUP) * 4;
+        const char *from = (const char *)weight + column * k * size;
+        for (int64_t unit = 0; unit < units; unit++, to += GROUP * 4) {
+            int64_t left = column < n ? smaller(4, k * size - unit * 4) : 0;
+            memset(to, 0, 4);
+            if (left == 4) memcpy(to, from + unit * 4, 4);
+            else if (left) memcpy(to, from + unit * 4, 2);
+        }
+    }
+}
+
+EXPORT void pack(const void *weight, void *packed, int64_t n, int64_t k, int64_t bf16) {
+    prefer_large_pages(packed, packed_bytes(n, k, bf16));
+    if (bf16) pack_impl(weight, packed, n, k, 1);
+    else pack_impl(weight, packed, n, k, 0);
+}
+
+/* Rows of the packed weight: the words of one column are GROUP words apart. Returns 0, and
+ * leaves the rest undone, at a token id outside 0 .. n - 1. */
+EXPORT int64_t embedding(const int64_t *token_ids, const void *packed, void *out, int64_t t,
+                         int64_t n, int64_t k, int64_t bf16) {
+    int64_t units = units_of(k, bf16), bytes = k * (bf16 ? 2 : 4);
+    for (int64_t row = 0; row < t; row++) {
+        int64_t column = token_ids[row];
+        if (column < 0 || column >= n) return 0;
+        const char *from =
+            (const char *)packed + ((column / GROUP) * units * GROUP + column % GROUP) * 4;
+        char *to = (char *)out + row * bytes;
+        for (int64_t unit = 0; unit < bytes / 4; unit++)
+            memcpy(to + unit * 4, from + unit * GROUP * 4, 4);
+        if (bytes % 4) memcpy(to + bytes - 2, from + (units - 1) * GROUP * 4, 2);
+    }
+    return 1;
+}
+
+INLINE void store_tile(const float *sums, int64_t rows, int64_t first_row, int64_t column,
+                       int64_t n, const void *bias, void *out, int bf16, int out_bf16) {
+    for (int p = 0; p < PANELS; p++) {
+        int64_t start = column + p * LANES, count = n - start;
+        if (count <= 0) return;
+        f32x16 shift = bias ? load_some(bias, start, count, bf16) : splat(0.0f);
+        for (int64_t r = 0; r < rows; r++) {
+            f32x16 sum = load_some(sums, r * GROUP + p * LANES, LANES, 0);
+            if (bias) sum += shift;
+            store_some(out, (first_row + r) * n + start, count, out_bf16, sum);
+        }
+    }
+}
+
+/* One thread's groups of columns, each against all rows while it is in cache. */
+INLINE void gemm_part(const char *x, const char *packed, const void *bias, void *out,
+                      int64_t t, int64_t n, int64_t k, const int bf16, const int out_bf16) {
+    range groups = own_part(ceil_div(n, GROUP));
+    int64_t units = units_of(k, bf16), stride = k * (bf16 ? 2 : 4);
+    int64_t tiles = ceil_div(t, MAX_ROWS);
+    for (int64_t group = groups.first; group < groups.last; group++) {
+        const char *columns = packed + group * units * GROUP * 4;
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t first = t * tile / tiles, rows = t * (tile + 1) / tiles - first;
+            float sums[MAX_ROWS * GROUP] __attribute__((aligned(64)));
+            memset(sums, 0, rows * GROUP * sizeof *sums);
+            multiply_tile(rows, x + first * stride, stride, columns, k, sums, bf16);
+            store_tile(sums, rows, first, group * GROUP, n, bias, out, bf16, out_bf16);
+        }
+    }
+}
+
+EXPORT void gemm(const void *x, const void *packed, const void *bias, void *out, int64_t t,
+                 int64_t n, int64_t k, int64_t bf16, int64_t out_bf16) {
+#pragma omp parallel
+    {
+        if (!bf16) gemm_part(x, packed, bias, out, t, n, k, 0, 0);
+        else if (out_bf16) gemm_part(x, packed, bias, out, t, n, k, 1, 1);
+        else gemm_part(x, packed, bias, out, t, n, k, 1, 0);
+    }
+}

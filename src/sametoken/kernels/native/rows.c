@@ -1,0 +1,147 @@
+/* Norms, the gated activation, rotary embedding and the KV write: every row by itself. */
+#include "elementary.h"
+#include "threads.h"
+
+#define MAX_HEAD_DIM 1024
+
+/* 1 / sqrt(mean(x^2) + eps) of `size` elements, one order for each size. */
+INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, int bf16) {
+    f32x16 squares = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 v = load_some(x, first + i, size - i, bf16);
+        squares = multiply_add(v, v, squares);
+    }
+    return 1.0f / sqrtf(sum_lanes(squares) / (float)size + eps);
+}
+
+INLINE void norm_row(const void *x, const void *weight, void *out, int64_t first, int64_t h,
+                     float eps, int bf16) {
+    float scale = inverse_rms(x, first, h, eps, bf16);
+    for (int64_t i = 0; i < h; i += LANES) {
+        f32x16 v = load_some(x, first + i, h - i, bf16) * scale;
+        store_some(out, first + i, h - i, bf16, v * load_some(weight, i, h - i, bf16));
+    }
+}
+
+INLINE void rms_norm_rows(const void *x, const void *weight, void *out, int64_t t, int64_t h,
+                          float eps, const int bf16) {
+#pragma omp parallel for schedule(static) if (t * h > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++) norm_row(x, weight, out, row * h, h, eps, bf16);
+}
+
+EXPORT void rms_norm(const void *x, const void *weight, void *out, int64_t t, int64_t h,
+                     float eps, int64_t bf16) {
+    if (bf16) rms_norm_rows(x, weight, out, t, h, eps, 1);
+    else rms_norm_rows(x, weight, out, t, h, eps, 0);
+}
+
+INLINE void add_rms_norm_rows(void *x, void *residual, const void *weight, int64_t t,
+                              int64_t h, float eps, const int bf16) {
+#pragma omp parallel for schedule(static) if (t * h > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++) {
+        int64_t first = row * h;
+        for (int64_t i = 0; i < h; i += LANES) {
+            f32x16 sum = load_some(x, first + i, h - i, bf16);
+            sum += load_some(residual, first + i, h - i, bf16);
+            store_some(residual, first + i, h - i, bf16, sum);
+        }
+        float scale = inverse_rms(residual, first, h, eps, bf16);
+        for (int64_t i = 0; i < h; i += LANES) {
+            f32x16 v = load_some(residual, first + i, h - i, bf16) * scale;
+            store_some(x, first + i, h - i, bf16, v * load_some(weight, i, h - i, bf16));
+        }
+    }
+}
+
+/* residual += x, then x = norm(residual). */
+EXPORT void add_rms_norm(void *x, void *residual, const void *weight, int64_t t, int64_t h,
+                         float eps, int64_t bf16) {
+    if (bf16) add_rms_norm_rows(x, residual, weight, t, h, eps, 1);
+    else add_rms_norm_rows(x, residual, weight, t, h, eps, 0);
+}
+
+INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t size,
+                          const int bf16) {
+#pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++) {
+        int64_t first = row * 2 * size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            f32x16 gate = load_some(gate_up, first + i, size - i, bf16);
+            f32x16 up = load_some(gate_up, first + size + i, size - i, bf16);
+            f32x16 silu = gate / (exp_lanes(-gate) + 1.0f);
+            store_some(out, row * size + i, size - i, bf16, silu * up);
+        }
+    }
+}
+
+EXPORT void silu_mul(const void *gate_up, void *out, int64_t t, int64_t size, int64_t bf16) {
+    if (bf16) silu_mul_rows(gate_up, out, t, size, 1);
+    else silu_mul_rows(gate_up, out, t, size, 0);
+}
+
+/* Norm (if `weight`) and rotate one head of `dim` elements from `x` to `out`. */
+INLINE void rotate_head(const void *x, int64_t x_first, void *out, int64_t out_first,
+                        int64_t dim, const void *weight, float eps, const float *cos,
+                        const float *sin, int64_t half, int bf16) {
+    float head[MAX_HEAD_DIM + LANES];
+    float scale = weight ? inverse_rms(x, x_first, dim, eps, bf16) : 1.0f;
+    for (int64_t i = 0; i < dim; i += LANES) {
+        f32x16 v = load_some(x, x_first + i, dim - i, bf16);
+        if (weight) v = v * scale * load_some(weight, i, dim - i, bf16);
+        store_some(head, i, LANES, 0, v);
+    }
+    for (int64_t i = 0; i < half; i += LANES) {
+        int64_t count = smaller(LANES, half - i);
+        f32x16 c = load_some(cos, i, count, 0), s = load_some(sin, i, count, 0);
+        f32x16 low = load_some(head, i, count, 0), high = load_some(head, half + i, count, 0);
+        store_some(out, out_first + i, count, bf16, low * c - high * s);
+        store_some(out, out_first + half + i, count, bf16, high * c + low * s);
+    }
+    for (int64_t i = 2 * half; i < dim; i += LANES)
+        store_some(out, out_first + i, dim - i, bf16, load_some(head, i, dim - i, 0));
+}
+
+typedef struct {
+    const void *qkv;
+    void *q, *keys, *values;
+    const float *cos, *sin;
+    const int64_t *positions, *kv_slots;
+    const void *q_weight, *k_weight;
+    int64_t t, heads, kv_heads, dim, half, block_size;
+    float eps;
+} rope_job;
+
+INLINE void rope_row(const rope_job *job, int64_t row, const int bf16) {
+    int64_t dim = job->dim, size = bf16 ? 2 : 4;
+    int64_t source = row * (job->heads + 2 * job->kv_heads) * dim;
+    const float *cos = job->cos + job->positions[row] * job->half;
+    const float *sin = job->sin + job->positions[row] * job->half;
+    for (int64_t head = 0; head < job->heads; head++, source += dim)
+        rotate_head(job->qkv, source, job->q, (row * job->heads + head) * dim, dim,
+                    job->q_weight, job->eps, cos, sin, job->half, bf16);
+    int64_t block = job->kv_slots[row] / job->block_size;
+    int64_t offset = job->kv_slots[row] % job->block_size;
+    for (int64_t head = 0; head < job->kv_heads; head++, source += dim) {
+        int64_t place = ((block * job->kv_heads + head) * job->block_size + offset) * dim;
+        rotate_head(job->qkv, source, job->keys, place, dim, job->k_weight, job->eps, cos,
+                    sin, job->half, bf16);
+        memcpy((char *)job->values + place * size,
+               (const char *)job->qkv + (source + job->kv_heads * dim) * size, dim * size);
+    }
+}
+
+EXPORT void rope_and_cache(const void *qkv, void *q, void *keys, void *values,
+                           const float *cos, const float *sin, const int64_t *positions,
+                           const int64_t *kv_slots, const void *q_weight,
+                           const void *k_weight, float eps, int64_t t, int64_t heads,
+                           int64_t kv_heads, int64_t dim, int64_t half, int64_t block_size,
+                           int64_t bf16) {
+    rope_job job = {qkv,      q,        keys,     values, cos,   sin,      positions, kv_slots,
+                    q_weight, k_weight, t,        heads,  kv_heads, dim, half,     block_size,
+                    eps};
+#pragma omp parallel for schedule(static) if (t * heads * dim > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++) {
+        if (bf16) rope_row(&job, row, 1);
+        else rope_row(&job, row, 0);
+    }
+}

@@ -1,0 +1,128 @@
+/* Keyed sampling: argmax of logits / T + gumbel(seed, position, token id). */
+#include "elementary.h"
+#include "threads.h"
+
+/* Token ids per unit of work; a multiple of CHUNK. */
+#define UNIT 8192
+/* Token ids whose noise is drawn at once: 16 Philox counters of 4 words. */
+#define CHUNK (4 * LANES)
+
+typedef struct {
+    float value;
+    int64_t id;
+} candidate;
+
+/* High and low halves of the products with `factor`. */
+INLINE void multiply_wide(u32x16 a, uint32_t factor, u32x16 *high, u32x16 *low) {
+#if defined(__AVX512F__)
+    __m512i by = _mm512_set1_epi32((int)factor);
+    u64x8 even = (u64x8)_mm512_mul_epu32((__m512i)a, by);
+    u64x8 odd = (u64x8)_mm512_mul_epu32((__m512i)((u64x8)a >> 32), by);
+#else
+    u64x8 even = ((u64x8)a & 0xffffffffu) * factor, odd = ((u64x8)a >> 32) * factor;
+#endif
+    *high = (u32x16)((even >> 32) | (odd & 0xffffffff00000000u));
+    *low = (u32x16)((even & 0xffffffffu) | (odd << 32));
+}
+
+#define ZIP_LOW(l, s) ((l) / 2 + (l) % 2 * LANES + (s))
+
+/* Four words for each of the counters first .. first + 15, in the order of token ids. */
+INLINE void philox(uint32_t first, int64_t position, int64_t seed, u32x16 words[4]) {
+    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, zero = {0};
+    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)((uint64_t)seed >> 32);
+    u32x16 c0 = lane + first, c1 = zero + (uint32_t)position;
+    u32x16 c2 = zero + (uint32_t)((uint64_t)position >> 32), c3 = zero;
+    for (int round = 0; round < 10; round++) {
+        u32x16 high0, low0, high1, low1;
+        multiply_wide(c0, 0xD2511F53u, &high0, &low0);
+        multiply_wide(c2, 0xCD9E8D57u, &high1, &low1);
+        c0 = high1 ^ c1 ^ key0;
+        c2 = high0 ^ c3 ^ key1;
+        c1 = low1;
+        c3 = low0;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    u32x16 even_low = SHUFFLE(c0, c2, ZIP_LOW, 0), even_high = SHUFFLE(c0, c2, ZIP_LOW, 8);
+    u32x16 odd_low = SHUFFLE(c1, c3, ZIP_LOW, 0), odd_high = SHUFFLE(c1, c3, ZIP_LOW, 8);
+    words[0] = SHUFFLE(even_low, odd_low, ZIP_LOW, 0);
+    words[1] = SHUFFLE(even_low, odd_low, ZIP_LOW, 8);
+    words[2] = SHUFFLE(even_high, odd_high, ZIP_LOW, 0);
+    words[3] = SHUFFLE(even_high, odd_high, ZIP_LOW, 8);
+}
+
+/* -log(-log1p(-v)) for v = (word + 1/2) / 2^32, kept below 1. */
+INLINE f32x16 gumbel(u32x16 word) {
+    f32x16 v = __builtin_convertvector(word, f32x16) * 0x1p-32f + 0x1p-33f;
+    const float below_one = 1.0f - 0x1p-24f;
+    v = select_lanes(v < below_one, v, splat(below_one));
+    /* log1p(-v) = log(u) * -v / (u - 1) for u = 1 - v as rounded; -v where u is 1. */
+    f32x16 u = 1.0f - v;
+    f32x16 negative_log1p = select_lanes(u == 1.0f, v, log_lanes(u) * (v / (u - 1.0f)));
+    return -log_lanes(negative_log1p);
+}
+
+typedef struct {
+    f32x16 value;
+    i32x16 id;
+} candidates;
+
+INLINE void consider(candidates *best, f32x16 value, int64_t first, int64_t count) {
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    i32x16 better = (value > best->value) & (lane < (int32_t)smaller(LANES, count));
+    best->value = select_lanes(better, value, best->value);
+    best->id = (better & (lane + (int32_t)first)) | (~better & best->id);
+}
+
+/* The best of token ids first .. last-1; -infinity and `first` if all are NaN or -inf. */
+static candidate best_of(const float *logits, int64_t first, int64_t last, float temperature,
+                         int64_t seed, int64_t position) {
+    candidates best = {splat(-INFINITY), (i32x16){0} + (int32_t)first};
+    if (temperature == 0.0f) {
+        for (int64_t i = first; i < last; i += LANES)
+            consider(&best, load_some(logits, i, last - i, 0), i, last - i);
+    } else {
+        for (int64_t chunk = first; chunk < last; chunk += CHUNK) {
+            u32x16 words[CHUNK / LANES];
+            philox((uint32_t)(chunk / 4), position, seed, words);
+            for (int64_t i = chunk; i < smaller(chunk + CHUNK, last); i += LANES) {
+                f32x16 scaled = load_some(logits, i, last - i, 0) / temperature;
+                consider(&best, scaled + gumbel(words[(i - chunk) / LANES]), i, last - i);
+            }
+        }
+    }
+    candidate winner = {best.value[0], best.id[0]};
+    for (int i = 1; i < LANES; i++) {
+        candidate other = {best.value[i], best.id[i]};
+        if (other.value > winner.value || (other.value == winner.value && other.id < winner.id))
+            winner = other;
+    }
+    return winner;
+}
+
+static _Thread_local buffer candidate_memory;
+
+/* Returns 0 when memory ran out. */
+EXPORT int64_t sample(const float *logits, const float *temperature, const int64_t *seeds,
+                      const int64_t *positions, int64_t *out, int64_t rows,
+                      int64_t vocabulary) {
+    if (!rows) return 1;
+    int64_t parts = ceil_div(vocabulary, UNIT);
+    candidate *found = reserve(&candidate_memory, rows * parts * sizeof *found);
+    if (!found) return 0;
+#pragma omp parallel for schedule(static)
+    for (int64_t unit = 0; unit < rows * parts; unit++) {
+        int64_t row = unit / parts, first = unit % parts * UNIT;
+        found[unit] = best_of(logits + row * vocabulary, first, smaller(first + UNIT, vocabulary),
+                              temperature[row], seeds[row], positions[row]);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        candidate winner = found[row * parts];
+        for (int64_t part = 1; part < parts; part++)
+            if (found[row * parts + part].value > winner.value)
+                winner = found[row * parts + part];
+        out[row] = winner.id;
+    }
+    return 1;
+}

@@ -1,0 +1,1 @@
+"""RMS norms, rotary embedding, and the KV write."""

@@ -1,0 +1,75 @@
+"""The reference bundle: every kernel in plain PyTorch, readable rather than fast."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sametoken.kernels.activation import reference as activation
+from sametoken.kernels.attention import reference as attention
+from sametoken.kernels.gemm import reference as gemm
+from sametoken.kernels.gemm.reference import PlainWeight
+from sametoken.kernels.interface import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    PackedWeight,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.kernels.norm_rope import reference as norm_rope
+from sametoken.kernels.sampling import reference as sampling
+
+
+class ReferenceKernels:
+    """``Kernels`` in plain PyTorch, for any CPU; contracts are those of the protocol."""
+
+    name = "reference"
+
+    def pack(self, weight: Tensor) -> PlainWeight:
+        return PlainWeight(weight.contiguous())
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return gemm.linear(x, _own(weight), bias)
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return gemm.logits(x, _own(weight))
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        return gemm.embedding(token_ids, _own(weight))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm_rope.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.silu_mul(gate_up)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        return attention.attention(q, shape, rows, kv)
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        return sampling.sample(logits, temperature, seeds, positions)
+
+
+def _own(weight: PackedWeight) -> PlainWeight:
+    assert isinstance(weight, PlainWeight), f"packed by another bundle: {type(weight).__name__}"
+    return weight

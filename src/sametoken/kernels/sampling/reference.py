@@ -1,0 +1,79 @@
+"""Keyed sampling in plain PyTorch; also the CPU path.
+
+Noise comes from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator: word
+``token_id % 4`` of the block with counter (token_id // 4, position low, position high, 0)
+and key (seed low, seed high). It has no state, so speculation cannot advance it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+# Rows are independent, so a bounded number at a time costs no bits and saves memory.
+_ROWS_AT_A_TIME = 16
+
+_Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
+
+    Args:
+        logits: [L, V] fp32, not written; rows that are all -inf or hold NaN give a valid id.
+        temperature: [L] fp32, 0 for greedy rows.
+        seeds: [L] int64, 0..2^63-1.
+        positions: [L] int64, absolute position of the token being chosen.
+
+    Returns:
+        [L] int64; of equal values the lowest id.
+    """
+    tokens = logits.argmax(dim=-1)
+    noisy = (temperature > 0).nonzero().squeeze(1)
+    for first in range(0, noisy.shape[0], _ROWS_AT_A_TIME):
+        rows = noisy[first : first + _ROWS_AT_A_TIME]
+        noise = gumbel_noise(seeds[rows], positions[rows], logits.shape[1])
+        values = logits[rows].div_(temperature[rows, None]).add_(noise)
+        tokens[rows] = values.argmax(dim=-1)
+    return tokens
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise, a function of (seed, position, token id) alone.
+
+    Args:
+        seeds: [L] int64, 0..2^63-1.
+        positions: [L] int64.
+        vocab_size: V.
+
+    Returns:
+        [L, V] fp32, finite.
+    """
+    blocks = torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]
+    low, high = positions[:, None] & _MASK, (positions[:, None] >> 32) & _MASK
+    key = (seeds[:, None] & _MASK, (seeds[:, None] >> 32) & _MASK)
+    words = philox((blocks, low, high, torch.zeros_like(low)), key)
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    # The offset keeps 0 out, the cap keeps 1 out: both logarithms below are finite.
+    uniform = (bits.float() * 2**-32 + 2**-33).clamp_(max=1 - 2**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
+    """Philox4x32 with 10 rounds on int64 tensors that hold 32-bit words and broadcast."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # int64 products wrap, which leaves all 64 bits of the unsigned product in place.
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
+        c0 = ((product1 >> 32) & _MASK) ^ c1 ^ k0
+        c2 = ((product0 >> 32) & _MASK) ^ c3 ^ k1
+        c1, c3 = product1 & _MASK, product0 & _MASK
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3

@@ -1,0 +1,215 @@
+"""Keyed sampling in Triton: tiles of the vocabulary first, then the best of the tiles.
+
+A candidate travels as one int64 key: an order-preserving image of its fp32 value above the
+complement of its token id. The largest key is then the best value with the lowest id, in
+whatever order keys are compared, and NaN, ranked above all, marks its row as poisoned.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.kernels.overlap import overlapped, wait_for_earlier
+
+# One tile size for every number of rows: the same compiled code computes all noise.
+_BLOCK = 1024
+
+_NAN_RANK = tl.constexpr(0x7FFFFFFF)
+_ID_MASK = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def philox_words(
+    seed,  # scalar int64
+    position,  # scalar int64
+    first_id,  # scalar, a multiple of 4
+    BLOCK: tl.constexpr,
+):
+    """[BLOCK] uint32 noise words of token ids first_id .. first_id + BLOCK - 1."""
+    blocks = (first_id // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = blocks * 0
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, blocks, low, high, zero)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def gumbel_noise(
+    words,  # uint32
+):
+    """Standard Gumbel noise, fp32 and finite, from uniform 32-bit words."""
+    uniform = tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
+    # -log(1 - u) loses the digits of a small u, which make the largest noise: a series there.
+    series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * 0.25)))
+    exponential = tl.where(uniform < 2.0**-6, series, -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _best_of_tile(value, first_id, BLOCK: tl.constexpr):
+    """The key of the best of [BLOCK] fp32 values; ids count from first_id."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    rank = tl.where(value != value, _NAN_RANK, rank)
+    best = tl.max(rank, axis=0)
+    index = tl.min(tl.where(rank == best, tl.arange(0, BLOCK), BLOCK), axis=0)
+    return (best.to(tl.int64) << 32) | (_ID_MASK - (first_id + index).to(tl.int64))
+
+
+@triton.jit
+def token_of(key):
+    """The token id in a key."""
+    return _ID_MASK - (key & _ID_MASK)
+
+
+@triton.jit
+def is_poisoned(key):
+    """Whether the best value of a key is NaN."""
+    return (key >> 32) == _NAN_RANK
+
+
+@triton.jit
+def _tile_keys_kernel(
+    logits,  # [L, VOCAB_SIZE]
+    temperature,  # [S] or [L], or None: every row is greedy
+    seeds,  # [S] or [L]
+    slots,  # [L], rows of temperature and seeds, or None: row l
+    positions,  # [L]
+    keys,  # [L, NUM_TILES]
+    POSITION_OFFSET: tl.constexpr,
+    VOCAB_SIZE: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    program = tl.program_id(0)
+    row = (program // NUM_TILES).to(tl.int64)
+    tile = program % NUM_TILES
+    first_id = tile * BLOCK
+    ids = first_id + tl.arange(0, BLOCK)
+    value = tl.load(logits + row * VOCAB_SIZE + ids, ids < VOCAB_SIZE, other=float("-inf"))
+    if temperature is not None:
+        owner = row if slots is None else tl.load(slots + row)
+        divisor = tl.load(temperature + owner)
+        if divisor > 0.0:
+            position = tl.load(positions + row) + POSITION_OFFSET
+            words = philox_words(tl.load(seeds + owner), position, first_id, BLOCK)
+            value = value / divisor + gumbel_noise(words)
+    tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, first_id, BLOCK))
+
+
+@triton.jit
+def _best_of_tiles_kernel(
+    keys,  # [L, NUM_TILES]
+    tokens,  # [L]
+    poisoned,  # [L]
+    NUM_TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    tiles = tl.arange(0, BLOCK)
+    lowest = tl.full((BLOCK,), -(2**63), tl.int64)
+    key = tl.max(tl.load(keys + row * NUM_TILES + tiles, tiles < NUM_TILES, other=lowest), axis=0)
+    tl.store(tokens + row, token_of(key))
+    tl.store(poisoned + row, is_poisoned(key))
+
+
+def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
+
+    Args:
+        logits: [L, V] fp32, not written; rows that are all -inf or hold NaN give a valid id.
+        temperature: [L] fp32, 0 for greedy rows.
+        seeds: [L] int64, 0..2^63-1.
+        positions: [L] int64, absolute position of the token being chosen.
+
+    Returns:
+        [L] int64; of equal values the lowest id.
+    """
+    return best_tokens(_tile_keys(logits, temperature, seeds, None, positions, 0))[0]
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The lowest id of each row's largest value, for steps that sample nothing: [L] int64."""
+    return best_tokens(greedy_keys(logits))[0]
+
+
+def greedy_keys(logits: Tensor) -> Tensor:
+    """First half of ``argmax``: keys [L, tiles] int64 for ``best_tokens`` or ``commit.judge``."""
+    return _tile_keys(logits, None, None, None, None, 0)
+
+
+def window_keys(
+    logits: Tensor, temperature: Tensor, seeds: Tensor, slots: Tensor, positions: Tensor
+) -> Tensor:
+    """First half of ``sample`` with parameters by slot: one launch, nothing gathered before.
+
+    Args:
+        logits: [L, V] fp32, not written.
+        temperature: [S] fp32, 0 for greedy slots and for the reserved one.
+        seeds: [S] int64.
+        slots: [L] int64, the slot of each row.
+        positions: [L] int64, of the row itself; the token being chosen stands one later.
+
+    Returns:
+        [L, tiles] int64 keys for ``best_tokens`` or ``commit.judge``.
+    """
+    return _tile_keys(logits, temperature, seeds, slots, positions, 1)
+
+
+def best_tokens(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Second half: [L, tiles] keys to token ids [L] int64 and poisoned [L] bool (held NaN)."""
+    num_rows, num_tiles = keys.shape
+    tokens = keys.new_empty(num_rows)
+    poisoned = keys.new_empty(num_rows, dtype=torch.bool)
+    if num_rows:
+        block = triton.next_power_of_2(num_tiles)
+        _best_of_tiles_kernel[(num_rows,)](
+            keys,
+            tokens,
+            poisoned,
+            NUM_TILES=num_tiles,
+            BLOCK=block,
+            num_warps=1,
+            **overlapped(keys),
+        )
+    return tokens, poisoned
+
+
+def _tile_keys(
+    logits: Tensor,
+    temperature: Tensor | None,
+    seeds: Tensor | None,
+    slots: Tensor | None,
+    positions: Tensor | None,
+    position_offset: int,
+) -> Tensor:
+    num_rows, vocab_size = logits.shape
+    assert logits.dtype == torch.float32
+    assert logits.is_contiguous()
+    num_tiles = triton.cdiv(vocab_size, _BLOCK)
+    keys = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        _tile_keys_kernel[(num_rows * num_tiles,)](
+            logits,
+            temperature,
+            seeds,
+            slots,
+            positions,
+            keys,
+            POSITION_OFFSET=position_offset,
+            VOCAB_SIZE=vocab_size,
+            NUM_TILES=num_tiles,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **overlapped(logits),
+        )
+    return keys

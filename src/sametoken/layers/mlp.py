@@ -1,0 +1,23 @@
+"""The gated feed-forward block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sametoken.kernels.interface import Kernels
+from sametoken.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """``down(silu(gate(x)) * up(x))`` with gate and up fused into [gate | up]."""
+
+    kernels: Kernels
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.down(self.kernels.silu_mul(self.gate_up(x)))

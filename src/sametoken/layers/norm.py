@@ -1,0 +1,26 @@
+"""RMS norm, alone or after adding to the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sametoken.kernels.interface import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """``x / sqrt(mean(x^2) + eps) * weight`` per row; ``weight`` is [hidden]."""
+
+    kernels: Kernels
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + residual``, and that sum. May reuse the memory of both."""
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

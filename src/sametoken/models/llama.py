@@ -1,0 +1,9 @@
+"""Llama 2 and 3, and whatever computes the same: SmolLM2, Mistral without its window."""
+
+from __future__ import annotations
+
+from sametoken.models.decoder import Decoder
+
+
+class LlamaForCausalLM(Decoder):
+    """The shared decoder as it is."""

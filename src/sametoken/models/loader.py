@@ -1,0 +1,108 @@
+"""From a path to a model that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from sametoken.errors import CheckpointError, ConfigError
+from sametoken.kernels.interface import Kernels
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder
+from sametoken.models.gguf_checkpoint import GGUFCheckpoint
+from sametoken.models.huggingface import HuggingFaceCheckpoint
+from sametoken.models.registry import model_class
+from sametoken.models.weights import TensorSource, WeightReader
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf")
+
+
+class Checkpoint(Protocol):
+    """Settings of a checkpoint, and a way to its tensors."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The architecture."""
+        ...
+
+    def open_tensors(self) -> TensorSource:
+        """The tensors, to be read one by one; errors as in ``load_model``."""
+        ...
+
+
+def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoint:
+    """Read the settings of a checkpoint.
+
+    Args:
+        path: a Hugging Face directory, a GGUF file, or a directory with one GGUF file.
+        load_format: "auto", "safetensors" or "gguf".
+
+    Raises:
+        CheckpointError: the path or a setting is missing, malformed, or impossible.
+        UnsupportedError: a setting is sound but not implemented.
+        ConfigError: ``load_format`` does not fit the path.
+    """
+    path = Path(path)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(f"load_format={load_format!r} is not possible", f"use {LOAD_FORMATS}")
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} does not exist", "give a checkpoint directory or a GGUF file"
+        )
+    gguf_files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    has_config = (path / "config.json").is_file()
+    as_gguf = load_format == "gguf" or (
+        load_format == "auto" and not has_config and bool(gguf_files)
+    )
+    if not as_gguf:
+        if path.is_file():
+            raise ConfigError(f"load_format={load_format!r} needs a directory", "give one")
+        return HuggingFaceCheckpoint(path)
+    if len(gguf_files) != 1:
+        raise CheckpointError(
+            f"{path} holds {len(gguf_files)} GGUF files", "give the path of one GGUF file"
+        )
+    return GGUFCheckpoint(gguf_files[0])
+
+
+def read_config(path: str | Path, *, load_format: str = "auto") -> ModelConfig:
+    """The architecture of a checkpoint, without its weights; see ``open_checkpoint``."""
+    return open_checkpoint(path, load_format=load_format).config
+
+
+def load_model(
+    path: str | Path,
+    *,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_positions: int,
+    aux_layers: tuple[int, ...] = (),
+    load_format: str = "auto",
+) -> Decoder:
+    """Load a checkpoint; memory peaks at its packed weights and one fused matrix.
+
+    Args:
+        path: as in ``open_checkpoint``.
+        kernels: what packs and runs the weights.
+        dtype: of weights and activations.
+        device: where the weights go.
+        max_positions: positions 0 .. max_positions - 1 can be run.
+        aux_layers: see ``Decoder``.
+        load_format: "auto", "safetensors" or "gguf".
+
+    Raises:
+        CheckpointError: something is missing, truncated, corrupt, of a wrong shape, or NaN.
+        UnsupportedError: the architecture, a setting or a dtype is not implemented.
+        ConfigError: ``max_positions``, ``aux_layers`` or ``load_format`` is impossible.
+    """
+    if max_positions < 1:
+        raise ConfigError(f"max_positions={max_positions} is not possible", "use at least 1")
+    checkpoint = open_checkpoint(path, load_format=load_format)
+    architecture = model_class(checkpoint.config.architecture)
+    weights = WeightReader(checkpoint.open_tensors(), kernels, dtype, device)
+    return architecture(
+        checkpoint.config, weights, max_positions=max_positions, aux_layers=aux_layers
+    )

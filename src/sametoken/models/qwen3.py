@@ -1,0 +1,21 @@
+"""Qwen3, dense."""
+
+from __future__ import annotations
+
+from sametoken.kernels.interface import QKNorm
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder
+from sametoken.models.weights import WeightReader
+
+
+class Qwen3ForCausalLM(Decoder):
+    """The shared decoder with an RMS norm on every head of q and k."""
+
+    @staticmethod
+    def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
+        """The two norms of the attention block at ``prefix``."""
+        return QKNorm(
+            weights.vector(f"{prefix}.q_norm.weight", config.head_dim),
+            weights.vector(f"{prefix}.k_norm.weight", config.head_dim),
+            config.rms_norm_eps,
+        )

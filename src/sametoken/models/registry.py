@@ -1,0 +1,27 @@
+"""Which class runs which architecture."""
+
+from __future__ import annotations
+
+from sametoken.errors import UnsupportedError
+from sametoken.models.decoder import Decoder
+from sametoken.models.llama import LlamaForCausalLM
+from sametoken.models.qwen3 import Qwen3ForCausalLM
+
+ARCHITECTURES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+
+
+def model_class(architecture: str) -> type[Decoder]:
+    """The class for a Hugging Face architecture name.
+
+    Raises:
+        UnsupportedError: no class runs it.
+    """
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"architecture {architecture!r} is not supported", f"known: {', '.join(ARCHITECTURES)}"
+        )
+    return ARCHITECTURES[architecture]

@@ -1,0 +1,171 @@
+"""From a checkpoint's tensors to packed weights, a few rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.kernels.interface import Kernels, PackedWeight
+from sametoken.layers.linear import Linear
+
+CHUNK_ELEMENTS = 1 << 22
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint under their Hugging Face names.
+
+    Attributes:
+        location: the file or directory, for messages.
+    """
+
+    location: str
+
+    def names(self) -> Collection[str]:
+        """Every tensor's name; those without a Hugging Face name keep their own."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that exists."""
+        ...
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The tensor in order, as CPU tensors of whole rows and of any floating dtype.
+
+        Raises:
+            CheckpointError: the data cannot be read.
+            UnsupportedError: the data is not of a floating dtype.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that becomes ``rows`` rows of a fused weight."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Reads tensors, checks them, and packs them for one bundle of kernels.
+
+    Attributes:
+        dtype: what every weight is converted to.
+        device: where every weight goes.
+    """
+
+    source: TensorSource
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    _read: set[str] = field(default_factory=set)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source.names()
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A [size] tensor such as a norm's weight."""
+        return self._filled((size,), (Part(name, size),))
+
+    def packed(self, in_features: int, *parts: Part) -> PackedWeight:
+        """The parts stacked into one [sum of rows, in_features] weight.
+
+        Raises:
+            CheckpointError: a part is missing, of another shape, unreadable, or not finite.
+            UnsupportedError: a part is of a dtype that cannot be converted.
+        """
+        rows = sum(part.rows for part in parts)
+        return self.kernels.pack(self._filled((rows, in_features), parts))
+
+    def linear(self, in_features: int, *parts: Part, bias: bool = False) -> Linear:
+        """A projection fused of ``parts``, named without their ``.weight`` and ``.bias``."""
+        weights = (Part(f"{part.name}.weight", part.rows) for part in parts)
+        weight = self.packed(in_features, *weights)
+        if not bias:
+            return Linear(self.kernels, weight)
+        biases = tuple(Part(f"{part.name}.bias", part.rows) for part in parts)
+        rows = sum(part.rows for part in parts)
+        return Linear(self.kernels, weight, self._filled((rows,), biases))
+
+    def require_equal(self, name: str, copy: str) -> None:
+        """Refuse a checkpoint whose second copy of a tied tensor differs from the first.
+
+        Raises:
+            CheckpointError: the two differ.
+        """
+        equal = self.source.shape(name) == self.source.shape(copy) and all(
+            torch.equal(a, b)
+            for a, b in zip(self.source.chunks(name), self.source.chunks(copy), strict=True)
+        )
+        if not equal:
+            raise CheckpointError(
+                f"{self.source.location}: {copy} differs from {name}, to which the config ties it",
+                "set tie_word_embeddings to false if the checkpoint means both",
+            )
+        self._read.add(copy)
+
+    def require_all_read(self, *, allowed: tuple[str, ...]) -> None:
+        """Refuse a checkpoint that holds tensors which the model has no use for.
+
+        Args:
+            allowed: endings of names that may stay unread.
+
+        Raises:
+            UnsupportedError: the model would silently differ from the one that was trained.
+        """
+        unread = sorted(set(self.source.names()) - self._read)
+        unread = [name for name in unread if not name.endswith(allowed)]
+        if unread:
+            shown = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
+            raise UnsupportedError(
+                f"{self.source.location} holds {len(unread)} tensors that its architecture "
+                f"does not use: {shown}",
+                "check the architecture and the bias settings in its config",
+            )
+
+    def _filled(self, shape: tuple[int, ...], parts: tuple[Part, ...]) -> Tensor:
+        destination = torch.empty(shape, dtype=self.dtype, device=self.device)
+        first = 0
+        for part in parts:
+            self._fill(destination[first : first + part.rows], part.name)
+            first += part.rows
+        return destination
+
+    def _fill(self, destination: Tensor, name: str) -> None:
+        """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
+        if name not in self:
+            raise CheckpointError(
+                f"{self.source.location} lacks the tensor {name}",
+                "download or convert the checkpoint again",
+            )
+        found, wanted = self.source.shape(name), tuple(destination.shape)
+        if found != wanted:
+            raise CheckpointError(
+                f"tensor {name} of {self.source.location} has shape {list(found)}, "
+                f"the config wants {list(wanted)}",
+                "check that config and weights belong together",
+            )
+        first = 0
+        for chunk in self.source.chunks(name):
+            destination[first : first + chunk.shape[0]].copy_(chunk)
+            first += chunk.shape[0]
+        low, high = torch.aminmax(destination)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise CheckpointError(
+                f"tensor {name} of {self.source.location} holds NaN or infinite values"
+                f" in {str(self.dtype).removeprefix('torch.')}",
+                "download or convert the checkpoint again",
+            )
+        self._read.add(name)
+
+
+def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:
+    """How many rows of ``row_elements`` to read at once: at least ``multiple_of``."""
+    return max(CHUNK_ELEMENTS // (row_elements * multiple_of), 1) * multiple_of

@@ -1,0 +1,80 @@
+"""Streams: work enqueued in order, results waited for later.
+
+On a CPU a stream decides how far the "device" may run ahead of the host's reads. The
+immediate stream runs work at once; the lagging stream leaves it in the queue, so that the
+host plans against results that do not exist yet, exactly as on an asynchronous device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+Work = Callable[[], None]
+
+
+class Event(Protocol):
+    """The end of one piece of enqueued work."""
+
+    def wait(self) -> None:
+        """Return once the work, and all work before it, is done."""
+        ...
+
+
+class Stream(Protocol):
+    """Runs work in the order it was submitted."""
+
+    def submit(self, work: Work) -> Event:
+        """Enqueue work; may return before it runs."""
+        ...
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class ImmediateStream:
+    """Runs work inside ``submit``."""
+
+    def submit(self, work: Work) -> Event:
+        """Run the work now."""
+        work()
+        return _Done()
+
+
+class _QueuedEvent:
+    def __init__(self, stream: LaggingStream, ordinal: int) -> None:
+        self._stream = stream
+        self._ordinal = ordinal
+
+    def wait(self) -> None:
+        self._stream.run_through(self._ordinal)
+
+
+class LaggingStream:
+    """Runs work as late as it may: when it is waited for.
+
+    Args:
+        progress: called with the queue's length after each submit; says how many of the
+            oldest pieces the device gets done by itself at that moment (default none).
+    """
+
+    def __init__(self, progress: Callable[[int], int] = lambda queued: 0) -> None:
+        self._progress = progress
+        self._queue: deque[Work] = deque()
+        self._submitted = 0
+
+    def submit(self, work: Work) -> Event:
+        """Enqueue work."""
+        self._queue.append(work)
+        self._submitted += 1
+        for _ in range(self._progress(len(self._queue))):
+            self._queue.popleft()()
+        return _QueuedEvent(self, self._submitted)
+
+    def run_through(self, ordinal: int) -> None:
+        """Run queued work up to the ``ordinal``-th ever submitted."""
+        while self._submitted - len(self._queue) < ordinal:
+            self._queue.popleft()()

@@ -1,0 +1,95 @@
+"""What a turn costs in KV blocks, and where they may come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sametoken.core.request import EngineRequest
+from sametoken.scheduler.block_pool import BlockPool
+from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.plan_draft import Turn
+from sametoken.scheduler.prefix_cache import PrefixCache, block_keys
+from sametoken.scheduler.request_state import RequestState
+
+
+class KVMemory:
+    """The block pool and the prefix cache, asked in the words of turns and requests."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self.prefix_cache = PrefixCache()
+        self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
+
+    def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
+        """Keys under which the blocks of a prompt are cached."""
+        if not self._limits.enable_prefix_caching:
+            return ()
+        return block_keys(
+            request.prompt_token_ids, self._limits.block_size, self._limits.lookahead_tokens
+        )
+
+    def looks_up(self, request: RequestState) -> bool:
+        """Whether a request may start from cached blocks.
+
+        Log-probabilities of prompt tokens need the hidden state of every position.
+        """
+        caching = self._limits.enable_prefix_caching
+        return caching and request.request.params.prompt_logprobs is None
+
+    def cached_prefix(self, request: RequestState) -> tuple[int, ...]:
+        """Cached blocks of a prompt; its last token is always left to compute."""
+        if not self.looks_up(request):
+            return ()
+        most = (request.prompt_len - 1) // self._limits.block_size
+        return self.prefix_cache.match(request.block_keys[:most])
+
+    def fits_prompt(self, request: RequestState, cached: tuple[int, ...]) -> bool:
+        """Whether a whole prompt fits beside all that is held, given its cached blocks."""
+        unused = sum(not self.pool.references(block) for block in cached)
+        needed = self._limits.blocks_for(request.prompt_len + 1 + self._limits.lookahead_slots)
+        return needed - len(cached) <= self.pool.num_available - unused
+
+    def lacking(self, turn: Turn) -> int:
+        """Blocks that a request must gain for a turn."""
+        needed = self._limits.blocks_for(turn.hi_after + self._limits.lookahead_slots)
+        return max(0, needed - len(turn.request.blocks))
+
+    def fit_drafts(self, turn: Turn) -> Turn:
+        """The turn with no more drafts than available blocks hold: drafts preempt nobody."""
+        if not turn.draft_limit:
+            return turn
+        blocks = len(turn.request.blocks) + self.pool.num_available
+        surplus = turn.hi_after + self._limits.lookahead_slots - blocks * self._limits.block_size
+        return Turn(turn.request, 1, max(0, turn.draft_limit - max(0, surplus)))
+
+    def victims(
+        self, request: RequestState, lacking: int, youngest_first: Iterable[RequestState]
+    ) -> list[RequestState] | None:
+        """Whom to swap out so that ``request`` gains so many blocks.
+
+        Only requests younger than it; None if all of those would not do.
+        """
+        available = self.pool.num_available
+        victims: list[RequestState] = []
+        dropped: dict[int, int] = {}
+        for victim in youngest_first:
+            if available >= lacking or victim.arrival <= request.arrival:
+                break
+            victims.append(victim)
+            for block in victim.blocks:
+                dropped[block] = dropped.get(block, 0) + 1
+                available += dropped[block] == self.pool.references(block)
+        return victims if available >= lacking else None
+
+    def index_chunk(self, request: RequestState, start: int, end: int) -> None:
+        """Enter the prompt blocks that the chunk ``start .. end - 1`` completes."""
+        first, last = start // self._limits.block_size, end // self._limits.block_size
+        keys = request.block_keys[first:last]
+        # A prompt's last full block may have no key.
+        for key, block in zip(keys, request.blocks[first:last], strict=False):
+            self.prefix_cache.insert(key, block)
+
+    def forget(self, request: RequestState) -> None:
+        """Let nobody start from a request's blocks any more."""
+        for block in request.blocks:
+            self.prefix_cache.forget(block)

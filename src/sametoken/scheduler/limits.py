@@ -1,0 +1,101 @@
+"""What the scheduler may hand out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from sametoken.core.request import EngineRequest
+from sametoken.errors import ConfigError, RequestError
+
+_AT_LEAST_ONE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "prefill_chunk_size",
+    "block_size",
+    "num_blocks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of every plan, resolved once at start-up.
+
+    Attributes:
+        max_num_seqs: slots, and so requests with a place on the device.
+        max_num_batched_tokens: rows of one step at most, drafts included.
+        prefill_chunk_size: grid of prefill chunks, in tokens from position 0.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks, ids ``0 .. num_blocks - 1``.
+        max_model_len: longest prompt and output together, in tokens.
+        num_speculative_tokens: k; 0 is plain decoding.
+        lookahead_slots: positions at ``num_tokens`` and above that the drafter writes KV to.
+        lookahead_tokens: how many tokens after a position the drafter's KV there depends on.
+        enable_prefix_caching: share KV of equal prompt blocks.
+
+    Raises:
+        ConfigError: a value is impossible or two contradict each other.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefill_chunk_size: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    num_speculative_tokens: int
+    lookahead_slots: int
+    lookahead_tokens: int
+    enable_prefix_caching: bool
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            low = _lowest(field.name)
+            if value < low:
+                raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
+        if self.prefill_chunk_size > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"prefill_chunk_size={self.prefill_chunk_size} is above "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}, so no chunk fits a step",
+                "lower the one or raise the other",
+            )
+
+    def require_possible(self, request: EngineRequest) -> None:
+        """Refuse a request that could never run to its end, even alone.
+
+        Raises:
+            RequestError: its prompt is empty or too long, or its length limit is out of reach.
+        """
+        name, total = f"request {request.request_id!r}", request.max_total_tokens
+        prompt_len = len(request.prompt_token_ids)
+        if not prompt_len:
+            raise RequestError(f"{name} has an empty prompt", "give at least one token")
+        if prompt_len > self.max_model_len - 1:
+            raise RequestError(
+                f"{name} has a prompt of {prompt_len} tokens but max_model_len="
+                f"{self.max_model_len} leaves room for {self.max_model_len - 1}",
+                "shorten the prompt or raise max_model_len",
+            )
+        if not prompt_len < total <= self.max_model_len:
+            raise RequestError(
+                f"{name} has max_total_tokens={total}",
+                f"use a number from {prompt_len + 1} (the prompt and one token) "
+                f"to {self.max_model_len} (max_model_len)",
+            )
+        needed = self.blocks_for(total + self.lookahead_slots)
+        if needed > self.num_blocks:
+            raise RequestError(
+                f"{name} may need {needed} KV blocks for {total} tokens but there are "
+                f"{self.num_blocks}",
+                "lower max_tokens or give the KV cache more memory",
+            )
+
+    def blocks_for(self, num_positions: int) -> int:
+        """Blocks that hold positions ``0 .. num_positions - 1``."""
+        return -(-num_positions // self.block_size)
+
+
+def _lowest(name: str) -> int:
+    if name == "max_model_len":
+        return 2  # one prompt token and one to emit
+    return 1 if name in _AT_LEAST_ONE else 0

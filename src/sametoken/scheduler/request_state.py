@@ -1,0 +1,107 @@
+"""What the host knows of one request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from sametoken.core.length_bound import LenBound
+from sametoken.core.request import EngineRequest
+from sametoken.errors import InvariantError
+
+
+class Status(enum.Enum):
+    """Where a request stands. A swapped one keeps its slot: only its KV has left."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    RELEASED = "released"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedKV:
+    """KV of a swapped request in host memory: its key and how many blocks it holds."""
+
+    key: str
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """The mutable record of one request.
+
+    Attributes:
+        request: what was asked.
+        arrival: order of arrival, the request's age.
+        block_keys: prefix cache keys of the prompt's blocks.
+        bound: committed tokens, as far as the host knows.
+        slot: its row on the device once it is admitted.
+        blocks: its block table.
+        num_cached: prompt positions that the prefix cache supplied.
+        position: prompt positions whose computation is planned.
+        num_in_flight: steps with a row of it that are not settled.
+        last_step: the last step that was planned with a row of it.
+        saved: its KV in host memory while it is swapped.
+    """
+
+    request: EngineRequest
+    arrival: int
+    block_keys: tuple[bytes, ...]
+    bound: LenBound
+    status: Status = Status.WAITING
+    slot: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    position: int = 0
+    num_in_flight: int = 0
+    last_step: int = 0
+    saved: SavedKV | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt is not yet planned."""
+        return self.position < self.prompt_len
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether the steps in flight may already reach ``max_total_tokens``."""
+        return self.bound.hi >= self.request.max_total_tokens
+
+    @property
+    def reach(self) -> int:
+        """Positions that may hold KV once all steps in flight are done."""
+        return self.position if self.prefilling else self.bound.hi
+
+    @property
+    def held_slot(self) -> int:
+        """The slot of an admitted request.
+
+        Raises:
+            InvariantError: the request is not admitted.
+        """
+        if self.slot is None:
+            raise InvariantError(f"request {self.request.request_id!r} has no slot")
+        return self.slot
+
+    @property
+    def held_save(self) -> SavedKV:
+        """The saved KV of a swapped request.
+
+        Raises:
+            InvariantError: the request is not swapped.
+        """
+        if self.saved is None:
+            raise InvariantError(f"request {self.request.request_id!r} is not swapped")
+        return self.saved
+
+    def max_drafts(self, num_speculative_tokens: int) -> int:
+        """Drafts that may join the next window, whatever the step has room for."""
+        own = self.request.max_drafts
+        allowed = num_speculative_tokens if own is None else min(own, num_speculative_tokens)
+        return max(0, min(allowed, self.request.max_total_tokens - self.bound.hi - 1))

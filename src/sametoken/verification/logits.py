@@ -1,0 +1,63 @@
+"""Logits processing: every window row with its own accepted prefix.
+
+The order is vLLM's: allowed ids, bad words, min_tokens, logit_bias, repetition, frequency
+and presence penalties, temperature, min_p, top_k, top_p. Rows of requests that use none of
+these are neither read nor written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sametoken.state.inputs import StepInputs
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+from sametoken.verification.rules import apply_rules
+from sametoken.verification.truncation import truncate
+
+# Rows are independent, so a bounded number at a time costs no bits and saves memory.
+_ROWS_AT_A_TIME = 16
+
+
+def process_logits(
+    logits: Tensor, x: StepInputs, sequences: Sequences, table: SamplingTable
+) -> None:
+    """Apply the requests' parameters to a step's logits, in place.
+
+    Temperature enters only as far as the cuts need it; the division itself is the
+    sampling kernel's.
+
+    Args:
+        logits: [L, V] fp32, written.
+        x: the step's inputs.
+        sequences: the committed tokens, before the step's commit.
+        table: the slots' parameters.
+    """
+    if table.rules:
+        _apply_slot_rules(logits, x, sequences, table)
+    slots = x.slots[x.logits_owner]
+    cut = (table.min_p > 0) | (table.top_k > 0) | (table.top_p < 1)
+    # Greedy rows keep their best token through any cut.
+    rows = (cut & (table.temperature > 0))[slots].nonzero().squeeze(1)
+    for first in range(0, rows.shape[0], _ROWS_AT_A_TIME):
+        some = rows[first : first + _ROWS_AT_A_TIME]
+        at = slots[some]
+        parameters = (table.temperature[at], table.min_p[at], table.top_k[at], table.top_p[at])
+        logits[some] = truncate(logits[some], *parameters)
+
+
+def _apply_slot_rules(
+    logits: Tensor, x: StepInputs, sequences: Sequences, table: SamplingTable
+) -> None:
+    columns = (x.slots, x.window_starts, x.num_drafts, x.num_tokens, sequences.prompt_len[x.slots])
+    plan_rows = torch.stack(columns, dim=1)[x.samples].tolist()
+    window_ids = x.token_ids[x.logits_indices]
+    for slot, start, num_drafts, num_tokens, prompt_len in plan_rows:
+        rules = table.rules.get(slot)
+        if rules is None:
+            continue
+        end = start + num_drafts + 1
+        committed = sequences.token_ids[slot, :num_tokens]
+        tokens = torch.cat((committed, window_ids[start + 1 : end]))
+        apply_rules(logits[start:end], tokens, num_tokens, prompt_len, rules)

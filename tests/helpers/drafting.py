@@ -1,0 +1,175 @@
+"""Drives a drafter through steps, with no scheduler, over targets that a test can foresee.
+
+Everything a drafter must not read is poisoned before it proposes: its KV from the first
+position of the step on, and tokens above the committed length.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from sametoken.core.plan import Admission, BlockAssignment, PlanRow, StepPlan
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.drafters.base import DraftContext, Drafts
+from sametoken.drafters.coupling import Coupling
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.state.commit import admit, assign_blocks, commit, publish
+from sametoken.state.inputs import stage
+from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+MAX_LEN = 48
+MAX_BLOCKS = MAX_LEN // BLOCK_SIZE
+NOT_A_TOKEN = -7
+
+
+@dataclass
+class Counts:
+    """What was offered and accepted while no draft was spoilt."""
+
+    offered: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Bench:
+    """Slots, a target and its KV; the drafter is set once its KV is allocated."""
+
+    target: object
+    k: int
+    num_slots: int = 3
+    temperature: float = 0.0
+    seed: int = 0
+    spoil: float = 0.5
+    drafter: object = None
+    kernels: ReferenceKernels = field(default_factory=ReferenceKernels)
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.num_blocks = 2 * self.num_slots * MAX_BLOCKS
+        self.sequences = Sequences.allocate(
+            max_num_seqs=self.num_slots,
+            max_len=MAX_LEN,
+            num_drafts=self.k,
+            block_size=BLOCK_SIZE,
+            reserved_block=self.num_blocks,
+            device=CPU,
+        )
+        self.table = SamplingTable.allocate(self.num_slots, CPU)
+        self.kv = self.allocate(self.target.kv_spec)
+        self.coupling = Coupling(self.kernels.sample, self.table)
+        self.blocks = {}
+        self.step_id = 0
+
+    def allocate(self, spec: KVSpec) -> KVCache:
+        cache = KVCache.allocate(
+            spec, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, device=CPU
+        )
+        cache.memory.fill_(float("nan"))
+        return cache
+
+    def admit(self, slot: int, prompt: list[int]) -> None:
+        """Give a slot to a request, in blocks that nobody holds, in random order."""
+        self.blocks.pop(slot, None)
+        held = {block for blocks in self.blocks.values() for block in blocks}
+        free = [block for block in range(self.num_blocks) if block not in held]
+        self.blocks[slot] = self.random.sample(free, MAX_BLOCKS)
+        params = SamplingParams(temperature=self.temperature, seed=self.random.randrange(2**40))
+        admission = Admission(slot, tuple(prompt), 0, params)
+        admit(self.sequences, admission)
+        self.table.admit(admission)
+        assign_blocks(self.sequences, BlockAssignment(slot, 0, tuple(self.blocks[slot])))
+
+    def tokens(self, slot: int) -> list[int]:
+        return self.sequences.token_ids[slot, : int(self.sequences.num_tokens[slot])].tolist()
+
+    def cached(self, cache: KVCache, slot: int, stop: int) -> torch.Tensor:
+        """KV of positions below ``stop``: [layers, 2, stop, heads, head_dim], a copy."""
+        where = torch.arange(stop)
+        blocks = torch.tensor(self.blocks[slot])[where // BLOCK_SIZE]
+        found = cache.memory[:, :, blocks, :, where % BLOCK_SIZE]
+        return found.permute(1, 2, 0, 3, 4).clone()
+
+    def run(self, steps: int, vocab: int, check: Callable[[DraftContext, Drafts], None]) -> None:
+        """Random steps: chunked prompts, mixed draft limits, slots taken up again."""
+        for slot in range(self.num_slots):
+            self._admit_random(slot, vocab)
+        for _ in range(steps):
+            for slot in range(self.num_slots):
+                if int(self.sequences.num_tokens[slot]) > MAX_LEN - 2 * self.k - 2:
+                    self._admit_random(slot, vocab)
+            slots = [s for s in range(self.num_slots) if self.random.random() < 0.8]
+            self.random.shuffle(slots)
+            if slots:
+                self._step([self._row(slot) for slot in slots], vocab, check)
+
+    def _admit_random(self, slot: int, vocab: int) -> None:
+        length = self.random.randint(1, 14)
+        self.admit(slot, [self.random.randrange(vocab) for _ in range(length)])
+
+    def _row(self, slot: int) -> PlanRow:
+        left = int(self.sequences.num_tokens[slot] - self.sequences.num_computed[slot])
+        query = self.random.randint(1, left)
+        return PlanRow(slot, query, self.random.randint(0, self.k), query == left)
+
+    def _step(self, rows: list[PlanRow], vocab: int, check: Callable) -> None:
+        self.step_id += 1
+        x = stage(self.sequences, StepPlan(self.step_id, rows=tuple(rows)))
+        hidden = self.target.forward(x.token_ids, x.rows, self.kv)
+        accepted, next_token = self._judge(x, hidden)
+        lengths = commit(self.sequences, x, accepted, next_token)
+        context = DraftContext(
+            x, hidden, x.num_computed, lengths.num_computed, lengths.num_tokens, self.sequences
+        )
+        self._poison(context)
+        drafts = self.drafter.propose(context)
+        assert drafts.draft_ids.shape == (len(rows), self.k)
+        assert not drafts.num_drafts[~x.samples].any()
+        check(context, drafts)
+        publish(self.sequences, x, self._spoilt(drafts, vocab), drafts.num_drafts)
+
+    def _judge(self, x, hidden) -> tuple[torch.Tensor, torch.Tensor]:
+        owner = x.slots[x.logits_owner]
+        tokens = self.kernels.sample(
+            self.target.compute_logits(hidden.last[x.logits_indices]),
+            self.table.temperature[owner],
+            self.table.seed[owner],
+            x.rows.positions[x.logits_indices] + 1,
+        )
+        accepted, next_token = torch.zeros_like(x.slots), torch.zeros_like(x.slots)
+        for b in range(len(x.slots)):
+            if x.samples[b]:
+                first, drafts = int(x.window_starts[b]), int(x.num_drafts[b])
+                offered = x.token_ids[int(x.row_starts[b + 1]) - drafts : x.row_starts[b + 1]]
+                equal = offered == tokens[first : first + drafts]
+                accepted[b] = int(equal.long().cumprod(0).sum())
+                next_token[b] = tokens[first + int(accepted[b])]
+                if not self.spoil:
+                    self.counts.offered += drafts
+                    self.counts.accepted += int(accepted[b])
+        return accepted, next_token
+
+    def _poison(self, context: DraftContext) -> None:
+        for slot, start in zip(context.slots.tolist(), context.start.tolist(), strict=True):
+            self.sequences.token_ids[slot, int(self.sequences.num_tokens[slot]) :] = NOT_A_TOKEN
+            blocks = torch.tensor(self.blocks[slot])
+            where = torch.arange(start, MAX_LEN)
+            for cache in self.drafter.kv_caches:
+                cache.memory[:, :, blocks[where // BLOCK_SIZE], :, where % BLOCK_SIZE] = torch.nan
+
+    def _spoilt(self, drafts: Drafts, vocab: int) -> torch.Tensor:
+        """The drafts, some of them with a wrong token at a random place."""
+        ids = drafts.draft_ids.clone()
+        for row in ids:
+            if self.random.random() < self.spoil:
+                at = self.random.randrange(self.k)
+                row[at] = (row[at] + 1) % vocab
+        return ids

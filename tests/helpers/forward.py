@@ -1,0 +1,60 @@
+"""Run a model's forward pass over hand-assigned blocks of poisoned KV."""
+
+from __future__ import annotations
+
+import torch
+
+from sametoken.models.base import HiddenStates
+from sametoken.state.kv_cache import KVCache
+from sametoken.state.sequences import Sequences
+
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """KV full of NaN and one sequence per slot, its blocks scattered in memory."""
+
+    def __init__(self, model, *, num_slots: int = 1, max_len: int = 128, block_size: int = 4):
+        per_slot = -(-max_len // block_size)
+        num_blocks = num_slots * per_slot
+        self.model = model
+        self.kv = KVCache.allocate(
+            model.kv_spec, num_blocks=num_blocks, block_size=block_size, device=CPU
+        )
+        self.kv.memory.fill_(float("nan"))
+        self.sequences = Sequences.allocate(
+            max_num_seqs=num_slots,
+            max_len=max_len,
+            num_drafts=0,
+            block_size=block_size,
+            reserved_block=self.kv.reserved_block,
+            device=CPU,
+        )
+        blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+        self.sequences.block_table[:num_slots] = blocks.view(num_slots, per_slot)
+
+    def run(self, token_ids: list[int], start: int, slot: int = 0) -> HiddenStates:
+        """The tokens at positions ``start`` and on of a slot."""
+        positions = torch.arange(start, start + len(token_ids))
+        rows = self.sequences.rows_at(torch.full_like(positions, slot), positions)
+        return self.model.forward(torch.tensor(token_ids), rows, self.kv)
+
+    def logits(self, token_ids: list[int], chunks: list[int], slot: int = 0) -> torch.Tensor:
+        """Logits of every position, computed in chunks of the given lengths and a rest."""
+        out, start = [], 0
+        for length in [*chunks, len(token_ids)]:
+            chunk = token_ids[start : start + length]
+            if chunk:
+                out.append(self.model.compute_logits(self.run(chunk, start, slot).last))
+                start += len(chunk)
+        return torch.cat(out)
+
+    def continue_greedily(self, token_ids: list[int], num_tokens: int) -> list[int]:
+        """Greedy continuation, one token at a time after one prefill."""
+        token_ids, produced, start = list(token_ids), [], 0
+        while len(produced) < num_tokens:
+            hidden = self.run(token_ids[start:], start).last[-1:]
+            start = len(token_ids)
+            produced.append(int(self.model.compute_logits(hidden).argmax()))
+            token_ids.append(produced[-1])
+        return produced

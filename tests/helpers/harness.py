@@ -1,0 +1,238 @@
+"""An engine over a toy or tiny target, with every part open to a test."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from sametoken.scheduler.scheduler import Scheduler
+from sametoken.state.sampling import SamplingTable
+from sametoken.verification.keyed import KeyedVerifier
+
+from sametoken.core.plan import Admission
+from sametoken.core.request import EngineRequest
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.drafters.base import Drafts, NoDrafter
+from sametoken.engine.core import EngineCore
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.runner.async_output import OutputRing
+from sametoken.runner.launch import EagerLauncher
+from sametoken.runner.step import StepRunner
+from sametoken.runner.stream import ImmediateStream, LaggingStream
+from sametoken.runner.swap import SwapStore
+from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.state.kv_cache import KVCache
+from sametoken.state.sequences import Sequences
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a test engine; small enough that every limit is met."""
+
+    num_drafts: int = 3
+    steps_in_flight: int = 1
+    max_num_seqs: int = 3
+    max_num_batched_tokens: int = 24
+    prefill_chunk_size: int = 8
+    block_size: int = 4
+    num_blocks: int = 60
+    max_model_len: int = 96
+    prefix_caching: bool = True
+
+
+@dataclass
+class Parts:
+    """What a test may replace before the engine is put together, or look at after."""
+
+    sequences: Sequences
+    table: SamplingTable
+    kernels: ReferenceKernels
+    shape: Shape
+    expected: dict[int, list[int]] = field(default_factory=dict)
+
+
+class RecordingVerifier(KeyedVerifier):
+    """Keeps judged rows, and tells scripted drafters what each slot will emit."""
+
+    def bind(self, parts: Parts, oracle: Callable[[Admission], list[int]] | None) -> None:
+        self.parts, self.oracle = parts, oracle
+        self.accepted_logits: list[tuple[int, int, torch.Tensor]] = []
+
+    def admit(self, admission: Admission) -> None:
+        super().admit(admission)
+        if self.oracle is not None:
+            self.parts.expected[admission.slot] = [
+                *admission.prompt_token_ids,
+                *self.oracle(admission),
+            ]
+
+    def judge(self, logits, x):
+        raw = logits.clone()
+        verdict = super().judge(logits, x)
+        for b in range(x.slots.shape[0]):
+            if bool(x.samples[b]):
+                first = int(x.window_starts[b])
+                for r in range(int(verdict.num_accepted[b]) + 1):
+                    position = int(x.num_tokens[b]) + r
+                    self.accepted_logits.append((int(x.slots[b]), position, raw[first + r]))
+        return verdict
+
+
+class ScriptedDrafter:
+    """Proposes right or wrong tokens by a script: it knows what each slot will emit."""
+
+    kv_caches: tuple[KVCache, ...] = ()
+    lookahead_slots = 0
+    lookahead_tokens = 0
+
+    def __init__(self, parts: Parts, script: str, seed: int = 0) -> None:
+        self.parts, self.script, self.random = parts, script, random.Random(seed)
+        self.turn = 0
+
+    def propose(self, context) -> Drafts:
+        batch, k = context.slots.shape[0], context.max_num_drafts
+        draft_ids = torch.zeros((batch, k), dtype=torch.int64)
+        num_drafts = torch.zeros(batch, dtype=torch.int64)
+        for b, slot in enumerate(context.slots.tolist()):
+            self.turn += 1
+            n = int(context.num_tokens[b])
+            truth = self.parts.expected[slot][n : n + k]
+            drafts = self._script(truth + [0] * (k - len(truth)))[:k]
+            draft_ids[b, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
+            num_drafts[b] = len(drafts) if bool(context.samples[b]) else 0
+        return Drafts(draft_ids, num_drafts)
+
+    def _script(self, truth: list[int]) -> list[int]:
+        wrong = [(token + 1) % 7 for token in truth]
+        if self.script == "right":
+            return truth
+        if self.script == "wrong":
+            return wrong
+        if self.script == "alternating":
+            return truth if self.turn % 2 else wrong
+        if self.script == "empty":
+            return truth if self.turn % 3 == 0 else []
+        if self.script == "mixed":
+            good = self.random.randint(0, len(truth))
+            return (truth[:good] + wrong[good:])[: self.random.randint(0, len(truth))]
+        raise ValueError(self.script)
+
+
+def build(
+    model,
+    shape: Shape,
+    *,
+    make_drafter: Callable[[Parts], object] | None = None,
+    oracle: Callable[[Admission], list[int]] | None = None,
+    stream=None,
+    kernels=None,
+) -> EngineCore:
+    """Put an engine together by hand."""
+    kernels = kernels or ReferenceKernels()
+    k = shape.num_drafts if make_drafter else 0
+    max_len = shape.max_model_len + k + 2
+    sequences = Sequences.allocate(
+        max_num_seqs=shape.max_num_seqs,
+        max_len=max_len,
+        num_drafts=k,
+        block_size=shape.block_size,
+        reserved_block=shape.num_blocks,
+        device=CPU,
+    )
+    table = SamplingTable.allocate(shape.max_num_seqs, CPU)
+    parts = Parts(sequences, table, kernels, shape)
+    drafter = make_drafter(parts) if make_drafter else NoDrafter()
+    kv = KVCache.allocate(
+        model.kv_spec, num_blocks=shape.num_blocks, block_size=shape.block_size, device=CPU
+    )
+    for cache in (kv, *drafter.kv_caches):
+        cache.memory.fill_(float("nan"))
+    verifier = RecordingVerifier(kernels, sequences, table)
+    verifier.bind(parts, oracle)
+    limits = SchedulerLimits(
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+        prefill_chunk_size=shape.prefill_chunk_size,
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        max_model_len=shape.max_model_len,
+        num_speculative_tokens=k,
+        lookahead_slots=drafter.lookahead_slots,
+        lookahead_tokens=drafter.lookahead_tokens,
+        enable_prefix_caching=shape.prefix_caching,
+    )
+    if stream is None:
+        stream = ImmediateStream() if shape.steps_in_flight == 1 else LaggingStream()
+    runner = StepRunner(
+        sequences=sequences,
+        model=model,
+        kv=kv,
+        verifier=verifier,
+        drafter=drafter,
+        launcher=EagerLauncher(),
+        swap=SwapStore((kv, *drafter.kv_caches)),
+        stream=stream,
+        ring=OutputRing.allocate(shape.steps_in_flight + 1, shape.max_num_seqs, k),
+    )
+    resolved = SimpleNamespace(steps_in_flight=shape.steps_in_flight)
+    core = EngineCore(resolved, Scheduler(limits), runner)
+    core.parts = parts
+    return core
+
+
+def request(
+    request_id: str, prompt, max_tokens: int = 12, max_drafts: int | None = None, **params
+) -> EngineRequest:
+    params.setdefault("temperature", 0.0)
+    params.setdefault("seed", 0)
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        params=sampling,
+        max_total_tokens=len(prompt) + max_tokens,
+        stop_token_ids=tuple(sampling.stop_token_ids),
+        max_drafts=max_drafts,
+    )
+
+
+@dataclass
+class Ran:
+    """Emitted tokens by request, cut at the length limit, and the counters."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    offered: int = 0
+    accepted: int = 0
+
+
+def run(core: EngineCore, requests, max_steps: int = 2000) -> Ran:
+    """Drive requests to their length limits."""
+    ran = Ran()
+    limits = {}
+    for item in requests:
+        core.add_request(item)
+        limits[item.request_id] = item.max_total_tokens - len(item.prompt_token_ids)
+        ran.tokens[item.request_id] = []
+    for _ in range(max_steps):
+        if not core.has_unfinished:
+            core.scheduler.check_integrity()
+            return ran
+        collect(core, ran, limits)
+    raise AssertionError("the engine does not finish")
+
+
+def collect(core: EngineCore, ran: Ran, limits: dict[str, int]) -> None:
+    """One engine step; requests that reach their limit are released."""
+    for update in core.step():
+        ran.offered += update.num_drafts
+        ran.accepted += update.num_accepted
+        out = ran.tokens[update.request_id]
+        out.extend(update.token_ids)
+        if len(out) >= limits[update.request_id]:
+            del out[limits[update.request_id] :]
+            core.release(update.request_id)

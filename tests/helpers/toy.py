@@ -1,0 +1,78 @@
+"""A toy target whose logits depend on every KV entry it may see, and on nothing else.
+
+Its KV holds token ids. The hidden state of a row is a hash of the tokens read back from
+the row's KV, so any wrong address, stale block or rejected row changes the output.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.state.kv_cache import KVSpec
+
+MODULUS = 1_000_003
+
+
+def toy_config(vocab_size: int, max_positions: int = 512) -> ModelConfig:
+    return ModelConfig(
+        architecture="ToyForCausalLM",
+        vocab_size=vocab_size,
+        hidden_size=2,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=1,
+        rms_norm_eps=0.0,
+        max_position_embeddings=max_positions,
+        rope={},
+        tie_word_embeddings=False,
+        attention_bias=False,
+        eos_token_ids=(),
+        bos_token_id=None,
+        dtype=torch.float64,
+        extra={},
+    )
+
+
+class ToyModel:
+    """``CausalLM`` over float64; greedy continuations are chaotic in the whole prefix."""
+
+    def __init__(self, vocab_size: int = 11, salt: int = 1) -> None:
+        self.config = toy_config(vocab_size)
+        self.kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float64)
+        self.salt = salt
+        self.seen: list[tuple[int, ...]] = []
+
+    def forward(self, token_ids, rows, kv):
+        layer = kv.layer(0)
+        block_size = layer.keys.shape[2]
+        flat = layer.keys[:, 0, :, 0]
+        flat[rows.kv_slots // block_size, rows.kv_slots % block_size] = token_ids.double()
+        hashes = []
+        for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
+            where = torch.arange(position + 1)
+            blocks = rows.block_table[slot, where // block_size]
+            visible = flat[blocks, where % block_size]
+            assert not visible.isnan().any(), "a row reads KV that nobody wrote"
+            hashes.append(self._hash(visible.long().tolist()))
+        last = torch.tensor([[h, 1.0] for h in hashes], dtype=torch.float64).view(-1, 2)
+        return HiddenStates(last, last)
+
+    def compute_logits(self, hidden):
+        vocabulary = torch.arange(self.config.vocab_size, dtype=torch.int64)
+        mixed = (hidden[:, :1].long() * 7919 + vocabulary * 104_729 + self.salt) % MODULUS
+        mixed = mixed * mixed % MODULUS
+        return (mixed.double() / MODULUS * 6 - 3).float()
+
+    def next_token(self, tokens) -> int:
+        """The greedy continuation of ``tokens``, from scratch."""
+        hidden = torch.tensor([[float(self._hash(tokens)), 1.0]], dtype=torch.float64)
+        return int(self.compute_logits(hidden).argmax())
+
+    def _hash(self, tokens) -> int:
+        value = self.salt
+        for token in tokens:
+            value = (value * 31_337 + token + 17) % MODULUS
+        return value

@@ -1,0 +1,261 @@
+"""The command line: options, exit codes, streams, and what it does not import."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import sametoken
+from sametoken.cli import generate as generate_module
+from sametoken.cli.main import app
+from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.core.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.llm import LLM
+from sametoken.errors import NumericalError, UnsupportedError
+
+SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+class FakeLLM:
+    """Says three words, and notes how it was asked."""
+
+    def __init__(self, model: str, *, announce, **options) -> None:
+        config = EngineConfig.from_options(model=model, **options)
+        self.asked: dict = {}
+        self.error: Exception | None = None
+        announce(f"loading {model}")
+        self.resolved = SimpleNamespace(
+            config=config,
+            reasons={"dtype": "the checkpoint is fp32"},
+            model=SimpleNamespace(architecture="LlamaForCausalLM"),
+            **dict.fromkeys(
+                (
+                    *("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight"),
+                    *("model_path", "kernels", "weights_bytes", "kv_bytes"),
+                ),
+                "resolved",
+            ),
+        )
+
+    def get_default_sampling_params(self):
+        return SamplingParams(temperature=0.6)
+
+    def render_chat(self, messages):
+        return ("chat", messages[0]["content"])
+
+    def generate_stream(self, prompt, params):
+        self.asked.update(prompt=prompt, params=params)
+        metrics = RequestMetrics(10.0, 10.5, None)
+        for length in (1, 2, 3):
+            metrics = dataclasses.replace(
+                metrics,
+                finished_time=12.5 if length == 3 else None,
+                speculation=metrics.speculation.with_step(4, 1),
+            )
+            text = " ".join(["one", "two", "three"][:length])
+            completion = CompletionOutput(
+                0, text, tuple(range(length)), "length" if length == 3 else None, error=self.error
+            )
+            yield RequestOutput("0", "p", (5, 6), (completion,), length == 3, metrics)
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    """The last FakeLLM that a command loaded."""
+    loaded = SimpleNamespace(last=None, error=None)
+
+    def load(model, options):
+        loaded.last = FakeLLM(model, announce=generate_module._announce, **options)
+        loaded.last.error = loaded.error
+        return loaded.last
+
+    monkeypatch.setattr(generate_module, "_load", load)
+    return loaded
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, arguments, **options)
+
+
+def test_text_goes_to_stdout_and_everything_else_to_stderr(llm):
+    result = run("generate", "some-model", "--prompt", "hello")
+    assert result.exit_code == 0
+    assert result.stdout == "one two three\n"
+    assert "loading some-model" in result.stderr
+    assert "2 prompt tokens, first token after 0.50 s; 3 tokens, 1.0 tokens/s" in result.stderr
+    assert "acceptance length 2.00, per position 100 0 0 0%" in result.stderr
+    assert llm.last.asked["prompt"] == "hello"
+
+
+def test_only_given_sampling_options_replace_the_recommended_ones(llm):
+    run("generate", "--prompt", "x", "--top-k", "3", "--stop", "a", "--stop", "b", "--seed", "0")
+    params = llm.last.asked["params"]
+    assert params == SamplingParams(
+        temperature=0.6, top_k=3, stop=("a", "b"), seed=0, max_tokens=256
+    )
+    run("generate", "--prompt", "x", "--temperature", "0", "--max-tokens", "5", "--ignore-eos")
+    assert llm.last.asked["params"] == SamplingParams(
+        temperature=0.0, max_tokens=5, ignore_eos=True
+    )
+
+
+def test_engine_options_reach_the_engine(llm):
+    run(
+        *("generate", "--prompt", "x", "--dtype", "float32", "--max-num-seqs", "2"),
+        *("--no-enable-prefix-caching", "--speculative-config", SPECULATION),
+    )
+    assert llm.last.resolved.config == EngineConfig(
+        dtype="float32",
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+        speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=4),
+    )
+
+
+def test_every_engine_option_is_offered_or_named_as_left_out():
+    text = run("generate", "--help").stdout
+    for field in dataclasses.fields(EngineConfig):
+        offered = f"--{field.name.replace('_', '-')}" in text
+        assert offered == (field.name not in ("model", "skip_tokenizer_init")), field.name
+
+
+def test_prompts_come_from_files_stdin_and_chat(llm, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("from a file")
+    run("generate", "-f", str(path))
+    assert llm.last.asked["prompt"] == "from a file"
+    run("generate", "-f", "-", input="from stdin")
+    assert llm.last.asked["prompt"] == "from stdin"
+    run("generate", "--chat", "hi")
+    assert llm.last.asked["prompt"] == ("chat", "hi")
+
+
+def test_json_is_one_object_and_nothing_else(llm):
+    result = run("generate", "--prompt", "x", "--json")
+    value = json.loads(result.stdout)
+    assert (value["text"], value["token_ids"]) == ("one two three", [0, 1, 2])
+    assert value["speculation"]["acceptance_length"] == 2.0
+    assert value["speculation"]["acceptance_per_position"] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_explain_shows_settings_and_reasons_and_needs_no_prompt(llm):
+    result = run("generate", "--explain")
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert "resolved  (the checkpoint is fp32)" in result.stderr
+    assert llm.last.asked == {}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "some-model"],
+        ["generate", "--prompt", "a", "--chat", "b"],
+        ["generate", "-f", "no/such/file"],
+        ["generate", "--prompt", "a", "--max-tokens", "many"],
+        ["generate", "--prompt", "a", "--no-such-option"],
+        ["generate", "--prompt", "a", "--dtype", "float8"],
+        ["generate", "--prompt", "a", "--top-p", "3"],
+        ["generate", "--prompt", "a", "--speculative-config", "{"],
+        ["no-such-command"],
+    ],
+)
+def test_wrong_use_exits_with_2_and_no_traceback(llm, arguments):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_typed_error_is_one_line(llm):
+    result = run("generate", "--prompt", "a", "--max-num-seqs", "0")
+    lines = result.stderr.strip().splitlines()
+    assert lines == ["error: max_num_seqs=0 is not possible. use an integer from 1 to 4096"]
+
+
+def test_what_is_not_supported_exits_with_3(llm, monkeypatch):
+    def refuse(model, options):
+        raise UnsupportedError("no such device", "use cpu")
+
+    monkeypatch.setattr(generate_module, "_load", refuse)
+    result = run("generate", "--prompt", "a")
+    assert (result.exit_code, result.stderr) == (3, "error: no such device. use cpu\n")
+
+
+def test_a_request_that_fails_is_an_error(llm):
+    llm.error = NumericalError("the logits were NaN", "use float32")
+    result = run("generate", "--prompt", "a")
+    assert result.exit_code == 2
+    assert "error: the logits were NaN. use float32" in result.stderr
+
+
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt, 130), (BrokenPipeError, 141)])
+def test_interrupts_and_broken_pipes_are_quiet(llm, monkeypatch, raised, code):
+    def fail(piece):
+        raise raised
+
+    monkeypatch.setattr(generate_module, "_write", fail)
+    result = run("generate", "--prompt", "a")
+    assert result.exit_code == code
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m sametoken env; echo $? >&2"
+    shell = subprocess.run(
+        ["bash", "-c", f"({command}) | true"], capture_output=True, text=True, check=False
+    )
+    assert shell.stderr.strip() in ("0", "141")
+
+
+def test_env_reports_facts():
+    facts = json.loads(run("env", "--json").stdout)
+    assert facts["sametoken"] == sametoken.__version__
+    assert facts["kernels"]
+    assert {"torch", "cpu", "threads", "compiler", "cache"} <= facts.keys()
+    assert "torch" in run("env").stdout
+
+
+def test_version():
+    assert run("--version").stdout == f"sametoken {sametoken.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
+def test_help_imports_nothing_heavy(arguments):
+    program = (
+        "import sys\n"
+        "from sametoken.cli.main import main\n"
+        f"sys.argv = ['sametoken', *{arguments!r}]\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "heavy = {'torch', 'transformers', 'tokenizers', 'numpy', 'gguf'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "sametoken" in result.stdout
+
+
+def test_the_real_llm_has_what_commands_use():
+    for name in ("get_default_sampling_params", "render_chat", "generate_stream", "resolved"):
+        assert hasattr(LLM, name)
+
+
+def test_per_position_counts_are_those_of_the_metrics():
+    speculation = SpeculationMetrics().with_step(9, 3)
+    from sametoken.cli.report import per_position
+
+    assert per_position(speculation) == "100 100 100 0 0 0 0 0 ..%"

@@ -1,0 +1,111 @@
+"""Which drafter a speculative config gives, and what it needs of the target."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_safeailab
+from helpers.drafting import CPU, MAX_LEN, Bench
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.base import NoDrafter
+from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
+from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.drafters.eagle3 import Eagle3Drafter
+from sametoken.drafters.ngram import NgramDrafter
+from sametoken.errors import DrafterMismatchError, InvariantError, UnsupportedError
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.loader import load_model, read_config
+
+KERNELS = ReferenceKernels()
+PLACEMENT = Placement(KERNELS, torch.float32, CPU, max_model_len=40, max_positions=MAX_LEN)
+
+
+def load_target(directory, aux_layers=()):
+    return load_model(
+        directory,
+        kernels=KERNELS,
+        dtype=torch.float32,
+        device=CPU,
+        max_positions=MAX_LEN,
+        aux_layers=aux_layers,
+    )
+
+
+def spec_of(method: str, model=None, k: int = 3) -> SpeculativeConfig:
+    return SpeculativeConfig(method, k, None if model is None else str(model))
+
+
+@pytest.fixture
+def target_directory(tmp_path):
+    return write_llama(tmp_path / "target")
+
+
+@pytest.mark.parametrize(("spec", "kind"), [(None, NoDrafter), (spec_of("ngram"), NgramDrafter)])
+def test_methods_without_weights(target_directory, spec, kind):
+    target = load_target(target_directory)
+    loaded = load_drafter(spec, target, PLACEMENT)
+    assert loaded.kv_spec is None
+    assert isinstance(loaded.attach(None, Bench(target, 1).coupling), kind)
+    assert required_aux_layers(spec, target.config) == ()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_model_drafts_perfectly_for_itself(target_directory, temperature):
+    target = load_target(target_directory)
+    bench = Bench(target, 3, seed=1, temperature=temperature, spoil=0.0)
+    loaded = load_drafter(spec_of("draft_model", target_directory), target, PLACEMENT)
+    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    assert isinstance(bench.drafter, DraftModelDrafter)
+    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
+    bench.run(15, VOCAB, lambda context, drafts: None)
+    assert bench.counts.offered > 10
+    assert bench.counts.accepted == bench.counts.offered
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_an_eagle3_head(tmp_path, target_directory, k):
+    head = write_safeailab(tmp_path / "head", head_tensors())
+    spec = spec_of("eagle3", head, k)
+    layers = required_aux_layers(spec, read_config(target_directory))
+    assert layers == (2, 2, 1)
+    target = load_target(target_directory, layers)
+    loaded = load_drafter(spec, target, PLACEMENT)
+    bench = Bench(target, k)
+    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    assert isinstance(bench.drafter, Eagle3Drafter)
+    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
+    bench.run(5, VOCAB, lambda context, drafts: None)
+
+
+def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):
+    target = load_target(target_directory)
+    other = write_llama(tmp_path / "other", vocab_size=29)
+    short = write_llama(tmp_path / "short", max_position_embeddings=16)
+    head = write_safeailab(tmp_path / "head", head_tensors(), target_hidden_size=32)
+    for spec, message in (
+        (spec_of("draft_model", other), "29 tokens, the target 23"),
+        (spec_of("draft_model", short), "16 positions, below max_model_len=40"),
+        (spec_of("eagle3", head), "32 hidden elements, the target has 16"),
+    ):
+        with pytest.raises(DrafterMismatchError, match=message):
+            load_drafter(spec, target, PLACEMENT)
+    with pytest.raises(DrafterMismatchError, match="32 hidden"):
+        required_aux_layers(spec_of("eagle3", head), target.config)
+
+
+def test_eagle_1_is_refused_by_name(target_directory):
+    target = load_target(target_directory)
+    for ask in (
+        lambda spec: required_aux_layers(spec, target.config),
+        lambda spec: load_drafter(spec, target, PLACEMENT),
+    ):
+        with pytest.raises(UnsupportedError, match="EAGLE-1"):
+            ask(spec_of("eagle", "somewhere"))
+
+
+def test_kv_memory_must_be_given_to_a_drafter_that_has_some(target_directory):
+    target = load_target(target_directory)
+    loaded = load_drafter(spec_of("draft_model", target_directory), target, PLACEMENT)
+    with pytest.raises(InvariantError):
+        loaded.attach(None, Bench(target, 3).coupling)

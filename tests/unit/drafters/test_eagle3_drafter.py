@@ -1,0 +1,166 @@
+"""The EAGLE-3 drafter against a head run from scratch over what is committed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import HIDDEN, VOCAB, head_tensors, write_llama, write_speculators
+from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench
+from sametoken.drafters.eagle3 import Eagle3Drafter
+from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.base import HiddenStates
+from sametoken.models.eagle_checkpoint import load_head, read_head_config
+from sametoken.models.loader import load_model
+from sametoken.state.kv_cache import KVCache, KVSpec
+
+KERNELS = ReferenceKernels()
+ONE_SLOT = torch.tensor([list(range(MAX_LEN // BLOCK_SIZE))])
+
+
+def load_both(directory, seed: int, **flags):
+    options = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": MAX_LEN}
+    target = load_model(write_llama(directory / "target", seed), aux_layers=(1, 2, 4), **options)
+    directory = write_speculators(directory / "head", head_tensors(seed, **flags), **flags)
+    return target, load_head(directory, read_head_config(directory), target, **options)
+
+
+def eagle_bench(target, head, k: int, **options) -> Bench:
+    bench = Bench(target, k, **options)
+    bench.drafter = Eagle3Drafter(head, bench.allocate(head.kv_spec), k, bench.coupling)
+    return bench
+
+
+def alone(first: int, count: int) -> AttentionRows:
+    positions = torch.arange(first, first + count)
+    return AttentionRows(positions, torch.zeros_like(positions), positions, ONE_SLOT)
+
+
+def fresh_kv(spec: KVSpec) -> KVCache:
+    num_blocks = ONE_SLOT.shape[1]
+    return KVCache.allocate(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=CPU)
+
+
+def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool):
+    """KV below ``end`` and k drafts, by one pass over the committed tokens of one slot."""
+    committed = torch.tensor(bench.tokens(slot))
+    target_kv, kv = fresh_kv(bench.target.kv_spec), fresh_kv(head.kv_spec)
+    hidden = bench.target.forward(committed[:end], alone(0, end), target_kv)
+    combined = head.combine(hidden.auxiliary)
+    states = head.forward(committed[1 : end + 1], combined, alone(0, end), kv)
+    found = kv.memory[:, :, :-1].permute(0, 1, 2, 4, 3, 5).flatten(2, 3)[:, :, :end].clone()
+    drafts: list[int] = []
+    while samples and len(drafts) < bench.k:
+        position = end + len(drafts)
+        slots, positions = torch.tensor([slot]), torch.tensor([position + 1])
+        logits = head.compute_logits(states.last[-1:])
+        token = bench.coupling.choose(logits, slots, positions)
+        drafts.append(int(token))
+        states = head.forward(token, states.feedback[-1:].clone(), alone(position, 1), kv)
+    return found, drafts
+
+
+@pytest.mark.parametrize(
+    ("k", "temperature", "flags"),
+    [
+        (1, 0.0, {}),
+        (3, 0.0, {"norm_before_residual": True}),
+        (4, 0.8, {"norm_before_fc": True, "norm_output": True}),
+    ],
+)
+def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, k, temperature, flags):
+    """To the bit: a rejected row, a stale state or a wrong position would show."""
+    target, head = load_both(tmp_path, k, **flags)
+    bench = eagle_bench(target, head, k, seed=k, temperature=temperature)
+
+    def check(context, drafts):
+        (cache,) = bench.drafter.kv_caches
+        for b, slot in enumerate(context.slots.tolist()):
+            end, samples = int(context.end[b]), bool(context.samples[b])
+            kv, expected = from_scratch(bench, head, slot, end, samples)
+            assert torch.equal(bench.cached(cache, slot, end), kv)
+            assert drafts.draft_ids[b, : int(drafts.num_drafts[b])].tolist() == expected
+
+    bench.run(10, VOCAB, check)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_it_writes_no_further_than_it_says(tmp_path, k):
+    target, head = load_both(tmp_path, 1)
+    bench = eagle_bench(target, head, k, seed=5)
+    assert bench.drafter.lookahead_slots == max(k - 2, 0)
+
+    def check(context, drafts):
+        (cache,) = bench.drafter.kv_caches
+        for b, slot in enumerate(context.slots.tolist()):
+            written = int(context.end[b])
+            if context.samples[b]:
+                written = int(context.num_tokens[b]) + k - 2
+            keys = bench.cached(cache, slot, MAX_LEN)[0, 0, :, 0, 0]
+            assert not keys[:written].isnan().any()
+            assert keys[written:].isnan().all()
+
+    bench.run(15, VOCAB, check)
+
+
+class MarkovTarget:
+    """A target whose next token is a function of its last one alone: ``successor``."""
+
+    def __init__(self, successor: torch.Tensor) -> None:
+        self.kv_spec = KVSpec(1, 1, 1, torch.float32)
+        self.successor = successor
+        self.embedding = KERNELS.pack(torch.eye(len(successor)))
+        self.head = KERNELS.pack(torch.eye(len(successor)))
+
+    def forward(self, token_ids, rows, kv):
+        last = 4.0 * torch.eye(len(self.successor))[self.successor[token_ids]]
+        return HiddenStates(last, torch.randn(len(token_ids), 3 * HIDDEN))
+
+    def compute_logits(self, hidden):
+        return hidden
+
+
+def markov_head(directory, target: MarkovTarget, draft_ids: list[int]):
+    """A head wired to it: sharp attention to its own row maps the embedding to its successor."""
+    tensors = {name: torch.zeros_like(t) for name, t in head_tensors(attention_bias=True).items()}
+    layer, eye = "layers.0", torch.eye(HIDDEN)
+    for name in ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm"):
+        tensors[f"{name}.weight"] = torch.ones(HIDDEN)
+    sizes = {"num_key_value_heads": 2, "vocab_size": HIDDEN, "attention_bias": True}
+    for name in ("q", "k"):
+        tensors[f"{layer}.self_attn.{name}_proj.weight"] = torch.zeros(HIDDEN, 2 * HIDDEN)
+        tensors[f"{layer}.self_attn.{name}_proj.bias"] = torch.full((HIDDEN,), 40.0)
+    tensors[f"{layer}.self_attn.v_proj.weight"] = torch.cat((eye, torch.zeros_like(eye)), 1)
+    tensors[f"{layer}.self_attn.v_proj.bias"] = torch.zeros(HIDDEN)
+    tensors[f"{layer}.self_attn.o_proj.weight"] = eye[target.successor].T
+    tensors["lm_head.weight"] = eye[draft_ids]
+    tensors["d2t"] = torch.tensor(draft_ids) - torch.arange(len(draft_ids))
+    tensors["t2d"] = torch.isin(torch.arange(HIDDEN), torch.tensor(draft_ids))
+    settings = {"norm_before_residual": True, "draft_vocab_size": len(draft_ids)}
+    write_speculators(directory, tensors, sizes, **settings)
+    return load_head(
+        directory,
+        read_head_config(directory),
+        target,
+        kernels=KERNELS,
+        dtype=torch.float32,
+        device=CPU,
+        max_positions=MAX_LEN,
+    )
+
+
+@pytest.mark.parametrize(
+    ("temperature", "draft_ids"),
+    [(0.0, [1, 3, 6, 7, 10, 15]), (0.0, list(range(HIDDEN))), (0.8, list(range(HIDDEN)))],
+    ids=["greedy-reduced", "greedy", "sampled"],
+)
+def test_an_exact_head_is_always_accepted(tmp_path, temperature, draft_ids):
+    generator = torch.Generator().manual_seed(2)
+    choice = torch.randint(len(draft_ids), (HIDDEN,), generator=generator)
+    target = MarkovTarget(torch.tensor(draft_ids)[choice])
+    head = markov_head(tmp_path, target, draft_ids)
+    bench = eagle_bench(target, head, 4, seed=7, temperature=temperature, spoil=0.0)
+    bench.run(80, HIDDEN, lambda context, drafts: None)
+    assert bench.counts.offered > 50
+    assert bench.counts.accepted == bench.counts.offered

@@ -1,0 +1,39 @@
+"""The n-gram drafter reads committed tokens of its own slot, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.drafting import NOT_A_TOKEN, Bench
+from helpers.toy import ToyModel
+from sametoken.drafters.ngram import NgramDrafter
+
+
+def slow_lookup(tokens: list[int], shortest: int, longest: int, k: int) -> list[int]:
+    n = len(tokens)
+    for length in range(min(longest, n - 1), shortest - 1, -1):
+        for start in range(n - length):
+            if tokens[start : start + length] == tokens[n - length :]:
+                return tokens[start + length : min(start + length + k, n)]
+    return []
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("k", [1, 4])
+def test_drafts_follow_the_slots_own_committed_tokens(k, shortest, longest):
+    bench = Bench(ToyModel(3), k, seed=k)
+    bench.drafter = NgramDrafter(k, shortest, longest)
+    found = 0
+
+    def check(context, drafts):
+        nonlocal found
+        assert NOT_A_TOKEN not in drafts.draft_ids
+        for b, slot in enumerate(context.slots.tolist()):
+            count = int(drafts.num_drafts[b])
+            found += count
+            if context.samples[b]:
+                expected = slow_lookup(bench.tokens(slot), shortest, longest, k)
+                assert drafts.draft_ids[b, :count].tolist() == expected
+
+    bench.run(60, 3, check)
+    assert found > 20

@@ -1,0 +1,179 @@
+"""From prompts as users write them to requests of token ids."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.core.seeds import derive_seed
+from sametoken.engine.input_processor import InputProcessor, PromptTokens
+from sametoken.errors import RequestError
+
+VOCAB = 300
+MAX_LEN = 32
+
+
+def make(tokenizer, seed=7):
+    return InputProcessor(
+        tokenizer, vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=(0, 5), seed=seed
+    )
+
+
+def process(inputs, token_ids=(10, 11), request_id="r", **params):
+    prompt = PromptTokens(None, tuple(token_ids))
+    return inputs.process(request_id, prompt, SamplingParams(**params))
+
+
+def test_the_forms_of_a_prompt_agree(tokenizer):
+    inputs = make(tokenizer)
+    ids = tokenizer.encode("the cat")
+    assert inputs.tokenize("the cat") == PromptTokens("the cat", ids)
+    assert inputs.tokenize({"prompt": "the cat"}) == PromptTokens("the cat", ids)
+    assert inputs.tokenize({"prompt_token_ids": list(ids)}) == PromptTokens(None, ids)
+
+
+def test_chat_goes_through_the_template(tokenizer):
+    prompt = make(tokenizer).tokenize_chat(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True
+    )
+    assert prompt.text == "<|user|>hi<|end|>"
+    assert prompt.token_ids == tokenizer.encode("<|user|>hi<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cause"),
+    [
+        (17, "a prompt of type int"),
+        ([1, 2], "a prompt of type list"),
+        ({"prompt": 3}, "a prompt text of type int"),
+        ({"prompt_token_ids": "12"}, "prompt_token_ids of type str"),
+        ({"prompt_token_ids": 12}, "prompt_token_ids of type int"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "keys"),
+        ({"promt": "a"}, "'promt'"),
+        ({}, "keys"),
+    ],
+)
+def test_other_forms_are_refused(tokenizer, prompt, cause):
+    with pytest.raises(RequestError, match=cause) as caught:
+        make(tokenizer).tokenize(prompt)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("messages", [[], ["hi"], [3]])
+def test_conversations_without_messages_are_refused(tokenizer, messages):
+    with pytest.raises(RequestError, match="needs messages"):
+        make(tokenizer).tokenize_chat(messages)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "cause"),
+    [
+        ((), "the prompt is empty"),
+        ((1, VOCAB), "holds 300, outside the vocabulary of 300"),
+        ((1, -1), "holds -1, outside"),
+        ((1, True), "holds True"),
+        ((1, 2.0), "holds 2.0"),
+        ((1,) * MAX_LEN, "has 32 tokens and at most 31 fit"),
+    ],
+)
+def test_impossible_token_ids_are_refused(tokenizer, token_ids, cause):
+    with pytest.raises(RequestError, match=cause):
+        process(make(tokenizer), token_ids)
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(tokenizer):
+    (request,) = process(make(tokenizer), (1,) * (MAX_LEN - 1)).completions
+    assert request.max_total_tokens == MAX_LEN
+
+
+@pytest.mark.parametrize(("max_tokens", "limit"), [(4, 6), (30, 32), (31, 32), (None, 32)])
+def test_output_ends_at_max_tokens_or_max_model_len(tokenizer, max_tokens, limit):
+    (request,) = process(make(tokenizer), max_tokens=max_tokens).completions
+    assert request.max_total_tokens == limit
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop_token_ids": [VOCAB]},
+        {"allowed_token_ids": [1, VOCAB]},
+        {"logit_bias": {VOCAB: 1.0}},
+        {"stop_token_ids": ["a"]},
+    ],
+)
+def test_parameters_outside_the_vocabulary_are_refused_by_name(tokenizer, params):
+    with pytest.raises(RequestError, match=next(iter(params))):
+        process(make(tokenizer), **params)
+
+
+def test_parameters_of_another_type_are_refused(tokenizer):
+    with pytest.raises(RequestError, match="of type dict"):
+        make(tokenizer).process("r", PromptTokens(None, (1,)), {"temperature": 0})
+
+
+def test_what_needs_text_is_refused_without_a_tokenizer():
+    inputs = make(None)
+    for call in (
+        lambda: inputs.tokenize("the cat"),
+        lambda: inputs.tokenize_chat([{"role": "user", "content": "x"}]),
+        lambda: process(inputs, stop="x"),
+        lambda: process(inputs, bad_words=["x"]),
+    ):
+        with pytest.raises(RequestError, match="skip_tokenizer_init"):
+            call()
+    assert process(inputs).completions[0].prompt_token_ids == (10, 11)
+
+
+def test_stop_ids_are_eos_and_the_request_s_own(tokenizer):
+    inputs = make(tokenizer)
+    stops = [
+        process(inputs, **params).completions[0].stop_token_ids
+        for params in (
+            {},
+            {"stop_token_ids": [9, 5]},
+            {"stop_token_ids": [9, 5], "ignore_eos": True},
+        )
+    ]
+    assert stops == [(0, 5), (0, 5, 9), (9, 5)]
+
+
+def test_bad_words_are_known_with_and_without_a_space(tokenizer):
+    (request,) = process(make(tokenizer), bad_words=["cat", " cat"]).completions
+    spellings = [tokenizer.encode("cat"), tokenizer.encode(" cat")]
+    assert list(request.bad_words_token_ids) == spellings
+
+
+def test_a_given_seed_is_kept_and_completions_derive_theirs(tokenizer):
+    processed = process(make(tokenizer), n=3, seed=42)
+    assert [c.request_id for c in processed.completions] == ["r.0", "r.1", "r.2"]
+    assert [c.params.seed for c in processed.completions] == [
+        42,
+        derive_seed(42, 1),
+        derive_seed(42, 2),
+    ]
+    assert all(c.params.n == 1 for c in processed.completions)
+
+
+def test_drawn_seeds_depend_on_the_engine_s_seed_and_the_order_alone(tokenizer):
+    def draw(seed):
+        inputs = make(tokenizer, seed)
+        seeds = []
+        for n in (1, 2, 1):
+            process(inputs, seed=1)
+            seeds += [c.params.seed for c in process(inputs, n=n).completions]
+        return seeds
+
+    first = draw(7)
+    assert first == draw(7)
+    assert first != draw(8)
+    assert len(set(first)) == len(first)
+
+
+def test_the_user_s_parameters_are_left_as_they_were(tokenizer):
+    params = SamplingParams(n=2)
+    before = dataclasses.asdict(params)
+    processed = make(tokenizer).process("r", PromptTokens(None, (1,)), params)
+    assert dataclasses.asdict(params) == before
+    assert processed.params is params

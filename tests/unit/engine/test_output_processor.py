@@ -1,0 +1,268 @@
+"""From emitted tokens to text, stops, log probabilities and times."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sametoken.core.outputs import Logprob
+from sametoken.core.request import RequestUpdate
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.input_processor import InputProcessor, PromptTokens
+from sametoken.engine.output_processor import OutputProcessor
+from sametoken.errors import NumericalError
+
+PROMPT = (40, 41, 42)
+EOS = 0
+MAX_LEN = 200
+
+
+class Run:
+    """One request under an output processor."""
+
+    def __init__(self, tokenizer, *, stream=True, **params):
+        inputs = InputProcessor(
+            tokenizer,
+            vocab_size=len(tokenizer.hf),
+            max_model_len=MAX_LEN,
+            eos_token_ids=(EOS,),
+            seed=0,
+        )
+        self.outputs = OutputProcessor(tokenizer)
+        self.now = 10.0
+        params = SamplingParams(**{"max_tokens": None, **params})
+        self.processed = inputs.process("r", PromptTokens("p", PROMPT), params)
+        self.outputs.add(self.processed, self.now, stream=stream)
+
+    def emit(self, *token_ids, request_id="r", **changes):
+        """One update; returns what came of it and the ids released."""
+        update = RequestUpdate(request_id, token_ids, max(len(token_ids) - 1, 0), 0, True, 0)
+        self.now += 1.0
+        done = self.outputs.process([dataclasses.replace(update, **changes)], self.now)
+        return (done.outputs[0] if done.outputs else None), done.released
+
+
+@pytest.fixture
+def run(tokenizer):
+    return lambda **params: Run(tokenizer, **params)
+
+
+def completion(output):
+    return output.outputs[0]
+
+
+def test_text_and_tokens_accumulate(run, tokenizer):
+    ids = tokenizer.encode("the cat sat on the mat")
+    request = run()
+    first, released = request.emit(*ids[:2])
+    assert completion(first).token_ids == ids[:2]
+    assert completion(first).text == tokenizer.decode(ids[:2])
+    assert (first.finished, completion(first).finish_reason, released) == (False, None, ())
+    second, _ = request.emit(*ids[2:])
+    assert completion(second).text == "the cat sat on the mat"
+    assert (second.prompt, second.prompt_token_ids) == ("p", PROMPT)
+
+
+def test_eos_ends_the_request_and_drops_the_rest_of_the_window(run, tokenizer):
+    ids = tokenizer.encode("the cat")
+    output, released = run().emit(*ids, EOS, *ids)
+    assert completion(output).token_ids == (*ids, EOS)
+    assert completion(output).text == "the cat"
+    assert (completion(output).finish_reason, completion(output).stop_reason) == ("stop", None)
+    assert released == ("r",)
+    assert output.finished
+
+
+def test_a_stop_token_of_the_request_is_its_reason_and_no_text(run, tokenizer):
+    (cat,) = tokenizer.encode(" cat")[-1:]
+    ids = tokenizer.encode("the mat")
+    output, _ = run(stop_token_ids=[cat]).emit(*ids, cat, *ids)
+    assert (completion(output).text, completion(output).stop_reason) == ("the mat", cat)
+    assert completion(output).token_ids == (*ids, cat)
+    included, _ = run(stop_token_ids=[cat], include_stop_str_in_output=True).emit(*ids, cat)
+    assert completion(included).text == "the mat" + tokenizer.decode([cat])
+
+
+def test_ignore_eos_goes_on(run, tokenizer):
+    ids = tokenizer.encode("the cat")
+    output, _ = run(ignore_eos=True).emit(*ids, EOS, *ids)
+    assert completion(output).text == "the catthe cat"
+    assert not output.finished
+
+
+def test_length_ends_the_request_in_mid_window(run, tokenizer):
+    ids = tokenizer.encode("the cat sat on the mat")
+    output, released = run(max_tokens=3).emit(*ids)
+    assert completion(output).token_ids == ids[:3]
+    assert (completion(output).finish_reason, completion(output).stop_reason) == ("length", None)
+    assert released == ("r",)
+
+
+def test_max_model_len_is_a_length_too(run, tokenizer):
+    (a,) = tokenizer.encode("a")
+    output, _ = run().emit(*[a] * MAX_LEN)
+    assert len(completion(output).token_ids) == MAX_LEN - len(PROMPT)
+    assert completion(output).finish_reason == "length"
+
+
+def test_a_stop_string_is_cut_from_the_text_and_later_tokens_from_everything(run, tokenizer):
+    ids = tokenizer.encode("the cat sat on the mat")
+    full = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
+    num_tokens = next(i for i, text in enumerate(full) if " sat" in text) + 1
+    logprobs = tuple({i: Logprob(-1.0, 1)} for i in ids)
+    output, _ = run(stop=[" sat"], logprobs=0).emit(*ids, logprobs=logprobs)
+    assert completion(output).text == "the cat"
+    assert completion(output).token_ids == ids[:num_tokens]
+    assert len(completion(output).logprobs) == num_tokens
+    assert completion(output).cumulative_logprob == -num_tokens
+    assert (completion(output).finish_reason, completion(output).stop_reason) == ("stop", " sat")
+    included, _ = run(stop=[" sat"], include_stop_str_in_output=True).emit(*ids)
+    assert completion(included).text == "the cat sat"
+
+
+def test_a_stop_string_goes_before_a_stop_token_and_before_length(run, tokenizer):
+    ids = tokenizer.encode("the cat")
+    by_token, _ = run(stop=["cat"], stop_token_ids=[ids[-1]]).emit(*ids)
+    assert completion(by_token).stop_reason == "cat"
+    by_length, _ = run(stop=["cat"], max_tokens=len(ids)).emit(*ids)
+    assert completion(by_length).finish_reason == "stop"
+    eos, _ = run(max_tokens=len(ids) + 1).emit(*ids, EOS)
+    assert completion(eos).finish_reason == "stop"
+
+
+def test_a_stop_string_counts_once_min_tokens_lie_before_it(run, tokenizer):
+    (a,) = tokenizer.encode("a")
+    output, _ = run(stop=["a"], min_tokens=2).emit(a, a, a, a)
+    assert completion(output).token_ids == (a, a, a)
+    assert completion(output).text == "aa"
+
+
+def test_streamed_text_waits_where_a_stop_may_begin(run, tokenizer):
+    request = run(stop=["stop!"])
+    texts = [completion(request.emit(i)[0]).text for i in tokenizer.encode("the stop st")]
+    assert texts[-1] == "the stop "
+    assert all("the stop st".startswith(text) for text in texts)
+    last, _ = request.emit(EOS)
+    assert completion(last).text == "the stop st"
+
+
+def test_a_character_cut_short_by_the_end_is_shown(run, tokenizer):
+    start = tokenizer.backend.token_to_id("ð")
+    request = run()
+    assert completion(request.emit(start)[0]).text == ""
+    assert completion(request.emit(EOS)[0]).text == "\ufffd"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_windows_do_not_matter_and_nothing_is_taken_back(tokenizer, data):
+    token_ids = data.draw(st.lists(st.integers(0, 330), min_size=1, max_size=20))
+    params = {
+        "stop": data.draw(st.lists(st.text("theca ", min_size=1, max_size=3), max_size=2)),
+        "max_tokens": data.draw(st.integers(3, 20)),
+        "min_tokens": data.draw(st.integers(0, 3)),
+        "include_stop_str_in_output": data.draw(st.booleans()),
+        "skip_special_tokens": data.draw(st.booleans()),
+    }
+    whole, _ = Run(tokenizer, **params).emit(*token_ids)
+    request = Run(tokenizer, **params)
+    texts = [""]
+    left = list(token_ids)
+    output = None
+    while left and not (output and output.finished):
+        size = data.draw(st.integers(1, 4))
+        window, left = left[:size], left[size:]
+        output, _ = request.emit(*window)
+        texts.append(completion(output).text)
+    assert completion(output) == completion(whole)
+    assert all(later.startswith(text) for text, later in itertools.pairwise(texts))
+
+
+def test_nan_logits_fail_the_request_alone(run, tokenizer):
+    request = run()
+    request.emit(*tokenizer.encode("the"))
+    output, released = request.emit(poisoned=True)
+    assert completion(output).finish_reason == "error"
+    assert isinstance(completion(output).error, NumericalError)
+    assert completion(output).text == "the"
+    assert released == ("r",)
+
+
+def test_updates_of_a_finished_request_are_ignored(run):
+    request = run()
+    request.emit(EOS)
+    assert request.emit(5, 6) == (None, ())
+    assert request.outputs.num_unfinished == 0
+
+
+def test_without_stream_only_the_last_output_comes(run, tokenizer):
+    request = run(stream=False)
+    assert request.emit(*tokenizer.encode("the")) == (None, ())
+    output, _ = request.emit(EOS)
+    assert completion(output).text == "the"
+
+
+def test_times_counters_and_cached_tokens(run, tokenizer):
+    request = run()
+    request.emit(samples=False, num_cached=2)
+    output, _ = request.emit(*tokenizer.encode("the"), num_drafts=3, num_accepted=2, num_cached=2)
+    assert output.metrics.first_token_time == 12.0
+    output, _ = request.emit(EOS, num_drafts=1, num_accepted=0, num_cached=2)
+    metrics = output.metrics
+    assert (metrics.arrival_time, metrics.first_token_time, metrics.finished_time) == (10, 12, 13)
+    assert metrics.num_cached_tokens == 2
+    speculation = metrics.speculation
+    assert (speculation.num_steps, speculation.num_draft_tokens) == (2, 4)
+    assert speculation.accepted_per_position == (1, 1, 0)
+
+
+def test_candidates_get_their_texts_and_the_first_prompt_token_has_none(run, tokenizer):
+    cat, the = (tokenizer.encode(text)[0] for text in ("cat", "the"))
+    request = run(logprobs=1, prompt_logprobs=0)
+    chunk = ({41: Logprob(-2.0, 3)}, {42: Logprob(-3.0, 4)})
+    request.emit(samples=False, prompt_logprobs=chunk)
+    candidates = {cat: Logprob(-0.5, 2), the: Logprob(-0.25, 1)}
+    output, _ = request.emit(cat, logprobs=(candidates,))
+    assert completion(output).logprobs[0][the] == Logprob(-0.25, 1, tokenizer.decode([the]))
+    assert completion(output).cumulative_logprob == -0.5
+    first, second, third = output.prompt_logprobs
+    assert first is None
+    assert second[41] == Logprob(-2.0, 3, tokenizer.decode([41]))
+    assert third[42].rank == 4
+
+
+def test_without_detokenize_there_is_no_text(run, tokenizer):
+    output, _ = run(detokenize=False).emit(*tokenizer.encode("the cat"), EOS)
+    assert completion(output).text == ""
+    assert completion(output).finish_reason == "stop"
+
+
+def test_completions_come_together_in_one_output(run, tokenizer):
+    request = run(n=2)
+    ids = tokenizer.encode("the cat")
+    output, released = request.emit(*ids, EOS, request_id="r.1")
+    assert [c.text for c in output.outputs] == ["", "the cat"]
+    assert released == ("r.1",)
+    assert not output.finished
+    output, released = request.emit(*ids[:1], EOS, request_id="r.0")
+    assert [c.index for c in output.outputs] == [0, 1]
+    assert [c.text for c in output.outputs] == [tokenizer.decode(ids[:1]), "the cat"]
+    assert output.finished
+    assert output.metrics.speculation.num_steps == 2
+
+
+def test_abort_keeps_what_is_there_and_names_what_to_release(run, tokenizer):
+    request = run(n=2)
+    request.emit(EOS, request_id="r.0")
+    request.emit(*tokenizer.encode("the"), request_id="r.1")
+    done = request.outputs.abort("r", 99.0)
+    (output,) = done.outputs
+    assert [c.finish_reason for c in output.outputs] == ["stop", "abort"]
+    assert output.outputs[1].text == "the"
+    assert output.metrics.finished_time == 99.0
+    assert done.released == ("r.1",)
+    assert request.outputs.abort("r", 99.0).outputs == ()

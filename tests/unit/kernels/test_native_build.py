@@ -1,0 +1,165 @@
+"""Building, caching, loading and falling back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.kernels.interface import AttentionShape
+from sametoken.kernels.native.build import RECIPES, build, cache_directory, find_compiler
+from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.kernels.native.library import load_library
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.select import select_kernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh_loader():
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def script(path: Path, text: str) -> tuple[str]:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return (str(path),)
+
+
+def fake_compiler(path: Path, version: str = "1") -> tuple[str]:
+    """Logs every call and writes an empty file where ``-o`` says."""
+    return script(
+        path,
+        f'if [ "$1" = --version ]; then echo {version}; exit; fi\n'
+        f'echo "$@" >> {path}.log\n'
+        'while [ "$1" != -o ]; do shift; done; : > "$2"\n',
+    )
+
+
+def test_a_build_is_cached_by_sources_flags_and_compiler(cache, tmp_path):
+    compiler = fake_compiler(tmp_path / "cc")
+    log = tmp_path / "cc.log"
+    built = build(RECIPES[0], compiler)
+    calls = len(log.read_text().splitlines())
+    assert calls == 5  # four sources and the link
+    assert build(RECIPES[0], compiler) == built
+    assert len(log.read_text().splitlines()) == calls
+    others = {build(RECIPES[1], compiler), build(RECIPES[0], fake_compiler(tmp_path / "cc", "2"))}
+    assert len(others | {built}) == 3
+    assert sorted(cache.iterdir()) == sorted(others | {built})
+
+
+def test_a_failing_compiler_is_quoted(cache, tmp_path):
+    compiler = script(tmp_path / "cc", "echo no space left >&2; exit 1\n")
+    with pytest.raises(UnsupportedError, match="no space left"):
+        build(RECIPES[0], compiler)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UnsupportedError, match="SAMETOKEN_CACHE"):
+        build(RECIPES[0], fake_compiler(tmp_path / "cc"))
+
+
+def test_cache_directory_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("SAMETOKEN_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "sametoken"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "sametoken"
+
+
+def test_the_compiler_may_carry_arguments(monkeypatch, tmp_path):
+    (command,) = script(tmp_path / "my cc", "exit 0\n")
+    monkeypatch.setenv("CC", f"'{command}' -m64")
+    assert find_compiler() == (command, "-m64")
+
+
+@pytest.mark.usefixtures("fresh_loader")
+def test_without_a_compiler_the_reference_serves_and_says_so(monkeypatch, caplog):
+    monkeypatch.delenv("SAMETOKEN_KERNELS", raising=False)
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with caplog.at_level(logging.WARNING):
+        kernels = select_kernels(CPU)
+    assert kernels.name == "reference"
+    assert "/nonexistent/cc" in caplog.text
+    assert "slower" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_loader")
+def test_native_on_demand_needs_a_compiler(monkeypatch):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "native")
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with pytest.raises(UnsupportedError, match="no C compiler"):
+        select_kernels(CPU)
+
+
+@pytest.mark.parametrize("choice", ["native", "reference"])
+def test_the_environment_names_a_bundle(monkeypatch, choice):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", choice)
+    assert select_kernels(CPU).name == choice
+
+
+def test_native_is_the_default(monkeypatch):
+    monkeypatch.delenv("SAMETOKEN_KERNELS", raising=False)
+    assert select_kernels(CPU).name == "native"
+
+
+def test_an_unknown_bundle_is_refused(monkeypatch):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "fast")
+    with pytest.raises(ConfigError, match="SAMETOKEN_KERNELS='fast'"):
+        select_kernels(CPU)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_torch_governs_the_one_openmp_runtime():
+    library = load_library()
+    mapped = re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.]\S*", Path("/proc/self/maps").read_text())
+    assert len(set(mapped)) == 1
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert library.team_size() == threads
+
+
+@pytest.mark.usefixtures("fresh_loader", "cache")
+def test_without_openmp_and_vector_extensions_the_kernels_still_work(
+    monkeypatch, tmp_path, make_scene
+):
+    """A compiler that refuses both leads to the last recipe: portable C on one thread."""
+    compiler = os.environ.get("CC", "cc")
+    refusal = 'case "$*" in *-fopenmp*|*-march=native*) echo refused >&2; exit 1;; esac\n'
+    (command,) = script(tmp_path / "plain", refusal + f'exec {compiler} "$@"\n')
+    monkeypatch.setenv("CC", command)
+    portable, reference = NativeKernels(load_library()), ReferenceKernels()
+    assert load_library().team_size() == 1
+    for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float32, 1e-5)):
+        x = torch.randn(7, 99, generator=torch.Generator().manual_seed(0)).to(dtype)
+        found = portable.linear(x, portable.pack(x))
+        wanted = reference.linear(x, reference.pack(x))
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=20 * tolerance)
+        assert torch.equal(portable.linear(x[:1], portable.pack(x))[0], found[0])
+        history = torch.randn(2, 1, 300, 2, 24).to(dtype)
+        shape = AttentionShape(6, 2, 24)
+        scene = make_scene(shape, history, [300], 16, 0)
+        rows, q = scene.rows([0] * 7, range(290, 297)), torch.randn(7, 6, 24).to(dtype)
+        found = portable.attention(q, shape, rows, scene.kv)
+        wanted = reference.attention(q, shape, rows, scene.kv)
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    inputs = (torch.randn(5, 999), torch.rand(5), torch.arange(5), torch.arange(5))
+    assert torch.equal(portable.sample(*inputs), reference.sample(*inputs))

@@ -1,0 +1,187 @@
+"""The Triton attention under the interpreter: values, masks, poison, and launch forms.
+
+The interpreter multiplies through numpy, whose order of additions follows the shape, so rows
+are compared closely here and by their bits on the chip (tests/gpu/test_attention_gpu.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sametoken.errors import InvariantError
+from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
+
+WALK = AttentionConfig(False, 16, num_warps=4, num_stages=2, split=32, tile=16)
+SPREAD = AttentionConfig(True, 16, num_warps=4, num_stages=2, split=32, tile=16)
+SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
+BLOCK_SIZE = 16
+
+
+class Scene:
+    """Slots whose KV lies in shuffled blocks of a memory that is NaN where nothing is read."""
+
+    def __init__(self, shape, lengths, *, dtype=torch.float32, block_size=BLOCK_SIZE, seed=0):
+        torch.manual_seed(seed)
+        self.shape = shape
+        max_blocks = -(-max(lengths) // block_size) + 2
+        num_blocks = max_blocks * len(lengths)
+        self.table = torch.randperm(num_blocks).view(len(lengths), max_blocks)
+        self.table = torch.cat((self.table, torch.full((1, max_blocks), num_blocks)))
+        size = (num_blocks + 1, shape.num_kv_heads, block_size, shape.head_dim)
+        self.kv = LayerKV(
+            torch.full(size, torch.nan, dtype=dtype), torch.full(size, torch.nan, dtype=dtype)
+        )
+        self.kv.keys[-1] = self.kv.values[-1] = 9.0
+        self.keys = [torch.randn(n, shape.num_kv_heads, shape.head_dim).to(dtype) for n in lengths]
+        self.values = [torch.randn_like(keys) for keys in self.keys]
+        for slot, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            for position in range(len(keys)):
+                block = self.table[slot, position // block_size]
+                self.kv.keys[block, :, position % block_size] = keys[position]
+                self.kv.values[block, :, position % block_size] = values[position]
+        self.dtype = dtype
+
+    def rows(self, where):
+        """AttentionRows of (slot, position) pairs and random queries for them."""
+        slots, positions = (torch.tensor(column) for column in zip(*where, strict=True))
+        generator = torch.Generator().manual_seed(1)
+        size = (200, self.shape.num_heads, self.shape.head_dim)
+        everywhere = torch.randn(size, generator=generator).to(self.dtype)
+        q = everywhere[(slots * 67 + positions) % 200]
+        return q, AttentionRows(positions, slots, torch.zeros_like(slots), self.table)
+
+    def expected(self, q, rows, sliding_window=None):
+        out = torch.empty(len(q), self.shape.num_heads * self.shape.head_dim, dtype=torch.float64)
+        pairs = zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
+        for row, (slot, position) in enumerate(pairs):
+            first = max(0, position + 1 - sliding_window) if sliding_window else 0
+            k = self.keys[slot][first : position + 1].double().transpose(0, 1)
+            v = self.values[slot][first : position + 1].double().transpose(0, 1)
+            grouped = q[row].double().unflatten(0, (self.shape.num_kv_heads, -1))
+            weights = torch.softmax(grouped @ k.mT * self.shape.scale, dim=-1)
+            out[row] = (weights @ v).flatten()
+        return out
+
+
+def window_rows(slot, last, width):
+    return [(slot, position) for position in range(last - width + 1, last + 1)]
+
+
+def run(scene, where, **options):
+    q, rows = scene.rows(where)
+    return attention(q, scene.shape, rows, scene.kv, **options), scene.expected(
+        q, rows, options.get("sliding_window")
+    )
+
+
+def assert_close(got, expected, tolerance=2e-6):
+    torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("config", [WALK, SPREAD])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(3, 3, 16),
+        AttentionShape(6, 2, 20),
+        AttentionShape(4, 1, 24),
+        AttentionShape(18, 1, 16),
+    ],
+)
+def test_odd_head_counts_and_sizes(shape, config):
+    block_queries = 32 if shape.num_heads == 18 else 16
+    cut = AttentionConfig(config.spread, block_queries, 4, 2, split=32, tile=16)
+    scene = Scene(shape, [70, 33])
+    where = [(0, 69), (1, 31), (0, 0)]
+    assert_close(*run(scene, where, window=1, config=cut))
+
+
+@pytest.mark.parametrize("config", [WALK, SPREAD])
+@pytest.mark.parametrize("block_size", [16, 24])
+@pytest.mark.parametrize("last", [14, 31, 32, 79])
+def test_windows_across_every_edge(last, block_size, config):
+    scene = Scene(SHAPE, [80, 80], block_size=block_size)
+    where = window_rows(1, last, 5) + window_rows(0, 70, 5)
+    assert_close(*run(scene, where, window=5, config=config))
+
+
+@pytest.mark.parametrize(("block_queries", "spread"), [(16, True), (16, False), (64, False)])
+def test_a_window_longer_than_a_query_tile(block_queries, spread):
+    scene = Scene(SHAPE, [40])
+    cut = AttentionConfig(spread, block_queries, 4, 2, split=32, tile=16)
+    assert_close(*run(scene, window_rows(0, 37, 19), window=19, config=cut))
+
+
+def test_ragged_rows_find_their_slots_on_the_device():
+    scene = Scene(SHAPE, [40, 70, 9])
+    where = [*window_rows(1, 20, 11), (2, 8), *window_rows(0, 35, 3), (2, 0)]
+    assert_close(*run(scene, where, config=WALK))
+
+
+@pytest.mark.parametrize("config", [WALK, SPREAD])
+@pytest.mark.parametrize("sliding_window", [1, 7, 40])
+def test_sliding_window(sliding_window, config):
+    scene = Scene(SHAPE, [90])
+    where = window_rows(0, 75, 4) + window_rows(0, 89, 4)
+    assert_close(*run(scene, where, window=4, sliding_window=sliding_window, config=config))
+
+
+@pytest.mark.parametrize("config", [WALK, SPREAD])
+def test_padding_rows_disturb_nobody_and_fewer_lanes_than_splits_suffice(config, monkeypatch):
+    monkeypatch.setattr("sametoken.kernels.attention.triton.BUSY_PROGRAMS", 4)
+    scene = Scene(SHAPE, [100])
+    padding = scene.table.shape[0] - 1
+    q, rows = scene.rows([(0, 99), (padding, 0), (padding, 0)])
+    got = attention(q, SHAPE, rows, scene.kv, window=1, config=config)
+    real = AttentionRows(rows.positions[:1], rows.slots[:1], rows.kv_slots[:1], scene.table)
+    assert_close(got[:1], scene.expected(q[:1], real))
+    assert got[1:].isfinite().all()
+
+
+def test_unread_kv_may_be_anything():
+    scene = Scene(SHAPE, [50])
+    where = window_rows(0, 37, 2)
+    clean, expected = run(scene, where, window=2, config=SPREAD)
+    for memory in (scene.kv.keys, scene.kv.values):
+        for position in range(38, 50):
+            memory[scene.table[0, position // 16], :, position % 16] = torch.inf
+    poisoned, _ = run(scene, where, window=2, config=SPREAD)
+    assert torch.equal(clean, poisoned)
+    assert_close(clean, expected)
+
+
+def test_half_precision_and_great_scores():
+    scene = Scene(SHAPE, [48], dtype=torch.float16)
+    scene.kv.keys.mul_(30)
+    scene.keys = [keys * 30 for keys in scene.keys]
+    assert_close(*run(scene, window_rows(0, 47, 4), window=4, config=SPREAD), tolerance=2e-3)
+
+
+def test_max_seq_len_bounds_the_launch_not_the_result():
+    scene = Scene(SHAPE, [90])
+    where = [(0, 40), (0, 41)]
+    bounded, expected = run(scene, where, window=1, max_seq_len=42, config=SPREAD)
+    assert_close(bounded, expected)
+
+
+def test_chosen_form_follows_the_shapes_alone():
+    shape = AttentionShape(32, 8, 128)
+    bf16 = torch.bfloat16
+    assert choose(1, shape, 1, 4096, bf16).spread
+    assert choose(1, shape, 1, 4096, bf16).block_queries == 16
+    assert not choose(1, shape, 1, 256, bf16).spread
+    assert not choose(128, shape, 1, 4096, bf16).spread
+    assert not choose(512, shape, None, 4096, bf16).spread
+    assert choose(512, shape, None, 4096, bf16).block_queries == 64
+    assert choose(6, shape, 6, 4096, bf16).block_queries == 32
+    assert choose(4, AttentionShape(48, 1, 64), 4, 64, bf16).block_queries >= 48
+
+
+def test_impossible_launches_are_refused():
+    scene = Scene(SHAPE, [20])
+    with pytest.raises(InvariantError, match="walk form"):
+        run(scene, [(0, 3)], config=SPREAD)
+    with pytest.raises(InvariantError, match="windows of 2"):
+        run(scene, window_rows(0, 5, 3), window=2, config=WALK)

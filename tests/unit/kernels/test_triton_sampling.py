@@ -1,0 +1,133 @@
+"""Keyed sampling in Triton: the reference's noise bit for bit, and its choices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from sametoken.kernels.sampling import reference
+from sametoken.kernels.sampling import triton as sampling
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = [0, 1, 2**31, 2**32 + 5, 2**63 - 1]
+POSITIONS = [0, 1, 77, 2**31 + 3, 2**33 + 1]
+
+
+@triton.jit
+def noise_kernel(seeds, positions, words, noise, first_id, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    drawn = sampling.philox_words(tl.load(seeds + row), tl.load(positions + row), first_id, BLOCK)
+    at = row * BLOCK + tl.arange(0, BLOCK)
+    tl.store(words + at, drawn.to(tl.int64))
+    tl.store(noise + at, sampling.gumbel_noise(drawn))
+
+
+def reference_words(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
+    blocks = torch.arange(count // 4, device=DEVICE)[None, :]
+    low, high = positions[:, None] & 0xFFFFFFFF, positions[:, None] >> 32
+    key = (seeds[:, None] & 0xFFFFFFFF, seeds[:, None] >> 32)
+    words = reference.philox((blocks, low, high, torch.zeros_like(low)), key)
+    return torch.stack(words, dim=-1).flatten(1)
+
+
+def test_noise_words_are_the_references_bit_for_bit():
+    seeds, positions = (torch.tensor(x, device=DEVICE) for x in (SEEDS, POSITIONS))
+    words = torch.empty(5, 64, dtype=torch.int64, device=DEVICE)
+    noise = torch.empty(5, 64, device=DEVICE)
+    noise_kernel[(5,)](seeds, positions, words, noise, 1024, BLOCK=64)
+    assert torch.equal(words, reference_words(seeds, positions, 1088)[:, 1024:])
+    expected = reference.gumbel_noise(seeds, positions, 1088)[:, 1024:]
+    torch.testing.assert_close(noise, expected, rtol=1e-5, atol=1e-5)
+
+
+@triton.jit
+def gumbel_kernel(words, noise, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(noise + at, sampling.gumbel_noise(tl.load(words + at).to(tl.uint32)))
+
+
+def test_gumbel_noise_is_right_at_both_ends_of_the_uniform():
+    edges = [0, 1, 2, 63, 2**26 - 1, 2**26, 2**26 + 64, 2**31, 2**32 - 2**7, 2**32 - 1]
+    words = torch.tensor(edges + [2**20] * 6, device=DEVICE)
+    noise = torch.empty(16, device=DEVICE)
+    gumbel_kernel[(1,)](words, noise, BLOCK=16)
+    uniform = (words.float() * 2**-32 + 2**-33).clamp(max=1 - 2**-24).double()
+    expected = -torch.log(-torch.log1p(-uniform))
+    torch.testing.assert_close(noise.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def parameters(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows that are greedy and rows that sample, side by side."""
+    temperature = torch.tensor([0.0, 0.7, 1.0, 0.0, 2.5])[:rows].to(DEVICE)
+    return (
+        temperature,
+        torch.tensor(SEEDS[:rows]).to(DEVICE),
+        torch.tensor(POSITIONS[:rows]).to(DEVICE),
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 1024, 2500])
+def test_sample_chooses_the_references_tokens(vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = (3 * torch.randn(5, vocab_size, generator=generator)).to(DEVICE)
+    before = logits.clone()
+    tokens = sampling.sample(logits, *parameters(5))
+    assert torch.equal(tokens, reference.sample(logits, *parameters(5)))
+    assert torch.equal(logits, before)
+    assert torch.equal(sampling.argmax(logits), logits.argmax(dim=-1))
+
+
+def test_a_row_chooses_alone_what_it_chooses_in_company():
+    logits = torch.randn(5, 1300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    temperature, seeds, positions = parameters(5)
+    together = sampling.sample(logits, temperature, seeds, positions)
+    for i in range(5):
+        one = slice(i, i + 1)
+        alone = sampling.sample(logits[one].clone(), temperature[one], seeds[one], positions[one])
+        assert torch.equal(alone, together[one])
+
+
+def test_equal_values_give_the_lowest_id_across_tiles():
+    logits = torch.full((4, 2100), -3.0, device=DEVICE)
+    logits[0, [1030, 2099]] = 4.0
+    logits[1, [5, 2000]] = 4.0
+    logits[2, [7, 1500]] = torch.tensor([-0.0, 0.0], device=DEVICE)
+    logits[3] = -torch.inf
+    assert sampling.argmax(logits).tolist() == [1030, 5, 7, 0]
+
+
+def test_infinite_logits_order_as_numbers_do():
+    logits = torch.full((2, 1100), -torch.inf, device=DEVICE)
+    logits[0, 1050] = -1e38
+    logits[1, 3] = torch.inf
+    temperature, seeds, positions = parameters(3)
+    assert sampling.sample(logits, temperature[1:], seeds[1:], positions[1:]).tolist() == [1050, 3]
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan])
+def test_nan_poisons_its_row_alone(value):
+    logits = torch.randn(5, 1300, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    clean = logits.clone()
+    logits[1, 1299], logits[3, 0], logits[3, 4] = value, value, torch.inf
+    temperature, seeds, positions = parameters(5)
+    slots = torch.arange(5, device=DEVICE)
+    keys = sampling.window_keys(logits, temperature, seeds, slots, positions)
+    tokens, poisoned = sampling.best_tokens(keys)
+    assert poisoned.tolist() == [False, True, False, True, False]
+    assert ((tokens >= 0) & (tokens < 1300)).all()
+    expected = sampling.sample(clean, temperature, seeds, positions + 1)
+    assert torch.equal(tokens[[0, 2, 4]], expected[[0, 2, 4]])
+
+
+def test_parameters_are_found_by_slot():
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    temperature, seeds, _ = parameters(5)
+    slots = torch.tensor([2, 4, 2, 0], device=DEVICE)
+    positions = torch.tensor([9, 4, 10, 3], device=DEVICE)
+    tokens, _ = sampling.best_tokens(
+        sampling.window_keys(logits, temperature, seeds, slots, positions)
+    )
+    expected = reference.sample(logits, temperature[slots], seeds[slots], positions + 1)
+    assert torch.equal(tokens, expected)

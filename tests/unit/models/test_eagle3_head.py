@@ -1,0 +1,294 @@
+"""EAGLE-3 heads of both layouts against the definition in plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from helpers.checkpoints import (
+    DRAFT_IDS,
+    HIDDEN,
+    LLAMA,
+    VOCAB,
+    head_tensors,
+    write_safeailab,
+    write_speculators,
+)
+from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
+from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.eagle_checkpoint import (
+    aux_layers,
+    load_head,
+    read_head_config,
+    require_fit,
+)
+from sametoken.models.loader import read_config
+from sametoken.state.kv_cache import KVCache
+
+CPU = torch.device("cpu")
+KERNELS = ReferenceKernels()
+BLOCK_SIZE = 4
+
+
+class Target:
+    """What a head takes from its target."""
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        generator = torch.Generator().manual_seed(99)
+        self.matrix = torch.randn(VOCAB, hidden, generator=generator)
+        self.embedding = KERNELS.pack(self.matrix)
+        self.head = KERNELS.pack(torch.randn(VOCAB, hidden, generator=generator))
+
+
+def load(directory, target=None):
+    return load_head(
+        directory,
+        read_head_config(directory),
+        target or Target(),
+        kernels=KERNELS,
+        dtype=torch.float32,
+        device=CPU,
+        max_positions=32,
+    )
+
+
+def rows_of_one_slot(first: int, count: int) -> AttentionRows:
+    positions = torch.arange(first, first + count)
+    table = torch.tensor([[2, 0, 3, 1], [4, 4, 4, 4]])
+    kv_slots = table[0, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+    return AttentionRows(positions, torch.zeros_like(positions), kv_slots, table)
+
+
+def empty_kv(head) -> KVCache:
+    cache = KVCache.allocate(head.kv_spec, num_blocks=4, block_size=BLOCK_SIZE, device=CPU)
+    cache.memory.fill_(float("nan"))
+    return cache
+
+
+def defined_head(tensors, embedding, token_ids, hidden, flags):
+    """The whole sequence at once: logits over the draft vocabulary, and the fed-back state."""
+
+    def norm(x, name):
+        weight = tensors[f"{name}.weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+    def linear(x, name):
+        bias = tensors.get(f"{name}.bias")
+        return torch.nn.functional.linear(x, tensors[f"{name}.weight"], bias)
+
+    def heads(x):
+        return x.view(len(x), -1, 8).transpose(0, 1)
+
+    def rotated(x):
+        frequencies = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+        angles = torch.arange(x.shape[1])[:, None] * frequencies
+        low, high = x.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+    layer = "layers.0"
+    normed = norm(hidden, f"{layer}.hidden_norm")
+    residual = normed if flags.get("norm_before_residual") else hidden
+    x = torch.cat((norm(embedding[token_ids], f"{layer}.input_layernorm"), normed), -1)
+    q, k, v = (heads(linear(x, f"{layer}.self_attn.{name}_proj")) for name in "qkv")
+    if f"{layer}.self_attn.q_norm.weight" in tensors:
+        q, k = norm(q, f"{layer}.self_attn.q_norm"), norm(k, f"{layer}.self_attn.k_norm")
+    k, v = rotated(k).expand_as(q), v.expand_as(q)
+    scores = rotated(q) @ k.transpose(1, 2) / 8**0.5
+    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    attended = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+    attended = attended.transpose(0, 1).flatten(1)
+    x = residual + linear(attended, f"{layer}.self_attn.o_proj")
+    inner = norm(x, f"{layer}.post_attention_layernorm")
+    gate = torch.nn.functional.silu(linear(inner, f"{layer}.mlp.gate_proj"))
+    x = x + linear(gate * linear(inner, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
+    last = norm(x, "norm")
+    return linear(last, "lm_head"), last if flags.get("norm_output") else x
+
+
+def defined_combine(tensors, auxiliary, flags):
+    def norm(x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * tensors[f"{name}.weight"]
+
+    if flags.get("norm_before_fc"):
+        auxiliary = norm(auxiliary, "input_norm")
+    if flags.get("fc_norm"):
+        parts = auxiliary.chunk(3, -1)
+        auxiliary = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+    return auxiliary @ tensors["fc.weight"].T
+
+
+FLAGS = (
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True, "norm_output": True},
+    {"fc_norm": True, "norm_before_residual": True},
+    {"attention_bias": True},
+    {"own_embedding": True},
+    {"full_vocab": True},
+)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
+    tensors = head_tensors(5, **flags)
+    settings = {k: v for k, v in flags.items() if k not in ("own_embedding", "full_vocab")}
+    if layout == "safeailab":
+        write_safeailab(tmp_path, tensors, **settings)
+    else:
+        bias = {"attention_bias": settings.pop("attention_bias", False)}
+        write_speculators(tmp_path, tensors, bias, **settings)
+    target = Target()
+    head = load(tmp_path, target)
+    embedding = tensors.get("embed_tokens.weight", target.matrix)
+
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(VOCAB, (9,), generator=generator)
+    auxiliary = torch.randn(9, 3 * HIDDEN, generator=generator)
+    combined = defined_combine(tensors, auxiliary, flags)
+    torch.testing.assert_close(head.combine(auxiliary), combined, atol=1e-4, rtol=1e-4)
+
+    kv = empty_kv(head)
+    first = head.forward(token_ids[:5], head.combine(auxiliary[:5]), rows_of_one_slot(0, 5), kv)
+    rest = head.forward(token_ids[5:], head.combine(auxiliary[5:]), rows_of_one_slot(5, 4), kv)
+    found = torch.cat([head.compute_logits(states.last) for states in (first, rest)])
+    logits, feedback = defined_head(tensors, embedding, token_ids, combined, flags)
+    full = logits
+    if not flags.get("full_vocab"):
+        full = torch.full((9, VOCAB), -torch.inf)
+        full[:, list(DRAFT_IDS)] = logits
+    torch.testing.assert_close(found, full, atol=1e-4, rtol=1e-4)
+    mine = torch.cat((first.feedback, rest.feedback))
+    torch.testing.assert_close(mine, feedback, atol=1e-4, rtol=1e-4)
+
+    # A drafted row: the head's own state in the place of the target's.
+    drafted = torch.tensor([3])
+    again = head.forward(drafted, rest.feedback[-1:].clone(), rows_of_one_slot(9, 1), kv)
+    hidden = torch.cat((combined, feedback[-1:]))
+    logits, _ = defined_head(tensors, embedding, torch.cat((token_ids, drafted)), hidden, flags)
+    own = head.compute_logits(again.last)
+    chosen = own if flags.get("full_vocab") else own[:, list(DRAFT_IDS)]
+    torch.testing.assert_close(chosen, logits[-1:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_with_qk_norm(tmp_path):
+    tensors = head_tensors(6)
+    for name in ("q_norm", "k_norm"):
+        tensors[f"layers.0.self_attn.{name}.weight"] = torch.linspace(0.5, 2.0, 8)
+    target, head = Target(), load(write_speculators(tmp_path, tensors))
+    token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
+    logits, _ = defined_head(tensors, target.matrix, token_ids, hidden, {})
+    states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
+    found = head.compute_logits(states.last)[:, list(DRAFT_IDS)]
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_an_lm_head_may_come_from_the_target(tmp_path):
+    tensors = head_tensors(7, full_vocab=True)
+    write_safeailab(tmp_path, tensors)
+    del tensors["lm_head.weight"]
+    target = Target()
+    save_again(tmp_path, tensors)
+    assert load(tmp_path, target).lm_head is target.head
+
+
+def save_again(directory, tensors):
+    from safetensors.torch import save_file
+
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({}, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 32]}, (1, 5, 32)),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 15, 28],
+                "eagle_aux_layer_semantics": "sglang",
+            },
+            (2, 16, 29),
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
+    ],
+    ids=["default", "vllm", "sglang", "nested"],
+)
+def test_auxiliary_layers(tmp_path, settings, layers):
+    write_safeailab(tmp_path, head_tensors(), **settings)
+    assert aux_layers(read_head_config(tmp_path), 32) == layers
+
+
+def test_a_layer_that_the_target_lacks_is_refused(tmp_path):
+    write_safeailab(tmp_path, head_tensors(), eagle_aux_hidden_state_layer_ids=[1, 5, 9])
+    with pytest.raises(DrafterMismatchError, match=r"\(1, 5, 9\), the target has 8 layers"):
+        aux_layers(read_head_config(tmp_path), 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 31}, "31 tokens, the target has 23"),
+        ({"target_hidden_size": 48}, "48 hidden elements, the target has 16"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(tmp_path, change, message):
+    write_safeailab(tmp_path / "head", head_tensors(), **change)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    with pytest.raises(DrafterMismatchError, match=message):
+        require_fit(read_head_config(tmp_path / "head"), read_config(tmp_path))
+
+
+def test_weights_of_another_width_cannot_be_shared(tmp_path):
+    write_safeailab(tmp_path, head_tensors())
+    with pytest.raises(DrafterMismatchError, match="23 x 16, the target's is 23 x 20"):
+        load(tmp_path, Target(hidden=20))
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"speculators_model_type": "peagle"}, "peagle"),
+        ({"num_hidden_layers": 2}, "2 decoder layers"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "no auxiliary"),
+        ({"fc_norm": True, "norm_before_fc": True}, "two places"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(tmp_path, settings, what):
+    write_safeailab(tmp_path, head_tensors(), **settings)
+    with pytest.raises(UnsupportedError, match=what):
+        read_head_config(tmp_path)
+
+
+def test_pickled_heads_are_refused_with_a_remedy(tmp_path):
+    write_safeailab(tmp_path, head_tensors())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match="safetensors"):
+        load(tmp_path)
+
+
+def test_broken_tensors_are_refused(tmp_path):
+    write_safeailab(tmp_path, head_tensors())
+    for name, value, message in (
+        ("fc.weight", None, "fc.weight"),
+        ("d2t", None, "d2t"),
+        ("d2t", torch.full((len(DRAFT_IDS),), VOCAB), "outside a vocabulary of 23"),
+        ("fc.weight", torch.zeros(HIDDEN, 2 * HIDDEN), "fc.weight"),
+    ):
+        tensors = head_tensors()
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+        save_again(tmp_path, tensors)
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path)
+    save_again(tmp_path, head_tensors() | {"mask_hidden": torch.zeros(1, HIDDEN)})
+    with pytest.raises(UnsupportedError, match="mask_hidden"):
+        load(tmp_path)

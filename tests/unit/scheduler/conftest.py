@@ -1,0 +1,74 @@
+from types import SimpleNamespace
+
+import pytest
+
+from sametoken.core.outputs import RowResult, StepResult
+from sametoken.core.request import EngineRequest
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.scheduler import Scheduler
+
+DEFAULTS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "prefill_chunk_size": 8,
+    "block_size": 4,
+    "num_blocks": 32,
+    "max_model_len": 64,
+    "num_speculative_tokens": 0,
+    "lookahead_slots": 0,
+    "lookahead_tokens": 0,
+    "enable_prefix_caching": True,
+}
+
+
+def make_limits(**overrides):
+    return SchedulerLimits(**{**DEFAULTS, **overrides})
+
+
+def make_scheduler(**overrides):
+    return Scheduler(make_limits(**overrides))
+
+
+def make_request(name, prompt, max_total=None, max_drafts=None, **params):
+    """``prompt`` is token ids, or a length for a prompt like no other."""
+    if isinstance(prompt, int):
+        prompt = tuple(sum(map(ord, name)) + 1000 * i for i in range(prompt))
+    total = len(prompt) + 8 if max_total is None else max_total
+    sampling = SamplingParams(temperature=0.0, **params)
+    return EngineRequest(name, tuple(prompt), sampling, total, max_drafts=max_drafts)
+
+
+def result_of(plan, accept=0, poisoned=()):
+    """Every row is offered all its drafts and accepts up to ``accept`` of them."""
+    rows = []
+    for row in plan.rows:
+        accepted = min(accept, row.draft_limit)
+        tokens = (7,) * (accepted + 1) if row.samples else ()
+        rows.append(RowResult(row.draft_limit, accepted, tokens, row.slot in poisoned))
+    return StepResult(plan.step_id, tuple(rows))
+
+
+def step(scheduler, accept=0):
+    """Plan and settle one step; the plan and its updates."""
+    plan = scheduler.plan()
+    updates = scheduler.settle(result_of(plan, accept))
+    scheduler.check_integrity()
+    return plan, updates
+
+
+def rows_of(plan):
+    return [(row.slot, row.num_query, row.draft_limit, row.samples) for row in plan.rows]
+
+
+@pytest.fixture
+def kit():
+    """Small words for scheduler tests."""
+    return SimpleNamespace(
+        limits=make_limits,
+        scheduler=make_scheduler,
+        request=make_request,
+        result=result_of,
+        step=step,
+        rows=rows_of,
+    )

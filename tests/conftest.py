@@ -1,8 +1,14 @@
-"""Triton's interpreter for every test on a machine without a GPU; set before triton is imported."""
+"""One thread per test process, and Triton's interpreter where there is no GPU.
+
+Both are set before torch and triton are imported.
+"""
 
 from __future__ import annotations
 
 import os
+
+# The suite runs several processes on few cores; spinning threads would fight over them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.forward import CPU, Bench
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as transformers_logging
 
+from helpers.forward import CPU, Bench
 from sametoken.errors import CheckpointError
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import select_kernels
@@ -35,13 +35,30 @@ ROPES = (
     },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
 )
+# fmt: off
 PROMPTS = (
-    "<|im_start|>user\nWhy is the sky blue? Answer in two sentences.<|im_end|>\n"
-    "<|im_start|>assistant\n",
-    "<|im_start|>user\nRename the variable `x` to `total`:\n```python\ndef add(values):\n"
-    "    x = 0\n    for value in values:\n        x += value\n    return x\n```<|im_end|>\n"
-    "<|im_start|>assistant\n```python\ndef add(values):\n",
+    # "<|im_start|>user\nWhy is the sky blue? Answer in two sentences.<|im_end|>\n"
+    # "<|im_start|>assistant\n"
+    [1, 4093, 198, 4898, 314, 260, 6376, 4461, 47, 19842, 281, 827, 8545, 30, 2, 198, 1, 520,
+     9531, 198],
+    # "<|im_start|>user\nRename the variable `x` to `total`:\n```python\ndef add(values):\n"
+    # "    x = 0\n    for value in values:\n        x += value\n    return x\n```<|im_end|>\n"
+    # "<|im_start|>assistant\n```python\ndef add(values):\n"
+    [1, 4093, 198, 66, 4236, 260, 5811, 2179, 104, 80, 288, 2179, 9712, 21157, 198, 3725, 5367,
+     198, 1604, 803, 24, 6347, 727, 472, 1792, 446, 216, 32, 472, 327, 1685, 281, 2396, 42, 448,
+     1792, 4519, 1685, 472, 1003, 1792, 198, 3725, 2, 198, 1, 520, 9531, 198, 3725, 5367, 198,
+     1604, 803, 24, 6347, 727, 198],
 )
+# fmt: on
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    """Small matrices gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @st.composite
@@ -156,13 +173,9 @@ def smollm2():
 
 @pytest.mark.network
 def test_smollm2_gguf_agrees(smollm2):
-    from transformers import AutoTokenizer
-
     path, theirs = smollm2
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     ours = load(path, select_kernels(CPU), max_positions=256)
-    for prompt in PROMPTS:
-        token_ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    for token_ids in PROMPTS:
         with torch.inference_mode():
             expected = theirs(torch.tensor([token_ids])).logits[0]
         found = Bench(ours, max_len=256, block_size=16).logits(token_ids, [16, 7])

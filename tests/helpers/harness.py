@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
-from sametoken.scheduler.scheduler import Scheduler
-from sametoken.state.sampling import SamplingTable
-from sametoken.verification.keyed import KeyedVerifier
 
 from sametoken.core.plan import Admission
 from sametoken.core.request import EngineRequest
@@ -24,8 +21,11 @@ from sametoken.runner.step import StepRunner
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.kv_cache import KVCache
+from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.verification.keyed import KeyedVerifier
 
 CPU = torch.device("cpu")
 

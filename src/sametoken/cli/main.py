@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -34,9 +35,15 @@ class _Group(TyperGroup):
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
         except BrokenPipeError as error:
-            # The interpreter flushes stdout once more as it exits.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_stdout()
             raise typer.Exit(BROKEN_PIPE) from error
+
+
+def _discard_stdout() -> None:
+    """The interpreter flushes stdout once more as it exits: let that go nowhere."""
+    # A stream that a test put in place of stdout has no descriptor.
+    with contextlib.suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(

@@ -56,8 +56,8 @@ def test_a_drafter_equal_to_its_target_is_always_right(k, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_draft_of_it_is_accepted(temperature):
     bench = bench_of(4, seed=3, temperature=temperature, spoil=0.0)
-    bench.run(60, VOCAB, lambda context, drafts: None)
-    assert bench.counts.offered > 50
+    bench.run(45, VOCAB, lambda context, drafts: None)
+    assert bench.counts.offered > 30
     assert bench.counts.accepted == bench.counts.offered
 
 

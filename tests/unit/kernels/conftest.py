@@ -57,9 +57,10 @@ def make_scene() -> Callable[..., Scene]:
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Start with one thread, and restore torch's number at the end."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -12,7 +12,7 @@ from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryT
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 native, reference = NativeKernels(), ReferenceKernels()
 
 BF16, FP32 = torch.bfloat16, torch.float32

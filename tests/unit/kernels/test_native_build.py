@@ -127,7 +127,7 @@ def test_an_unknown_bundle_is_refused(monkeypatch):
         select_kernels(CPU)
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("one_thread")
 def test_torch_governs_the_one_openmp_runtime():
     library = load_library()
     mapped = re.findall(r"/\S*/lib(?:gomp|iomp5|omp)[-.]\S*", Path("/proc/self/maps").read_text())

@@ -73,7 +73,7 @@ def expected_verdict(drafts: list[int], targets: list[int], nan: set[int]):
     return accepted, targets[accepted], False
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_a_step_of_windows(data):
     """Judged as loops do, committed as ``state.commit`` does; fused and apart are one."""

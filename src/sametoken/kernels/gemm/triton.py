@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.gemm.tuning import (
     FLOAT32,
     CublasConfig,
@@ -264,23 +265,5 @@ def _prefetch(rows, BYTES: tl.constexpr):
 
 @triton.jit
 def _silu_mul(gate, up):
+    """The arithmetic of ``activation.triton``, so that fused and unfused bits agree."""
     return gate / (1.0 + tl.exp(-gate)) * up
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [T, 2I] = [gate | up] -> [T, I], with the epilogue's bits."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, width)
-    block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, out, width, BLOCK=block)
-    return out
-
-
-@triton.jit
-def _silu_mul_kernel(gate_up, out, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * 2 * width + column, mask=column < width, other=0)
-    up = tl.load(gate_up + row * 2 * width + width + column, mask=column < width, other=0)
-    result = _silu_mul(gate.to(tl.float32), up.to(tl.float32))
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=column < width)

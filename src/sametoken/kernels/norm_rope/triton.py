@@ -73,6 +73,7 @@ def _launch_rms_norm(
 ) -> None:
     num_rows, width = x.shape
     assert x.is_contiguous()
+    assert _aligned(x, out, weight, x if residual is None else residual)
     assert weight.shape == (width,)
     assert weight.is_contiguous()
     if num_rows:
@@ -89,6 +90,11 @@ def _launch_rms_norm(
             num_warps=num_warps,
             **overlapped(x),
         )
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether wide loads may start at each; other code, with other sums, would serve the rest."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 @triton.jit
@@ -206,6 +212,7 @@ def rope_and_cache(
     assert 2 * half <= head_dim
     for tensor in (qkv, rotary.cos, rotary.sin, rows.positions, rows.kv_slots, kv.keys, kv.values):
         assert tensor.is_contiguous()
+    assert _aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
 
     q = qkv.new_empty(num_rows, shape.num_heads, head_dim)
     heads = min(triton.next_power_of_2(num_kv_heads), _MAX_HEADS_PER_PROGRAM)

@@ -1,0 +1,175 @@
+"""Microseconds per launch of the small kernels inside a CUDA graph, for one GPU.
+
+    python benchmarks/small_kernels_gpu.py [--no-overlap] [--json FILE]
+
+Each figure is one launch in a chain of equal launches, so it holds the gap between two
+dependent kernels. Operands up to the size of L2 stay there, as most do in a real step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sametoken.kernels import overlap
+from sametoken.kernels.activation.triton import silu_mul
+from sametoken.kernels.commit.triton import judge_and_commit, publish
+from sametoken.kernels.embedding.triton import embedding
+from sametoken.kernels.interface import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.kernels.ngram.triton import lookup
+from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
+from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.stage.triton import stage_windows
+from sametoken.state.sequences import Sequences
+
+ROW_COUNTS = (1, 4, 32, 64, 256, 384)
+LAUNCHES, REPLAYS = 20, 10
+MAX_LEN = 32768
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    shape: AttentionShape
+    qk_norm: bool
+
+
+MODELS = (
+    Model("Qwen3-8B", 4096, 12288, 151936, AttentionShape(32, 8, 128), True),
+    Model("SmolLM2-135M", 576, 1536, 49152, AttentionShape(9, 3, 64), False),
+)
+
+
+def microseconds(launch: Callable[[], object]) -> float:
+    """Of one launch, in a graph of LAUNCHES of them."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            launch()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(1000 * start.elapsed_time(end) / (LAUNCHES * REPLAYS))
+
+
+def noise(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def layer_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    shape = model.shape
+    x, residual, weight = noise(rows, model.hidden), noise(rows, model.hidden), noise(model.hidden)
+    yield "rms_norm", lambda: rms_norm(x, weight, 1e-6)
+    yield "add_rms_norm", lambda: add_rms_norm(x, residual, weight, 1e-6)
+    gate_up = noise(rows, 2 * model.intermediate)
+    yield "silu_mul", lambda: silu_mul(gate_up)
+    matrix = noise(model.vocabulary, model.hidden)
+    token_ids = torch.randint(0, model.vocabulary, (rows,), device="cuda")
+    yield "embedding", lambda: embedding(token_ids, matrix)
+
+    qkv = noise(rows, shape.q_size + 2 * shape.kv_size)
+    half = shape.head_dim // 2
+    rotary = RotaryTable(noise(4096, half, dtype=torch.float32), noise(4096, half).float())
+    positions = torch.arange(rows, device="cuda")
+    at = AttentionRows(positions, positions, positions, positions[None])
+    memory = noise(2, -(-rows // 16), shape.num_kv_heads, 16, shape.head_dim)
+    kv = LayerKV(memory[0], memory[1])
+    norm = QKNorm(noise(shape.head_dim), noise(shape.head_dim), 1e-6) if model.qk_norm else None
+    yield "rope_and_cache", lambda: rope_and_cache(qkv, shape, rotary, at, kv, norm)
+
+
+def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The kernels that run once a step, with k = 3 where the rows allow windows."""
+    k = 3 if rows >= 4 else 0
+    batch = rows // (k + 1)
+    sequences = Sequences.allocate(
+        max_num_seqs=batch,
+        max_len=MAX_LEN,
+        num_drafts=k,
+        block_size=16,
+        reserved_block=MAX_LEN // 16,
+        device=torch.device("cuda"),
+    )
+    sequences.token_ids.random_(0, model.vocabulary)
+    sequences.num_tokens[:batch] = MAX_LEN // 2
+    sequences.num_drafts[:batch] = k
+    slots = torch.arange(batch, device="cuda")
+    live, limit = slots >= 0, torch.full_like(slots, k)
+    x = stage_windows(sequences, slots, limit, live, k + 1)
+    yield "stage_windows", lambda: stage_windows(sequences, slots, limit, live, k + 1)
+
+    logits = noise(rows, model.vocabulary, dtype=torch.float32)
+    temperature, seeds = torch.ones(batch + 1, device="cuda"), torch.arange(batch + 1).cuda()
+    places = (x.rows.slots, x.rows.positions)
+    yield "keys greedy", lambda: sampling.greedy_keys(logits)
+    yield (
+        "keys sampled",
+        lambda: sampling.window_keys(logits, temperature, seeds, *places),
+    )
+    keys = sampling.greedy_keys(logits)
+    yield "best_tokens", lambda: sampling.best_tokens(keys)
+    yield "judge_and_commit", lambda: judge_and_commit(sequences, keys, x, k + 1)
+    if k:
+        lengths = torch.full_like(slots, MAX_LEN // 2)
+        tokens = sequences.token_ids
+        yield (
+            "lookup (2)",
+            lambda: lookup(tokens, slots, lengths, min_length=2, max_length=10, k=k),
+        )
+        drafts = lookup(tokens, slots, lengths, min_length=2, max_length=10, k=k)
+        yield "publish", lambda: publish(sequences, x, *drafts)
+
+
+def measured(model: Model) -> dict[str, dict[int, float]]:
+    table: dict[str, dict[int, float]] = {}
+    for rows in ROW_COUNTS:
+        for launches in (layer_launches, step_launches):
+            for name, launch in launches(model, rows):
+                table.setdefault(name, {})[rows] = microseconds(launch)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-overlap", action="store_true", help="no dependent launches")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    if options.no_overlap:
+        overlap._can_overlap = lambda device: False
+    results = {}
+    print(f"{torch.cuda.get_device_name()}, us per launch in a graph")
+    for model in MODELS:
+        results[model.name] = measured(model)
+        print(f"\n{model.name:18}" + "".join(f"{f'T={rows}':>9}" for rows in ROW_COUNTS))
+        for name, figures in results[model.name].items():
+            cells = (f"{figures[rows]:9.2f}" if rows in figures else 9 * " " for rows in ROW_COUNTS)
+            print(f"{name:18}" + "".join(cells))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

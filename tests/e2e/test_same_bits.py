@@ -1,0 +1,129 @@
+"""The law for bits on the CPU: logits of accepted rows, with and without speculation.
+
+Real decoders and drafters from checkpoints on disk, through the engine as a user builds
+it. Every row is compared by ``torch.equal``, keyed by request and position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculators
+from helpers.harness import Ran, collect, request
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.verification.base import Verdict
+
+MAX_TOKENS = 24
+PROMPTS = {
+    "short": (3, 5),
+    "long": tuple(i * 7 % VOCAB for i in range(30)),
+    "repeating": (1, 2, 3, 4) * 6,
+    "shares": tuple(i * 7 % VOCAB for i in range(21)),
+}
+
+
+class RecordedLogits:
+    """A verifier that keeps the raw logits of every emitted token by slot and position."""
+
+    def __init__(self, verifier) -> None:
+        self.verifier = verifier
+        self.rows: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
+        self.prompts: dict[int, tuple[int, ...]] = {}
+
+    def admit(self, admission) -> None:
+        self.prompts[admission.slot] = admission.prompt_token_ids
+        self.verifier.admit(admission)
+
+    def score_prompt(self, hidden, x, compute_logits):
+        return self.verifier.score_prompt(hidden, x, compute_logits)
+
+    def judge(self, logits, x) -> Verdict:
+        raw = logits.clone()
+        verdict = self.verifier.judge(logits, x)
+        for b, slot in enumerate(x.slots.tolist()):
+            if not bool(x.samples[b]):
+                continue
+            for r in range(int(verdict.num_accepted[b]) + 1):
+                position = int(x.num_tokens[b]) + r
+                self.rows[self.prompts[slot], position] = raw[int(x.window_starts[b]) + r]
+        return verdict
+
+
+def run_engine(target, prompts, temperature: float, **options) -> tuple[Ran, RecordedLogits]:
+    options = {
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "prefill_chunk_size": 16,
+        "max_num_batched_tokens": 32,
+        "block_size": 8,
+    } | options
+    core = build_engine(EngineConfig.from_options(model=str(target), **options))
+    recorded = RecordedLogits(core._runner.verifier)
+    core._runner = dataclasses.replace(core._runner, verifier=recorded)
+    ran, limits = Ran(), {}
+    for i, prompt in enumerate(prompts):
+        item = request(
+            f"r{i}", prompt, max_tokens=MAX_TOKENS, temperature=temperature, seed=hash(prompt) % 97
+        )
+        core.add_request(item)
+        ran.tokens[item.request_id], limits[item.request_id] = [], MAX_TOKENS
+    while core.has_unfinished:
+        collect(core, ran, limits)
+    return ran, recorded
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("target"), max_position_embeddings=80)
+
+
+@pytest.fixture(scope="module")
+def drafters(target, tmp_path_factory):
+    other = write_llama(tmp_path_factory.mktemp("other"), seed=5, max_position_embeddings=80)
+    head = write_speculators(tmp_path_factory.mktemp("head"), head_tensors())
+    return {
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+        "ngram-64": {"method": "ngram", "num_speculative_tokens": 31, "prompt_lookup_max": 3},
+        "self": {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3},
+        "other": {"method": "draft_model", "model": str(other), "num_speculative_tokens": 4},
+        "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("method", ["ngram", "ngram-64", "self", "other", "eagle3"])
+def test_accepted_rows_have_the_bits_of_plain_decoding(
+    target, drafters, method, dtype, temperature
+):
+    truth: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
+    tokens = []
+    for prompt in PROMPTS.values():
+        ran, alone = run_engine(
+            target, [prompt], temperature, dtype=dtype, enable_prefix_caching=False
+        )
+        truth |= alone.rows
+        tokens.append(ran.tokens["r0"])
+    for steps_in_flight in (1, 3):
+        ran, recorded = run_engine(
+            target,
+            PROMPTS.values(),
+            temperature,
+            dtype=dtype,
+            speculative_config=drafters[method],
+            steps_in_flight=steps_in_flight,
+        )
+        assert [ran.tokens[f"r{i}"] for i in range(len(PROMPTS))] == tokens
+        assert ran.offered > 0
+        if method == "self":
+            assert ran.accepted == ran.offered
+        compared = 0
+        for key, row in recorded.rows.items():
+            if key in truth:
+                assert torch.equal(row, truth[key]), key
+                compared += 1
+        assert compared >= len(PROMPTS) * MAX_TOKENS

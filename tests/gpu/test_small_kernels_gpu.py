@@ -1,0 +1,259 @@
+"""The small kernels of a step on a GPU: real shapes, the row law bit for bit, CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sametoken.kernels.interface import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+)
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from sametoken.kernels.activation import reference as activation_reference
+from sametoken.kernels.activation.triton import silu_mul
+from sametoken.kernels.commit.triton import judge_and_commit, publish
+from sametoken.kernels.embedding.triton import embedding
+from sametoken.kernels.ngram import reference as ngram_reference
+from sametoken.kernels.ngram.triton import lookup
+from sametoken.kernels.norm_rope import reference as norm_reference
+from sametoken.kernels.norm_rope import triton as norm_rope
+from sametoken.kernels.sampling import reference as sampling_reference
+from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.stage.triton import stage_windows
+from sametoken.state.sequences import Sequences
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+QWEN = AttentionShape(32, 8, 128)
+SMOL = AttentionShape(9, 3, 64)
+ROWS = 384
+#: First row and number of rows of the smaller batches that must give the big batch's bits.
+COMPANIES = [(0, 1), (383, 1), (5, 2), (100, 4), (17, 33), (128, 256)]
+
+
+def noise(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to one rounding of bf16."""
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("width", [99, 576, 4096, 5120])
+def test_norms(width):
+    x, residual, weight = noise(ROWS, width), noise(ROWS, width, seed=1), noise(width, seed=2)
+    close(norm_rope.rms_norm(x, weight, 1e-6), norm_reference.rms_norm(x, weight, 1e-6))
+    expected, total = norm_reference.add_rms_norm(x, residual, weight, 1e-6)
+    normed, summed = norm_rope.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    close(normed, expected)
+    assert torch.equal(summed, total)
+    # A residual already added by the product before gives the same bits.
+    assert torch.equal(norm_rope.rms_norm(total, weight, 1e-6), normed)
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        part, _ = norm_rope.add_rms_norm(x[some].clone(), residual[some].clone(), weight, 1e-6)
+        assert torch.equal(part, normed[some])
+        assert torch.equal(norm_rope.rms_norm(total[some].clone(), weight, 1e-6), normed[some])
+
+
+@pytest.mark.parametrize("width", [97, 1536, 12288])
+def test_silu_mul(width):
+    gate_up = noise(ROWS, 2 * width)
+    whole = silu_mul(gate_up)
+    close(whole, activation_reference.silu_mul(gate_up))
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        assert torch.equal(silu_mul(gate_up[some].clone()), whole[some])
+
+
+@pytest.mark.parametrize("width", [99, 576, 4096])
+def test_embedding(width):
+    matrix = noise(1000, width)
+    token_ids = torch.arange(0, 1000, 3, device="cuda")
+    assert torch.equal(embedding(token_ids, matrix), matrix[token_ids])
+
+
+def rope_scene(shape: AttentionShape) -> tuple[torch.Tensor, RotaryTable, AttentionRows, QKNorm]:
+    qkv = noise(ROWS, shape.q_size + 2 * shape.kv_size)
+    angles = noise(1000, shape.head_dim // 2, dtype=torch.float32, seed=1)
+    positions = torch.arange(3, 3 + ROWS, device="cuda")
+    kv_slots = torch.randperm(ROWS, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    rows = AttentionRows(positions, positions, kv_slots, positions[None])
+    norm = QKNorm(noise(shape.head_dim, seed=2), noise(shape.head_dim, seed=3), 1e-6)
+    return qkv, RotaryTable(angles.cos(), angles.sin()), rows, norm
+
+
+def empty_kv(shape: AttentionShape) -> LayerKV:
+    size = (2, ROWS // 16, shape.num_kv_heads, 16, shape.head_dim)
+    memory = torch.full(size, torch.nan, dtype=BF16, device="cuda")
+    return LayerKV(memory[0], memory[1])
+
+
+def token_major(cache: torch.Tensor, kv_slots: torch.Tensor) -> torch.Tensor:
+    """[T, kv_heads, head_dim]: the cache at each row's address."""
+    return cache.transpose(1, 2).flatten(0, 1)[kv_slots]
+
+
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("shape", [QWEN, SMOL, AttentionShape(40, 5, 80)])
+def test_rope_and_cache(shape, with_norm):
+    qkv, rotary, rows, norm = rope_scene(shape)
+    norm = norm if with_norm else None
+    expected_kv, whole_kv = empty_kv(shape), empty_kv(shape)
+    expected = norm_reference.rope_and_cache(qkv, shape, rotary, rows, expected_kv, norm)
+    whole = norm_rope.rope_and_cache(qkv, shape, rotary, rows, whole_kv, norm)
+    # A rotation may cancel, so the error is bounded by the operands, not by the result.
+    torch.testing.assert_close(whole, expected, rtol=2**-7, atol=2e-2)
+    torch.testing.assert_close(whole_kv.keys, expected_kv.keys, rtol=2**-7, atol=2e-2)
+    assert torch.equal(whole_kv.values, expected_kv.values)
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        part_rows = AttentionRows(
+            rows.positions[some].clone(), rows.slots, rows.kv_slots[some].clone(), rows.block_table
+        )
+        kv = empty_kv(shape)
+        part = norm_rope.rope_and_cache(qkv[some].clone(), shape, rotary, part_rows, kv, norm)
+        assert torch.equal(part, whole[some])
+        for mine, all_of_them in ((kv.keys, whole_kv.keys), (kv.values, whole_kv.values)):
+            addresses = rows.kv_slots[some]
+            assert torch.equal(token_major(mine, addresses), token_major(all_of_them, addresses))
+
+
+@pytest.mark.parametrize("vocab_size", [49152, 151936, 50257])
+def test_sampling(vocab_size):
+    logits = noise(ROWS, vocab_size, dtype=torch.float32) * 4
+    seeds = torch.arange(ROWS, device="cuda") * 2**40 + 7
+    positions = torch.arange(ROWS, device="cuda") * 1000
+    temperature = torch.tensor([0.0, 0.6, 1.0], device="cuda").repeat(ROWS // 3)
+    whole = sampling.sample(logits, temperature, seeds, positions)
+    greedy = temperature == 0
+    assert torch.equal(whole[greedy], logits[greedy].argmax(dim=-1))
+    assert torch.equal(sampling.argmax(logits), logits.argmax(dim=-1))
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        part = sampling.sample(logits[some], temperature[some], seeds[some], positions[some])
+        assert torch.equal(part, whole[some])
+    expected = sampling_reference.sample(logits, temperature, seeds, positions)
+    differing = (whole != expected).nonzero().squeeze(1)
+    # Two libraries' logarithms may part a near tie, no more.
+    assert differing.numel() <= 1
+    for row in differing.tolist():
+        noise_row = sampling_reference.gumbel_noise(seeds[[row]], positions[[row]], vocab_size)[0]
+        values = logits[row] / temperature[row] + noise_row
+        assert (values[whole[row]] - values[expected[row]]).abs() < 1e-4
+
+
+def test_poisoned_rows():
+    logits = noise(64, 151936, dtype=torch.float32)
+    logits[7, 151935] = torch.nan
+    logits[63, 0] = torch.nan
+    ids, poisoned = sampling.best_tokens(sampling.greedy_keys(logits))
+    assert poisoned.nonzero().squeeze(1).tolist() == [7, 63]
+    assert (ids < 151936).all()
+
+
+@pytest.mark.parametrize("length", [2, 1023, 1024, 1025, 30001])
+def test_lookup(length):
+    generator = torch.Generator().manual_seed(length)
+    token_ids = torch.randint(0, 12, (8, 32768), generator=generator)
+    slots = torch.tensor([5, 0, 7, 1])
+    lengths = torch.tensor([length, max(length // 2, 1), length, max(length - 1, 1)])
+    expected = ngram_reference.lookup(token_ids[slots], lengths, min_length=2, max_length=10, k=9)
+    actual = lookup(
+        token_ids.cuda(), slots.cuda(), lengths.cuda(), min_length=2, max_length=10, k=9
+    )
+    assert torch.equal(actual[0].cpu(), expected[0])
+    assert torch.equal(actual[1].cpu(), expected[1])
+
+
+VOCABULARY, K, SLOTS = 3000, 4, 6
+
+
+class ToyLoop:
+    """A decode step on a target that knows the last token alone, with static plan buffers."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        # Few tokens are likely, so that prompt lookup finds matches.
+        self.table = noise(VOCABULARY, VOCABULARY, dtype=torch.float32, seed=9)
+        self.table[:, :6] += 12
+        self.sequences = Sequences.allocate(
+            max_num_seqs=SLOTS,
+            max_len=512,
+            num_drafts=k,
+            block_size=16,
+            reserved_block=400,
+            device=torch.device("cuda"),
+        )
+        self.sequences.num_tokens[:SLOTS] = 1
+        self.sequences.token_ids[:SLOTS, 0] = torch.arange(SLOTS, device="cuda")
+        self.temperature = torch.tensor([0.0, 0.2, 0.5, 1.0, 0.0, 0.7, 0.0], device="cuda")
+        self.seeds = torch.arange(SLOTS + 1, device="cuda") + 100
+        self.slots = torch.full((SLOTS + 2,), SLOTS, device="cuda")
+        self.accepted = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def step(self) -> None:
+        live = self.slots != SLOTS
+        limit = torch.full_like(self.slots, self.k)
+        x = stage_windows(self.sequences, self.slots, limit, live, self.k + 1)
+        logits = self.table[x.token_ids]
+        keys = sampling.window_keys(
+            logits, self.temperature, self.seeds, x.rows.slots, x.rows.positions
+        )
+        judgement, lengths = judge_and_commit(self.sequences, keys, x, self.k + 1)
+        self.accepted += judgement.num_accepted.sum()
+        if self.k:
+            drafts = lookup(
+                self.sequences.token_ids,
+                x.slots,
+                lengths.num_tokens,
+                min_length=1,
+                max_length=3,
+                k=self.k,
+            )
+            publish(self.sequences, x, *drafts)
+
+    def run(self, batches: list[list[int]]) -> None:
+        """Capture one step on padding alone, then replay it for every batch."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self.step()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        for batch in batches:
+            padding = [SLOTS] * (SLOTS + 2 - len(batch))
+            self.slots.copy_(torch.tensor([*batch, *padding]))
+            graph.replay()
+        torch.cuda.synchronize()
+
+
+def test_a_captured_step_emits_the_same_tokens_with_and_without_drafts():
+    batches = [[(step + i) % SLOTS for i in range(1 + step % SLOTS)] for step in range(60)]
+    plain, speculative = ToyLoop(0), ToyLoop(K)
+    plain.run(batches * 3)
+    speculative.run(batches)
+    assert int(speculative.accepted) > 50
+    for loop in (plain, speculative):
+        assert loop.sequences.num_tokens[SLOTS] == 0
+        assert loop.sequences.num_computed[SLOTS] == 0
+        assert not loop.sequences.token_ids[SLOTS].any()
+    for slot in range(SLOTS):
+        lengths = [int(loop.sequences.num_tokens[slot]) for loop in (plain, speculative)]
+        common = min(lengths)
+        assert common > 30
+        assert torch.equal(
+            plain.sequences.token_ids[slot, :common],
+            speculative.sequences.token_ids[slot, :common],
+        )

@@ -1,0 +1,100 @@
+"""Corners of preemption: who comes back when, and with how many blocks."""
+
+
+def overdrawn(kit):
+    """``young`` holds three blocks for drafts that fill two at most once they are judged."""
+    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16, num_speculative_tokens=8)
+    scheduler.add(kit.request("old", 10, max_total=24, max_drafts=0))
+    scheduler.add(kit.request("young", 3, max_total=24))
+    kit.step(scheduler)
+    window = scheduler.plan()
+    assert kit.rows(window) == [(0, 1, 0, True), (1, 1, 7, True)]
+    return scheduler, window
+
+
+def test_a_plan_that_swaps_out_brings_nobody_in(kit):
+    scheduler, window = overdrawn(kit)
+    scheduler.settle(kit.result(window, accept=0))
+    plan, _ = kit.step(scheduler)
+    assert [len(swap.block_ids) for swap in plan.swap_outs] == [2]
+    # There would be room for it at once.
+    assert (plan.swap_ins, kit.rows(plan)) == ((), [(0, 1, 0, True)])
+    assert [len(swap.block_ids) for swap in kit.step(scheduler)[0].swap_ins] == [2]
+
+
+def test_what_was_saved_has_room_even_if_its_drafts_were_rejected(kit):
+    scheduler, window = overdrawn(kit)
+    plan = scheduler.plan()
+    # Its window is in flight: twelve tokens may come to be.
+    assert [len(swap.block_ids) for swap in plan.swap_outs] == [3]
+    scheduler.settle(kit.result(window, accept=0))
+    scheduler.settle(kit.result(plan))
+    # Two blocks would do for its next row, but three were saved.
+    assert kit.step(scheduler)[0].swap_ins == ()
+    scheduler.release("old")
+    assert [len(swap.block_ids) for swap in kit.step(scheduler)[0].swap_ins] == [3]
+
+
+def test_blocks_that_two_victims_share_come_free_with_the_second(kit):
+    prefix = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+    scheduler = kit.scheduler(num_blocks=13, prefill_chunk_size=16)
+    scheduler.add(kit.request("long", 48, max_total=50))
+    scheduler.add(kit.request("b", prefix))
+    kit.step(scheduler)
+    scheduler.add(kit.request("c", prefix))
+    assert kit.step(scheduler)[0].admissions[0].num_cached == 8
+    plan, _ = kit.step(scheduler)
+    # The last chunk lacks four blocks: one own of each and the two they share.
+    assert [swap.slot for swap in plan.swap_outs] == [2, 1]
+    assert kit.rows(plan) == [(0, 16, 0, True)]
+
+
+def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
+    scheduler = kit.scheduler(
+        max_num_seqs=7,
+        num_blocks=16,
+        prefill_chunk_size=16,
+        max_num_batched_tokens=16,
+        num_speculative_tokens=2,
+    )
+    for name in "abcde":
+        scheduler.add(kit.request(name, 3, max_total=11))
+    scheduler.add(kit.request("long", 40, max_total=48))
+    scheduler.add(kit.request("small", 2, max_total=4))
+    assert [len(kit.step(scheduler)[0].rows) for _ in range(3)] == [5, 1, 5]
+    plan, _ = kit.step(scheduler)
+    # One block is left; "long" lacks four, "small" needs one. No rows are kept for it either.
+    assert plan.admissions == ()
+    assert kit.rows(plan) == [(slot, 1, 2, True) for slot in range(5)]
+
+
+def test_drafts_do_not_crowd_out_a_request_that_could_return(kit):
+    scheduler = kit.scheduler(num_blocks=9, max_num_batched_tokens=9, num_speculative_tokens=8)
+    scheduler.add(kit.request("a", 8, max_total=36))
+    scheduler.add(kit.request("b", 8, max_total=20, max_drafts=0))
+    scheduler.add(kit.request("c", 8, max_total=20, max_drafts=0))
+    while not scheduler.num_swapped:
+        kit.step(scheduler)
+    scheduler.release("b")
+    plan, _ = kit.step(scheduler)
+    assert [swap.slot for swap in plan.swap_ins] == [2]
+    assert kit.rows(plan) == [(0, 1, 7, True), (2, 1, 0, True)]
+
+
+def test_the_oldest_always_advances(kit):
+    """However short memory is, and whoever came after."""
+    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=4, num_speculative_tokens=3)
+    for name in "abcd":
+        scheduler.add(kit.request(name, 6, max_total=24))
+    for accept in range(60):
+        if not scheduler.has_unfinished:
+            break
+        states = [*scheduler._running.values(), *scheduler._swapped.values()]
+        oldest = states[0] if scheduler._running else None
+        plan, _ = kit.step(scheduler, accept % 4)
+        if oldest is not None:
+            assert oldest.slot in [row.slot for row in plan.rows]
+        for state in states:
+            if state.at_limit:
+                scheduler.release(state.request.request_id)
+    assert not scheduler.has_unfinished

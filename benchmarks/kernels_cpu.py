@@ -1,7 +1,8 @@
 """Times of the native CPU kernels at SmolLM2-135M's shapes, against torch's own.
 
-Every layer has weights and KV of its own, so that caches see what a real step shows them.
-Times are the best of several passes over all layers; run on an idle machine:
+All operations of a step run in a model's order, each layer with weights and KV of its own,
+so that caches see what a real step shows them. The time of a call is the best of several
+passes, the time of an operation the mean over its layers:
 
     python benchmarks/kernels_cpu.py [--rows 1,4,8] [--context 500] [--threads 2]
 """
@@ -10,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, 
 from sametoken.kernels.native.bundle import NativeKernels
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, BLOCK = 30, 576, 1536, 49152, 16
+MAX_ROWS = 1024
 SHAPE = AttentionShape(9, 3, 64)
 LINEARS = {
     "qkv": (SHAPE.q_size + 2 * SHAPE.kv_size, HIDDEN),
@@ -29,136 +30,140 @@ LINEARS = {
     "down": (HIDDEN, INTERMEDIATE),
 }
 
-
-@dataclass(frozen=True)
-class Line:
-    """One table line: seconds of one call, and what it reads and computes."""
-
-    name: str
-    seconds: float
-    torch_seconds: float | None
-    bytes: float
-    flops: float
-    calls_per_step: int
-
-    def __str__(self) -> str:
-        torch_time = f"{self.torch_seconds * 1e6:10.1f}" if self.torch_seconds else " " * 10
-        return (
-            f"{self.name:14}{self.seconds * 1e6:10.1f}{torch_time}"
-            f"{self.bytes / self.seconds / 1e9:10.1f}{self.flops / self.seconds / 1e9:10.1f}"
-            f"{self.seconds * self.calls_per_step * 1e3:10.2f}"
-        )
+#: Operations of one layer (or of the end of a step) by name, each taking the layer's index.
+Operations = Mapping[str, Callable[[int], object]]
 
 
-def best(function: Callable[[int], object], calls: int, passes: int) -> float:
-    """Seconds per call: the fastest pass of ``calls`` calls, numbered from 0."""
-    fastest = float("inf")
+def measure(operations: Operations, layers: int, passes: int) -> dict[str, float]:
+    """Seconds per call: the best of ``passes`` for each layer, averaged over layers."""
+    fastest = {name: [float("inf")] * layers for name in operations}
     for _ in range(passes):
-        start = time.perf_counter()
-        for index in range(calls):
-            function(index)
-        fastest = min(fastest, (time.perf_counter() - start) / calls)
-    return fastest
+        for layer in range(layers):
+            for name, function in operations.items():
+                start = time.perf_counter()
+                function(layer)
+                seconds = time.perf_counter() - start
+                fastest[name][layer] = min(fastest[name][layer], seconds)
+    return {name: sum(times) / layers for name, times in fastest.items()}
 
 
-class Bench:
-    """Weights and KV of a whole model, and one window of ``rows`` rows over them."""
+class Model:
+    """Weights and KV of all layers, packed and plain."""
 
     def __init__(self, context: int) -> None:
-        self.kernels = NativeKernels()
-        self.context = context
-        self.weights = {
-            name: [self.weight(n, k) for _ in range(LAYERS)] for name, (n, k) in LINEARS.items()
+        self.kernels, self.context = NativeKernels(), context
+        self.plain = {
+            name: [torch.randn(n, k).bfloat16() for _ in range(LAYERS)]
+            for name, (n, k) in LINEARS.items()
         }
-        self.head = self.weight(VOCABULARY, HIDDEN)
-        positions = context + 256
+        self.packed = {name: [*map(self.kernels.pack, w)] for name, w in self.plain.items()}
+        self.head = torch.randn(VOCABULARY, HIDDEN).bfloat16()
+        self.packed_head = self.kernels.pack(self.head)
+        positions = context + MAX_ROWS
         self.blocks = -(-positions // BLOCK)
         memory = torch.randn(LAYERS, 2, self.blocks, SHAPE.num_kv_heads, BLOCK, SHAPE.head_dim)
         self.kv = [LayerKV(layer[0], layer[1]) for layer in memory.bfloat16()]
         angles = torch.rand(positions, SHAPE.head_dim // 2)
         self.rotary = RotaryTable(angles.cos(), angles.sin())
+        self.norm = torch.ones(HIDDEN).bfloat16()
 
-    def weight(self, n: int, k: int):
-        plain = torch.randn(n, k).bfloat16()
-        return self.kernels.pack(plain), plain
-
-    def lines(self, rows: int, passes: int) -> list[Line]:
-        lines = [self.linear_line(name, rows, passes) for name in LINEARS]
-        lines += [self.head_line(rows, passes), self.attention_line(rows, passes)]
-        return lines + self.small_lines(rows, passes)
-
-    def linear_line(self, name: str, rows: int, passes: int) -> Line:
-        n, k = LINEARS[name]
-        x, weights = torch.randn(rows, k).bfloat16(), self.weights[name]
-        native = best(lambda i: self.kernels.linear(x, weights[i][0]), LAYERS, passes)
-        plain = best(lambda i: F.linear(x, weights[i][1]), LAYERS, passes)
-        return Line(name, native, plain, 2 * n * k, 2 * n * k * rows, LAYERS)
-
-    def head_line(self, rows: int, passes: int) -> Line:
-        x, (packed, plain) = torch.randn(rows, HIDDEN).bfloat16(), self.head
-        native = best(lambda _: self.kernels.logits(x, packed), 1, passes)
-        reference = best(lambda _: F.linear(x, plain), 1, passes)
-        size = VOCABULARY * HIDDEN
-        return Line("lm_head", native, reference, 2 * size, 2 * size * rows, 1)
-
-    def where(self, rows: int) -> AttentionRows:
+    def window(self, rows: int) -> AttentionRows:
         positions = torch.arange(self.context, self.context + rows)
         table = torch.arange(self.blocks)[None]
         return AttentionRows(positions, torch.zeros_like(positions), positions.clone(), table)
 
-    def attention_line(self, rows: int, passes: int) -> Line:
-        where, kernels = self.where(rows), self.kernels
+    def native_layer(self, rows: int) -> Operations:
+        kernels, packed, where = self.kernels, self.packed, self.window(rows)
+        x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
+        qkv = torch.randn(rows, LINEARS["qkv"][0]).bfloat16()
         q = torch.randn(rows, SHAPE.num_heads, SHAPE.head_dim).bfloat16()
-        native = best(lambda i: kernels.attention(q, SHAPE, where, self.kv[i]), LAYERS, passes)
+        wide = torch.randn(rows, INTERMEDIATE).bfloat16()
+        gate_up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16()
+        return {
+            "add_rms_norm": lambda _: kernels.add_rms_norm(x, residual, self.norm, 1e-5),
+            "qkv": lambda i: kernels.linear(x, packed["qkv"][i]),
+            "rope_and_cache": lambda i: kernels.rope_and_cache(
+                qkv, SHAPE, self.rotary, where, self.kv[i], None
+            ),
+            "attention": lambda i: kernels.attention(q, SHAPE, where, self.kv[i]),
+            "o": lambda i: kernels.linear(x, packed["o"][i]),
+            "add_rms_norm 2": lambda _: kernels.add_rms_norm(x, residual, self.norm, 1e-5),
+            "gate_up": lambda i: kernels.linear(x, packed["gate_up"][i]),
+            "silu_mul": lambda _: kernels.silu_mul(gate_up),
+            "down": lambda i: kernels.linear(wide, packed["down"][i]),
+        }
+
+    def native_ends(self, rows: int) -> Operations:
+        kernels, positions = self.kernels, self.window(rows).positions
+        x, token_ids = torch.randn(rows, HIDDEN).bfloat16(), torch.arange(rows) * 47
+        logits, seeds = torch.randn(rows, VOCABULARY), torch.arange(rows)
+        greedy, warm = torch.zeros(rows), torch.ones(rows)
+        return {
+            "embedding": lambda _: kernels.embedding(token_ids, self.packed_head),
+            "lm_head": lambda _: kernels.logits(x, self.packed_head),
+            "sample T=0": lambda _: kernels.sample(logits, greedy, seeds, positions),
+            "sample T=1": lambda _: kernels.sample(logits, warm, seeds, positions),
+        }
+
+    def torch_layer(self, rows: int) -> Operations:
+        plain, where = self.plain, self.window(rows)
+        x, wide = torch.randn(rows, HIDDEN).bfloat16(), torch.randn(rows, INTERMEDIATE).bfloat16()
+        q = torch.randn(1, SHAPE.num_heads, rows, SHAPE.head_dim).bfloat16()
         seen = self.context + rows
         visible = torch.arange(seen)[None] <= where.positions[:, None]
+        gate_up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16()
 
-        def plain(layer: int) -> Tensor:
+        def attention(layer: int) -> Tensor:
             keys, values = (
                 cache.transpose(0, 1).flatten(1, 2)[None, :, :seen]
                 for cache in (self.kv[layer].keys, self.kv[layer].values)
             )
             return F.scaled_dot_product_attention(
-                q.transpose(0, 1)[None], keys, values, attn_mask=visible, enable_gqa=True
+                q, keys, values, attn_mask=visible, enable_gqa=True
             )
 
-        kv_bytes = 2 * 2 * seen * SHAPE.kv_size
-        flops = 4 * rows * seen * SHAPE.q_size
-        reference = best(plain, LAYERS, passes)
-        return Line("attention", native, reference, kv_bytes, flops, LAYERS)
+        return {
+            "qkv": lambda i: F.linear(x, plain["qkv"][i]),
+            "attention": attention,
+            "o": lambda i: F.linear(x, plain["o"][i]),
+            "add_rms_norm": lambda _: F.rms_norm(x + x, (HIDDEN,), self.norm, 1e-5),
+            "gate_up": lambda i: F.linear(x, plain["gate_up"][i]),
+            "silu_mul": lambda _: F.silu(gate_up[:, :INTERMEDIATE]) * gate_up[:, INTERMEDIATE:],
+            "down": lambda i: F.linear(wide, plain["down"][i]),
+        }
 
-    def small_lines(self, rows: int, passes: int) -> list[Line]:
-        kernels, where = self.kernels, self.where(rows)
-        x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
-        norm_weight = torch.ones(HIDDEN).bfloat16()
-        gate_up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16()
-        qkv = torch.randn(rows, LINEARS["qkv"][0]).bfloat16()
-        token_ids = torch.randint(0, VOCABULARY, (rows,))
-        logits, seeds = torch.randn(rows, VOCABULARY), torch.arange(rows)
-        greedy, warm = torch.zeros(rows), torch.ones(rows)
+    def torch_ends(self, rows: int) -> Operations:
+        x, logits = torch.randn(rows, HIDDEN).bfloat16(), torch.randn(rows, VOCABULARY)
+        return {
+            "lm_head": lambda _: F.linear(x, self.head),
+            "sample T=0": lambda _: logits.argmax(-1),
+        }
 
-        def timed(name: str, function: Callable, per_step: int, moved: int) -> Line:
-            seconds = best(lambda _: function(), LAYERS, passes)
-            return Line(name, seconds, None, moved, 0, per_step)
 
-        def rope() -> Tensor:
-            return kernels.rope_and_cache(qkv, SHAPE, self.rotary, where, self.kv[0], None)
+def work(name: str, rows: int, context: int) -> tuple[float, float]:
+    """Bytes of weights or KV that a call reads, and its floating-point operations."""
+    if name == "attention":
+        seen = context + rows
+        return 4.0 * seen * SHAPE.kv_size, 4.0 * rows * seen * SHAPE.q_size
+    n, k = LINEARS.get(name, (VOCABULARY, HIDDEN) if name == "lm_head" else (0, 0))
+    return 2.0 * n * k, 2.0 * n * k * rows
 
-        def norm() -> Tensor:
-            return kernels.add_rms_norm(x, residual, norm_weight, 1e-5)[0]
 
-        def sampled(temperature: Tensor) -> Tensor:
-            return kernels.sample(logits, temperature, seeds, where.positions)
-
-        silu, embed = (lambda: kernels.silu_mul(gate_up)), self.head[0]
-        return [
-            timed("rope_and_cache", rope, LAYERS, 4 * qkv.numel()),
-            timed("add_rms_norm", norm, 2 * LAYERS, 8 * x.numel()),
-            timed("silu_mul", silu, LAYERS, 3 * gate_up.numel()),
-            timed("embedding", lambda: kernels.embedding(token_ids, embed), 1, 4 * x.numel()),
-            timed("sample T=0", lambda: sampled(greedy), 1, 4 * logits.numel()),
-            timed("sample T=1", lambda: sampled(warm), 0, 4 * logits.numel()),
-        ]
+def table(model: Model, rows: int, passes: int) -> None:
+    native_layer = measure(model.native_layer(rows), LAYERS, passes)
+    native_ends = measure(model.native_ends(rows), 1, passes)
+    reference = measure(model.torch_layer(rows), LAYERS, passes)
+    reference |= measure(model.torch_ends(rows), 1, passes)
+    step = LAYERS * sum(native_layer.values())
+    step += sum(seconds for name, seconds in native_ends.items() if name != "sample T=1")
+    print(f"\n{rows} rows".ljust(18) + "us/call  torch us      GB/s   GFLOP/s   ms/step")
+    for name, seconds in (native_layer | native_ends).items():
+        moved, flops = work(name, rows, model.context)
+        rates = f"{moved / seconds / 1e9:10.1f}{flops / seconds / 1e9:10.1f}" if moved else " " * 20
+        torch_time = f"{reference[name] * 1e6:10.1f}" if name in reference else " " * 10
+        calls = LAYERS if name in native_layer else 1
+        print(f"{name:14}{seconds * 1e6:10.1f}{torch_time}{rates}{seconds * calls * 1e3:10.2f}")
+    print(f"{'step, greedy':54}{step * 1e3:10.2f}")
 
 
 def main() -> None:
@@ -166,16 +171,13 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,65,256")
     parser.add_argument("--context", type=int, default=500)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--passes", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    bench = Bench(options.context)
+    model = Model(options.context)
     print(f"SmolLM2-135M bf16, context {options.context}, {options.threads} threads")
     for rows in map(int, options.rows.split(",")):
-        lines = bench.lines(rows, passes=10 if rows < 64 else 4)
-        print(f"\n{rows} rows      us/call  torch us      GB/s   GFLOP/s   ms/step")
-        print("\n".join(map(str, lines)))
-        total = sum(line.seconds * line.calls_per_step for line in lines)
-        print(f"{'step':54}{total * 1e3:10.2f}")
+        table(model, rows, options.passes)
 
 
 if __name__ == "__main__":

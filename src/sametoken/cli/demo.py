@@ -24,35 +24,35 @@ SPECULATION = SpeculativeConfig(
 )
 ACCEPTED_STYLE = "bold green"
 
-_CODE = '''\
-def summarize_orders(orders, limit):
-    """Return the total and the names of the largest orders."""
-    total = 0
-    names = []
-    for order in orders:
-        if order.cancelled:
-            continue
-        total += order.price * order.quantity
-        if order.price * order.quantity > limit:
-            names.append(order.name)
-    names.sort()
-    if not names:
-        return {"total": total, "names": ["none"]}
-    return {"total": total, "names": names}
+_CODE = """\
+class Account:
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+        self.history = []
 
+    def deposit(self, amount):
+        if amount <= 0:
+            raise ValueError("The amount must be positive")
+        self.balance += amount
+        self.history.append(("deposit", amount))
 
-def print_orders(orders, limit):
-    """Print the summary of the orders."""
-    summary = summarize_orders(orders, limit)
-    print("total:", summary["total"])
-    for name in summary["names"]:
-        print("large order:", name)
-    print("limit:", limit)
-    print("done")
-'''
+    def withdraw(self, amount):
+        if amount <= 0:
+            raise ValueError("The amount must be positive")
+        if amount > self.balance:
+            raise ValueError("The balance is too low")
+        self.balance -= amount
+        self.history.append(("withdraw", amount))
+
+    def report(self):
+        print("Owner:", self.owner)
+        print("Balance:", self.balance)
+        for kind, amount in self.history:
+            print(kind, amount)
+"""
 CODE_EDIT = (
-    "Rename the parameter limit to threshold everywhere in this code. "
-    f"Return the whole code and nothing else.\n\n```python\n{_CODE}```"
+    f"```python\n{_CODE}```\nRename the class Account to BankAccount. Return the whole class."
 )
 QUESTION = "Why is the sky blue, and why are sunsets red? Explain it to a curious child in detail."
 

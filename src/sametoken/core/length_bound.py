@@ -44,5 +44,11 @@ class LenBound:
         return LenBound(self.lo + 1, self.hi + 1 + draft_limit)
 
     def after_settle(self, draft_limit: int, num_accepted: int) -> LenBound:
-        """The bound once such a step's verdict has reached the host."""
+        """The bound once such a step's verdict has reached the host.
+
+        Raises:
+            InvariantError: more drafts were accepted than the step could offer.
+        """
+        if not 0 <= num_accepted <= draft_limit:
+            raise InvariantError(f"{num_accepted} of at most {draft_limit} drafts were accepted")
         return LenBound(self.lo + num_accepted, self.hi - (draft_limit - num_accepted))

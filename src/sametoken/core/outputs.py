@@ -26,7 +26,7 @@ class RowResult:
         num_drafts: drafts really offered, 0..draft_limit.
         num_accepted: accepted drafts, 0..num_drafts; the bonus token is not counted.
         token_ids: accepted drafts and the next token; empty for a row that does not sample.
-        poisoned: the row's logits held NaN; its tokens are meaningless.
+        poisoned: the row's logits held NaN; its tokens and counts are meaningless.
         logprobs: one entry per token of ``token_ids`` if the request asked for them.
         prompt_logprobs: entries for prompt positions ``first + 1 ..`` of this chunk, where
             ``first`` is the chunk's first position, if the request asked for them.

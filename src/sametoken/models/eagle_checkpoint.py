@@ -41,6 +41,7 @@ from sametoken.models.eagle3 import Eagle3Config, Eagle3Head
 from sametoken.models.huggingface import SafetensorsSource
 from sametoken.models.huggingface import _json_object as read_json
 from sametoken.models.huggingface import _model_config as model_config
+from sametoken.models.settings import Settings
 from sametoken.models.weights import Part, WeightReader
 
 _LAYER = "layers.0"
@@ -71,11 +72,11 @@ def read_head_config(directory: Path) -> Eagle3Config:
         raise CheckpointError(f"{location}: transformer_layer_config is not an object")
     layer = model_config({"architectures": ["Eagle3Head"]} | layer_config, {}, str(location))
     _require_supported(config, layer, location)
-    nested = config.get("eagle_config") or {}
+    settings, nested = Settings(config, str(location)), config.get("eagle_config") or {}
     return Eagle3Config(
         layer=layer,
-        draft_vocab_size=config.get("draft_vocab_size") or layer.vocab_size,
-        target_hidden_size=config.get("target_hidden_size") or layer.hidden_size,
+        draft_vocab_size=settings.integer("draft_vocab_size", layer.vocab_size),
+        target_hidden_size=settings.integer("target_hidden_size", layer.hidden_size),
         aux_layer_ids=_aux_layer_ids(config, nested, location),
         norm_before_residual=bool(
             config.get("norm_before_residual", "speculators_model_type" in config)

@@ -58,7 +58,7 @@ class StepRunner:
         hidden = launch.run(self.model, self.kv)
         logits = self.model.compute_logits(hidden.last[x.logits_indices])
         verdict = self.verifier.judge(logits, x)
-        prompt_logprobs = self.verifier.score_prompt(hidden, x, self.model.compute_logits)
+        prompt_logprobs = self.verifier.score_prompt(hidden.last, x, self.model.compute_logits)
         committed = commit(self.sequences, x, verdict.num_accepted, verdict.next_token)
         # The copy starts before drafting, so that the host waits for the verdict alone.
         buffer.copy_from(x, verdict, prompt_logprobs)

@@ -43,6 +43,7 @@ class RequestState:
         num_in_flight: steps with a row of it that are not settled.
         last_step: the last step that was planned with a row of it.
         saved: its KV in host memory while it is swapped.
+        prompt_len: tokens of the prompt.
     """
 
     request: EngineRequest
@@ -57,11 +58,10 @@ class RequestState:
     num_in_flight: int = 0
     last_step: int = 0
     saved: SavedKV | None = None
+    prompt_len: int = field(init=False)
 
-    @property
-    def prompt_len(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_token_ids)
 
     @property
     def prefilling(self) -> bool:

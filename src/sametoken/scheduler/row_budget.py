@@ -21,17 +21,25 @@ class RowBudget:
         grid = self._limits.prefill_chunk_size
         return min(grid - start % grid, request.prompt_len - start)
 
-    def turn(self, request: RequestState, rows_left: int) -> Turn | None:
-        """A request's next turn, within so many rows.
+    def least_turn(self, request: RequestState) -> Turn | None:
+        """A request's next turn without drafts.
 
-        None if its chunk does not fit, for chunks are never cut, or if the steps in flight
-        may already bring it to its length limit.
+        None if the steps in flight may already bring it to its length limit.
         """
         if request.prefilling:
-            chunk = self.chunk(request, request.position)
-            return Turn(request, chunk, 0) if chunk <= rows_left else None
-        if request.at_limit or not rows_left:
+            return Turn(request, self.chunk(request, request.position), 0)
+        return None if request.at_limit else Turn(request, 1, 0)
+
+    def turn(self, request: RequestState, rows_left: int) -> Turn | None:
+        """A request's next turn, within so many rows; None if there is none.
+
+        Drafts are as many as fit; chunks are never cut.
+        """
+        least = self.least_turn(request)
+        if least is None or least.num_query > rows_left:
             return None
+        if request.prefilling:
+            return least
         most = request.max_drafts(self._limits.num_speculative_tokens)
         return Turn(request, 1, min(most, rows_left - 1))
 

@@ -221,11 +221,10 @@ class Scheduler:
         if not self._swapped:
             return None
         request = min(self._swapped.values(), key=lambda request: request.arrival)
-        turn = self._budget.turn(request, self._budget.rows)
+        turn = self._budget.least_turn(request)
         if turn is None:
             return None
-        least = self._memory.lacking(Turn(request, turn.num_query, 0))
-        needed = max(least, request.held_save.num_blocks)
+        needed = max(self._memory.lacking(turn), request.held_save.num_blocks)
         return (request, needed) if needed <= self._pool.num_available else None
 
     def _admissible(self) -> tuple[RequestState, tuple[int, ...]] | None:
@@ -242,10 +241,10 @@ class Scheduler:
         """Share the row budget among running requests, as far as blocks can be had."""
         able: list[RequestState] = []
         for request in self._running.values():
-            turn = self._budget.turn(request, draft.rows_left)
+            turn = self._budget.least_turn(request)
             if turn is None:
                 continue
-            if self._victims(self._memory.fit_drafts(turn)) is None:
+            if self._victims(turn) is None:
                 draft.short_of_blocks = True
             else:
                 able.append(request)

@@ -9,7 +9,6 @@ from typing import Protocol
 from torch import Tensor
 
 from sametoken.core.plan import Admission
-from sametoken.models.base import HiddenStates
 from sametoken.state.inputs import StepInputs
 
 
@@ -73,10 +72,15 @@ class Verifier(Protocol):
         ...
 
     def score_prompt(
-        self, hidden: HiddenStates, x: StepInputs, compute_logits: Callable[[Tensor], Tensor]
+        self, hidden: Tensor, x: StepInputs, compute_logits: Callable[[Tensor], Tensor]
     ) -> TokenLogprobs | None:
         """Log-probabilities of prompt tokens whose predecessor row is in this step.
 
         None, at no cost, unless a request of the step asked for ``prompt_logprobs``.
+
+        Args:
+            hidden: [T, hidden] of the step's flat rows, after the final norm.
+            x: the step's inputs.
+            compute_logits: [L, hidden] to [L, V] fp32.
         """
         ...

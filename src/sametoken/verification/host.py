@@ -8,7 +8,7 @@ from sametoken.verification.base import TokenLogprobs
 
 def split_by_owner(
     logprobs: TokenLogprobs, num_rows: int
-) -> tuple[tuple[PositionLogprobs, ...] | None, ...]:
+) -> list[tuple[PositionLogprobs, ...] | None]:
     """Positions of each plan row, in order; None for plan rows that own none.
 
     The chosen token comes first, then the best ones that were asked for.
@@ -32,4 +32,4 @@ def split_by_owner(
         for index in range(num_top):
             entry[top_ids[index]] = Logprob(top_logprobs[index], index + 1)
         positions[owner].append(entry)
-    return tuple(tuple(entries) or None for entries in positions)
+    return [tuple(entries) or None for entries in positions]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sametoken.core.plan import Admission
 from sametoken.kernels.interface import Kernels
-from sametoken.models.base import HiddenStates
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
@@ -76,7 +75,7 @@ class KeyedVerifier:
         return Verdict(num_accepted, next_token, tokens, poisoned, logprobs)
 
     def score_prompt(
-        self, hidden: HiddenStates, x: StepInputs, compute_logits: Callable[[Tensor], Tensor]
+        self, hidden: Tensor, x: StepInputs, compute_logits: Callable[[Tensor], Tensor]
     ) -> TokenLogprobs | None:
         """Score prompt token p + 1 by the row at p, for every such row of the step.
 
@@ -93,7 +92,7 @@ class KeyedVerifier:
         for first in range(0, rows.shape[0], _ROWS_AT_A_TIME):
             some = rows[first : first + _ROWS_AT_A_TIME]
             chosen = self._sequences.token_ids[slots[some], positions[some] + 1]
-            logits = compute_logits(hidden.last[some])
+            logits = compute_logits(hidden[some])
             parts.append(score_tokens(logits, chosen, x.row_owner[some], asked[some], width))
         return concatenate(parts)
 

@@ -62,3 +62,8 @@ def test_the_interval_holds_the_truth_and_closes(steps, depth):
         bound = settle()
         assert bound.lo <= device <= bound.hi
     assert bound.exact == device
+
+
+def test_more_accepted_than_offered_is_refused():
+    with pytest.raises(InvariantError, match="2 of at most 1 drafts"):
+        LenBound.known(10).after_launch(1).after_settle(1, 2)

@@ -72,6 +72,7 @@ def test_its_kv_holds_the_committed_token_at_every_computed_position(salt):
             assert keys.tolist() == bench.tokens(slot)[:end]
 
     bench.run(40, VOCAB, check)
+    assert bench.counts.cached
 
 
 def test_it_writes_no_further_than_it_says():

@@ -82,7 +82,8 @@ def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, k, temperature,
             assert torch.equal(bench.cached(cache, slot, end), kv)
             assert drafts.draft_ids[b, : int(drafts.num_drafts[b])].tolist() == expected
 
-    bench.run(10, VOCAB, check)
+    bench.run(24, VOCAB, check)
+    assert bench.counts.cached
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

@@ -173,7 +173,7 @@ def test_chosen_form_follows_the_shapes_alone():
     assert not choose(1, shape, 1, 256, bf16).spread
     assert not choose(128, shape, 1, 4096, bf16).spread
     assert not choose(512, shape, None, 4096, bf16).spread
-    assert choose(512, shape, None, 4096, bf16).block_queries == 64
+    assert choose(512, shape, None, 4096, bf16).block_queries == 32
     assert choose(6, shape, 6, 4096, bf16).block_queries == 32
     assert choose(4, AttentionShape(48, 1, 64), 4, 64, bf16).block_queries >= 48
 

@@ -54,7 +54,7 @@ def build(specs, make_row, stage_step):
     return stage_step(rows)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(specs=rows_of_a_step, seed=st.integers(0, 2**31))
 def test_judge_agrees_with_a_plain_loop(specs, seed, make_row, stage_step):
     step = build(specs, make_row, stage_step)

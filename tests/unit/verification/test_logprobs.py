@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.models.base import HiddenStates
 from sametoken.verification.host import split_by_owner
 from sametoken.verification.logprobs import score_tokens
 
@@ -116,8 +115,7 @@ def prompt_entries(chunks, make_row, stage_step, params):
             ]
         )
         one_hot = torch.nn.functional.one_hot(step.x.token_ids, 9).float()
-        hidden = HiddenStates(one_hot, one_hot[:, :0])
-        scores = step.verifier.score_prompt(hidden, step.x, lambda h: h @ table)
+        scores = step.verifier.score_prompt(one_hot, step.x, lambda h: h @ table)
         done += size
         if scores is not None:
             first, second = split_by_owner(scores, 2)
@@ -144,12 +142,12 @@ def test_prompt_scores_cover_more_rows_than_are_held_at_once(make_row, stage_ste
         params=SamplingParams(temperature=0.0, prompt_logprobs=1),
     )
     step = stage_step([row])
-    hidden = HiddenStates(random_logits(150, 9, seed=8), torch.zeros(150, 0))
+    hidden = random_logits(150, 9, seed=8)
     scores = step.verifier.score_prompt(hidden, step.x, lambda h: h)
     (entries,) = split_by_owner(scores, 1)
     assert len(entries) == 149
     for position, entry in enumerate(entries):
-        check_entry(entry, hidden.last[position], prompt[position + 1], 1)
+        check_entry(entry, hidden[position], prompt[position + 1], 1)
 
 
 def test_prompt_scores_cost_nothing_unless_asked_for(make_row, stage_step):
@@ -160,5 +158,5 @@ def test_prompt_scores_cost_nothing_unless_asked_for(make_row, stage_step):
 def test_decoding_rows_have_no_prompt_scores(make_row, stage_step):
     params = SamplingParams(temperature=0.0, prompt_logprobs=1)
     step = stage_step([make_row(prompt=(1, 2), output=(3,), drafts=(4, 4), params=params)])
-    hidden = HiddenStates(torch.zeros(3, 9), torch.zeros(3, 0))
+    hidden = torch.zeros(3, 9)
     assert step.verifier.score_prompt(hidden, step.x, lambda h: h) is None

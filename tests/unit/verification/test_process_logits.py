@@ -136,7 +136,7 @@ def survivors(scaled, params):
     return set(order)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(batch=batches, seed=st.integers(0, 2**31))
 def test_every_row_of_every_window_follows_the_oracle(batch, seed, make_row, stage_step):
     step = stage_step([make_row(**arguments) for arguments in batch])
@@ -152,7 +152,7 @@ def test_every_row_of_every_window_follows_the_oracle(batch, seed, make_row, sta
     assert torch.equal(logits, want)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(batch=batches, seed=st.integers(0, 2**31))
 def test_a_window_row_equals_plain_decoding_of_the_same_tokens(batch, seed, make_row, stage_step):
     step = stage_step([make_row(**arguments) for arguments in batch])

@@ -39,7 +39,7 @@ class AttentionConfig:
         spread: one program per split and a merging kernel, rather than one that walks.
         block_queries: rows x query heads per program, a power of two from 16.
         num_warps: warps per program.
-        num_stages: depth of the load pipeline.
+        num_stages: depth of the load pipeline; odd, for block table and KV share it.
         split: positions per split, a multiple of ``tile``.
         tile: positions per loop turn.
     """
@@ -85,11 +85,11 @@ def attention(
     num_rows, block_size = q.shape[0], kv.keys.shape[2]
     capacity = rows.block_table.shape[1] * block_size
     max_seq_len = capacity if max_seq_len is None else min(max_seq_len, capacity)
+    if num_rows % (window or num_rows):
+        raise InvariantError(f"{num_rows} rows are not made of windows of {window}")
     config = config or choose(num_rows, shape, window, max_seq_len, q.dtype)
     if window is None and config.spread:
         raise InvariantError("attention over ragged rows has the walk form only")
-    if num_rows % (window or num_rows):
-        raise InvariantError(f"{num_rows} rows are not made of windows of {window}")
     assert q.is_contiguous()
     assert kv.keys.stride() == kv.values.stride()
     assert kv.keys.stride(3) == 1
@@ -106,17 +106,14 @@ def choose(
 ) -> AttentionConfig:
     """How to cut up a launch, from its shapes."""
     group = shape.num_heads // shape.num_kv_heads
-    width = triton.next_power_of_2(min(window or num_rows, num_rows) * group)
-    largest = 16 if dtype == torch.float32 else 64
-    block_queries = max(16, triton.next_power_of_2(group), min(largest, width))
-    tiles = (
-        triton.cdiv(num_rows, block_queries // group)
-        if window is None
-        else (num_rows // window * triton.cdiv(window, block_queries // group))
-    )
+    width = window or num_rows
+    largest = 16 if dtype == torch.float32 else 32
+    queries = min(largest, triton.next_power_of_2(width * group))
+    queries = max(16, triton.next_power_of_2(group), queries)
+    tiles = num_rows // width * triton.cdiv(width, queries // group)
     busy = tiles * shape.num_kv_heads >= BUSY_PROGRAMS
     spread = window is not None and not busy and max_seq_len > SPLIT
-    return AttentionConfig(spread, block_queries, num_warps=4, num_stages=2)
+    return AttentionConfig(spread, queries, 4, num_stages=5 if shape.head_dim <= 128 else 3)
 
 
 def _launch(

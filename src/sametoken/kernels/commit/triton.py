@@ -79,7 +79,7 @@ def _judge_row(
     draft = tl.load(token_ids + plan_row * R + query + row, is_draft, other=0)
     accepted = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
     next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
-    held_nan = (row <= accepted) & is_poisoned(best) & (query > 0)
+    held_nan = is_poisoned(best) & (query > 0)
     poisoned = tl.max(held_nan.to(tl.int32), axis=0) != 0
     judged = (query > 0) & ~poisoned
     return tl.where(judged, accepted, 0).to(tl.int64), tl.where(judged, next_token, 0), poisoned

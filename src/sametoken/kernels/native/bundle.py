@@ -17,6 +17,7 @@ from sametoken.kernels.interface import (
     RotaryTable,
 )
 from sametoken.kernels.native.library import NativeLibrary, load_library
+from sametoken.kernels.native.memory import WeightMemory
 
 MAX_HEAD_DIM = 1024
 
@@ -55,6 +56,7 @@ class NativeKernels:
 
     def __init__(self, library: NativeLibrary | None = None) -> None:
         library = library or load_library()
+        self._memory = WeightMemory(library.prefer_large_pages)
         self._packed_bytes, self._pack = library.packed_bytes, library.pack
         self._gemm, self._embedding = library.gemm, library.embedding
         self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
@@ -65,7 +67,7 @@ class NativeKernels:
         n, k = weight.shape
         is_bf16 = _is_bf16(weight)
         weight = weight.contiguous()
-        panels = torch.empty(self._packed_bytes(n, k, is_bf16), dtype=torch.uint8)
+        panels = self._memory.take(self._packed_bytes(n, k, is_bf16))
         self._pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
         return PanelWeight(panels, panels.data_ptr(), n, k, weight.dtype)
 

@@ -4,6 +4,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 INLINE int64_t units_of(int64_t depth, int bf16) { return bf16 ? ceil_div(depth, 2) : depth; }
@@ -15,11 +16,12 @@ EXPORT int64_t packed_bytes(int64_t n, int64_t k, int64_t bf16) {
     return ceil_div(n, GROUP) * GROUP * units_of(k, bf16) * 4;
 }
 
-/* Large pages for memory not yet touched: streaming a weight then misses the TLB less. */
-static void prefer_large_pages(void *memory, int64_t bytes) {
+/* Ask for large pages where memory not yet touched will lie. */
+EXPORT void prefer_large_pages(void *memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    uintptr_t first = ((uintptr_t)memory + 4095) & ~(uintptr_t)4095;
-    uintptr_t last = ((uintptr_t)memory + bytes) & ~(uintptr_t)4095;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t first = ((uintptr_t)memory + page - 1) / page * page;
+    uintptr_t last = ((uintptr_t)memory + bytes) / page * page;
     if (last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
 #else
     (void)memory, (void)bytes;
@@ -42,7 +44,6 @@ INLINE void pack_impl(const void *weight, void *packed, int64_t n, int64_t k, co
 }
 
 EXPORT void pack(const void *weight, void *packed, int64_t n, int64_t k, int64_t bf16) {
-    prefer_large_pages(packed, packed_bytes(n, k, bf16));
     if (bf16) pack_impl(weight, packed, n, k, 1);
     else pack_impl(weight, packed, n, k, 0);
 }

@@ -22,6 +22,7 @@ _SIGNATURE_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_flo
 #: Arguments in order (p: pointer, i: int64, f: float) and whether an int64 comes back.
 _SIGNATURES = {
     "team_size": ("", True),
+    "prefer_large_pages": ("pi", False),
     "packed_bytes": ("iii", True),
     "pack": ("ppiii", False),
     "gemm": ("ppppiiiii", False),
@@ -40,6 +41,7 @@ class NativeLibrary:
     """The exported C functions; their contracts stand in the C sources."""
 
     team_size: Callable[[], int]
+    prefer_large_pages: Callable[[int, int], None]
     packed_bytes: Callable[..., int]
     pack: Callable[..., None]
     gemm: Callable[..., None]

@@ -1,0 +1,179 @@
+"""The strong row law of attention on a chip: decode, verify and prefill rows, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sametoken.kernels.attention.triton import AttentionConfig, attention
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+QWEN3 = AttentionShape(32, 8, 128)
+LENGTHS = [1100, 530, 256, 65, 1]
+
+
+class Scene:
+    """Slots of given lengths in shuffled blocks; all other KV memory is NaN."""
+
+    def __init__(self, shape, lengths=LENGTHS, *, dtype=torch.bfloat16, block_size=16):
+        self.shape, self.lengths = shape, lengths
+        generator = torch.Generator("cuda").manual_seed(0)
+        max_blocks = -(-max(lengths) // block_size) + 3
+        num_blocks = max_blocks * len(lengths)
+        order = torch.randperm(num_blocks, device="cuda", generator=generator)
+        reserved = torch.full((1, max_blocks), num_blocks, device="cuda")
+        self.table = torch.cat((order.view(len(lengths), max_blocks), reserved))
+        size = (2, num_blocks + 1, shape.num_kv_heads, block_size, shape.head_dim)
+        memory = torch.full(size, torch.nan, dtype=dtype, device="cuda")
+        self.kv = LayerKV(memory[0], memory[1])
+        size = (2, len(lengths), max(lengths), shape.num_kv_heads, shape.head_dim)
+        self.history = torch.randn(size, device="cuda", generator=generator).to(dtype)
+        for slot, length in enumerate(lengths):
+            at = torch.arange(length, device="cuda")
+            blocks = self.table[slot, at // block_size]
+            memory[:, blocks, :, at % block_size] = self.history[:, slot, :length].transpose(0, 1)
+        size = (len(lengths) + 1, max(lengths), shape.num_heads, shape.head_dim)
+        self.queries = torch.randn(size, device="cuda", generator=generator).to(dtype)
+
+    def run(self, where, **options):
+        """Rows of (slot, position) pairs: [T, H * D]."""
+        slots, positions = torch.tensor(where, device="cuda").unbind(1)
+        slots, positions = slots.contiguous(), positions.contiguous()
+        q = self.queries[slots, positions]
+        rows = AttentionRows(positions, slots, torch.zeros_like(slots), self.table)
+        return attention(q, self.shape, rows, self.kv, **options)
+
+    def exact(self, slot, position, sliding_window=None):
+        first = max(0, position + 1 - sliding_window) if sliding_window else 0
+        k, v = self.history[:, slot, first : position + 1].double().transpose(1, 2)
+        grouped = self.queries[slot, position].double().unflatten(0, (len(k), -1))
+        weights = torch.softmax(grouped @ k.mT * self.shape.scale, dim=-1)
+        return (weights @ v).flatten()
+
+
+def window(slot, last, width):
+    return [(slot, position) for position in range(last - width + 1, last + 1)]
+
+
+def cut(spread, queries=16, warps=4, stages=3, split=256):
+    return AttentionConfig(spread, queries, warps, stages, split=split)
+
+
+@pytest.mark.parametrize(("block_size", "sliding_window"), [(16, None), (32, 100)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        QWEN3,
+        AttentionShape(9, 3, 64),
+        AttentionShape(8, 2, 80),
+        AttentionShape(6, 6, 96),
+        AttentionShape(28, 4, 128),
+        AttentionShape(8, 1, 256),
+    ],
+)
+def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_window):
+    scene = Scene(shape, block_size=block_size)
+    options = {"sliding_window": sliding_window}
+    largest = 16 if shape.head_dim == 256 else 32
+    whole = [(0, position) for position in range(1100)]
+    prefill = scene.run(whole, config=cut(False, largest), **options)
+    for position in (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 700, 1099):
+        for spread in (False, True):
+            alone = scene.run([(0, position)], window=1, config=cut(spread), **options)
+            assert torch.equal(alone[0], prefill[position]), (position, spread)
+    for last in (64, 66, 256, 258, 515, 1099):
+        for width in (2, 4, 6, 17, 65):
+            rows = window(0, last, min(width, last + 1))
+            for spread in (False, True):
+                verified = scene.run(rows, window=len(rows), config=cut(spread), **options)
+                expected = prefill[last + 1 - len(rows) : last + 1]
+                assert torch.equal(verified, expected), (last, width, spread)
+    exact = torch.stack([scene.exact(0, position, sliding_window) for _, position in whole])
+    assert (prefill.double() - exact).norm() / exact.norm() < 6e-3
+
+
+@pytest.mark.parametrize("split", [64, 256])
+def test_tiles_warps_and_stages_do_not_matter(split):
+    scene = Scene(QWEN3)
+    rows = window(0, 1000, 12)
+    expected = scene.run(rows, window=1, config=cut(True, split=split))
+    for spread in (False, True):
+        for queries, warps, stages in [(16, 4, 5), (16, 8, 3), (32, 4, 5), (64, 8, 3)]:
+            config = cut(spread, queries, warps, stages, split)
+            for width in (1, 3, 4, 12):
+                got = scene.run(rows, window=width, config=config)
+                assert torch.equal(got, expected), (config, width)
+    for queries in (16, 64):
+        got = scene.run(rows, config=cut(False, queries, 8, split=split))
+        assert torch.equal(got, expected)
+
+
+def test_place_and_company_do_not_matter():
+    scene = Scene(QWEN3)
+    expected = scene.run([(1, 500)], window=1)
+    crowd = [(0, 1000), (2, 255), (3, 64), (4, 0), (5, 0)]
+    for count in (1, 2, 8, 40, 102):
+        for place in {0, count // 2, count}:
+            where = (crowd * 30)[:count]
+            where.insert(place, (1, 500))
+            assert torch.equal(scene.run(where, window=1)[place], expected[0])
+            assert torch.equal(scene.run(where)[place], expected[0])
+
+
+def test_ragged_rows_equal_windows():
+    scene = Scene(QWEN3)
+    where = [*window(0, 900, 37), *window(1, 300, 3), *window(3, 64, 65), (4, 0), (5, 0), (5, 0)]
+    got = scene.run(where)
+    for row, pair in enumerate(where[:-2]):
+        assert torch.equal(scene.run([pair], window=1)[0], got[row]), pair
+
+
+def test_chosen_launches_agree_at_every_batch_size():
+    scene = Scene(QWEN3)
+    expected = scene.run(window(0, 900, 4), window=4)
+    for batch in (1, 2, 8, 16, 64, 128):
+        got = scene.run(window(0, 900, 4) * batch, window=4)
+        assert torch.equal(got, expected.repeat(batch, 1)), batch
+        bounded = scene.run(window(0, 900, 4) * batch, window=4, max_seq_len=901)
+        assert torch.equal(bounded, got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_types(dtype):
+    scene = Scene(AttentionShape(6, 2, 64), [300], dtype=dtype)
+    prefill = scene.run([(0, position) for position in range(300)])
+    exact = torch.stack([scene.exact(0, position) for position in range(300)])
+    tolerance = 1e-3 if dtype == torch.float16 else 1e-5
+    assert (prefill.double() - exact).norm() / exact.norm() < tolerance
+    for position in (0, 64, 255, 299):
+        alone = scene.run([(0, position)], window=1)
+        assert torch.equal(alone[0], prefill[position])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_captured_launch_follows_lengths_and_tables(spread):
+    scene = Scene(QWEN3)
+    slots = torch.tensor([0, 1], device="cuda").repeat_interleave(4)
+    positions = torch.zeros(8, dtype=torch.int64, device="cuda")
+    q = torch.zeros(8, 32, 128, dtype=torch.bfloat16, device="cuda")
+    rows = AttentionRows(positions, slots, torch.zeros_like(slots), scene.table)
+
+    def launch():
+        return attention(q, QWEN3, rows, scene.kv, window=4, config=cut(spread))
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch()
+    for last_0, last_1 in ((3, 500), (255, 256), (1099, 3), (700, 529)):
+        where = torch.tensor(window(0, last_0, 4) + window(1, last_1, 4), device="cuda")
+        positions.copy_(where[:, 1])
+        q.copy_(scene.queries[where[:, 0], where[:, 1]])
+        graph.replay()
+        assert torch.equal(out, scene.run(where.tolist(), window=1))

@@ -1,0 +1,180 @@
+"""The row law of the GEMM family on a chip: equal bits, whatever the rows and the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sametoken.kernels.gemm import triton as gemm
+from sametoken.kernels.gemm.selfcheck import check_gemm
+from sametoken.kernels.gemm.triton import DeviceWeight, product
+from sametoken.kernels.gemm.tuning import (
+    CANONICAL,
+    ROW_BUCKETS,
+    CublasConfig,
+    GemmShape,
+    TritonConfig,
+    TuningTable,
+    default_config,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CONFIGS = [
+    TritonConfig(16, 16, 256, num_warps=2, num_stages=4),
+    TritonConfig(16, 32, 256, num_warps=4, num_stages=3),
+    TritonConfig(16, 64, 128, num_warps=4, num_stages=4, tma=True, overlap=True),
+    TritonConfig(32, 32, 128, num_warps=4, num_stages=3, overlap=True),
+    TritonConfig(32, 64, 128, num_warps=4, num_stages=4, tma=True),
+    TritonConfig(64, 64, 64, num_warps=4, num_stages=5, tma=True),
+    TritonConfig(64, 128, 64, num_warps=4, num_stages=3),
+    TritonConfig(128, 64, 64, num_warps=4, num_stages=3),
+    TritonConfig(128, 128, 64, num_warps=8, num_stages=3, tma=True),
+]
+EPILOGUES = ["none", "bias", "silu_mul", "add", "logits"]
+ROW_COUNTS = [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 511, 512]
+
+
+def normal(*shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", generator=generator).to(dtype)
+
+
+def operands(epilogue, rows, features, dtype=torch.bfloat16):
+    if epilogue == "bias":
+        return normal(features, dtype=dtype, seed=2)
+    return normal(rows, features, dtype=dtype, seed=2) if epilogue == "add" else None
+
+
+def first_rows(operand, rows):
+    return operand[:rows] if operand is not None and operand.dim() == 2 else operand
+
+
+def by_canonical(x, matrix, epilogue, operand):
+    parts = []
+    for at in range(0, len(x), 16):
+        part = operand[at : at + 16] if epilogue == "add" else operand
+        parts.append(product(CANONICAL, x[at : at + 16], matrix, epilogue, part))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("features", "depth", "epilogue", "dtype"),
+    [(1024, 4096, epilogue, torch.bfloat16) for epilogue in EPILOGUES]
+    + [(576, 576, "none", torch.bfloat16), (400, 1544, "none", torch.bfloat16)]
+    + [(1024, 4096, "none", torch.float16)],
+)
+def test_every_kernel_and_row_count_gives_the_same_rows(features, depth, epilogue, dtype):
+    x, matrix = normal(512, depth, dtype=dtype), normal(features, depth, dtype=dtype, seed=1)
+    operand = operands(epilogue, 512, features, dtype)
+    expected = by_canonical(x, matrix, epilogue, operand)
+    for config in CONFIGS:
+        for rows in ROW_COUNTS:
+            out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
+            assert torch.equal(out, expected[:rows]), (config, rows)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("features", [576, 4096])
+def test_defaults_of_every_bucket_give_the_same_rows(features, epilogue):
+    x, matrix = normal(2048, 1024), normal(features, 1024, seed=1)
+    operand = operands(epilogue, 2048, features)
+    expected = by_canonical(x, matrix, epilogue, operand)
+    for rows in ROW_BUCKETS:
+        config = default_config(GemmShape(features, 1024, epilogue), rows)
+        out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
+        assert torch.equal(out, expected[:rows]), config
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_row_cannot_tell_its_place_or_its_company(config):
+    x, matrix = normal(96, 2048), normal(512, 2048, seed=1)
+    expected = product(CANONICAL, x[:1].contiguous(), matrix)
+    poisoned = torch.full_like(x, torch.nan)
+    for place in (0, 1, 15, 16, 63, 95):
+        poisoned.fill_(torch.nan)
+        poisoned[place] = x[0]
+        assert torch.equal(product(config, poisoned, matrix)[place], expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_close_to_float64(dtype):
+    x, matrix = normal(40, 1544, dtype=dtype), normal(400, 1544, dtype=dtype, seed=1)
+    exact = x.double() @ matrix.double().T
+    table = TuningTable()
+    out = gemm.linear(x, DeviceWeight(matrix), table=table)
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
+    assert (out.double() - exact).norm() / exact.norm() < tolerance
+    full = gemm.logits(x, DeviceWeight(matrix), table=table)
+    assert full.dtype == torch.float32
+    assert (full.double() - exact).norm() / exact.norm() < 1e-6
+
+
+def test_float32_rows_are_equal_too():
+    x, matrix = normal(130, 576, dtype=torch.float32), normal(192, 576, dtype=torch.float32)
+    weight, table = DeviceWeight(matrix), TuningTable()
+    everything = gemm.linear(x, weight, table=table)
+    for rows in (1, 5, 16, 64, 130):
+        assert torch.equal(gemm.linear(x[:rows], weight, table=table), everything[:rows])
+
+
+def test_fused_epilogues_equal_the_unfused_path():
+    x, matrix = normal(70, 1024), normal(2 * 704, 1024, seed=1)
+    weight, table = DeviceWeight(matrix), TuningTable()
+    residual = normal(70, 2 * 704, seed=3)
+    for rows in (1, 4, 30, 70):
+        stored = gemm.linear(x[:rows], weight, table=table)
+        assert torch.equal(
+            gemm.linear_silu_mul(x[:rows], weight, table=table), gemm.silu_mul(stored)
+        )
+        assert torch.equal(
+            gemm.linear_add(x[:rows], weight, residual[:rows], table=table),
+            stored + residual[:rows],
+        )
+
+
+@pytest.mark.parametrize(
+    ("features", "depth", "epilogue"),
+    [(6144, 4096, "none"), (24576, 4096, "silu_mul"), (4096, 4096, "add"), (4096, 12288, "none")],
+)
+def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
+    matrix = normal(features, depth, seed=1)
+    shape = GemmShape(features, depth, epilogue)
+    table = TuningTable({shape: dict.fromkeys(ROW_BUCKETS, CublasConfig())})
+    counts = [*range(1, 65), 100, 128, 200, 256, 384, 512, 1000, 2048]
+    checked, report = check_gemm(matrix, epilogue, table, counts)
+    assert report.num_row_counts == len(counts)
+    refused = {refusal.bucket for refusal in report.refused}
+    x, operand = normal(2048, depth), operands(epilogue, 2048, features)
+    expected = by_canonical(x, matrix, epilogue, operand)
+    for rows in counts:
+        config = checked.choose(shape, rows)
+        assert isinstance(config, CublasConfig) or refused
+        out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
+        assert torch.equal(out, expected[:rows]), (config, rows)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_captured_chain_of_dependent_products_replays_the_same_bits(overlap):
+    config = TritonConfig(16, 32, 256, num_warps=4, num_stages=3, overlap=overlap)
+    matrices = [normal(2048, 2048, seed=seed) / 45 for seed in range(8)]
+    x = normal(4, 2048)
+
+    def chain(kernel):
+        y = x
+        for matrix in matrices * 4:
+            y = product(kernel, y, matrix)
+        return y
+
+    chain(config)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(config)
+    for seed in range(20):
+        x.copy_(normal(4, 2048, seed=seed))
+        graph.replay()
+        assert torch.equal(out, chain(CANONICAL))

@@ -1,0 +1,100 @@
+"""Rotary tables against transformers' own, and the refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.rotary import rotary_table
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def table(rope, head_dim=16, max_positions=200):
+    return rotary_table(
+        {"rope_theta": 1000.0, **rope},
+        head_dim=head_dim,
+        max_positions=max_positions,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 3.0},
+        LLAMA3,
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 0.7,
+            "beta_fast": 16,
+            "beta_slow": 2,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_equals_transformers(rope):
+    config = LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        rope_parameters={"rope_theta": 1000.0, **rope},
+    )
+    positions = torch.arange(200)[None]
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    ours = table(rope)
+    assert ours.cos.dtype == torch.float32
+    assert torch.equal(ours.cos, cos[0, :, :8])
+    assert torch.equal(ours.sin, sin[0, :, :8])
+
+
+def test_divisors_express_llama3():
+    scaled, default = table(LLAMA3), table({"rope_type": "default"})
+    # At position 1 the angle is the frequency itself, below pi.
+    divisors = torch.atan2(default.sin[1], default.cos[1]) / torch.atan2(
+        scaled.sin[1], scaled.cos[1]
+    )
+    divided = table({"rope_type": "divided", "divisors": tuple(divisors.tolist())})
+    assert not torch.allclose(default.cos, scaled.cos, atol=1e-2)
+    torch.testing.assert_close(divided.cos, scaled.cos, atol=1e-4, rtol=0)
+    torch.testing.assert_close(divided.sin, scaled.sin, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_length_dependent_types_are_refused_by_name(rope_type):
+    with pytest.raises(UnsupportedError, match=f"'{rope_type}'.*running length"):
+        table({"rope_type": rope_type, "factor": 2.0})
+
+
+def test_unknown_types_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match="'spiral' is not supported"):
+        table({"rope_type": "spiral"})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0.0},
+        {"rope_type": "linear", "factor": "two"},
+        {**LLAMA3, "low_freq_factor": None},
+        {"rope_type": "divided", "divisors": (1.0, 2.0)},
+    ],
+)
+def test_missing_or_bad_parameters_are_checkpoint_errors(rope):
+    with pytest.raises(CheckpointError, match="rope"):
+        table(rope)

@@ -1,0 +1,132 @@
+"""config.json in the forms that checkpoints have it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.loader import read_config
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+
+
+def read(directory, config, generation_config=None):
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation_config is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation_config))
+    return read_config(directory)
+
+
+def test_absent_keys_take_the_values_transformers_implies(tmp_path):
+    config = read(tmp_path, BASE)
+    theirs = LlamaConfig(**{key: value for key, value in BASE.items() if key != "architectures"})
+    assert config.num_kv_heads == theirs.num_key_value_heads == 4
+    assert config.head_dim == theirs.head_dim == 16
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope == theirs.rope_parameters
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("config_class", [MistralConfig, Qwen3Config])
+def test_values_implied_by_one_architecture(tmp_path, config_class):
+    name = config_class.__name__.replace("Config", "ForCausalLM")
+    sizes = BASE | {"architectures": [name], "num_attention_heads": 32, "hidden_size": 128}
+    config = read(tmp_path, sizes)
+    theirs = config_class(**{key: value for key, value in sizes.items() if key != "architectures"})
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == theirs.head_dim
+    # Qwen3 implies a window too, but also that it is not used.
+    assert config.extra.get("sliding_window") == theirs.sliding_window
+
+
+def test_old_and_new_rope_settings_mean_the_same(tmp_path):
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
+    new = BASE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **scaling}}
+    old = BASE | {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **scaling}}
+    found = [read(tmp_path, config).rope for config in (new, old)]
+    for rope in found:
+        rope.pop("type", None)
+    assert found[0] == found[1] == {"rope_type": "yarn", "rope_theta": 5e5, **scaling}
+
+
+def test_rope_lengths_are_filled_in(tmp_path):
+    rope = read(tmp_path, BASE | {"rope_scaling": {"rope_type": "yarn", "factor": None}}).rope
+    assert rope["original_max_position_embeddings"] == 512
+    assert rope["factor"] == 1.0
+    outer = {"original_max_position_embeddings": 256, "rope_scaling": {"rope_type": "yarn"}}
+    assert read(tmp_path, BASE | outer).rope["factor"] == 2.0
+
+
+def test_end_ids_come_from_the_generation_config_first(tmp_path):
+    config = BASE | {"eos_token_id": 7, "bos_token_id": 1}
+    assert read(tmp_path, config).eos_token_ids == (7,)
+    assert read(tmp_path, config, {"eos_token_id": None}).eos_token_ids == (7,)
+    found = read(tmp_path, config, {"eos_token_id": [8, 9]})
+    assert (found.eos_token_ids, found.bos_token_id) == ((8, 9), 1)
+    (tmp_path / "generation_config.json").unlink()
+    assert read(tmp_path, BASE).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_by_either_name(tmp_path, key):
+    assert read(tmp_path, BASE | {key: "bfloat16"}).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(tmp_path, change, message):
+    with pytest.raises(UnsupportedError, match=message):
+        read(tmp_path, BASE | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size=None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"vocab_size": "100"}, "vocab_size='100'"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1"),
+        ({"num_key_value_heads": 3}, "4 heads of size 16 over 3"),
+        ({"head_dim": 7}, "of size 7"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id"),
+        ({"architectures": []}, "no architecture"),
+        ({"rope_scaling": "yarn"}, "not an object"),
+    ],
+)
+def test_impossible_settings_are_named(tmp_path, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(tmp_path, BASE | change)
+
+
+def test_absent_or_malformed_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="not a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        read_config(tmp_path)

@@ -1,0 +1,268 @@
+"""Loading Hugging Face directories: what works, and every way in which it fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from helpers.forward import CPU, Bench
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models import weights
+from sametoken.models.loader import load_model
+
+transformers_logging.disable_progress_bar()
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def saved(directory, *, qwen3=False, **options):
+    torch.manual_seed(0)
+    config_class, model_class = (
+        (Qwen3Config, Qwen3ForCausalLM) if qwen3 else (LlamaConfig, LlamaForCausalLM)
+    )
+    max_shard_size = options.pop("max_shard_size", "1GB")
+    model = model_class(config_class(**SIZES, **options)).eval()
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def load(directory, **options):
+    arguments = {"dtype": torch.float32, "device": CPU, "max_positions": 64} | options
+    return load_model(directory, kernels=ReferenceKernels(), **arguments)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.fixture
+def checkpoint(pristine, tmp_path):
+    return shutil.copytree(pristine, tmp_path / "copy")
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_sharded_and_single_files_are_the_same_model(pristine, tmp_path):
+    sharded = saved(tmp_path, max_shard_size="8KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    found = [Bench(load(path)).logits(PROMPT, []) for path in (pristine, sharded)]
+    assert torch.equal(*found)
+
+
+def test_reading_in_small_chunks_changes_nothing(pristine, monkeypatch):
+    expected = Bench(load(pristine)).logits(PROMPT, [])
+    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 70)
+    assert torch.equal(Bench(load(pristine)).logits(PROMPT, []), expected)
+
+
+def test_fused_rows_keep_their_order(pristine):
+    tensors = load_file(pristine / "model.safetensors")
+    prefix = "model.layers.1.self_attn"
+    expected = torch.cat([tensors[f"{prefix}.{part}_proj.weight"] for part in "qkv"])
+    assert torch.equal(load(pristine)._layers[1].attention.qkv.weight.matrix, expected)
+
+
+def test_tied_embeddings_share_one_weight(tmp_path):
+    model = load(saved(tmp_path, tie_word_embeddings=True))
+    assert model.head is model.embedding
+    untied = load(saved(tmp_path, tie_word_embeddings=False))
+    assert untied.head is not untied.embedding
+    assert untied.weights_bytes == model.weights_bytes + 48 * 32 * 4
+
+
+def test_weights_bytes_counts_every_matrix(pristine):
+    tensors = load_file(pristine / "model.safetensors")
+    assert load(pristine).weights_bytes == sum(
+        tensor.nbytes for tensor in tensors.values() if tensor.dim() == 2
+    )
+
+
+def test_a_tied_head_that_differs_is_refused(checkpoint):
+    change_config(checkpoint, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs"):
+        load(checkpoint)
+
+    def tie(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(checkpoint, tie)
+    model = load(checkpoint)
+    assert model.head is model.embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_files_of_other_floating_dtypes_are_converted(checkpoint, dtype):
+    def convert(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+
+    change_tensors(checkpoint, convert)
+    model = load(checkpoint, dtype=torch.bfloat16)
+    expected = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.embedding.matrix, expected.to(torch.bfloat16))
+    assert model.kv_spec.dtype == torch.bfloat16
+
+
+def test_derived_rotary_tensors_of_old_files_are_allowed(checkpoint):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+
+    change_tensors(checkpoint, add)
+    load(checkpoint)
+
+
+def test_missing_path(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load(tmp_path / "nowhere")
+
+
+def test_missing_tensor_is_named(checkpoint):
+    change_tensors(checkpoint, lambda tensors: tensors.pop(K_PROJ))
+    with pytest.raises(CheckpointError, match=f"lacks the tensor {K_PROJ}"):
+        load(checkpoint)
+
+
+def test_unexpected_shape_names_tensor_found_and_wanted(checkpoint):
+    change_config(checkpoint, num_key_value_heads=4)
+    wanted = r"k_proj\.weight .* has shape \[16, 32\], the config wants \[32, 32\]"
+    with pytest.raises(CheckpointError, match=wanted):
+        load(checkpoint)
+
+
+def test_tensors_without_a_use_are_refused(tmp_path):
+    directory = saved(tmp_path, attention_bias=True)
+    change_config(directory, attention_bias=False)
+    with pytest.raises(UnsupportedError, match=r"8 tensors .* does not use: .*bias.*, \.\.\."):
+        load(directory)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, 5000])
+def test_truncated_safetensors(checkpoint, size):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or corrupt"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
+def test_dtypes_that_cannot_be_converted(checkpoint, dtype):
+    def convert(tensors):
+        tensors[K_PROJ] = tensors[K_PROJ].to(dtype)
+
+    change_tensors(checkpoint, convert)
+    with pytest.raises(UnsupportedError, match=rf"{K_PROJ} .* has dtype"):
+        load(checkpoint)
+
+
+def test_missing_shard_is_named(tmp_path):
+    directory = saved(tmp_path, max_shard_size="8KB")
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"lists {shard.name}, which is not there"):
+        load(directory)
+
+
+def test_index_without_a_weight_map(tmp_path):
+    directory = saved(tmp_path, max_shard_size="8KB")
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        load(directory)
+
+
+def test_pickled_weights_are_refused(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="holds no safetensors file"):
+        load(checkpoint)
+    (checkpoint / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=r"pickled weights only \(pytorch_model\.bin\)"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("name", [K_PROJ, "model.norm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_named(checkpoint, name, value):
+    def spoil(tensors):
+        tensors[name].view(-1)[7] = value
+
+    change_tensors(checkpoint, spoil)
+    with pytest.raises(CheckpointError, match=f"{name} .* NaN or infinite"):
+        load(checkpoint)
+
+
+def test_unknown_architecture_lists_the_known(checkpoint):
+    change_config(checkpoint, architectures=["MambaForCausalLM"])
+    with pytest.raises(UnsupportedError, match="'MambaForCausalLM'.*LlamaForCausalLM, Mistral"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"sliding_window": 16}, "sliding_window=16"),
+        ({"sliding_window": 16, "use_sliding_window": True}, "sliding_window=16"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ],
+)
+def test_unsupported_arithmetic_is_refused_by_name(checkpoint, changes, message):
+    change_config(checkpoint, **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        load(checkpoint)
+
+
+def test_a_window_that_is_not_used_is_no_reason_to_refuse(tmp_path):
+    directory = saved(tmp_path, qwen3=True)
+    change_config(directory, sliding_window=16, use_sliding_window=False)
+    load(directory)
+
+
+def test_mistral_needs_to_say_that_it_has_no_window(checkpoint):
+    change_config(checkpoint, architectures=["MistralForCausalLM"])
+    with pytest.raises(UnsupportedError, match="sliding_window=4096"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_positions": 0}, {"aux_layers": (0, 3)}, {"aux_layers": (-1,)}, {"load_format": "onnx"}],
+)
+def test_impossible_arguments(pristine, options):
+    with pytest.raises(ConfigError):
+        load(pristine, **options)
+
+
+def test_load_format_must_fit_the_path(pristine):
+    with pytest.raises(CheckpointError, match="holds 0 GGUF files"):
+        load(pristine, load_format="gguf")
+    with pytest.raises(ConfigError, match="needs a directory"):
+        load(pristine / "model.safetensors", load_format="safetensors")

@@ -11,7 +11,14 @@ import dataclasses
 import pytest
 import torch
 
-from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculators
+from helpers.checkpoints import (
+    VOCAB,
+    eagle1_tensors,
+    head_tensors,
+    write_eagle1,
+    write_llama,
+    write_speculators,
+)
 from helpers.harness import Ran, collect, request
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -85,18 +92,20 @@ def target(tmp_path_factory):
 def drafters(target, tmp_path_factory):
     other = write_llama(tmp_path_factory.mktemp("other"), seed=5, max_position_embeddings=80)
     head = write_speculators(tmp_path_factory.mktemp("head"), head_tensors())
+    first = write_eagle1(tmp_path_factory.mktemp("first"), eagle1_tensors(num_layers=2))
     return {
         "ngram": {"method": "ngram", "num_speculative_tokens": 5},
         "ngram-64": {"method": "ngram", "num_speculative_tokens": 31, "prompt_lookup_max": 3},
         "self": {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3},
         "other": {"method": "draft_model", "model": str(other), "num_speculative_tokens": 4},
+        "eagle": {"method": "eagle", "model": str(first), "num_speculative_tokens": 3},
         "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
     }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("method", ["ngram", "ngram-64", "self", "other", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "ngram-64", "self", "other", "eagle", "eagle3"])
 def test_accepted_rows_have_the_bits_of_plain_decoding(
     target, drafters, method, dtype, temperature
 ):

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints on disk: a Llama target, and EAGLE-3 heads in both layouts."""
+"""Tiny random checkpoints on disk: a Llama target, and EAGLE heads in both layouts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def write_llama(directory: Path, seed: int = 0, **changes) -> Path:
 def head_tensors(
     seed: int = 0, *, own_embedding: bool = False, full_vocab: bool = False, **flags
 ) -> dict[str, torch.Tensor]:
-    """A head's tensors under the names of ``speculators``."""
+    """An EAGLE-3 head's tensors under the names of ``speculators``."""
     config = LLAMA | flags
     shapes = layer_shapes(config, "layers.0", 2 * HIDDEN)
     shapes |= {
@@ -124,6 +124,47 @@ def write_speculators(
     }
     verifier = {"verifier_norm.weight": torch.ones(HIDDEN)}
     return write_checkpoint(directory, config | changes, tensors | verifier)
+
+
+def eagle1_tensors(
+    seed: int = 0, *, num_layers: int = 1, fc_bias: bool = False, own: bool = False
+) -> dict[str, torch.Tensor]:
+    """A head of the first EAGLE under SafeAILab's names; ``own`` adds embedding and lm_head."""
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+    for index in range(num_layers):
+        shapes |= layer_shapes(LLAMA, f"layers.{index}", HIDDEN)
+    del shapes["layers.0.input_layernorm.weight"]
+    if fc_bias:
+        shapes["fc.bias"] = (HIDDEN,)
+    if own:
+        shapes |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
+    generator = torch.Generator().manual_seed(seed)
+    return {name: random_weight(generator, *shape) for name, shape in shapes.items()}
+
+
+def write_eagle1(directory: Path, tensors: dict[str, torch.Tensor], **changes) -> Path:
+    """SafeAILab's layout: the config.json of a Llama with as many layers as the head."""
+    num_layers = sum(name.endswith("q_proj.weight") for name in tensors)
+    return write_checkpoint(directory, LLAMA | {"num_hidden_layers": num_layers} | changes, tensors)
+
+
+def write_eagle1_speculators(directory: Path, tensors: dict[str, torch.Tensor], **changes) -> Path:
+    """A nested config.json, ``transformer.*`` and ``fusion_fc.*`` tensors."""
+    layer_config = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    config = {
+        "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+        "speculators_model_type": "eagle",
+        "speculators_config": {"algorithm": "eagle", "verifier": {"name_or_path": "target"}},
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        "transformer_layer_config": layer_config,
+        "fusion_bias": "fc.bias" in tensors,
+        "layernorms": False,
+    }
+    renamed = {
+        name.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): value
+        for name, value in tensors.items()
+    }
+    return write_checkpoint(directory, config | changes, renamed)
 
 
 def write_checkpoint(directory: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AUDIT_FAILED = 1
 SPECULATION = SpeculativeConfig(
-    method="ngram", num_speculative_tokens=8, prompt_lookup_max=4, prompt_lookup_min=1
+    method="ngram", num_speculative_tokens=12, prompt_lookup_max=4, prompt_lookup_min=2
 )
 ACCEPTED_STYLE = "bold green"
 

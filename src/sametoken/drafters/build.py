@@ -12,15 +12,22 @@ from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter, NoDrafter
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
-from sametoken.drafters.eagle3 import Eagle3Drafter
+from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.interface import Kernels
-from sametoken.models import eagle_checkpoint
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
+from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.eagle_checkpoint import HeadCheckpoint
 from sametoken.models.loader import load_model
 from sametoken.state.kv_cache import KVCache, KVSpec
+
+_HEADS: dict[str, Callable[[Path], HeadCheckpoint]] = {
+    "eagle": Eagle1Checkpoint,
+    "eagle3": Eagle3Checkpoint,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +73,9 @@ def required_aux_layers(spec: SpeculativeConfig | None, target: ModelConfig) -> 
         UnsupportedError: the method or the head is not implemented.
         DrafterMismatchError: the head was trained for another target.
     """
-    if spec is None or spec.method not in ("eagle3", "eagle"):
+    if spec is None or spec.method not in _HEADS:
         return ()
-    config = eagle_checkpoint.read_head_config(_head_directory(spec))
-    eagle_checkpoint.require_fit(config, target)
-    return eagle_checkpoint.aux_layers(config, target.num_layers)
+    return _fitting_head(spec, target).aux_layers(target.num_layers)
 
 
 def load_drafter(
@@ -92,7 +97,7 @@ def load_drafter(
         return LoadedDrafter(None, 0, lambda kv_cache, coupling: drafter)
     if spec.method == "draft_model":
         return _load_draft_model(spec, target, placement)
-    return _load_eagle3(spec, target, placement)
+    return _load_eagle(spec, target, placement)
 
 
 def _load_draft_model(
@@ -114,18 +119,14 @@ def _load_draft_model(
     return LoadedDrafter(model.kv_spec, k - 1, attach)
 
 
-def _load_eagle3(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
-    k, directory = spec.num_speculative_tokens, _head_directory(spec)
+def _load_eagle(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
+    k = spec.num_speculative_tokens
     if not isinstance(target, Decoder):
         raise UnsupportedError(
-            f"{target.config.architecture} keeps no states for an EAGLE-3 head",
+            f"{target.config.architecture} keeps no states for an EAGLE head",
             "use another speculative method",
         )
-    config = eagle_checkpoint.read_head_config(directory)
-    eagle_checkpoint.require_fit(config, target.config)
-    head = eagle_checkpoint.load_head(
-        directory,
-        config,
+    head = _fitting_head(spec, target.config).load(
         target,
         kernels=placement.kernels,
         dtype=placement.dtype,
@@ -134,17 +135,15 @@ def _load_eagle3(spec: SpeculativeConfig, target: CausalLM, placement: Placement
     )
 
     def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
-        return Eagle3Drafter(head, _given(kv_cache), k, coupling)
+        return EagleDrafter(head, _given(kv_cache), k, coupling)
 
     return LoadedDrafter(head.kv_spec, max(k - 2, 0), attach)
 
 
-def _head_directory(spec: SpeculativeConfig) -> Path:
-    if spec.method == "eagle":
-        raise UnsupportedError(
-            "speculative method 'eagle' (EAGLE-1) is not supported yet", "use an EAGLE-3 head"
-        )
-    return Path(spec.model or "")
+def _fitting_head(spec: SpeculativeConfig, target: ModelConfig) -> HeadCheckpoint:
+    checkpoint = _HEADS[spec.method](Path(spec.model or ""))
+    checkpoint.require_fit(target)
+    return checkpoint
 
 
 def _given(kv_cache: KVCache | None) -> KVCache:

@@ -28,7 +28,8 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import ModelConfig
+from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.eagle import HeadStates
 from sametoken.state.kv_cache import KVCache, KVSpec
 
 
@@ -60,21 +61,8 @@ class Eagle3Config:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadStates:
-    """What a pass of the head leaves, [T, hidden] each.
-
-    Attributes:
-        last: after the final norm, for logits.
-        feedback: what the row at the next position takes as its hidden state.
-    """
-
-    last: Tensor
-    feedback: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Eagle3Head:
-    """The head's weights and its forward pass.
+    """The head's weights and its forward pass, as an ``EagleHead``.
 
     Attributes:
         embedding: [V, hidden], the target's own unless the head has one.
@@ -103,6 +91,10 @@ class Eagle3Head:
         shape = self.attention.shape
         return KVSpec(1, shape.num_kv_heads, shape.head_dim, self.norm.weight.dtype)
 
+    def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
+        """The target's auxiliary states, combined."""
+        return self.combine(hidden.auxiliary[rows])
+
     def combine(self, auxiliary: Tensor) -> Tensor:
         """[T, num_aux * target_hidden] of the target to [T, hidden]."""
         if self.aux_norms:
@@ -114,15 +106,7 @@ class Eagle3Head:
     def forward(
         self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
     ) -> HeadStates:
-        """Run rows over paged KV, writing theirs. May reuse the memory of ``hidden``.
-
-        Args:
-            token_ids: [T] int64; of a row at position p, the token at p + 1.
-            hidden: [T, hidden]; of a row at position p, the combined target state at p or
-                the head's own ``feedback`` of p - 1.
-            rows: where the rows stand.
-            kv: the head's KV.
-        """
+        """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
         embedded = self.input_layernorm(self.kernels.embedding(token_ids, self.embedding))
         normed = self.hidden_norm(hidden)
         attended = self.attention(torch.cat((embedded, normed), dim=1), rows, kv.layer(0))

@@ -48,17 +48,28 @@ class HuggingFaceCheckpoint:
         self._directory = directory
         config_file = directory / "config.json"
         generation_file = directory / "generation_config.json"
-        generation = _json_object(generation_file) if generation_file.is_file() else {}
-        self.config = _model_config(_json_object(config_file), generation, str(config_file))
+        generation = read_json_object(generation_file) if generation_file.is_file() else {}
+        self.config = model_config(read_json_object(config_file), generation, str(config_file))
 
     def open_tensors(self) -> SafetensorsSource:
         """The tensors of the directory."""
         return SafetensorsSource(self._directory)
 
 
-def _model_config(
+def model_config(
     config: dict[str, Any], generation_config: Mapping[str, Any], location: str
 ) -> ModelConfig:
+    """The architecture that a config.json in transformers' form describes.
+
+    Args:
+        config: the file's object.
+        generation_config: that of generation_config.json, empty if there is none.
+        location: the file, for messages.
+
+    Raises:
+        CheckpointError: a key is missing or impossible.
+        UnsupportedError: the weights are quantized, or a setting is not implemented.
+    """
     if config.get("quantization_config"):
         raise UnsupportedError(
             f"{location} has a quantization_config", "use the checkpoint's unquantized weights"
@@ -133,7 +144,12 @@ def _dtype(settings: Settings) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a checkpoint's JSON file.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or holds something else.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -189,7 +205,7 @@ def _safetensors_files(directory: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        weight_map = _json_object(index).get("weight_map")
+        weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index} has no weight_map", AGAIN)
         shards = [directory / str(name) for name in dict.fromkeys(weight_map.values())]

@@ -8,6 +8,9 @@ from typing import Any
 
 from sametoken.errors import CheckpointError
 
+# Four times what any model has: a damaged file must not size the rotary table.
+MAX_HEAD_DIM = 2048
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -65,9 +68,9 @@ def require_head_counts(num_heads: int, num_kv_heads: int, head_dim: int, locati
     """Refuse heads that cannot be grouped or rotated.
 
     Raises:
-        CheckpointError: the counts do not divide, or the head size is odd.
+        CheckpointError: the counts do not divide, or the head size is odd or absurd.
     """
-    if num_heads % num_kv_heads or head_dim % 2:
+    if num_heads % num_kv_heads or head_dim % 2 or head_dim > MAX_HEAD_DIM:
         raise CheckpointError(
             f"{location}: {num_heads} heads of size {head_dim} over {num_kv_heads} key-value heads "
             "are not possible",

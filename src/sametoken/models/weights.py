@@ -131,6 +131,9 @@ class WeightReader:
             )
 
     def _filled(self, shape: tuple[int, ...], parts: tuple[Part, ...]) -> Tensor:
+        # Checked first: a config at odds with the file must not decide what is allocated.
+        for part in parts:
+            self._require_shape(part.name, (part.rows, *shape[1:]))
         destination = torch.empty(shape, dtype=self.dtype, device=self.device)
         first = 0
         for part in parts:
@@ -138,20 +141,22 @@ class WeightReader:
             first += part.rows
         return destination
 
-    def _fill(self, destination: Tensor, name: str) -> None:
-        """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
+    def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self:
             raise CheckpointError(
                 f"{self.source.location} lacks the tensor {name}",
                 "download or convert the checkpoint again",
             )
-        found, wanted = self.source.shape(name), tuple(destination.shape)
+        found = self.source.shape(name)
         if found != wanted:
             raise CheckpointError(
                 f"tensor {name} of {self.source.location} has shape {list(found)}, "
                 f"the config wants {list(wanted)}",
                 "check that config and weights belong together",
             )
+
+    def _fill(self, destination: Tensor, name: str) -> None:
+        """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
         first = 0
         for chunk in self.source.chunks(name):
             destination[first : first + chunk.shape[0]].copy_(chunk)

@@ -2,7 +2,7 @@
 
 Row r of a window is judged as if its r drafts were committed: its prefix is the committed
 tokens and drafts 1..r. Nothing is remembered between steps, so a rejected draft cannot
-leave a trace (tests/unit/verification/test_rules.py).
+leave a trace (tests/unit/verification/test_process_logits.py).
 """
 
 from __future__ import annotations

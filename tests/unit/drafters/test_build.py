@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_safeailab
+from helpers.checkpoints import (
+    VOCAB,
+    eagle1_tensors,
+    head_tensors,
+    write_eagle1,
+    write_llama,
+    write_safeailab,
+)
 from helpers.drafting import CPU, MAX_LEN, Bench
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
 from sametoken.drafters.draft_model import DraftModelDrafter
-from sametoken.drafters.eagle3 import Eagle3Drafter
+from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.errors import DrafterMismatchError, InvariantError, UnsupportedError
 from sametoken.kernels.reference import ReferenceKernels
@@ -64,16 +73,20 @@ def test_a_model_drafts_perfectly_for_itself(target_directory, temperature):
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_an_eagle3_head(tmp_path, target_directory, k):
-    head = write_safeailab(tmp_path / "head", head_tensors())
-    spec = spec_of("eagle3", head, k)
+@pytest.mark.parametrize(("method", "wanted"), [("eagle", ()), ("eagle3", (2, 2, 1))])
+def test_an_eagle_head(tmp_path, target_directory, method, wanted, k):
+    if method == "eagle":
+        head = write_eagle1(tmp_path / "head", eagle1_tensors())
+    else:
+        head = write_safeailab(tmp_path / "head", head_tensors())
+    spec = spec_of(method, head, k)
     layers = required_aux_layers(spec, read_config(target_directory))
-    assert layers == (2, 2, 1)
+    assert layers == wanted
     target = load_target(target_directory, layers)
     loaded = load_drafter(spec, target, PLACEMENT)
     bench = Bench(target, k)
     bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
-    assert isinstance(bench.drafter, Eagle3Drafter)
+    assert isinstance(bench.drafter, EagleDrafter)
     assert bench.drafter.lookahead_slots == loaded.lookahead_slots
     bench.run(5, VOCAB, lambda context, drafts: None)
 
@@ -83,25 +96,26 @@ def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):
     other = write_llama(tmp_path / "other", vocab_size=29)
     short = write_llama(tmp_path / "short", max_position_embeddings=16)
     head = write_safeailab(tmp_path / "head", head_tensors(), target_hidden_size=32)
+    wide = write_eagle1(tmp_path / "wide", eagle1_tensors(), hidden_size=32)
     for spec, message in (
         (spec_of("draft_model", other), "29 tokens, the target 23"),
         (spec_of("draft_model", short), "16 positions, below max_model_len=40"),
         (spec_of("eagle3", head), "32 hidden elements, the target has 16"),
+        (spec_of("eagle", wide), "32 hidden elements, the target has 16"),
     ):
         with pytest.raises(DrafterMismatchError, match=message):
             load_drafter(spec, target, PLACEMENT)
-    with pytest.raises(DrafterMismatchError, match="32 hidden"):
-        required_aux_layers(spec_of("eagle3", head), target.config)
+    for spec in (spec_of("eagle3", head), spec_of("eagle", wide)):
+        with pytest.raises(DrafterMismatchError, match="32 hidden"):
+            required_aux_layers(spec, target.config)
 
 
-def test_eagle_1_is_refused_by_name(target_directory):
+def test_a_target_that_shares_no_weights_is_refused(tmp_path, target_directory):
     target = load_target(target_directory)
-    for ask in (
-        lambda spec: required_aux_layers(spec, target.config),
-        lambda spec: load_drafter(spec, target, PLACEMENT),
-    ):
-        with pytest.raises(UnsupportedError, match="EAGLE-1"):
-            ask(spec_of("eagle", "somewhere"))
+    stranger = SimpleNamespace(config=target.config)
+    head = write_eagle1(tmp_path / "head", eagle1_tensors())
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM keeps no states"):
+        load_drafter(spec_of("eagle", head), stranger, PLACEMENT)
 
 
 def test_kv_memory_must_be_given_to_a_drafter_that_has_some(target_directory):

@@ -17,6 +17,7 @@ from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.engine.llm import LLM
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.tokenizer import Tokenizer
+from sametoken.errors import EngineDeadError
 from sametoken.models.base import ModelConfig
 
 CORPUS = [
@@ -108,12 +109,13 @@ class ScriptedEngine:
         self.released: list[str] = []
         self.refuse: dict[int, Exception] = {}
         self.num_steps = 0
+        self._dead = False
         self._live: dict[str, deque] = {}
         self._in_flight: deque = deque()
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._live) or bool(self._in_flight)
+        return bool(self._live) or bool(self._in_flight) or self._dead
 
     def add_request(self, request: EngineRequest) -> None:
         if len(self.requests) in self.refuse:
@@ -127,6 +129,8 @@ class ScriptedEngine:
 
     def step(self) -> tuple[RequestUpdate, ...]:
         self.num_steps += 1
+        if self._dead:
+            raise EngineDeadError("the engine stopped before")
         if self._live:
             self._in_flight.append(
                 tuple(self._update(name, script) for name, script in self._live.items() if script)
@@ -138,6 +142,7 @@ class ScriptedEngine:
     def _update(self, request_id: str, script: deque) -> RequestUpdate:
         window = script.popleft()
         if isinstance(window, Exception):
+            self._dead = True
             raise window
         if isinstance(window, RequestUpdate):
             return dataclasses.replace(window, request_id=request_id)

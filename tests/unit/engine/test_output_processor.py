@@ -155,6 +155,9 @@ def test_a_character_cut_short_by_the_end_is_shown(run, tokenizer):
     request = run()
     assert completion(request.emit(start)[0]).text == ""
     assert completion(request.emit(EOS)[0]).text == "\ufffd"
+    (cat,) = tokenizer.encode(" cat")[-1:]
+    output, _ = run(stop_token_ids=[cat]).emit(start, cat)
+    assert completion(output).text == "\ufffd"
 
 
 @settings(max_examples=150, deadline=None)

@@ -62,6 +62,7 @@ def test_a_table_survives_its_file(tmp_path):
 
 def test_a_device_without_a_table_gets_an_empty_one(tmp_path):
     assert load_table("Some Chip", tmp_path) == TuningTable()
+    assert load_table("Some Chip") == TuningTable()
     assert table_name("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3.json"
 
 

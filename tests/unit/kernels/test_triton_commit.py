@@ -147,6 +147,16 @@ def test_a_prefill_chunk(num_query, samples):
         assert torch.equal(getattr(sequences, name).cpu(), getattr(reference, name)), name
 
 
+def test_padding_with_a_stale_slot_cannot_touch_its_new_row():
+    sequences = copied(sequences_of([(5, 4, [])]), DEVICE)
+    slots, live = torch.tensor([0, 0], device=DEVICE), torch.tensor([True, False], device=DEVICE)
+    x = stage_windows(sequences, slots, slots * 0, live, 1)
+    keys = sampling.greedy_keys(logits_for(torch.tensor([4, 2]), []))
+    committing.judge_and_commit(sequences, keys, x, 1)
+    assert (sequences.num_tokens[0].item(), sequences.num_computed[0].item()) == (6, 5)
+    assert sequences.token_ids[0, 5:7].tolist() == [4, -7]
+
+
 def test_many_tiles_and_wide_windows_are_walked_whole():
     """More tiles than one pass holds: the best may lie in any of them."""
     rows, tiles = 65, 70

@@ -54,6 +54,8 @@ def test_add_rms_norm_rounds_the_residual_once_and_works_in_place(dtype):
     assert torch.equal(summed, total)
     assert summed.data_ptr() == residual.data_ptr()
     close(normed, expected)
+    # What is normed is the rounded sum: a product that added the residual gives these bits too.
+    assert torch.equal(normed, norm_rope.rms_norm(poisoned(total), weight, 1e-6))
 
 
 def test_norm_rows_know_nothing_of_each_other():

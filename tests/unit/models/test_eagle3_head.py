@@ -16,56 +16,14 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
+from helpers.heads import OPTIONS, SharedTarget, empty_kv, rows_of_one_slot
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.kernels.interface import AttentionRows
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models.eagle_checkpoint import (
-    aux_layers,
-    load_head,
-    read_head_config,
-    require_fit,
-)
+from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import read_config
-from sametoken.state.kv_cache import KVCache
-
-CPU = torch.device("cpu")
-KERNELS = ReferenceKernels()
-BLOCK_SIZE = 4
-
-
-class Target:
-    """What a head takes from its target."""
-
-    def __init__(self, hidden: int = HIDDEN) -> None:
-        generator = torch.Generator().manual_seed(99)
-        self.matrix = torch.randn(VOCAB, hidden, generator=generator)
-        self.embedding = KERNELS.pack(self.matrix)
-        self.head = KERNELS.pack(torch.randn(VOCAB, hidden, generator=generator))
 
 
 def load(directory, target=None):
-    return load_head(
-        directory,
-        read_head_config(directory),
-        target or Target(),
-        kernels=KERNELS,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=32,
-    )
-
-
-def rows_of_one_slot(first: int, count: int) -> AttentionRows:
-    positions = torch.arange(first, first + count)
-    table = torch.tensor([[2, 0, 3, 1], [4, 4, 4, 4]])
-    kv_slots = table[0, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    return AttentionRows(positions, torch.zeros_like(positions), kv_slots, table)
-
-
-def empty_kv(head) -> KVCache:
-    cache = KVCache.allocate(head.kv_spec, num_blocks=4, block_size=BLOCK_SIZE, device=CPU)
-    cache.memory.fill_(float("nan"))
-    return cache
+    return Eagle3Checkpoint(directory).load(target or SharedTarget(), **OPTIONS)
 
 
 def defined_head(tensors, embedding, token_ids, hidden, flags):
@@ -142,9 +100,9 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
     else:
         bias = {"attention_bias": settings.pop("attention_bias", False)}
         write_speculators(tmp_path, tensors, bias, **settings)
-    target = Target()
+    target = SharedTarget()
     head = load(tmp_path, target)
-    embedding = tensors.get("embed_tokens.weight", target.matrix)
+    embedding = tensors.get("embed_tokens.weight", target.embedding_matrix)
 
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(VOCAB, (9,), generator=generator)
@@ -179,9 +137,9 @@ def test_a_head_with_qk_norm(tmp_path):
     tensors = head_tensors(6)
     for name in ("q_norm", "k_norm"):
         tensors[f"layers.0.self_attn.{name}.weight"] = torch.linspace(0.5, 2.0, 8)
-    target, head = Target(), load(write_speculators(tmp_path, tensors))
+    target, head = SharedTarget(), load(write_speculators(tmp_path, tensors))
     token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
-    logits, _ = defined_head(tensors, target.matrix, token_ids, hidden, {})
+    logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, {})
     states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
     found = head.compute_logits(states.last)[:, list(DRAFT_IDS)]
     torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
@@ -191,7 +149,7 @@ def test_an_lm_head_may_come_from_the_target(tmp_path):
     tensors = head_tensors(7, full_vocab=True)
     write_safeailab(tmp_path, tensors)
     del tensors["lm_head.weight"]
-    target = Target()
+    target = SharedTarget()
     save_again(tmp_path, tensors)
     assert load(tmp_path, target).lm_head is target.head
 
@@ -220,13 +178,13 @@ def save_again(directory, tensors):
 )
 def test_auxiliary_layers(tmp_path, settings, layers):
     write_safeailab(tmp_path, head_tensors(), **settings)
-    assert aux_layers(read_head_config(tmp_path), 32) == layers
+    assert Eagle3Checkpoint(tmp_path).aux_layers(32) == layers
 
 
 def test_a_layer_that_the_target_lacks_is_refused(tmp_path):
     write_safeailab(tmp_path, head_tensors(), eagle_aux_hidden_state_layer_ids=[1, 5, 9])
     with pytest.raises(DrafterMismatchError, match=r"\(1, 5, 9\), the target has 8 layers"):
-        aux_layers(read_head_config(tmp_path), 8)
+        Eagle3Checkpoint(tmp_path).aux_layers(8)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +198,13 @@ def test_a_head_for_another_target_is_refused(tmp_path, change, message):
     write_safeailab(tmp_path / "head", head_tensors(), **change)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     with pytest.raises(DrafterMismatchError, match=message):
-        require_fit(read_head_config(tmp_path / "head"), read_config(tmp_path))
+        Eagle3Checkpoint(tmp_path / "head").require_fit(read_config(tmp_path))
 
 
 def test_weights_of_another_width_cannot_be_shared(tmp_path):
     write_safeailab(tmp_path, head_tensors())
     with pytest.raises(DrafterMismatchError, match="23 x 16, the target's is 23 x 20"):
-        load(tmp_path, Target(hidden=20))
+        load(tmp_path, SharedTarget(hidden=20))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +221,7 @@ def test_weights_of_another_width_cannot_be_shared(tmp_path):
 def test_what_is_not_implemented_is_refused_by_name(tmp_path, settings, what):
     write_safeailab(tmp_path, head_tensors(), **settings)
     with pytest.raises(UnsupportedError, match=what):
-        read_head_config(tmp_path)
+        Eagle3Checkpoint(tmp_path)
 
 
 def test_pickled_heads_are_refused_with_a_remedy(tmp_path):

@@ -219,7 +219,7 @@ def test_values_that_are_not_finite_are_named(checkpoint, name, value):
 
 def test_unknown_architecture_lists_the_known(checkpoint):
     change_config(checkpoint, architectures=["MambaForCausalLM"])
-    with pytest.raises(UnsupportedError, match="'MambaForCausalLM'.*LlamaForCausalLM, Mistral"):
+    with pytest.raises(UnsupportedError, match=r"'MambaForCausalLM'.*LlamaForCausalLM, Mistral"):
         load(checkpoint)
 
 

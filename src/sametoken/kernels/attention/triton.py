@@ -25,8 +25,8 @@ from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 #: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
 SPLIT = 256
 
-#: Programs that keep the chip busy; beyond them the spread form only adds traffic.
-BUSY_PROGRAMS = 528
+#: Programs that keep the chip busy, two per multiprocessor; from there on rows walk.
+BUSY_PROGRAMS = 264
 
 LOG2_E = 1.4426950408889634
 

@@ -79,7 +79,7 @@ def _judge_row(
     draft = tl.load(token_ids + plan_row * R + query + row, is_draft, other=0)
     accepted = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
     next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
-    held_nan = is_poisoned(best) & (query > 0)
+    held_nan = (row <= accepted) & is_poisoned(best) & (query > 0)
     poisoned = tl.max(held_nan.to(tl.int32), axis=0) != 0
     judged = (query > 0) & ~poisoned
     return tl.where(judged, accepted, 0).to(tl.int64), tl.where(judged, next_token, 0), poisoned
@@ -351,15 +351,18 @@ def publish(sequences: Any, x: PaddedInputs, draft_ids: Tensor, num_drafts: Tens
 
 def _empty_judgement(x: PaddedInputs, rows_per_window: int) -> Judgement:
     batch = x.slots.shape[0]
-    num_accepted, next_token = x.slots.new_empty(2, batch).unbind(0)
-    poisoned = x.slots.new_empty(batch, dtype=torch.bool)
-    return Judgement(x.slots.new_empty(batch, rows_per_window), num_accepted, next_token, poisoned)
+    return Judgement(
+        tokens=x.slots.new_empty(batch, rows_per_window),
+        num_accepted=x.slots.new_empty(batch),
+        next_token=x.slots.new_empty(batch),
+        poisoned=x.slots.new_empty(batch, dtype=torch.bool),
+    )
 
 
 def _commit_arguments(
     sequences: Any, x: PaddedInputs
 ) -> tuple[tuple[Tensor | int, ...], PaddedLengths]:
-    num_tokens, num_computed = x.slots.new_empty(2, x.slots.shape[0]).unbind(0)
+    num_tokens, num_computed = torch.empty_like(x.slots), torch.empty_like(x.slots)
     arguments = (
         x.slots,
         x.samples,

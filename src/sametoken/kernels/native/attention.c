@@ -12,6 +12,8 @@
 #define SPLIT 256
 /* Query rows (rows x heads of a KV head) that share one split's packed keys and values. */
 #define SHARED_QUERIES 48
+/* Positions by which keys are fetched ahead. */
+#define AHEAD 32
 /* Floats of partial results held at once; more rows are taken in several batches. */
 #define PARTIAL_FLOATS (4 << 20)
 
@@ -71,10 +73,25 @@ static void locate(const attention_job *job, int64_t slot, int64_t head, int64_t
     }
 }
 
+/* Pages of KV are too scattered for the CPU to foresee: the keys of the positions after
+ * next and the values of these start on their way into the cache. */
+INLINE void fetch_ahead(const attention_job *job, const workspace *work, int64_t first,
+                        int64_t count, int64_t size) {
+    int64_t row = job->dim * size;
+    for (int64_t i = first; i < smaller(first + LANES, count); i++) {
+        int64_t ahead = work->offsets[smaller(i + AHEAD, count - 1)] * size;
+        for (int64_t byte = 0; byte < row; byte += 64) {
+            __builtin_prefetch((const char *)job->keys + ahead + byte);
+            __builtin_prefetch((const char *)job->values + work->offsets[i] * size + byte);
+        }
+    }
+}
+
 /* Keys of `count` positions as tile columns; columns beyond repeat the last position. */
 INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, int bf16) {
     int64_t size = bf16 ? 2 : 4, units = job->dim * size / 4;
     for (int64_t first = 0; first < count; first += LANES) {
+        fetch_ahead(job, work, first, count, size);
         u32x16 *panel = work->keys + (first / GROUP) * units * PANELS + first / LANES % PANELS;
         for (int64_t unit = 0; unit < units; unit += LANES) {
             int64_t width = smaller(LANES, units - unit);

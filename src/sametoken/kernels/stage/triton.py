@@ -154,8 +154,9 @@ def _stage(
     rows: int,
 ) -> PaddedInputs:
     batch = slots.shape[0]
-    num_tokens, num_computed, staged_query, num_drafts = slots.new_empty(4, batch).unbind(0)
-    token_ids, positions, row_slots, kv_slots = slots.new_empty(4, batch * rows).unbind(0)
+    # Each by itself: a part of a larger tensor may be unaligned, and cost a compilation more.
+    num_tokens, num_computed, staged_query, num_drafts = (slots.new_empty(batch) for _ in range(4))
+    token_ids, positions, row_slots, kv_slots = (slots.new_empty(batch * rows) for _ in range(4))
     block = min(triton.next_power_of_2(rows), _MAX_BLOCK)
     _stage_kernel[(batch, triton.cdiv(rows, block))](
         slots,

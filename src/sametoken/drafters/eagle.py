@@ -1,4 +1,4 @@
-"""EAGLE-3: a one-layer head drafts from the target's own hidden states."""
+"""EAGLE: a small head drafts from the target's own hidden states."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from torch import Tensor
 from sametoken.drafters.base import DraftContext, Drafts, NoDrafter
 from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.coupling import Coupling
-from sametoken.models.eagle3 import Eagle3Head
+from sametoken.models.eagle import EagleHead
 from sametoken.state.kv_cache import KVCache
 
 
-class Eagle3Drafter:
+class EagleDrafter:
     """Catches up on every committed row with the target's states, then drafts on its own.
 
     The row at p holds the token at p + 1, which is committed for every live row: the next
     prompt token at the edge of a prefill chunk. The row at ``end - 1`` gives draft 1; each
     further draft is a row at ``end`` or above with a drafted token and the head's own
     state. The next step writes all of those anew, from ``start`` on, with true tokens and
-    states before any row reads them (tests/unit/drafters/test_eagle3_drafter.py).
+    states before any row reads them (tests/unit/drafters/test_eagle_drafter.py).
 
     The KV at p depends on the token at p + 1, so ``lookahead_tokens`` is 1.
 
     Args:
-        head: the draft head.
+        head: the draft head, of either version.
         kv_cache: its KV, with as many blocks as the target's and of the same size.
         k: drafts per step.
         coupling: how tokens are chosen.
@@ -31,7 +31,7 @@ class Eagle3Drafter:
 
     lookahead_tokens = 1
 
-    def __init__(self, head: Eagle3Head, kv_cache: KVCache, k: int, coupling: Coupling) -> None:
+    def __init__(self, head: EagleHead, kv_cache: KVCache, k: int, coupling: Coupling) -> None:
         self.kv_caches: tuple[KVCache, ...] = (kv_cache,)
         # Drafts 1 .. k - 1 are run in their turn, the first of them at num_tokens - 1.
         self.lookahead_slots = max(k - 2, 0)
@@ -46,7 +46,7 @@ class Eagle3Drafter:
         slots, positions = context.x.rows.slots[live], context.x.rows.positions[live]
         states = self._head.forward(
             context.tokens_at(slots, positions + 1),
-            self._head.combine(context.hidden.auxiliary[live]),
+            self._head.target_states(context.hidden, live),
             context.rows_at(slots, positions),
             kv_cache,
         )

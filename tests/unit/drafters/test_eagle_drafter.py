@@ -1,17 +1,26 @@
-"""The EAGLE-3 drafter against a head run from scratch over what is committed."""
+"""The EAGLE drafter against a head run from scratch over what is committed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from helpers.checkpoints import HIDDEN, VOCAB, head_tensors, write_llama, write_speculators
+from helpers.checkpoints import (
+    HIDDEN,
+    VOCAB,
+    eagle1_tensors,
+    head_tensors,
+    write_eagle1,
+    write_llama,
+    write_speculators,
+)
 from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench
-from sametoken.drafters.eagle3 import Eagle3Drafter
+from sametoken.drafters.eagle import EagleDrafter
 from sametoken.kernels.interface import AttentionRows
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.base import HiddenStates
-from sametoken.models.eagle_checkpoint import load_head, read_head_config
+from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
+from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import load_model
 from sametoken.state.kv_cache import KVCache, KVSpec
 
@@ -19,16 +28,23 @@ KERNELS = ReferenceKernels()
 ONE_SLOT = torch.tensor([list(range(MAX_LEN // BLOCK_SIZE))])
 
 
-def load_both(directory, seed: int, **flags):
-    options = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": MAX_LEN}
-    target = load_model(write_llama(directory / "target", seed), aux_layers=(1, 2, 4), **options)
-    directory = write_speculators(directory / "head", head_tensors(seed, **flags), **flags)
-    return target, load_head(directory, read_head_config(directory), target, **options)
+OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": MAX_LEN}
+EAGLE1, EAGLE3 = "eagle", "eagle3"
+
+
+def load_both(directory, version: str, seed: int, **flags):
+    aux_layers = (1, 2, 4) if version == EAGLE3 else ()
+    target = load_model(write_llama(directory / "target", seed), aux_layers=aux_layers, **OPTIONS)
+    if version == EAGLE1:
+        head = write_eagle1(directory / "head", eagle1_tensors(seed, **flags))
+        return target, Eagle1Checkpoint(head).load(target, **OPTIONS)
+    head = write_speculators(directory / "head", head_tensors(seed, **flags), **flags)
+    return target, Eagle3Checkpoint(head).load(target, **OPTIONS)
 
 
 def eagle_bench(target, head, k: int, **options) -> Bench:
     bench = Bench(target, k, **options)
-    bench.drafter = Eagle3Drafter(head, bench.allocate(head.kv_spec), k, bench.coupling)
+    bench.drafter = EagleDrafter(head, bench.allocate(head.kv_spec), k, bench.coupling)
     return bench
 
 
@@ -47,8 +63,8 @@ def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool):
     committed = torch.tensor(bench.tokens(slot))
     target_kv, kv = fresh_kv(bench.target.kv_spec), fresh_kv(head.kv_spec)
     hidden = bench.target.forward(committed[:end], alone(0, end), target_kv)
-    combined = head.combine(hidden.auxiliary)
-    states = head.forward(committed[1 : end + 1], combined, alone(0, end), kv)
+    given = head.target_states(hidden, torch.arange(end))
+    states = head.forward(committed[1 : end + 1], given, alone(0, end), kv)
     found = kv.memory[:, :, :-1].permute(0, 1, 2, 4, 3, 5).flatten(2, 3)[:, :, :end].clone()
     drafts: list[int] = []
     while samples and len(drafts) < bench.k:
@@ -62,16 +78,19 @@ def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool):
 
 
 @pytest.mark.parametrize(
-    ("k", "temperature", "flags"),
+    ("version", "k", "temperature", "flags"),
     [
-        (1, 0.0, {}),
-        (3, 0.0, {"norm_before_residual": True}),
-        (4, 0.8, {"norm_before_fc": True, "norm_output": True}),
+        (EAGLE1, 1, 0.0, {"own": True}),
+        (EAGLE1, 3, 0.0, {"fc_bias": True}),
+        (EAGLE1, 4, 0.8, {"num_layers": 2}),
+        (EAGLE3, 1, 0.0, {}),
+        (EAGLE3, 3, 0.0, {"norm_before_residual": True}),
+        (EAGLE3, 4, 0.8, {"norm_before_fc": True, "norm_output": True}),
     ],
 )
-def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, k, temperature, flags):
+def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, version, k, temperature, flags):
     """To the bit: a rejected row, a stale state or a wrong position would show."""
-    target, head = load_both(tmp_path, k, **flags)
+    target, head = load_both(tmp_path, version, k, **flags)
     bench = eagle_bench(target, head, k, seed=k, temperature=temperature)
 
     def check(context, drafts):
@@ -87,8 +106,9 @@ def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, k, temperature,
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_it_writes_no_further_than_it_says(tmp_path, k):
-    target, head = load_both(tmp_path, 1)
+@pytest.mark.parametrize("version", [EAGLE1, EAGLE3])
+def test_it_writes_no_further_than_it_says(tmp_path, version, k):
+    target, head = load_both(tmp_path, version, 1)
     bench = eagle_bench(target, head, k, seed=5)
     assert bench.drafter.lookahead_slots == max(k - 2, 0)
 
@@ -140,15 +160,26 @@ def markov_head(directory, target: MarkovTarget, draft_ids: list[int]):
     tensors["t2d"] = torch.isin(torch.arange(HIDDEN), torch.tensor(draft_ids))
     settings = {"norm_before_residual": True, "draft_vocab_size": len(draft_ids)}
     write_speculators(directory, tensors, sizes, **settings)
-    return load_head(
-        directory,
-        read_head_config(directory),
-        target,
-        kernels=KERNELS,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=MAX_LEN,
-    )
+    return Eagle3Checkpoint(directory).load(target, **OPTIONS)
+
+
+def markov_eagle1(directory, target: MarkovTarget, reads: str):
+    """Its first version: ``fc`` alone maps the embedding, or the state, to the successor."""
+    tensors = {name: torch.zeros_like(t) for name, t in eagle1_tensors().items()}
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+    to_successor = torch.eye(HIDDEN)[target.successor].T
+    nothing = torch.zeros_like(to_successor)
+    halves = (4.0 * to_successor, nothing) if reads == "embedding" else (nothing, to_successor)
+    tensors["fc.weight"] = torch.cat(halves, 1)
+    write_eagle1(directory, tensors, vocab_size=HIDDEN)
+    return Eagle1Checkpoint(directory).load(target, **OPTIONS)
+
+
+def accept_everything(target: MarkovTarget, head, temperature: float) -> None:
+    bench = eagle_bench(target, head, 4, seed=7, temperature=temperature, spoil=0.0)
+    bench.run(45, HIDDEN, lambda context, drafts: None)
+    assert bench.counts.offered > 30
+    assert bench.counts.accepted == bench.counts.offered
 
 
 @pytest.mark.parametrize(
@@ -160,8 +191,12 @@ def test_an_exact_head_is_always_accepted(tmp_path, temperature, draft_ids):
     generator = torch.Generator().manual_seed(2)
     choice = torch.randint(len(draft_ids), (HIDDEN,), generator=generator)
     target = MarkovTarget(torch.tensor(draft_ids)[choice])
-    head = markov_head(tmp_path, target, draft_ids)
-    bench = eagle_bench(target, head, 4, seed=7, temperature=temperature, spoil=0.0)
-    bench.run(45, HIDDEN, lambda context, drafts: None)
-    assert bench.counts.offered > 30
-    assert bench.counts.accepted == bench.counts.offered
+    accept_everything(target, markov_head(tmp_path, target, draft_ids), temperature)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "reads"), [(0.0, "embedding"), (0.0, "state"), (0.8, "embedding")]
+)
+def test_an_exact_head_of_the_first_version_is_always_accepted(tmp_path, temperature, reads):
+    target = MarkovTarget(torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(2)))
+    accept_everything(target, markov_eagle1(tmp_path, target, reads), temperature)

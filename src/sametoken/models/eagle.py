@@ -1,0 +1,64 @@
+"""What EAGLE heads of every version are to their drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from sametoken.kernels.interface import AttentionRows
+from sametoken.models.base import HiddenStates
+from sametoken.state.kv_cache import KVCache, KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStates:
+    """What a pass of the head leaves, [T, hidden] each.
+
+    Attributes:
+        last: what logits are made from.
+        feedback: what the row at the next position takes as its hidden state.
+    """
+
+    last: Tensor
+    feedback: Tensor
+
+
+class EagleHead(Protocol):
+    """A draft head: row p holds the token at p + 1 and a state of p, and predicts p + 2."""
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What one block of its KV holds."""
+        ...
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
+        """What rows of the target's forward pass give to the head.
+
+        Args:
+            hidden: the target's hidden states of T rows.
+            rows: [R] int64, indices of the rows to take.
+
+        Returns:
+            [R, hidden], not shared with ``hidden``.
+        """
+        ...
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
+    ) -> HeadStates:
+        """Run rows over paged KV, writing theirs. May reuse the memory of ``hidden``.
+
+        Args:
+            token_ids: [T] int64; of a row at position p, the token at p + 1.
+            hidden: [T, hidden]; of a row at position p, the target's state at p or the
+                head's own ``feedback`` of p - 1.
+            rows: where the rows stand.
+            kv: the head's KV.
+        """
+        ...
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, V] fp32 over the target's vocabulary; -inf where it has no say."""
+        ...

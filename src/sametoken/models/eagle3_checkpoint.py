@@ -1,0 +1,214 @@
+"""EAGLE-3 checkpoints in the two layouts that the field publishes.
+
+SafeAILab (also SpecForge, SGLang, TensorRT Model Optimizer): config.json is that of a
+one-layer Llama with ``draft_vocab_size`` and, where it differs, ``target_hidden_size``;
+tensors are ``midlayer.*``, ``fc.weight``, ``norm.weight``, ``lm_head.weight``, ``d2t``
+[draft vocabulary] int64, ``t2d`` [vocabulary] bool and seldom ``embed_tokens.weight``
+(SafeAILab/EAGLE ``eagle/model/cnets.py``; the published heads hold ``pytorch_model.bin``).
+
+``speculators`` (vllm-project): config.json has ``speculators_model_type``, the layer's
+config under ``transformer_layer_config`` and flags beside it; tensors are ``layers.0.*``,
+``embed_tokens.weight`` and the rest as above (``models/eagle3/{config,core}.py``).
+``norm_before_residual`` is true if missing, as vLLM reads it
+(``transformers_utils/configs/speculators/algos.py``).
+
+Auxiliary layer ids: a number i at the top of the config means the input of target layer i,
+as vLLM captures it (``hidden_states + residual`` before the layer; the same index names it
+in ``load_model(aux_layers=...)``). Under ``eagle_config``, or with
+``"eagle_aux_layer_semantics": "sglang"``, it means the output of layer i, so that SGLang
+adds 1 (``set_eagle3_layers_to_capture``; vLLM ``eagle3_utils.py``). The default of both is
+(2, n // 2, n - 3) in the first meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.kernels.interface import Kernels, QKNorm
+from sametoken.layers.attention import Attention
+from sametoken.layers.norm import RMSNorm
+from sametoken.layers.rotary import rotary_table
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import load_attention, load_mlp
+from sametoken.models.eagle3 import Eagle3Config, Eagle3Head
+from sametoken.models.eagle_checkpoint import (
+    LAYER,
+    UNUSED_TENSORS,
+    HeadSource,
+    SharedWeights,
+    load_norm,
+    own_or_shared,
+    read_layer_config,
+    refuse,
+    require_layers,
+    require_sizes,
+)
+from sametoken.models.huggingface import read_json_object
+from sametoken.models.settings import Settings
+from sametoken.models.weights import Part, WeightReader
+
+
+class Eagle3Checkpoint:
+    """A directory that holds an EAGLE-3 head, as a ``HeadCheckpoint``.
+
+    Raises:
+        CheckpointError: config.json is missing, malformed, or lacks a key.
+        UnsupportedError: another kind of drafter, or a feature that is not implemented.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        location = directory / "config.json"
+        self.config = _head_config(read_json_object(location), location)
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse a head for a target of another vocabulary, hidden size or depth."""
+        config = self.config
+        require_sizes(config.layer.vocab_size, config.target_hidden_size, target)
+        self.aux_layers(target.num_layers)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """Layers of the target, in the order in which ``fc`` reads their inputs."""
+        n, ids = num_target_layers, self.config.aux_layer_ids
+        if ids is None:
+            ids = (2, n // 2, n - 3)
+        require_layers(ids, n)
+        return ids
+
+    def load(
+        self,
+        shared: SharedWeights,
+        *,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+    ) -> Eagle3Head:
+        """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
+        reader = WeightReader(HeadSource(self._directory), kernels, dtype, device)
+        config, layer = self.config, self.config.layer
+        hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
+        target_ids = _target_ids(self._directory, config, device)
+        head = Eagle3Head(
+            config=config,
+            kernels=kernels,
+            embedding=own_or_shared(
+                reader, "embed_tokens", layer.vocab_size, hidden_size, shared.embedding
+            ),
+            aux_norms=_aux_norms(reader, config),
+            fc=reader.linear(config.num_aux * config.target_hidden_size, Part("fc", hidden_size)),
+            input_layernorm=load_norm(reader, f"{LAYER}.input_layernorm", layer),
+            hidden_norm=load_norm(reader, f"{LAYER}.hidden_norm", layer),
+            attention=_attention(reader, layer, max_positions),
+            post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
+            mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
+            norm=load_norm(reader, "norm", layer),
+            lm_head=own_or_shared(reader, "lm_head", draft_vocab_size, hidden_size, shared.head),
+            target_ids=target_ids,
+        )
+        reader.require_all_read(allowed=UNUSED_TENSORS)
+        return head
+
+
+def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
+    kind = config.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise UnsupportedError(
+            f"{location} describes a {kind!r} drafter", 'use a head for the method "eagle3"'
+        )
+    layer = read_layer_config(config, location)
+    settings, nested = Settings(config, str(location)), config.get("eagle_config") or {}
+    refuse(
+        location,
+        (layer.num_layers != 1, f"{layer.num_layers} decoder layers"),
+        (not nested.get("use_aux_hidden_state", True), "no auxiliary hidden states"),
+        (config.get("fc_norm") and config.get("norm_before_fc"), "norms in two places before fc"),
+    )
+    return Eagle3Config(
+        layer=layer,
+        draft_vocab_size=settings.integer("draft_vocab_size", layer.vocab_size),
+        target_hidden_size=settings.integer("target_hidden_size", layer.hidden_size),
+        aux_layer_ids=_aux_layer_ids(config, nested, location),
+        norm_before_residual=bool(
+            config.get("norm_before_residual", "speculators_model_type" in config)
+        ),
+        norm_before_fc=bool(config.get("norm_before_fc", nested.get("norm_before_fc", False))),
+        fc_norm=bool(config.get("fc_norm", False)),
+        norm_output=bool(config.get("norm_output", False)),
+    )
+
+
+def _aux_layer_ids(
+    config: Mapping[str, Any], nested: Mapping[str, Any], location: Path
+) -> tuple[int, ...] | None:
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = config.get(key)
+    of_outputs = config.get("eagle_aux_layer_semantics") == "sglang"
+    if not ids:
+        ids, of_outputs = nested.get(key), True
+    if not ids:
+        return None
+    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise CheckpointError(f"{location}: {key}={ids!r} is not a list of layer numbers")
+    return tuple(i + of_outputs for i in ids)
+
+
+def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...]:
+    part, eps = config.target_hidden_size, config.layer.rms_norm_eps
+    if config.norm_before_fc:
+        weight = reader.vector("input_norm.weight", config.num_aux * part)
+        return (RMSNorm(reader.kernels, weight, eps),)
+    if config.fc_norm:
+        weights = [reader.vector(f"fc_norm.{i}.weight", part) for i in range(config.num_aux)]
+        return tuple(RMSNorm(reader.kernels, weight, eps) for weight in weights)
+    return ()
+
+
+def _attention(reader: WeightReader, layer: ModelConfig, max_positions: int) -> Attention:
+    prefix, qk_norm = f"{LAYER}.self_attn", None
+    if f"{prefix}.q_norm.weight" in reader:
+        q_weight = reader.vector(f"{prefix}.q_norm.weight", layer.head_dim)
+        k_weight = reader.vector(f"{prefix}.k_norm.weight", layer.head_dim)
+        qk_norm = QKNorm(q_weight, k_weight, layer.rms_norm_eps)
+    rotary = rotary_table(
+        layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=reader.device
+    )
+    return load_attention(layer, reader, prefix, rotary, qk_norm, in_features=2 * layer.hidden_size)
+
+
+def _target_ids(directory: Path, config: Eagle3Config, device: torch.device) -> Tensor | None:
+    """[draft vocabulary] target ids from the offsets ``d2t``; None if both are one vocabulary."""
+    if config.draft_vocab_size == config.layer.vocab_size:
+        return None
+    offsets = _integers(directory, "d2t")
+    if offsets is None or offsets.shape != (config.draft_vocab_size,):
+        found = "none" if offsets is None else f"shape {list(offsets.shape)}"
+        raise CheckpointError(
+            f"{directory} needs d2t of shape [{config.draft_vocab_size}], found {found}",
+            "check that config and weights belong together",
+        )
+    target_ids = torch.arange(config.draft_vocab_size) + offsets.to(torch.int64)
+    low, high = torch.aminmax(target_ids)
+    if low < 0 or high >= config.layer.vocab_size:
+        raise CheckpointError(
+            f"{directory}: d2t leads to token ids {int(low)}..{int(high)}, "
+            f"outside a vocabulary of {config.layer.vocab_size}",
+            "check that config and weights belong together",
+        )
+    return target_ids.to(device)
+
+
+def _integers(directory: Path, name: str) -> Tensor | None:
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+    return None

@@ -1,0 +1,94 @@
+"""Cheap imports: the command's help and the host's vocabulary never load torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sametoken
+
+PACKAGE = Path(sametoken.__file__).parent
+HEAVY = ("torch", "triton", "transformers", "numpy")
+MODULES_AFTER = "import sys; print([m for m in {heavy!r} if m in sys.modules])"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def light_modules() -> list[str]:
+    """Every module of the layers that stay on the host."""
+    names = ["sametoken", "sametoken.config", "sametoken.errors"]
+    for folder in ("core", "scheduler"):
+        for path in sorted((PACKAGE / folder).glob("*.py")):
+            stem = "" if path.stem == "__init__" else f".{path.stem}"
+            names.append(f"sametoken.{folder}{stem}")
+    return names
+
+
+def test_host_modules_load_nothing_heavy():
+    imports = "".join(f"import {name}\n" for name in light_modules())
+    assert run_python(imports + MODULES_AFTER.format(heavy=HEAVY)).strip() == "[]"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
+def test_help_loads_nothing_heavy(arguments):
+    code = (
+        "import sys\n"
+        f"sys.argv = ['sametoken', *{arguments!r}]\n"
+        "from sametoken.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit as done:\n    assert not done.code, done.code\n"
+    )
+    *shown, loaded = run_python(code + MODULES_AFTER.format(heavy=HEAVY)).strip().splitlines()
+    assert loaded == "[]"
+    assert "sametoken" in "\n".join(shown)
+
+
+def exported(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return None
+
+
+def in_order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions: the order that ruff keeps (RUF022)."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2), name
+
+
+def test_all_is_sorted_and_complete():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    names = exported(tree)
+    assert names == sorted(names, key=in_order)
+    imported = [
+        alias.asname or alias.name
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert sorted(imported) == sorted(names)
+    assert sorted(sametoken._HOMES) == sorted(names)
+
+
+def test_every_exported_name_is_there():
+    for name in sametoken.__all__:
+        assert getattr(sametoken, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = sametoken.nothing
+
+
+def test_other_modules_that_export_do_so_in_order():
+    for path in PACKAGE.rglob("*.py"):
+        names = exported(ast.parse(path.read_text()))
+        if names is not None:
+            assert names == sorted(names, key=in_order), path

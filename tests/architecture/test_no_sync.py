@@ -1,0 +1,165 @@
+"""Nothing between stage and propose waits for the device, but for what is listed here.
+
+The CPU's compact layout sizes tensors by their data (``nonzero``, ``repeat_interleave``).
+On a CPU that costs nothing; the graph path has padded forms of it. Each such place is
+listed with its reason, and a place that is gone must leave the list.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import sametoken
+
+PACKAGE = Path(sametoken.__file__).parent
+CHECKED = ("runner", "drafters", "verification", "state")
+# Their work is to bring results to the host, and KV of preempted requests there and back.
+HOST_SIDE = ("runner/async_output.py", "runner/swap.py", "verification/host.py")
+READS = frozenset(("item", "cpu", "tolist", "numpy", "synchronize"))
+DATA_SIZED = frozenset(("nonzero", "repeat_interleave", "unique", "masked_select", "argwhere"))
+REDUCTIONS = frozenset(("any", "all", "max", "min", "sum", "amax", "amin", "equal", "isnan"))
+
+COMPACT_ROWS = "the compact layout holds live rows only; padded on the graph path"
+RULES = "the rules of one request, for the few requests that have any"
+CUTS = "only rows that ask for a cut are read; padded on the graph path"
+SCORES = "only rows that ask for log-probabilities are scored"
+ALLOWED = {
+    ("drafters/base.py", "DraftContext.live_rows", "nonzero"): (1, COMPACT_ROWS),
+    ("drafters/chain.py", "span", "repeat_interleave"): (1, COMPACT_ROWS),
+    ("drafters/draft_model.py", "DraftModelDrafter.propose", "nonzero"): (1, COMPACT_ROWS),
+    ("drafters/eagle.py", "EagleDrafter.propose", "nonzero"): (1, COMPACT_ROWS),
+    ("verification/keyed.py", "KeyedVerifier.judge", "nonzero"): (1, SCORES),
+    ("verification/keyed.py", "KeyedVerifier.judge", "int"): (1, SCORES),
+    ("verification/keyed.py", "KeyedVerifier.score_prompt", "nonzero"): (1, SCORES),
+    ("verification/keyed.py", "KeyedVerifier.score_prompt", "int"): (1, SCORES),
+    ("verification/logits.py", "process_logits", "nonzero"): (1, CUTS),
+    ("verification/logits.py", "_apply_slot_rules", "tolist"): (1, RULES),
+    ("verification/rules.py", "_mask", "nonzero"): (1, RULES),
+    ("verification/rules.py", "_mask", "tolist"): (3, RULES),
+    ("verification/rules.py", "_lowest_permitted", "tolist"): (1, RULES),
+    ("verification/rules.py", "_completions", "tolist"): (1, RULES),
+    ("verification/rules.py", "_penalise", "unique"): (1, RULES),
+    ("verification/truncation.py", "truncate", "nonzero"): (2, CUTS),
+    ("verification/truncation.py", "truncate", "int"): (1, CUTS),
+    ("verification/truncation.py", "_nucleus", "nonzero"): (1, CUTS),
+}
+
+
+class SyncCheck(ast.NodeVisitor):
+    """Counts calls that wait for the device, by function and by name of the call."""
+
+    def __init__(self) -> None:
+        self.found: Counter[tuple[str, str]] = Counter()
+        self._scope: list[str] = []
+
+    def _enter(self, node: ast.ClassDef | ast.FunctionDef) -> None:
+        self._scope.append(node.name)
+        self.generic_visit(node)
+        self._scope.pop()
+
+    visit_ClassDef = _enter
+    visit_FunctionDef = _enter
+
+    def _note(self, call: str) -> None:
+        self.found[".".join(self._scope), call] += 1
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        function = node.func
+        if isinstance(function, ast.Attribute):
+            sized = any(keyword.arg == "output_size" for keyword in node.keywords)
+            if function.attr in READS or (function.attr in DATA_SIZED and not sized):
+                self._note(function.attr)
+            if function.attr == "to" and _mentions_cpu(node):
+                self._note("to cpu")
+        elif (
+            isinstance(function, ast.Name)
+            and function.id in ("int", "float", "bool")
+            and _may_read_a_tensor(node)
+        ):
+            self._note(function.id)
+
+    def _test(self, node: ast.If | ast.While | ast.IfExp | ast.Assert) -> None:
+        self.generic_visit(node)
+        for part in ast.walk(node.test):
+            if (
+                isinstance(part, ast.Call)
+                and isinstance(part.func, ast.Attribute)
+                and part.func.attr in REDUCTIONS
+            ):
+                self._note("branch")
+
+    visit_If = _test
+    visit_While = _test
+    visit_IfExp = _test
+    visit_Assert = _test
+
+
+def _mentions_cpu(node: ast.Call) -> bool:
+    values = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return any(isinstance(value, ast.Constant) and value.value == "cpu" for value in values)
+
+
+def _may_read_a_tensor(node: ast.Call) -> bool:
+    """Whether a conversion's argument is computed: it calls a method or takes an element."""
+    parts = [part for argument in node.args for part in ast.walk(argument)]
+    return any(
+        isinstance(part, ast.Subscript)
+        or (isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute))
+        for part in parts
+    )
+
+
+def syncs_in(source: str) -> Counter[tuple[str, str]]:
+    check = SyncCheck()
+    check.visit(ast.parse(source))
+    return check.found
+
+
+def test_every_wait_for_the_device_is_listed():
+    found = {}
+    for folder in CHECKED:
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            name = path.relative_to(PACKAGE).as_posix()
+            if name not in HOST_SIDE:
+                counts = syncs_in(path.read_text())
+                found |= {(name, *place): count for place, count in counts.items()}
+    assert found == {place: count for place, (count, _) in ALLOWED.items()}
+
+
+def test_the_list_only_shrinks():
+    assert sum(count for count, _ in ALLOWED.values()) <= 22
+
+
+@pytest.mark.parametrize(
+    ("statement", "call"),
+    [
+        ("n = x.num_tokens.item()", "item"),
+        ("torch.cuda.synchronize()", "synchronize"),
+        ("n = int(lengths.max())", "int"),
+        ("n = float(lengths[0])", "float"),
+        ("if (lengths > 3).any(): pass", "branch"),
+        ("y = 1 if lengths.max() > 3 else 2", "branch"),
+        ("host = x.to('cpu')", "to cpu"),
+        ("host = x.to(device='cpu')", "to cpu"),
+        ("owner = torch.repeat_interleave(a, b)", "repeat_interleave"),
+        ("owner = torch.repeat_interleave(a, b, output_size=8)", None),
+        ("rows = live.nonzero().squeeze(1)", "nonzero"),
+        ("count = int(self.k)", None),
+        ("if not sampling.numel(): pass", None),
+        ("x = x.to(torch.float32)", None),
+    ],
+)
+def test_the_checker_finds_planted_waits(statement, call):
+    found = syncs_in(f"class C:\n    def f(self):\n        {statement}")
+    assert found == ({("C.f", call): 1} if call else {})
+
+
+def test_the_host_side_does_wait():
+    """The exemption is for files that need it."""
+    for name in HOST_SIDE:
+        assert syncs_in((PACKAGE / name).read_text()), name

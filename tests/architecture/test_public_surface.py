@@ -1,0 +1,145 @@
+"""The names that users write. Changing one of them is a decision, not an accident."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import sametoken
+from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.core.outputs import CompletionOutput, Logprob, RequestOutput
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.llm import LLM
+
+ENGINE = {
+    "model": "smollm2",
+    "tokenizer": None,
+    "skip_tokenizer_init": False,
+    "dtype": "auto",
+    "device": "auto",
+    "seed": 0,
+    "max_model_len": None,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": True,
+    "enforce_eager": False,
+    "load_format": "auto",
+    "speculative_config": None,
+}
+OWN_ENGINE_OPTIONS = {
+    "prefill_chunk_size",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "num_kv_blocks",
+    "steps_in_flight",
+}
+SAMPLING = {
+    "n": 1,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "stop": (),
+    "stop_token_ids": (),
+    "ignore_eos": False,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "bad_words": (),
+    "allowed_token_ids": None,
+    "include_stop_str_in_output": False,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+}
+SPECULATIVE = {
+    "method": "",
+    "num_speculative_tokens": 0,
+    "model": None,
+    "prompt_lookup_max": 5,
+    "prompt_lookup_min": 1,
+}
+LLM_METHODS = {
+    "generate": ["prompts", "sampling_params", "use_tqdm"],
+    "chat": ["messages", "sampling_params", "use_tqdm", "template_options"],
+    "generate_stream": ["prompt", "sampling_params"],
+    "abort": ["request_id"],
+    "get_tokenizer": [],
+    "get_default_sampling_params": [],
+}
+
+
+def defaults(kind: type) -> dict:
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+def names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def parameters(function) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_the_package_offers_these_names():
+    assert set(sametoken.__all__) == {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput"}
+
+
+def test_engine_options_have_the_field_s_names_and_these_defaults():
+    found = defaults(EngineConfig)
+    assert {name: found[name] for name in ENGINE} == ENGINE
+    assert set(found) == set(ENGINE) | OWN_ENGINE_OPTIONS
+
+
+def test_sampling_parameters_have_the_field_s_names_and_defaults():
+    assert defaults(SamplingParams) == SAMPLING
+
+
+def test_speculative_config_has_the_field_s_keys():
+    assert defaults(SpeculativeConfig) == SPECULATIVE
+
+
+def test_llm_takes_the_model_first_and_options_by_name():
+    signature = inspect.signature(LLM.__init__).parameters
+    kinds = {name: parameter.kind for name, parameter in signature.items() if name != "self"}
+    assert kinds == {
+        "model": inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        "announce": inspect.Parameter.KEYWORD_ONLY,
+        "options": inspect.Parameter.VAR_KEYWORD,
+    }
+
+
+def test_llm_has_these_methods():
+    for name, expected in LLM_METHODS.items():
+        assert parameters(getattr(LLM, name)) == expected, name
+    for name in ("resolved", "speculation_metrics"):
+        assert isinstance(inspect.getattr_static(LLM, name), property)
+
+
+def test_outputs_have_the_field_s_names():
+    assert names(RequestOutput) == [
+        "request_id",
+        "prompt",
+        "prompt_token_ids",
+        "outputs",
+        "finished",
+        "metrics",
+        "prompt_logprobs",
+    ]
+    assert names(CompletionOutput) == [
+        "index",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "stop_reason",
+        "logprobs",
+        "cumulative_logprob",
+        "error",
+    ]
+    assert names(Logprob)[:2] == ["logprob", "rank"]

@@ -1,0 +1,231 @@
+"""Oracle 2 of the design: what a drafter should get accepted, it gets, window by window.
+
+Equal tokens say nothing about a drafter: one that reads a rejected row, a stale length or
+another request's KV only guesses worse. Here each drafter would be always right, and a
+known draft of each window is spoilt: exactly the drafts before it must be accepted.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from helpers.harness import CPU, Shape, build, request
+from helpers.toy import ToyModel
+from sametoken.core.outputs import SpeculationMetrics
+from sametoken.drafters import base
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.drafters.ngram import NgramDrafter
+from sametoken.runner.stream import LaggingStream
+from sametoken.state.kv_cache import KVCache, KVSpec
+
+VOCAB = 11
+K = 3
+MODEL = ToyModel(VOCAB)
+PROMPTS = ((1, 2, 3), (5,) * 11, tuple(range(10)), (1, 2, 3, 4, 5), (7, 0, 7), (2,) * 17)
+MAX_TOKENS = 24
+
+
+def allocate(parts, spec: KVSpec) -> KVCache:
+    return KVCache.allocate(
+        spec, num_blocks=parts.shape.num_blocks, block_size=parts.shape.block_size, device=CPU
+    )
+
+
+def self_drafter(parts) -> DraftModelDrafter:
+    coupling = Coupling(parts.kernels.sample, parts.table)
+    return DraftModelDrafter(MODEL, allocate(parts, MODEL.kv_spec), K, coupling)
+
+
+class LookaheadDrafter:
+    """Right if its KV is: an entry holds the row's token and, as in EAGLE, the one after it."""
+
+    lookahead_slots = 0
+    lookahead_tokens = 1
+
+    def __init__(self, parts) -> None:
+        self.kv_caches = (allocate(parts, MODEL.kv_spec),)
+        self.coupling = Coupling(parts.kernels.sample, parts.table)
+        self.block_size = parts.shape.block_size
+
+    def propose(self, context):
+        live = context.live_rows()
+        slots, positions = context.x.rows.slots[live], context.x.rows.positions[live]
+        own, following = self._entries()
+        where = context.rows_at(slots, positions).kv_slots
+        at = where // self.block_size, where % self.block_size
+        own[at] = context.x.token_ids[live].double()
+        following[at] = context.tokens_at(slots, positions + 1).double()
+        drafts = base.NoDrafter().propose(context)
+        for b in context.samples.nonzero().flatten().tolist():
+            slot, end = context.slots[b : b + 1], int(context.end[b])
+            drafts.draft_ids[b] = torch.tensor(self._continue(context, slot, end))
+            drafts.num_drafts[b] = context.max_num_drafts
+        return drafts
+
+    def _entries(self):
+        layer = self.kv_caches[0].layer(0)
+        return layer.keys[:, 0, :, 0], layer.values[:, 0, :, 0]
+
+    def _continue(self, context, slot, end: int) -> list[int]:
+        positions = torch.arange(end)
+        where = context.rows_at(slot.expand(end), positions).kv_slots
+        own, following = (e[where // self.block_size, where % self.block_size].tolist()
+                          for e in self._entries())  # fmt: skip
+        assert not torch.tensor([own, following]).isnan().any(), "KV that nobody wrote"
+        tokens = [int(own[0]), *map(int, following)]
+        for _ in range(context.max_num_drafts):
+            logits = MODEL.compute_logits(
+                torch.tensor([[float(MODEL._hash(tokens)), 1.0]]).double()
+            )
+            tokens.append(int(self.coupling.choose(logits, slot, torch.tensor([len(tokens)]))))
+        return tokens[-context.max_num_drafts :]
+
+
+def spoilt_at(num_tokens: int) -> int:
+    """Which draft of the window after so many committed tokens is wrong; K and above: none."""
+    return num_tokens % (K + 2)
+
+
+class Spoilt:
+    """Another drafter with one wrong draft in most windows."""
+
+    def __init__(self, drafter) -> None:
+        self.drafter = drafter
+        self.kv_caches = drafter.kv_caches
+        self.lookahead_slots = drafter.lookahead_slots
+        self.lookahead_tokens = drafter.lookahead_tokens
+
+    def propose(self, context):
+        committed = context.num_tokens.tolist()
+        drafts = self.drafter.propose(context)
+        for ids, num_tokens in zip(drafts.draft_ids, committed, strict=True):
+            if (at := spoilt_at(num_tokens)) < K:
+                ids[at] = (ids[at] + 1) % VOCAB
+        return drafts
+
+
+DRAFTERS = {"self": self_drafter, "lookahead": LookaheadDrafter}
+
+
+def make_stream(kind: str):
+    """The device does nothing before it is waited for, or as much as it likes."""
+    if kind == "late":
+        return LaggingStream()
+    chance = random.Random(1)
+    return LaggingStream(lambda queued: chance.randint(0, queued))
+
+
+def measure(core, items, check=lambda item, num_tokens, update: None) -> SpeculationMetrics:
+    """Run requests, checking each window, and count drafts by position."""
+    total, out = SpeculationMetrics(), {item.request_id: [] for item in items}
+    by_id = {item.request_id: item for item in items}
+    for item in items:
+        core.add_request(item)
+    while core.has_unfinished:
+        for update in core.step():
+            item, tokens = by_id[update.request_id], out[update.request_id]
+            check(item, len(item.prompt_token_ids) + len(tokens), update)
+            total = total.with_step(update.num_drafts, update.num_accepted)
+            tokens.extend(update.token_ids)
+            if len(item.prompt_token_ids) + len(tokens) >= item.max_total_tokens:
+                core.release(item.request_id)
+    return total
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("steps_in_flight", "device"), [(1, "late"), (3, "late"), (3, "ahead")])
+@pytest.mark.parametrize("kind", list(DRAFTERS))
+def test_exactly_the_drafts_before_the_spoilt_one_are_accepted(
+    kind, steps_in_flight, device, temperature
+):
+    shape = Shape(num_drafts=K, steps_in_flight=steps_in_flight)
+    core = build(
+        MODEL,
+        shape,
+        make_drafter=lambda parts: Spoilt(DRAFTERS[kind](parts)),
+        stream=make_stream(device),
+    )
+
+    def check(item, num_tokens, update):
+        assert update.num_accepted == min(update.num_drafts, spoilt_at(num_tokens))
+        first = num_tokens == len(item.prompt_token_ids)
+        room = 0 if first else min(K, item.max_total_tokens - num_tokens - 1)
+        assert update.num_drafts <= room
+        if steps_in_flight == 1:
+            assert update.num_drafts == room
+
+    items = [
+        request(f"r{i}", prompt, MAX_TOKENS, temperature=temperature, seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    total = measure(core, items, check)
+    assert all(total.offered_per_position)
+    assert 0 < total.num_accepted_tokens < total.num_draft_tokens
+
+
+@pytest.mark.parametrize("chunk", [4, 8])
+@pytest.mark.parametrize("kind", list(DRAFTERS))
+def test_shared_prefixes_and_chunk_edges_cost_no_acceptance(kind, chunk):
+    shared = (1, 2, 3, 4, 5, 6, 7, 8)
+    prompts = [
+        (*shared, 9, 9, 9, 9, 9),
+        (*shared, 9, 9, 3),
+        (*shared, 2, 9, 9),
+        (*shared[:4], 0, 6, 7, 8, 9),
+        (*shared[:5], 6, 7),
+    ]
+    core = build(MODEL, Shape(num_drafts=K, prefill_chunk_size=chunk), make_drafter=DRAFTERS[kind])
+    total, cached = SpeculationMetrics(), 0
+    for i, prompt in enumerate(prompts):
+        total += measure(core, [request(f"r{i}", prompt, MAX_TOKENS)])
+        cached = core.scheduler.prefix_cache_hits
+    assert cached > 0
+    assert total.num_draft_tokens > 50
+    assert total.accepted_per_position == total.offered_per_position
+
+
+def test_preemption_costs_no_acceptance():
+    shape = Shape(num_drafts=K, num_blocks=14, max_model_len=36, prefix_caching=False)
+    for make_drafter in DRAFTERS.values():
+        core = build(MODEL, shape, make_drafter=make_drafter)
+        swapped = []
+        move_out = core._runner.swap.move_out
+        core._runner.swap.move_out = lambda plan, move_out=move_out, swapped=swapped: (
+            swapped.extend(plan.swap_outs),
+            move_out(plan),
+        )
+        items = [request(f"r{i}", PROMPTS[i], MAX_TOKENS) for i in range(4)]
+        total = measure(core, items)
+        assert swapped
+        assert total.accepted_per_position == total.offered_per_position
+
+
+class Counting(ToyModel):
+    """Counts up and begins again: 0, 1, .., 4, 0, .."""
+
+    def _hash(self, tokens) -> int:
+        return tokens[-1]
+
+    def compute_logits(self, hidden):
+        following = (hidden[:, 0].long() + 1) % 5
+        return torch.nn.functional.one_hot(following, VOCAB).float()
+
+
+def test_prompt_lookup_on_a_periodic_text_accepts_every_draft():
+    core = build(
+        Counting(VOCAB), Shape(num_drafts=K), make_drafter=lambda parts: NgramDrafter(K, 1, 3)
+    )
+    windows = 6
+    item = request("r", (0, 1, 2, 3, 4) * 2, max_tokens=1 + windows * (K + 1))
+    total = measure(core, [item])
+    assert total == SpeculationMetrics(
+        num_steps=1 + windows,
+        num_draft_tokens=windows * K,
+        num_accepted_tokens=windows * K,
+        offered_per_position=(windows,) * K,
+        accepted_per_position=(windows,) * K,
+    )

@@ -1,0 +1,217 @@
+"""README's commands and examples run, its paths exist, and its file tree is the real one.
+
+Everything runs in a directory where the names that README uses lead to tiny random
+checkpoints; what uses the small demo model runs with that one too, if it can be had.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from click import Command, Context
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculators
+from sametoken.cli.main import app
+from sametoken.config import DEFAULT_MODEL
+from sametoken.errors import CheckpointError
+from sametoken.models.embedded import resolve_model
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "sametoken"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_POSITIONS = 512
+#: Too slow for a test, and tested by itself; only its options are checked.
+NOT_RUN = ("demo",)
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    text = "".join(blocks("bash")).replace("\\\n", " ")
+    return [shlex.split(line) for line in text.splitlines() if line.strip()]
+
+
+SAMETOKEN = [words[1:] for words in commands() if words[0] == "sametoken"]
+EXAMPLES = blocks("python")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny_models(tmp_path_factory) -> Path:
+    """A directory with a tiny checkpoint under every model name that README uses."""
+    directory = tmp_path_factory.mktemp("readme")
+    for seed, name in enumerate((DEFAULT_MODEL, "path/to/target", "path/to/smaller")):
+        write_llama(directory / name, seed, max_position_embeddings=MAX_POSITIONS)
+        write_tokenizer(directory / name)
+    layer = {"max_position_embeddings": MAX_POSITIONS}
+    write_speculators(directory / "path/to/head", head_tensors(), layer)
+    return directory
+
+
+def write_tokenizer(directory: Path) -> None:
+    words = {f"word{i}": i for i in range(VOCAB)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="word0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template).save_pretrained(
+        directory
+    )
+
+
+@pytest.fixture
+def demo_model(tmp_path, monkeypatch) -> None:
+    """A working directory where the demo model's short name leads to the demo model."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        resolve_model(DEFAULT_MODEL, announce=lambda line: None)
+    except CheckpointError as error:
+        pytest.skip(f"the demo model cannot be had: {error}")
+
+
+def uses_demo_model(arguments: list[str]) -> bool:
+    """Whether a command loads the demo model and nothing else."""
+    return arguments[0] == "generate" and not any("path/to/" in word for word in arguments)
+
+
+def parsed(arguments: list[str]) -> Context:
+    """The command with its arguments, checked by the parser itself, not run."""
+    group = typer.main.get_command(app)
+    command: Command = group.commands[arguments[0]]
+    return command.make_context(arguments[0], list(arguments[1:]))
+
+
+def run(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() or "--explain" in arguments
+
+
+def test_readme_has_commands_and_examples():
+    """The patterns above still find what they look for."""
+    assert len(SAMETOKEN) >= 3
+    assert any(uses_demo_model(arguments) for arguments in SAMETOKEN)
+    assert EXAMPLES
+
+
+def test_every_command_is_known():
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands():
+        assert words[0] in ("make", "sametoken"), f"no check for the command {words[0]!r}"
+        if words[0] == "make":
+            assert set(words[1:]) <= set(targets), words
+    for target in re.findall(r"`make ([a-z-]+)`", README):
+        assert target in targets
+
+
+@pytest.mark.parametrize("arguments", SAMETOKEN, ids=" ".join)
+def test_a_command_parses_and_runs(arguments, tiny_models, monkeypatch):
+    monkeypatch.chdir(tiny_models)
+    parsed(arguments)
+    if arguments[0] not in NOT_RUN:
+        run(arguments)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs(example, tiny_models, monkeypatch, capsys):
+    monkeypatch.chdir(tiny_models)
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("arguments", filter(uses_demo_model, SAMETOKEN), ids=" ".join)
+def test_a_command_runs_with_the_demo_model(arguments, demo_model):
+    run(arguments)
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_runs_with_the_demo_model(example, demo_model, capsys):
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_an_unknown_option_does_not_pass():
+    with pytest.raises(Exception, match="No such option"):
+        parsed(["generate", "--no-such-option"])
+
+
+def real_tree() -> dict[str, str]:
+    """Folders at any depth and modules at the top, each with its docstring's first line."""
+    found = {f"{path.parent.relative_to(PACKAGE)}/": path for path in PACKAGE.rglob("__init__.py")}
+    found.pop("./")
+    found |= {path.name: path for path in PACKAGE.glob("*.py")}
+    return {name: purpose(path) for name, path in found.items()}
+
+
+def purpose(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0].rstrip(".").replace("``", "`")
+
+
+def written_tree() -> dict[str, str]:
+    (block,) = blocks("tree")
+    root, *lines = block.splitlines()
+    assert root == "src/sametoken/"
+    found: dict[str, str] = {}
+    parents: list[str] = []
+    for line in lines:
+        name, text = line.split(maxsplit=1)
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
+        parents[depth:] = [name]
+        found["".join(parents)] = text
+    return found
+
+
+def test_the_file_tree_is_the_real_one():
+    assert written_tree() == real_tree()
+
+
+def test_every_stop_of_a_token_exists():
+    stops = re.findall(r"\| `([\w/]+\.py)` \| `([\w.]+)` \|$", README, re.MULTILINE)
+    assert 0 < len(stops) <= 10
+    for file, function in stops:
+        scope: ast.AST = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+        for name in function.split("."):
+            scope = next(
+                (node for node in ast.iter_child_nodes(scope) if getattr(node, "name", "") == name),
+                None,
+            )
+            assert scope is not None, f"{file} has no {function}"
+
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_invariants_name_tests_that_exist():
+    text = (ROOT / "docs" / "invariants.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 10
+    for file, name in named:
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(def {name}\(|{name} = )", source, re.MULTILINE), f"{file}::{name}"

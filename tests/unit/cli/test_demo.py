@@ -1,0 +1,107 @@
+"""The demo compares tokens and its exit code says whether they are the same."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from sametoken.cli.demo import ACCEPTED_STYLE, Comparison, answer
+from sametoken.cli.main import app
+from sametoken.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine import llm as llm_module
+
+LETTERS = "abcdefgh"
+
+
+class LetterLLM:
+    """Says letters by their ids, in windows: all but a window's last were drafts."""
+
+    windows = ([0], [1, 2, 3], [4])
+    speculative_windows = windows
+
+    def __init__(self, model, *, announce, speculative_config=None) -> None:
+        self.script = self.speculative_windows if speculative_config else self.windows
+
+    def get_tokenizer(self):
+        backend = Backend(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
+        backend.decoder = decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+    def render_chat(self, messages):
+        return messages[0]["content"]
+
+    def chat(self, messages, params):
+        assert params.max_tokens <= 4
+
+    def generate_stream(self, prompt, params):
+        assert params.ignore_eos
+        assert params.greedy
+        yield from outputs(self.script)
+
+
+def outputs(windows):
+    token_ids, speculation = (), RequestMetrics(0.0).speculation
+    for number, window in enumerate(windows, start=1):
+        token_ids += tuple(window)
+        speculation = speculation.with_step(len(window) - 1, len(window) - 1)
+        finished = number == len(windows)
+        metrics = RequestMetrics(0.0, 1.0, 3.0 if finished else None, 0, speculation)
+        completion = CompletionOutput(0, "", token_ids, "length" if finished else None)
+        yield RequestOutput("0", None, (7,), (completion,), finished, metrics)
+
+
+def last(*windows):
+    return list(outputs(windows))[-1]
+
+
+@pytest.mark.parametrize(
+    ("speculative", "difference", "verdict"),
+    [
+        (last([0, 1, 2]), None, "same tokens: yes (3 of 3)"),
+        (last([0, 5, 2]), 1, "same tokens: no (first difference at 1)"),
+        (last([0, 1]), 2, "same tokens: no (first difference at 2)"),
+        (last([0, 1, 2, 3]), 3, "same tokens: no (first difference at 3)"),
+    ],
+)
+def test_a_comparison_finds_the_first_difference(speculative, difference, verdict):
+    comparison = Comparison(last([0], [1], [2]), speculative)
+    assert comparison.first_difference == difference
+    assert comparison.verdict() == verdict
+
+
+def test_the_same_tokens_exit_with_0(monkeypatch):
+    monkeypatch.setattr(llm_module, "LLM", LetterLLM)
+    result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("same tokens: yes (5 of 5)") == 2
+    assert result.stdout.count("abcde") == 4
+
+
+def test_other_tokens_exit_with_1(monkeypatch):
+    monkeypatch.setattr(llm_module, "LLM", LetterLLM)
+    monkeypatch.setattr(LetterLLM, "speculative_windows", ([0], [1, 7, 3], [4]))
+    result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
+    assert result.exit_code == 1
+    assert result.stdout.count("same tokens: no (first difference at 2)") == 2
+
+
+def test_accepted_drafts_are_coloured():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system="standard", soft_wrap=True)
+    answer(
+        LetterLLM("m", announce=print),
+        "p",
+        SamplingParams(temperature=0.0, ignore_eos=True),
+        console,
+    )
+    green = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    green.print("b", style=ACCEPTED_STYLE, end="")
+    start, _, end = green.file.getvalue().partition("b")
+    assert file.getvalue() == f"a{start}b{end}{start}c{end}de\n"

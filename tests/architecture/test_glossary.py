@@ -108,8 +108,19 @@ def test_the_glossary_explains_every_word():
 
 @pytest.mark.parametrize(
     "word",
-    ["rollback", "roll_back", "rewind", "accept_len", "accepted_lengths", "num_rejected_tokens"]
-    + ["seq_group", "seq_lens", "bonus_token_ids", "Proposer", "req_idx"],
+    [
+        "rollback",
+        "roll_back",
+        "rewind",
+        "accept_len",
+        "accepted_lengths",
+        "num_rejected_tokens",
+        "seq_group",
+        "seq_lens",
+        "bonus_token_ids",
+        "Proposer",
+        "req_idx",
+    ],
 )
 def test_synonyms_are_found_in_code_strings_and_comments(word):
     assert forbidden_in(f"{word} = 1")

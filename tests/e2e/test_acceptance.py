@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from helpers.harness import CPU, Shape, build, request
-from helpers.toy import ToyModel
+from helpers.toy import MODULUS, ToyModel
 from sametoken.core.outputs import SpeculationMetrics
-from sametoken.drafters import base
+from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.ngram import NgramDrafter
@@ -40,8 +40,17 @@ def self_drafter(parts) -> DraftModelDrafter:
     return DraftModelDrafter(MODEL, allocate(parts, MODEL.kv_spec), K, coupling)
 
 
+def extended(state: int, token: int) -> int:
+    """The toy target's hash of one token more."""
+    return (state * 31_337 + token + 17) % MODULUS
+
+
 class LookaheadDrafter:
-    """Right if its KV is: an entry holds the row's token and, as in EAGLE, the one after it."""
+    """An EAGLE in small: the row at p knows the token at p + 1, and only the KV says the rest.
+
+    A row's state is the hash of all tokens up to p + 1, read back from the drafter's KV, so
+    its drafts are right if every entry, every length and every row it picks is.
+    """
 
     lookahead_slots = 0
     lookahead_tokens = 1
@@ -49,40 +58,45 @@ class LookaheadDrafter:
     def __init__(self, parts) -> None:
         self.kv_caches = (allocate(parts, MODEL.kv_spec),)
         self.coupling = Coupling(parts.kernels.sample, parts.table)
-        self.block_size = parts.shape.block_size
 
     def propose(self, context):
         live = context.live_rows()
         slots, positions = context.x.rows.slots[live], context.x.rows.positions[live]
-        own, following = self._entries()
-        where = context.rows_at(slots, positions).kv_slots
-        at = where // self.block_size, where % self.block_size
-        own[at] = context.x.token_ids[live].double()
-        following[at] = context.tokens_at(slots, positions + 1).double()
-        drafts = base.NoDrafter().propose(context)
-        for b in context.samples.nonzero().flatten().tolist():
-            slot, end = context.slots[b : b + 1], int(context.end[b])
-            drafts.draft_ids[b] = torch.tensor(self._continue(context, slot, end))
+        rows = context.rows_at(slots, positions)
+        following = context.tokens_at(slots, positions + 1)
+        states = self._forward(context.x.token_ids[live], following, rows)
+
+        drafts = NoDrafter().propose(context)
+        sampling = context.samples.nonzero().squeeze(1)
+        last_rows = (context.end - context.start).cumsum(0) - 1
+        for b in sampling.tolist():
+            state, position = states[int(last_rows[b])], int(context.end[b])
+            for i in range(context.max_num_drafts):
+                position += 1
+                token = self._choose(state, context.slots[b : b + 1], position)
+                drafts.draft_ids[b, i] = token
+                state = extended(state, token)
             drafts.num_drafts[b] = context.max_num_drafts
         return drafts
 
-    def _entries(self):
+    def _forward(self, token_ids, following, rows) -> list[int]:
+        """Keys hold a row's own token, values the one after it."""
         layer = self.kv_caches[0].layer(0)
-        return layer.keys[:, 0, :, 0], layer.values[:, 0, :, 0]
+        block_size = layer.keys.shape[2]
+        at = rows.kv_slots // block_size, 0, rows.kv_slots % block_size, 0
+        layer.keys[at], layer.values[at] = token_ids.double(), following.double()
+        states = []
+        for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
+            where = torch.arange(position + 1)
+            at = rows.block_table[slot, where // block_size], 0, where % block_size, 0
+            assert not layer.values[at].isnan().any(), "a row reads KV that nobody wrote"
+            tokens = [layer.keys[at][0].item(), *layer.values[at].tolist()]
+            states.append(MODEL._hash(map(int, tokens)))
+        return states
 
-    def _continue(self, context, slot, end: int) -> list[int]:
-        positions = torch.arange(end)
-        where = context.rows_at(slot.expand(end), positions).kv_slots
-        own, following = (e[where // self.block_size, where % self.block_size].tolist()
-                          for e in self._entries())  # fmt: skip
-        assert not torch.tensor([own, following]).isnan().any(), "KV that nobody wrote"
-        tokens = [int(own[0]), *map(int, following)]
-        for _ in range(context.max_num_drafts):
-            logits = MODEL.compute_logits(
-                torch.tensor([[float(MODEL._hash(tokens)), 1.0]]).double()
-            )
-            tokens.append(int(self.coupling.choose(logits, slot, torch.tensor([len(tokens)]))))
-        return tokens[-context.max_num_drafts :]
+    def _choose(self, state: int, slot, position: int) -> int:
+        logits = MODEL.compute_logits(torch.tensor([[state, 1]], dtype=torch.float64))
+        return int(self.coupling.choose(logits, slot, torch.tensor([position])))
 
 
 def spoilt_at(num_tokens: int) -> int:
@@ -188,20 +202,17 @@ def test_shared_prefixes_and_chunk_edges_cost_no_acceptance(kind, chunk):
     assert total.accepted_per_position == total.offered_per_position
 
 
-def test_preemption_costs_no_acceptance():
+@pytest.mark.parametrize("kind", list(DRAFTERS))
+def test_preemption_costs_no_acceptance(kind, monkeypatch):
     shape = Shape(num_drafts=K, num_blocks=14, max_model_len=36, prefix_caching=False)
-    for make_drafter in DRAFTERS.values():
-        core = build(MODEL, shape, make_drafter=make_drafter)
-        swapped = []
-        move_out = core._runner.swap.move_out
-        core._runner.swap.move_out = lambda plan, move_out=move_out, swapped=swapped: (
-            swapped.extend(plan.swap_outs),
-            move_out(plan),
-        )
-        items = [request(f"r{i}", PROMPTS[i], MAX_TOKENS) for i in range(4)]
-        total = measure(core, items)
-        assert swapped
-        assert total.accepted_per_position == total.offered_per_position
+    core = build(MODEL, shape, make_drafter=DRAFTERS[kind])
+    swap, swapped = core._runner.swap, []
+    move_out = swap.move_out
+    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    items = [request(f"r{i}", PROMPTS[i], MAX_TOKENS) for i in range(4)]
+    total = measure(core, items)
+    assert swapped
+    assert total.accepted_per_position == total.offered_per_position
 
 
 class Counting(ToyModel):

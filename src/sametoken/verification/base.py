@@ -43,7 +43,8 @@ class Verdict:
             only for rows that sample.
         tokens: [L] int64, the target's own token at every window row; the first
             ``num_accepted + 1`` of a window are emitted.
-        poisoned: [B] bool, the window's logits held NaN.
+        poisoned: [B] bool, NaN in the logits of a row that decided: 0..num_accepted. What
+            rejected rows hold must not matter.
         logprobs: for every window row of the requests that asked (the host keeps those of
             emitted tokens), or None if no request of the step asked.
     """

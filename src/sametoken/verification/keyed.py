@@ -62,9 +62,13 @@ class KeyedVerifier:
             self._table.seed[slots],
             x.rows.positions[x.logits_indices] + 1,
         )
-        poisoned = torch.zeros_like(x.slots).index_add_(0, owner, has_nan.long()) > 0
+        offset = torch.arange(owner.shape[0], device=owner.device) - x.window_starts[owner]
+        matches = torch.where(x.samples, _leading_matches(tokens, owner, offset, x), 0)
+        # Rows after the first mismatch decided nothing: what they hold must not matter.
+        fatal = has_nan & (offset <= matches[owner])
+        poisoned = torch.zeros_like(x.slots).index_add_(0, owner, fatal.long()) > 0
         judged = x.samples & ~poisoned
-        num_accepted = torch.where(judged, _leading_matches(tokens, owner, x), 0)
+        num_accepted = torch.where(judged, matches, 0)
         # Rows without a window may start one past the end; they read the padding.
         padded = torch.nn.functional.pad(tokens, (0, 1))
         next_token = torch.where(judged, padded[x.window_starts + num_accepted], 0)
@@ -97,12 +101,12 @@ class KeyedVerifier:
         return concatenate(parts)
 
 
-def _leading_matches(tokens: Tensor, owner: Tensor, x: StepInputs) -> Tensor:
+def _leading_matches(tokens: Tensor, owner: Tensor, offset: Tensor, x: StepInputs) -> Tensor:
     """[B] int64: drafts from each window's start that equal the target's token at their row.
 
-    Plan rows without a window get a meaningless number.
+    Plan rows without a window get a meaningless number. ``owner`` and ``offset`` [L] are
+    each logits row's plan row and its place in the window.
     """
-    offset = torch.arange(owner.shape[0], device=owner.device) - x.window_starts[owner]
     drafts = x.token_ids[x.logits_indices].roll(-1)
     # A window's last row has no draft after it, so every window holds a mismatch.
     differs = (tokens != drafts) | (offset == x.num_drafts[owner])

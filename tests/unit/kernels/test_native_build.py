@@ -15,6 +15,7 @@ from sametoken.kernels.interface import AttentionShape
 from sametoken.kernels.native.build import RECIPES, build, cache_directory, find_compiler
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.native.library import load_library
+from sametoken.kernels.native.memory import WeightMemory
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import select_kernels
 
@@ -148,18 +149,37 @@ def test_without_openmp_and_vector_extensions_the_kernels_still_work(
     monkeypatch.setenv("CC", command)
     portable, reference = NativeKernels(load_library()), ReferenceKernels()
     assert load_library().team_size() == 1
+    generator = torch.Generator().manual_seed(0)
     for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float32, 1e-5)):
-        x = torch.randn(7, 99, generator=torch.Generator().manual_seed(0)).to(dtype)
-        found = portable.linear(x, portable.pack(x))
-        wanted = reference.linear(x, reference.pack(x))
-        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=20 * tolerance)
-        assert torch.equal(portable.linear(x[:1], portable.pack(x))[0], found[0])
-        history = torch.randn(2, 1, 300, 2, 24).to(dtype)
+        x = torch.randn(7, 99, generator=generator).to(dtype)
+        weight = torch.randn(40, 99, generator=generator).to(dtype) / 10
+        found = portable.linear(x, portable.pack(weight))
+        wanted = reference.linear(x, reference.pack(weight))
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        assert torch.equal(portable.linear(x[:1], portable.pack(weight))[0], found[0])
+        history = torch.randn(2, 1, 300, 2, 24, generator=generator).to(dtype)
         shape = AttentionShape(6, 2, 24)
         scene = make_scene(shape, history, [300], 16, 0)
-        rows, q = scene.rows([0] * 7, range(290, 297)), torch.randn(7, 6, 24).to(dtype)
+        rows, q = scene.rows([0] * 7, range(290, 297)), history[0, 0, :21].view(7, 6, 24)
         found = portable.attention(q, shape, rows, scene.kv)
         wanted = reference.attention(q, shape, rows, scene.kv)
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-    inputs = (torch.randn(5, 999), torch.rand(5), torch.arange(5), torch.arange(5))
+    inputs = (
+        torch.arange(4995.0).view(5, 999) % 7,
+        torch.ones(5),
+        torch.arange(5),
+        torch.arange(5),
+    )
     assert torch.equal(portable.sample(*inputs), reference.sample(*inputs))
+
+
+def test_weights_share_slabs_without_overlap():
+    advised = []
+    memory = WeightMemory(lambda address, size: advised.append((address, size)), slab_bytes=1000)
+    taken = [memory.take(size) for size in (65, 200, 1, 500, 3000, 10)]
+    assert [t.numel() for t in taken] == [65, 200, 1, 500, 3000, 10]
+    for index, weight in enumerate(taken):
+        weight.fill_(index)
+    assert all((weight == index).all() for index, weight in enumerate(taken))
+    assert all(t.data_ptr() % 64 == 0 for t in taken)
+    assert [size for _, size in advised] == [1000, 3000, 1000]

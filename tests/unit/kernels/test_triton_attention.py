@@ -184,3 +184,11 @@ def test_impossible_launches_are_refused():
         run(scene, [(0, 3)], config=SPREAD)
     with pytest.raises(InvariantError, match="windows of 2"):
         run(scene, window_rows(0, 5, 3), window=2, config=WALK)
+
+
+def test_no_rows_give_no_rows():
+    scene = Scene(SHAPE, [20])
+    q, rows = scene.rows([(0, 3)])
+    nothing = AttentionRows(rows.positions[:0], rows.slots[:0], rows.kv_slots[:0], scene.table)
+    for window in (None, 1, 4):
+        assert attention(q[:0], SHAPE, nothing, scene.kv, window=window).shape == (0, 64)

@@ -152,3 +152,9 @@ def test_selfcheck_falls_back_to_the_canonical_kernel(monkeypatch):
         checked, report = check_gemm(integers(24, 32), epilogue, TABLE, [17])
         assert len(report.refused) == 2
         assert checked.choose(GemmShape(24, 32, epilogue), 17) == CANONICAL
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "logits"])
+def test_no_rows_give_no_rows(epilogue):
+    out = gemm.product(SMALL, integers(0, 32), integers(24, 32), epilogue)
+    assert out.shape == (0, 12 if epilogue == "silu_mul" else 24)

@@ -72,12 +72,6 @@ def test_judge_agrees_with_a_plain_loop(specs, seed, make_row, stage_step):
     for index, row in enumerate(step.rows):
         window = slice(start, start + row.window)
         start += row.window
-        poisoned = bool(logits[window].isnan().any())
-        assert verdict.poisoned[index] == poisoned
-        if poisoned or not row.samples:
-            assert verdict.num_accepted[index] == 0
-            assert 0 <= verdict.next_token[index] < VOCAB_SIZE
-            continue
         tokens = []
         for r, values in enumerate(processed[window]):
             position = len(row.prompt) + len(row.output) + r
@@ -86,6 +80,12 @@ def test_judge_agrees_with_a_plain_loop(specs, seed, make_row, stage_step):
         accepted = 0
         while accepted < len(row.drafts) and row.drafts[accepted] == tokens[accepted]:
             accepted += 1
+        poisoned = bool(logits[window][: accepted + 1].isnan().any())
+        assert verdict.poisoned[index] == poisoned
+        if poisoned or not row.samples:
+            assert verdict.num_accepted[index] == 0
+            assert 0 <= verdict.next_token[index] < VOCAB_SIZE
+            continue
         assert verdict.tokens[window].tolist() == tokens
         assert verdict.num_accepted[index] == accepted
         assert verdict.next_token[index] == tokens[accepted]
@@ -136,11 +136,21 @@ def test_a_poisoned_window_leaves_its_neighbours_alone(make_row, stage_step):
     step = stage_step(rows)
     logits = random_logits(9, 4)
     clean = step.verifier.judge(logits.clone(), step.x)
-    logits[4, 0] = math.nan
+    logits[3, 0] = math.nan
     verdict = step.verifier.judge(logits, step.x)
     assert verdict.poisoned.tolist() == [False, True, False]
     assert verdict.next_token[[0, 2]].tolist() == clean.next_token[[0, 2]].tolist()
     assert verdict.num_accepted[[0, 2]].tolist() == clean.num_accepted[[0, 2]].tolist()
+
+
+def test_nan_in_a_rejected_row_harms_nobody(make_row, stage_step):
+    """A wrong draft may lead the target anywhere; plain decoding would never see that row."""
+    step, logits = greedy_step((1, 5, 3), make_row, stage_step)
+    logits[2:] = math.nan
+    verdict = step.verifier.judge(logits, step.x)
+    assert verdict.poisoned.tolist() == [False]
+    assert verdict.num_accepted.tolist() == [1]
+    assert verdict.next_token.tolist() == [2]
 
 
 def test_an_infinite_logit_is_not_poison(make_row, stage_step):

@@ -85,8 +85,11 @@ def attention(
     num_rows, block_size = q.shape[0], kv.keys.shape[2]
     capacity = rows.block_table.shape[1] * block_size
     max_seq_len = capacity if max_seq_len is None else min(max_seq_len, capacity)
-    if num_rows % (window or num_rows):
+    if num_rows % (window or 1):
         raise InvariantError(f"{num_rows} rows are not made of windows of {window}")
+    out = q.new_empty(num_rows, shape.num_heads * shape.head_dim)
+    if not num_rows:
+        return out
     config = config or choose(num_rows, shape, window, max_seq_len, q.dtype)
     if window is None and config.spread:
         raise InvariantError("attention over ragged rows has the walk form only")
@@ -95,8 +98,6 @@ def attention(
     assert kv.keys.stride(3) == 1
     assert rows.block_table.stride(1) == 1
     assert config.split % config.tile == 0
-
-    out = q.new_empty(num_rows, shape.num_heads * shape.head_dim)
     _launch(q, shape, rows, kv, out, window, max_seq_len, sliding_window or 0, config)
     return out
 
@@ -104,7 +105,7 @@ def attention(
 def choose(
     num_rows: int, shape: AttentionShape, window: int | None, max_seq_len: int, dtype: torch.dtype
 ) -> AttentionConfig:
-    """How to cut up a launch, from its shapes."""
+    """How to cut up a launch of at least one row, from its shapes."""
     group = shape.num_heads // shape.num_kv_heads
     width = window or num_rows
     largest = 16 if dtype == torch.float32 else 32

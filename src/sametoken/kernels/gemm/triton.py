@@ -133,6 +133,8 @@ def _triton_product(
     out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
     dtype = torch.float32 if epilogue == "logits" else x.dtype
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    if not rows:
+        return out
     x_tiles = w_tiles = None
     if config.tma:
         x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])

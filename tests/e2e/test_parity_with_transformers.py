@@ -115,7 +115,7 @@ def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
 
 
 @settings(
-    max_examples=40,
+    max_examples=100,
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from sametoken.config import EngineConfig
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import LoadedDrafter, Placement, load_drafter, required_aux_layers
@@ -18,6 +17,7 @@ from sametoken.engine.resolve import (
     plan_memory,
     resolve_device,
     resolve_dtype,
+    resolve_max_model_len,
 )
 from sametoken.errors import ConfigError
 from sametoken.kernels.interface import Kernels
@@ -107,7 +107,8 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     dtype, why = resolve_dtype(config, architecture.dtype)
     spec = config.speculative_config
     num_drafts = spec.num_speculative_tokens if spec else 0
-    max_len = config.max_model_len or architecture.max_position_embeddings
+    max_len = resolve_max_model_len(config, architecture)
+    _require_room(config, num_drafts)
     kernels = select_kernels(device)
     target = load_model(
         path,
@@ -122,7 +123,6 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     drafter = load_drafter(spec, target, placement)
     specs = (target.kv_spec, *((drafter.kv_spec,) if drafter.kv_spec else ()))
     memory = plan_memory(config, architecture, specs, drafter.lookahead_slots)
-    _require_room(config, num_drafts)
     block_bytes = sum(one.bytes_per_block(config.block_size) for one in specs)
     resolved = ResolvedConfig(
         config=config,
@@ -181,5 +181,3 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-
-

@@ -12,6 +12,7 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.seeds import derive_seed
 from sametoken.engine.tokenizer import Tokenizer
 from sametoken.errors import RequestError
+from sametoken.verification.admission import require_choosable
 
 #: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
 Prompt = str | Mapping[str, Any]
@@ -86,13 +87,16 @@ class InputProcessor:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt.token_ids) + params.max_tokens)
         eos = () if params.ignore_eos else self._eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *_ids(params.stop_token_ids))))
+        bad_words = self._bad_words(params)
+        require_choosable(params, self._vocab_size, stop_ids, bad_words)
         first = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=params,
             max_total_tokens=limit,
-            stop_token_ids=tuple(dict.fromkeys((*eos, *_ids(params.stop_token_ids)))),
-            bad_words_token_ids=self._bad_words(params),
+            stop_token_ids=stop_ids,
+            bad_words_token_ids=bad_words,
         )
         seed = params.seed
         if seed is None:

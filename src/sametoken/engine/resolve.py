@@ -67,6 +67,23 @@ def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> tuple[
     return torch.bfloat16, f"the checkpoint is {str(checkpoint_dtype).removeprefix('torch.')}"
 
 
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The longest request, in tokens, as far as the model goes; memory may shorten it.
+
+    Raises:
+        ConfigError: more was asked for than the model has positions.
+    """
+    longest = model.max_position_embeddings
+    if config.max_model_len is None:
+        return longest
+    if config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is above the model's {longest}",
+            "lower max_model_len",
+        )
+    return config.max_model_len
+
+
 def plan_memory(
     config: EngineConfig, model: ModelConfig, specs: tuple[KVSpec, ...], extra_tokens: int
 ) -> MemoryPlan:
@@ -83,15 +100,9 @@ def plan_memory(
     """
     reasons: dict[str, str] = {}
     block_size = config.block_size
-    max_len = config.max_model_len
-    if max_len is None:
-        max_len = model.max_position_embeddings
+    max_len = resolve_max_model_len(config, model)
+    if config.max_model_len is None:
         reasons["max_model_len"] = "the model's longest position"
-    elif max_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len={max_len} is above the model's {model.max_position_embeddings}",
-            "lower max_model_len",
-        )
     most_useful = config.max_num_seqs * -(-(max_len + extra_tokens) // block_size)
     block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
     if config.num_kv_blocks is not None:

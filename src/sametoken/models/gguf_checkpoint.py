@@ -235,19 +235,18 @@ class GGUFSource:
 def _dequantized(raw: np.ndarray, tensor: GGUFTensor, location: str) -> Tensor:
     try:
         with np.errstate(all="ignore"):
-            values: Tensor = torch.from_numpy(dequantize(raw, tensor.type))
+            return torch.from_numpy(dequantize(raw, tensor.type))
     except NotImplementedError as error:
         raise UnsupportedError(
             f"tensor {tensor.name} of {location} has type {tensor.type.name}",
             "use a file of another quantization, such as Q8_0 or Q4_K",
         ) from error
-    return values
 
 
 def _half_split(rows: Tensor, head_dim: int) -> Tensor:
     """Per head, rows 0 2 4 .. then 1 3 5 ..: [n * head_dim, ...] of whole heads."""
-    pairs = rows.unflatten(0, (-1, head_dim // 2, 2))
-    return pairs.transpose(1, 2).flatten(0, 2)
+    pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
 
 
 def _hugging_face_name(name: str) -> str:

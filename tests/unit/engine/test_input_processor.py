@@ -11,7 +11,7 @@ from sametoken.core.seeds import derive_seed
 from sametoken.engine.input_processor import InputProcessor, PromptTokens
 from sametoken.errors import RequestError
 
-VOCAB = 300
+VOCAB = 340
 MAX_LEN = 32
 
 

@@ -77,6 +77,16 @@ def test_sharded_and_single_files_are_the_same_model(pristine, tmp_path):
     assert torch.equal(*found)
 
 
+def test_copies_of_the_weights_in_other_files_are_left_alone(checkpoint):
+    save_file({"layers.0.wq.weight": torch.zeros(3)}, checkpoint / "consolidated.safetensors")
+    load(checkpoint)
+
+
+def test_weights_under_another_file_name(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "weights.safetensors")
+    load(checkpoint)
+
+
 def test_reading_in_small_chunks_changes_nothing(pristine, monkeypatch):
     expected = Bench(load(pristine)).logits(PROMPT, [])
     monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 70)

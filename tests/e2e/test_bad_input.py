@@ -1,0 +1,374 @@
+"""Every bad input has one typed error that names its cause and a remedy.
+
+Whatever is wrong with options or files is said by the constructor, before memory is laid
+out; whatever is wrong with a request is said by the call, before a step runs, and other
+requests go on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_speculators
+from helpers.harness import Ran, Shape, build, collect, request, run
+from helpers.toy import ToyModel
+from sametoken import LLM, SamplingParams
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    DrafterMismatchError,
+    EngineDeadError,
+    NumericalError,
+    RequestError,
+    SametokenError,
+    UnsupportedError,
+)
+
+SIZES = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 48,
+    "max_num_seqs": 2,
+    "prefill_chunk_size": 16,
+    "block_size": 8,
+    "num_kv_blocks": 40,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+
+
+def speculative(method: str = "ngram", k: object = 3, **keys) -> dict:
+    return {"speculative_config": {"method": method, "num_speculative_tokens": k, **keys}}
+
+
+def edited(target, directory, config=None, tensors=None):
+    """A copy of a checkpoint with some settings or tensors changed."""
+    shutil.copytree(target, directory)
+    settings = json.loads((directory / "config.json").read_text()) | (config or {})
+    (directory / "config.json").write_text(json.dumps(settings))
+    if tensors:
+        weights = load_file(directory / "model.safetensors") | tensors
+        save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def llm(target):
+    return LLM(str(target), **SIZES, **speculative())
+
+
+def refused(error: type[SametokenError], cause: str, remedy: str, call, *args, **options) -> None:
+    with pytest.raises(error, match=cause) as caught:
+        call(*args, **options)
+    assert type(caught.value) is error
+    assert remedy in caught.value.remedy, caught.value.remedy
+    assert str(caught.value) == f"{caught.value.cause}. {caught.value.remedy}"
+
+
+# Checkpoints
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    path = str(tmp_path / "nowhere")
+    refused(CheckpointError, "nowhere' is neither a path", "checkpoint directory", LLM, path)
+
+
+def test_a_directory_without_a_config(tmp_path):
+    refused(CheckpointError, r"holds no config\.json", "checkpoint directory", LLM, str(tmp_path))
+
+
+def test_a_config_that_is_not_json(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    refused(CheckpointError, "cannot be read as JSON", "download", LLM, str(tmp_path))
+
+
+def test_truncated_weights(target, tmp_path):
+    directory = edited(target, tmp_path / "cut")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(CheckpointError, "truncated or corrupt", "download", LLM, str(directory), **SIZES)
+
+
+def test_a_missing_tensor(target, tmp_path):
+    directory = edited(target, tmp_path / "lacking")
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors")
+    cause = r"lacks the tensor model\.layers\.1\.mlp\.up_proj"
+    refused(CheckpointError, cause, "checkpoint again", LLM, str(directory), **SIZES)
+
+
+def test_a_tensor_of_another_shape(target, tmp_path):
+    directory = edited(target, tmp_path / "shape", tensors={"model.norm.weight": torch.ones(8)})
+    cause = r"model\.norm\.weight .* has shape \[8\], the config wants \[16\]"
+    refused(CheckpointError, cause, "belong together", LLM, str(directory), **SIZES)
+
+
+def test_integer_weights(target, tmp_path):
+    whole = torch.zeros((VOCAB, LLAMA["hidden_size"]), dtype=torch.int8)
+    directory = edited(target, tmp_path / "int8", tensors={"lm_head.weight": whole})
+    cause = r"lm_head\.weight .* has dtype I8"
+    refused(UnsupportedError, cause, "unquantized", LLM, str(directory), **SIZES)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(target, tmp_path, value):
+    bad = torch.ones(LLAMA["hidden_size"])
+    bad[3] = value
+    directory = edited(target, tmp_path / "nan", tensors={"model.norm.weight": bad})
+    cause = r"model\.norm\.weight .* holds NaN or infinite"
+    refused(CheckpointError, cause, "again", LLM, str(directory), **SIZES)
+
+
+def test_an_unknown_architecture(target, tmp_path):
+    directory = edited(target, tmp_path / "arch", {"architectures": ["MambaForCausalLM"]})
+    cause = "'MambaForCausalLM' is not supported"
+    refused(UnsupportedError, cause, "LlamaForCausalLM", LLM, str(directory), **SIZES)
+
+
+# Drafters
+
+
+def test_a_drafter_that_is_not_there(target, tmp_path):
+    options = SIZES | speculative("draft_model", model=str(tmp_path / "nowhere"))
+    cause = "nowhere"
+    refused(CheckpointError, cause, "checkpoint directory", LLM, str(target), **options)
+
+
+def test_a_drafter_of_another_vocabulary(target, tmp_path):
+    other = write_llama(tmp_path / "other", vocab_size=29)
+    options = SIZES | speculative("draft_model", model=str(other))
+    cause = "29 tokens, the target 23"
+    refused(DrafterMismatchError, cause, "same vocabulary", LLM, str(target), **options)
+
+
+def test_a_drafter_with_too_few_positions(target, tmp_path):
+    short = write_llama(tmp_path / "short", max_position_embeddings=32)
+    options = SIZES | speculative("draft_model", model=str(short))
+    cause = "32 positions, below max_model_len=48"
+    refused(DrafterMismatchError, cause, "lower max_model_len", LLM, str(target), **options)
+
+
+def test_a_head_of_another_hidden_size(target, tmp_path):
+    head = write_speculators(tmp_path / "head", head_tensors(), target_hidden_size=32)
+    options = SIZES | speculative("eagle3", model=str(head))
+    cause = "32 hidden elements, the target has 16"
+    refused(DrafterMismatchError, cause, "trained for this target", LLM, str(target), **options)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "cause", "remedy"),
+    [
+        (speculative(k=65), "num_speculative_tokens=65 is not possible", "1 to 64"),
+        (speculative(k=0), "num_speculative_tokens=0 is not possible", "1 to 64"),
+        (speculative(k=-1), "num_speculative_tokens=-1 is not possible", "1 to 64"),
+        (speculative(k="5"), "num_speculative_tokens='5' is of the wrong type", "type int"),
+        (speculative("medusa"), "method 'medusa' is not known", "ngram"),
+        (speculative("draft_model"), "'draft_model' needs a drafter", '"model"'),
+        (speculative(model="x"), "'ngram' loads no drafter", '"model"'),
+        (speculative(num_spec=3), "unknown key 'num_spec'", "num_speculative_tokens"),
+        (
+            speculative(prompt_lookup_min=4, prompt_lookup_max=2),
+            "prompt_lookup_min=4 and prompt_lookup_max=2",
+            "min <= max",
+        ),
+        ({"speculative_config": '{"method": "ngram"'}, "is not JSON", '"method"'),
+        ({"speculative_config": "[]"}, "is not a JSON object", "braces"),
+        ({"prefill_chunk_size": 20}, "prefill_chunk_size=20 is not a multiple", "multiple"),
+        ({"max_model_len": 65}, "max_model_len=65 is above the model's 64", "lower max_model_len"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens=8", "raise max_num_batched"),
+        ({"num_kv_blocks": 3}, "hold 24 tokens", "raise kv_cache_memory_bytes"),
+        (
+            {"num_kv_blocks": None, "kv_cache_memory_bytes": 1000},
+            "below max_model_len=48",
+            "raise kv_cache_memory_bytes",
+        ),
+        ({"dtype": "float8"}, "dtype='float8' is not possible", "bfloat16"),
+        ({"device": "tpu"}, "device='tpu' is not possible", "cpu"),
+        ({"load_format": "bin"}, "load_format='bin' is not possible", "safetensors"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 is not possible", "from 1 to"),
+        ({"seed": -1}, "seed=-1 is not possible", "from 0 to"),
+        ({"max_model_length": 5}, "unknown option 'max_model_length'", "max_model_len"),
+    ],
+)
+def test_an_option_that_cannot_be(target, options, cause, remedy):
+    refused(ConfigError, cause, remedy, LLM, str(target), **SIZES | options)
+
+
+def test_options_are_refused_before_weights_are_read(target, monkeypatch):
+    monkeypatch.setattr("sametoken.engine.build.load_model", None)
+    for options in (
+        speculative(k=65),
+        {"prefill_chunk_size": 20},
+        {"max_model_len": 65},
+        {"max_num_batched_tokens": 8},
+    ):
+        with pytest.raises(ConfigError):
+            LLM(str(target), **SIZES | options)
+
+
+def test_a_device_that_is_not_driven(target):
+    refused(UnsupportedError, "'cuda' is not supported", "cpu", LLM, str(target), device="cuda")
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cause", "remedy"),
+    [
+        ([], "the prompt is empty", "at least one token"),
+        ([1] * 48, "has 48 tokens and at most 47 fit", "raise max_model_len"),
+        ([1, VOCAB], f"holds {VOCAB}, outside the vocabulary", f"0 to {VOCAB - 1}"),
+        ([1, -1], "holds -1, outside the vocabulary", f"0 to {VOCAB - 1}"),
+        ([1, 2.5], "holds 2.5", "integers"),
+    ],
+)
+def test_a_prompt_that_cannot_be(llm, monkeypatch, prompt, cause, remedy):
+    prompts = [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": prompt}]
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "step", None)
+        refused(RequestError, cause, remedy, llm.generate, prompts, GREEDY)
+    assert len(llm.generate(prompts[:1], GREEDY)[0].outputs[0].token_ids) == 6
+
+
+def test_a_text_without_a_tokenizer(llm):
+    cause = "needs a tokenizer but skip_tokenizer_init is set"
+    refused(RequestError, cause, "prompt_token_ids", llm.generate, "a text", GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("params", "cause", "remedy"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4", "lower min"),
+        ({"temperature": -1}, "temperature=-1 is not possible", "0.0 to 100.0"),
+        ({"stop": "a", "detokenize": False}, "stop strings need text", "drop one"),
+    ],
+)
+def test_parameters_that_contradict_each_other(params, cause, remedy):
+    refused(RequestError, cause, remedy, SamplingParams, **params)
+
+
+@pytest.mark.parametrize(
+    ("params", "cause", "remedy"),
+    [
+        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias holds {VOCAB}", f"0 to {VOCAB - 1}"),
+        ({"stop_token_ids": [VOCAB]}, f"stop_token_ids holds {VOCAB}", f"0 to {VOCAB - 1}"),
+        ({"allowed_token_ids": [-2]}, "allowed_token_ids holds -2", f"0 to {VOCAB - 1}"),
+        (
+            {"allowed_token_ids": [3], "stop_token_ids": [3], "min_tokens": 1},
+            "together forbid every token",
+            "allow a token",
+        ),
+    ],
+)
+def test_parameters_that_the_model_cannot_serve(llm, params, cause, remedy):
+    chosen = SamplingParams(max_tokens=6, **params)
+    prompt = {"prompt_token_ids": [1, 2]}
+    refused(RequestError, cause, remedy, llm.generate, prompt, chosen)
+
+
+def test_a_bad_request_leaves_running_ones_alone(llm):
+    prompt = {"prompt_token_ids": [3, 4, 5]}
+    (alone,) = llm.generate(prompt, GREEDY)
+    stream = llm.generate_stream(prompt, GREEDY)
+    next(stream)
+    with pytest.raises(RequestError):
+        llm.generate({"prompt_token_ids": []}, GREEDY)
+    assert list(stream)[-1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+# At run time
+
+
+class Poisoning(ToyModel):
+    """NaN logits for whoever has the token 9 in its prefix."""
+
+    def forward(self, token_ids, rows, kv):
+        hidden = super().forward(token_ids, rows, kv)
+        entries = kv.layer(0).keys[:, 0, :, 0]
+        for i, (slot, position) in enumerate(
+            zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
+        ):
+            where = torch.arange(position + 1)
+            blocks = rows.block_table[slot, where // entries.shape[1]]
+            if (entries[blocks, where % entries.shape[1]] == 9).any():
+                hidden.last[i, 0] = torch.nan
+        return hidden
+
+    def compute_logits(self, hidden):
+        bad = hidden[:, 0].isnan()
+        return super().compute_logits(hidden.nan_to_num(0.0)).masked_fill(bad[:, None], torch.nan)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_nan_logits_end_one_request_alone(steps_in_flight):
+    model = Poisoning(9)
+    healthy = request("healthy", (1, 2, 3), 12)
+    shape = Shape(steps_in_flight=steps_in_flight)
+    alone = run(build(ToyModel(9), Shape()), [healthy]).tokens["healthy"]
+    core = build(model, shape)
+    ran = Ran(tokens={"healthy": [], "ill": []})
+    core.add_request(request("ill", (1, 2, 3, 9), 12))
+    core.add_request(healthy)
+    poisoned = []
+    settle = core.scheduler.settle
+
+    def watched(result):
+        updates = settle(result)
+        poisoned.extend(u.request_id for u in updates if u.poisoned)
+        return updates
+
+    core.scheduler.settle = watched
+    while core.has_unfinished:
+        collect(core, ran, {"healthy": 12, "ill": 12})
+    assert poisoned == ["ill"]
+    assert ran.tokens == {"healthy": alone, "ill": []}
+    core.scheduler.check_integrity()
+
+
+def test_nan_logits_are_reported_to_the_user(llm, monkeypatch):
+    """A NaN in one row of the logits is the error of that row's request."""
+    prompts = [{"prompt_token_ids": [3, 4, 5]}, {"prompt_token_ids": [6, 7]}]
+    expected = llm.generate(prompts[:1], GREEDY)[0].outputs[0]
+    judge = type(llm._engine._runner.verifier).judge
+
+    def poisoned(self, logits, x):
+        ill = x.num_tokens[x.logits_owner] % 2 == 0
+        if len(x.slots) == 2:
+            logits[ill & (x.slots[x.logits_owner] == x.slots[1])] = torch.nan
+        return judge(self, logits, x)
+
+    monkeypatch.setattr(type(llm._engine._runner.verifier), "judge", poisoned)
+    good, bad = llm.generate(prompts, GREEDY)
+    assert good.outputs[0].token_ids == expected.token_ids
+    assert bad.outputs[0].finish_reason == "error"
+    assert isinstance(bad.outputs[0].error, NumericalError)
+    assert "NaN" in str(bad.outputs[0].error)
+    assert bad.outputs[0].error.remedy
+
+
+def test_a_step_that_fails_ends_the_engine_and_later_calls_say_so(target):
+    llm = LLM(str(target), **SIZES)
+    prompt = {"prompt_token_ids": [1, 2]}
+
+    def fail(*args):
+        raise MemoryError("no memory for logits")
+
+    llm._engine._runner.model.compute_logits = fail
+    cause = r"a step failed: MemoryError\('no memory for logits'\)"
+    refused(EngineDeadError, cause, "restart", llm.generate, prompt, GREEDY)
+    cause = r"the engine stopped after MemoryError\('no memory for logits'\)"
+    refused(EngineDeadError, cause, "restart", llm.generate, prompt, GREEDY)
+    refused(EngineDeadError, cause, "restart", llm._engine.step)

@@ -1,0 +1,417 @@
+"""Bugs that other engines have shipped, each as a change of this one that a test must notice.
+
+A mutant that changes tokens is caught by them. Most drafter bugs change no token at all:
+those are caught by acceptance, or by a test of one position. Where a guard of the engine
+raises before anything goes wrong, the mutant is there twice, the second time without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from sametoken.core.length_bound import LenBound
+from sametoken.drafters.base import DraftContext
+from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.runner import async_output, step
+from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
+from sametoken.runner.launch import EagerLaunch, EagerLauncher
+from sametoken.runner.swap import SwapStore
+from sametoken.scheduler.prefix_cache import block_keys
+from sametoken.state import commit
+from sametoken.state.inputs import StepInputs
+from sametoken.verification.keyed import KeyedVerifier
+from sametoken.verification.rules import apply_rules
+
+SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
+ACCEPTANCE = (
+    "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
+)
+PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"
+PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug.
+
+    Attributes:
+        issue: where it was met, or the rule of the design that it breaks.
+        plant: makes the change.
+        test: the test that must fail.
+        oracle: what catches it: "tokens"; "acceptance"; "position", a check of what one row
+            reads (unwritten KV is poisoned); or "guard", a check of the engine itself.
+    """
+
+    name: str
+    issue: str
+    plant: Callable[[pytest.MonkeyPatch], None]
+    test: str
+    oracle: str
+
+
+def substitute(patch: pytest.MonkeyPatch, original: Any, mutant: Any) -> None:
+    """Bind a function anew in every module of the package that has imported it."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "sametoken":
+            for attribute, value in list(vars(module).items()):
+                if value is original:
+                    patch.setattr(module, attribute, mutant)
+
+
+def optimistic_end(x: StepInputs) -> torch.Tensor:
+    """What would be computed if every draft of the step were accepted."""
+    return x.num_computed + x.num_query + x.num_drafts
+
+
+# Lengths
+
+
+def exact_is_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LenBound, "exact", property(lambda self: self.hi))
+
+
+def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
+    propose = DraftModelDrafter.propose
+
+    def mutant(self, context):
+        end = torch.where(context.samples, optimistic_end(context.x), context.end)
+        return propose(self, replace(context, end=end, num_tokens=end + 1))
+
+    patch.setattr(DraftModelDrafter, "propose", mutant)
+
+
+def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    def mutant(x, hidden, start, end, num_tokens, sequences):
+        end = torch.where(x.samples, optimistic_end(x), end)
+        return DraftContext(x, hidden, start, end, num_tokens, sequences)
+
+    patch.setattr(step, "DraftContext", mutant)
+
+
+def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DraftContext, "live_rows", lambda self: torch.arange(len(self.x.row_owner)))
+
+
+def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
+    """The rejected drafts are taken off once more, in the tensor that others read after."""
+    live_rows = DraftContext.live_rows
+
+    def mutant(self):
+        rows = live_rows(self)
+        self.end.sub_(optimistic_end(self.x) - self.end)
+        return rows
+
+    patch.setattr(DraftContext, "live_rows", mutant)
+
+
+def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
+    """A chain that steps its positions forward in the context's own tensor."""
+    propose = DraftModelDrafter.propose
+
+    def mutant(self, context):
+        context.end.add_(1)
+        return propose(self, context)
+
+    patch.setattr(DraftModelDrafter, "propose", mutant)
+
+
+# Commit
+
+
+def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
+    original = commit.commit
+
+    def mutant(sequences, x, num_accepted, next_token):
+        return original(sequences, x, x.num_drafts, next_token)
+
+    substitute(patch, original, mutant)
+
+
+def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
+    original = commit.commit
+
+    def mutant(sequences, x, num_accepted, next_token):
+        lengths = original(sequences, x, num_accepted, next_token)
+        sequences.num_computed[x.slots] = optimistic_end(x)
+        return lengths
+
+    substitute(patch, original, mutant)
+
+
+def a_slot_keeps_its_drafts(patch: pytest.MonkeyPatch) -> None:
+    original = commit.admit
+
+    def mutant(sequences, admission):
+        kept = sequences.num_drafts[admission.slot].clone()
+        original(sequences, admission)
+        sequences.num_drafts[admission.slot] = kept
+
+    substitute(patch, original, mutant)
+
+
+# Results on their way to the host
+
+
+def read_at_once(self: PendingOutput) -> Any:
+    result = self.buffer.read(self.plan)
+    self.ring.release(self.buffer)
+    return result
+
+
+def copy_is_read_in_flight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PendingOutput, "wait", read_at_once)
+
+
+def copy_is_read_in_flight_unchecked(patch: pytest.MonkeyPatch) -> None:
+    """A buffer then holds zeros, or what an earlier step left in it."""
+    copy_is_read_in_flight(patch)
+    patch.setattr(async_output, "NOT_LANDED", 0)
+    patch.setattr(HostBuffer, "clear", lambda self: None)
+    read = HostBuffer.read
+
+    def mutant(self, plan):
+        with pytest.MonkeyPatch.context() as unchecked:
+            unchecked.setattr(async_output, "NOT_LANDED", None)
+            return read(self, plan)
+
+    patch.setattr(HostBuffer, "read", mutant)
+
+
+def all_steps_share_a_buffer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OutputRing, "acquire", lambda self: self.free[0])
+    patch.setattr(OutputRing, "release", lambda self, buffer: None)
+
+
+# Inputs
+
+
+def inputs_are_replayed(patch: pytest.MonkeyPatch) -> None:
+    """As a graph does that keeps the tensors of the step it was captured in."""
+    kept: dict[tuple[int, ...], StepInputs] = {}
+
+    def mutant(self, plan, x):
+        x = kept.setdefault((len(x.token_ids), len(x.logits_indices)), x)
+        x.require_step(plan.step_id)
+        return EagerLaunch(x)
+
+    patch.setattr(EagerLauncher, "load", mutant)
+
+
+def inputs_are_replayed_unchecked(patch: pytest.MonkeyPatch) -> None:
+    inputs_are_replayed(patch)
+    patch.setattr(StepInputs, "require_step", lambda self, step_id: None)
+
+
+def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
+    """Positions and addresses of an earlier step with as many rows."""
+    rows_at, kept = DraftContext.rows_at, {}
+
+    def mutant(self, slots, positions):
+        return kept.setdefault(len(slots), rows_at(self, slots, positions))
+
+    patch.setattr(DraftContext, "rows_at", mutant)
+
+
+# Sampling
+
+
+def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
+    judge = KeyedVerifier.judge
+
+    def mutant(self, logits, x):
+        rows = replace(x.rows, positions=torch.full_like(x.rows.positions, x.step_id))
+        return judge(self, logits, replace(x, rows=rows))
+
+    patch.setattr(KeyedVerifier, "judge", mutant)
+
+
+def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
+    def mutant(window, tokens, num_tokens, prompt_len, rules):
+        for row in range(len(window)):
+            apply_rules(window[row : row + 1], tokens[:num_tokens], num_tokens, prompt_len, rules)
+
+    substitute(patch, apply_rules, mutant)
+
+
+# KV of drafters
+
+
+def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
+    def mutant(prompt_token_ids, block_size, lookahead_tokens):
+        return block_keys(prompt_token_ids, block_size, 0)
+
+    substitute(patch, block_keys, mutant)
+
+
+def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
+    """The token after a prefill chunk, which is the prompt's next one."""
+    tokens_at = DraftContext.tokens_at
+
+    def mutant(self, slots, positions):
+        edges = {
+            (slot, end)
+            for slot, end, samples in zip(
+                self.slots.tolist(), self.end.tolist(), self.samples.tolist(), strict=True
+            )
+            if not samples
+        }
+        places = zip(slots.tolist(), positions.tolist(), strict=True)
+        at_edge = torch.tensor([place in edges for place in places], dtype=torch.bool)
+        return tokens_at(self, slots, positions).masked_fill(at_edge, 0)
+
+    patch.setattr(DraftContext, "tokens_at", mutant)
+
+
+def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
+    start = SwapStore.__init__
+    patch.setattr(SwapStore, "__init__", lambda self, caches: start(self, caches[:1]))
+
+
+MUTANTS = (
+    Mutant(
+        "optimistic-length-taken-for-exact",
+        "vllm#38419",
+        exact_is_the_upper_bound,
+        "tests/unit/core/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
+        "guard",
+    ),
+    Mutant(
+        "backup-token-from-optimistic-length",
+        "vllm#38419",
+        chain_starts_at_the_optimistic_length,
+        f"{ACCEPTANCE}[self-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "host-copy-read-in-flight",
+        "vllm#38556",
+        copy_is_read_in_flight,
+        f"{ACCEPTANCE}[self-3-late-0.0]",
+        "guard",
+    ),
+    Mutant(
+        "host-copy-read-in-flight-unchecked",
+        "vllm#38556",
+        copy_is_read_in_flight_unchecked,
+        f"{SAME_TOKENS}[right-3]",
+        "tokens",
+    ),
+    Mutant(
+        "one-host-buffer-for-all-steps",
+        "vllm#38556",
+        all_steps_share_a_buffer,
+        f"{ACCEPTANCE}[self-3-ahead-0.0]",
+        "guard",
+    ),
+    Mutant(
+        "stale-inputs-replayed",
+        "vllm#38311",
+        inputs_are_replayed,
+        f"{SAME_TOKENS}[right-1]",
+        "guard",
+    ),
+    Mutant(
+        "stale-inputs-replayed-unchecked",
+        "vllm#38311",
+        inputs_are_replayed_unchecked,
+        f"{SAME_TOKENS}[right-1]",
+        "position",
+    ),
+    Mutant(
+        "stale-attention-metadata-of-the-drafter",
+        "vllm#38311",
+        drafter_rows_are_replayed,
+        f"{ACCEPTANCE}[self-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "drafter-lengths-not-trimmed",
+        "tokenspeed#318",
+        end_counts_rejected_drafts,
+        f"{ACCEPTANCE}[lookahead-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "drafter-rows-not-trimmed",
+        "tokenspeed#318",
+        live_rows_are_all_rows,
+        f"{ACCEPTANCE}[lookahead-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "drafter-lengths-trimmed-in-place",
+        "tokenspeed#318",
+        lengths_are_trimmed_in_place,
+        f"{ACCEPTANCE}[lookahead-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "drafter-positions-advanced-in-place",
+        "tokenspeed#318",
+        positions_are_advanced_in_place,
+        f"{ACCEPTANCE}[self-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "rejected-drafts-committed",
+        "DESIGN: one truth",
+        rejected_drafts_are_committed,
+        f"{SAME_TOKENS}[wrong-1]",
+        "position",
+    ),
+    Mutant(
+        "kv-of-rejected-drafts-addressable",
+        "DESIGN: one truth",
+        rejected_kv_counts_as_computed,
+        f"{SAME_TOKENS}[wrong-1]",
+        "position",
+    ),
+    Mutant(
+        "drafts-of-a-former-request",
+        "vllm#39273",
+        a_slot_keeps_its_drafts,
+        "tests/unit/state/test_stage_commit.py::test_admission_clears_the_former_request",
+        "position",
+    ),
+    Mutant(
+        "noise-keyed-by-step-instead-of-position",
+        "DESIGN: keyed sampling",
+        noise_is_keyed_by_step,
+        f"{SAME_TOKENS}[right-1]",
+        "tokens",
+    ),
+    Mutant(
+        "penalties-without-the-rows-own-prefix",
+        "DESIGN: sampling",
+        penalties_see_committed_tokens_alone,
+        f"{SAME_TOKENS}[right-1]",
+        "tokens",
+    ),
+    Mutant(
+        "prefix-key-without-lookahead",
+        "docs/decisions/0003",
+        prefix_keys_do_not_look_ahead,
+        f"{PREFIXES}[lookahead-4]",
+        "acceptance",
+    ),
+    Mutant(
+        "chunk-edge-placeholder-token",
+        "DESIGN: one truth",
+        a_chunk_ends_in_a_placeholder,
+        f"{PREFIXES}[lookahead-4]",
+        "acceptance",
+    ),
+    Mutant(
+        "drafter-kv-left-behind-by-preemption",
+        "docs/decisions/0002",
+        drafter_kv_is_not_swapped,
+        f"{PREEMPTION}[self]",
+        "acceptance",
+    ),
+)

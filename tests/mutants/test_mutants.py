@@ -1,0 +1,91 @@
+"""Every planted bug makes the test fail that is named beside it; unplanted, that test passes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mutants.catalogue import MUTANTS
+from sametoken.errors import InvariantError
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=no")
+
+
+class Record:
+    """Hooks of an inner session: how many tests passed, and what the others raised."""
+
+    def __init__(self) -> None:
+        self.num_passed = 0
+        self.raised: list[BaseException] = []
+
+    def pytest_runtest_logreport(self, report) -> None:
+        self.num_passed += report.when == "call" and report.passed
+
+    def pytest_exception_interact(self, call) -> None:
+        self.raised.append(call.excinfo.value)
+
+
+def run_test(test: str) -> Record:
+    """Run one test in this process.
+
+    Its module and the helpers are loaded anew, so that they import what is planted, and
+    are gone afterwards, so that no other test does.
+    """
+    path = test.partition("::")[0].removesuffix(".py").replace("/", ".")
+    record = Record()
+    loaded = _taken_out(path)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            pytest.main([str(ROOT / test), f"--rootdir={ROOT}", *OPTIONS], plugins=[record])
+    finally:
+        _taken_out(path)
+        sys.modules.update(loaded)
+    return record
+
+
+def _taken_out(path: str) -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name == path or name.split(".")[0] == "helpers"]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@lru_cache
+def passes(test: str) -> bool:
+    record = run_test(test)
+    return record.num_passed == 1 and not record.raised
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """An error and what led to it: the engine wraps what a step raises."""
+    return [error, *causes(error.__cause__)] if error else []
+
+
+def caught_by(oracle: str, raised: BaseException) -> bool:
+    """Whether a test failed in the way that its oracle does."""
+    if oracle in ("tokens", "acceptance"):
+        return isinstance(raised, AssertionError)
+    wanted = AssertionError if oracle == "position" else (InvariantError, pytest.fail.Exception)
+    return any(isinstance(error, wanted) for error in causes(raised))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_its_test_fails(mutant):
+    assert passes(mutant.test), f"{mutant.test} fails without any mutant"
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.plant(patch)
+        record = run_test(mutant.test)
+    assert record.num_passed == 0, f"{mutant.test} does not notice"
+    (raised,) = record.raised
+    assert caught_by(mutant.oracle, raised), causes(raised)
+
+
+def test_mutants_have_names_of_their_own_and_known_oracles():
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names))
+    assert {mutant.oracle for mutant in MUTANTS} == {"tokens", "acceptance", "position", "guard"}

@@ -14,7 +14,8 @@ import torch
 
 from sametoken.core.plan import Admission, BlockAssignment, PlanRow, StepPlan
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.drafters.base import DraftContext, Drafts
+from sametoken.drafters.base import Drafts
+from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.state.commit import admit, assign_blocks, commit, publish

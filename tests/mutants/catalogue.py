@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sametoken.core.length_bound import LenBound
-from sametoken.drafters.base import DraftContext
+from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.runner import async_output, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
@@ -33,6 +33,10 @@ ACCEPTANCE = (
     "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
 )
 PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"
+EAGLE_HEAD = (
+    "tests/unit/drafters/test_eagle_drafter.py"
+    "::test_kv_and_drafts_are_those_of_a_run_from_scratch[eagle3-3-0.0-flags4]"
+)
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -96,6 +100,13 @@ def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftContext, "live_rows", lambda self: torch.arange(len(self.x.row_owner)))
+
+
+def rejected_rows_reach_the_head(patch: pytest.MonkeyPatch) -> None:
+    """With some token wherever the bench has put one that no vocabulary holds."""
+    live_rows_are_all_rows(patch)
+    tokens_at = DraftContext.tokens_at
+    patch.setattr(DraftContext, "tokens_at", lambda *args: tokens_at(*args).clamp(min=0))
 
 
 def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -212,8 +223,8 @@ def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
     """Positions and addresses of an earlier step with as many rows."""
     rows_at, kept = DraftContext.rows_at, {}
 
-    def mutant(self, slots, positions):
-        return kept.setdefault(len(slots), rows_at(self, slots, positions))
+    def mutant(self, slots, *where, **options):
+        return kept.setdefault(len(slots), rows_at(self, slots, *where, **options))
 
     patch.setattr(DraftContext, "rows_at", mutant)
 
@@ -345,6 +356,13 @@ MUTANTS = (
         "acceptance",
     ),
     Mutant(
+        "rows-of-an-eagle-head-not-trimmed",
+        "tokenspeed#318",
+        rejected_rows_reach_the_head,
+        EAGLE_HEAD,
+        "position",
+    ),
+    Mutant(
         "drafter-lengths-trimmed-in-place",
         "tokenspeed#318",
         lengths_are_trimmed_in_place,
@@ -406,6 +424,13 @@ MUTANTS = (
         a_chunk_ends_in_a_placeholder,
         f"{PREFIXES}[lookahead-4]",
         "acceptance",
+    ),
+    Mutant(
+        "chunk-edge-placeholder-under-an-eagle-head",
+        "DESIGN: one truth",
+        a_chunk_ends_in_a_placeholder,
+        EAGLE_HEAD,
+        "position",
     ),
     Mutant(
         "drafter-kv-left-behind-by-preemption",

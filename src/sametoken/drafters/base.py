@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import AttentionRows
-from sametoken.models.base import HiddenStates
-from sametoken.state.inputs import StepInputs
+from sametoken.drafters.context import DraftContext
 from sametoken.state.kv_cache import KVCache
-from sametoken.state.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,62 +23,6 @@ class Drafts:
 
     draft_ids: Tensor
     num_drafts: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DraftContext:
-    """What a drafter may read after a commit: copies and derived lengths only.
-
-    The step computed positions ``start .. end - 1`` of each plan row for good: ``start`` is
-    what was computed before, ``end`` what is computed now. Rejected rows lie at ``end`` and
-    above and are not among the live rows. The true token at ``end`` exists for every row:
-    the next prompt token inside a prompt, the token just sampled otherwise.
-
-    Attributes:
-        x: the step's inputs.
-        hidden: the target's hidden states of the step's flat rows.
-        start: [B] int64.
-        end: [B] int64; ``end == num_tokens - 1`` for rows that sample.
-        num_tokens: [B] int64, committed tokens after the step.
-    """
-
-    x: StepInputs
-    hidden: HiddenStates
-    start: Tensor
-    end: Tensor
-    num_tokens: Tensor
-    _sequences: Sequences = field(repr=False)
-
-    @property
-    def slots(self) -> Tensor:
-        """[B] int64, slots of the plan rows."""
-        return self.x.slots
-
-    @property
-    def samples(self) -> Tensor:
-        """[B] bool, rows whose request goes on to a next window."""
-        return self.x.samples
-
-    @property
-    def max_num_drafts(self) -> int:
-        """k."""
-        return self._sequences.max_num_drafts
-
-    def live_rows(self) -> Tensor:
-        """Indices of the flat rows that were committed: positions ``start .. end - 1``."""
-        return (self.x.rows.positions < self.end[self.x.row_owner]).nonzero().squeeze(1)
-
-    def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Committed tokens of [T] slots and positions, as a copy. Positions < num_tokens."""
-        return self._sequences.token_ids[slots, positions]
-
-    def history(self, slots: Tensor) -> Tensor:
-        """[len(slots), max_len] int64 copy; tokens at num_tokens and above are undefined."""
-        return self._sequences.token_ids.index_select(0, slots)
-
-    def rows_at(self, slots: Tensor, positions: Tensor) -> AttentionRows:
-        """Attention rows in the drafter's own KV, which shares the slots' block tables."""
-        return self._sequences.rows_at(slots, positions)
 
 
 class Drafter(Protocol):

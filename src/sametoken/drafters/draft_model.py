@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sametoken.drafters.base import DraftContext, Drafts, NoDrafter
-from sametoken.drafters.chain import drafts_of, span
+from sametoken.drafters.base import Drafts, NoDrafter
+from sametoken.drafters.chain import drafts_of
+from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.errors import DrafterMismatchError
 from sametoken.models.base import CausalLM, ModelConfig
@@ -45,25 +46,22 @@ class DraftModelDrafter:
     def propose(self, context: DraftContext) -> Drafts:
         """k drafts for every row that samples; the other rows only catch up."""
         (kv_cache,) = self.kv_caches
-        stop = context.end + context.samples
-        owner, positions = span(context.start, stop)
-        slots = context.slots[owner]
-        rows = context.rows_at(slots, positions)
-        hidden = self._model.forward(context.tokens_at(slots, positions), rows, kv_cache).last
+        live = context.catch_up_with_newest()
+        rows = context.rows_at(live.slots, live.positions, live.window)
+        tokens = context.tokens_at(live.slots, live.positions)
+        hidden = self._model.forward(tokens, rows, kv_cache).last
 
-        sampling = context.samples.nonzero().squeeze(1)
-        if not sampling.numel():
+        chains = context.chains()
+        if not chains.owner.numel():
             return NoDrafter().propose(context)
-        last_rows = (stop - context.start).cumsum(0) - 1
-        hidden = hidden[last_rows[sampling]]
-        slots, positions = context.slots[sampling], context.end[sampling]
-        tokens = [self._choose(hidden, slots, positions + 1)]
-        while len(tokens) < self._k:
+        slots, positions = chains.slots, chains.end
+        drafts = [self._choose(hidden[live.last[chains.owner]], slots, positions + 1)]
+        while len(drafts) < self._k:
             positions = positions + 1
-            rows = context.rows_at(slots, positions)
-            hidden = self._model.forward(tokens[-1], rows, kv_cache).last
-            tokens.append(self._choose(hidden, slots, positions + 1))
-        return drafts_of(context, sampling, tokens)
+            rows = context.rows_at(slots, positions, window=1)
+            hidden = self._model.forward(drafts[-1], rows, kv_cache).last
+            drafts.append(self._choose(hidden, slots, positions + 1))
+        return drafts_of(context, chains, drafts)
 
     def _choose(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         return self._coupling.choose(self._model.compute_logits(hidden), slots, positions)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sametoken.drafters.base import DraftContext, Drafts, NoDrafter
+from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.chain import drafts_of
+from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.models.eagle import EagleHead
 from sametoken.state.kv_cache import KVCache
@@ -42,28 +43,27 @@ class EagleDrafter:
     def propose(self, context: DraftContext) -> Drafts:
         """k drafts for every row that samples; the other rows only catch up."""
         (kv_cache,) = self.kv_caches
-        live = context.live_rows()
-        slots, positions = context.x.rows.slots[live], context.x.rows.positions[live]
+        live = context.catch_up()
         states = self._head.forward(
-            context.tokens_at(slots, positions + 1),
-            self._head.target_states(context.hidden, live),
-            context.rows_at(slots, positions),
+            context.tokens_at(live.slots, live.positions + 1),
+            self._head.target_states(context.hidden, live.source),
+            context.rows_at(live.slots, live.positions, live.window),
             kv_cache,
         )
-        sampling = context.samples.nonzero().squeeze(1)
-        if not sampling.numel():
+        chains = context.chains()
+        if not chains.owner.numel():
             return NoDrafter().propose(context)
-        last_rows = ((context.end - context.start).cumsum(0) - 1)[sampling]
-        slots, positions = context.slots[sampling], context.end[sampling]
+        last_rows = live.last[chains.owner]
         last, hidden = states.last[last_rows], states.feedback[last_rows]
+        slots, positions = chains.slots, chains.end
         tokens = [self._choose(last, slots, positions + 1)]
         while len(tokens) < self._k:
-            rows = context.rows_at(slots, positions)
+            rows = context.rows_at(slots, positions, window=1)
             states = self._head.forward(tokens[-1], hidden, rows, kv_cache)
             positions = positions + 1
             hidden = states.feedback
             tokens.append(self._choose(states.last, slots, positions + 1))
-        return drafts_of(context, sampling, tokens)
+        return drafts_of(context, chains, tokens)
 
     def _choose(self, last: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         return self._coupling.choose(self._head.compute_logits(last), slots, positions)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
 
-from sametoken.drafters.base import DraftContext, Drafts
+import torch
+from torch import Tensor
+
+from sametoken.drafters.base import Drafts
+from sametoken.drafters.context import DraftContext
 from sametoken.kernels.ngram import reference
 from sametoken.state.kv_cache import KVCache
+
+Lookup = Callable[..., tuple[Tensor, Tensor]]
 
 
 class NgramDrafter:
@@ -16,24 +23,19 @@ class NgramDrafter:
         k: drafts per step at most.
         lookup_min: shortest suffix to match, in tokens.
         lookup_max: longest suffix to match, in tokens.
+        lookup: the kernel that searches.
     """
 
     kv_caches: tuple[KVCache, ...] = ()
     lookahead_slots = 0
     lookahead_tokens = 0
 
-    def __init__(self, k: int, lookup_min: int, lookup_max: int) -> None:
-        self._k = k
-        self._lookup_min = lookup_min
-        self._lookup_max = lookup_max
+    def __init__(
+        self, k: int, lookup_min: int, lookup_max: int, lookup: Lookup = reference.lookup
+    ) -> None:
+        self._find = partial(lookup, min_length=lookup_min, max_length=lookup_max, k=k)
 
     def propose(self, context: DraftContext) -> Drafts:
         """Drafts from each slot's own committed tokens; rows without a match get none."""
-        draft_ids, count = reference.lookup(
-            context.history(context.slots),
-            context.num_tokens,
-            min_length=self._lookup_min,
-            max_length=self._lookup_max,
-            k=self._k,
-        )
+        draft_ids, count = context.search(self._find)
         return Drafts(draft_ids, torch.where(context.samples, count, 0))

@@ -23,12 +23,15 @@ class AttentionRows:
         slots: [T] int64, the slot of each row. Rows of one slot are adjacent and ascending.
         kv_slots: [T] int64, ``block_id * block_size + offset`` where the row's KV is written.
         block_table: [S, max_blocks] int64, read-only.
+        window: if given, every run of so many rows, from row 0 on, belongs to one slot. A
+            hint for speed; it changes no bit.
     """
 
     positions: Tensor
     slots: Tensor
     kv_slots: Tensor
     block_table: Tensor
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,11 @@ class Kernels(Protocol):
         """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up`` of [T, 2I] = [gate | up] -> [T, I]."""
+    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """``silu(gate) * up`` of [T, 2I] = [gate | up] = ``linear(x, weight)`` -> [T, I].
+
+        Gate and up are rounded to x's dtype before the product.
+        """
         ...
 
     def rope_and_cache(

@@ -48,6 +48,9 @@ class ReferenceKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
 
+    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return self.silu_mul(self.linear(x, weight))
+
     def rope_and_cache(
         self,
         qkv: Tensor,

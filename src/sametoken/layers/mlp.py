@@ -12,7 +12,7 @@ from sametoken.layers.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """``down(silu(gate(x)) * up(x))`` with gate and up fused into [gate | up]."""
+    """``down(silu(gate(x)) * up(x))`` with gate and up fused into [gate | up], without biases."""
 
     kernels: Kernels
     gate_up: Linear
@@ -20,4 +20,4 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.down(self.kernels.silu_mul(self.gate_up(x)))
+        return self.down(self.kernels.gated_linear(x, self.gate_up.weight))

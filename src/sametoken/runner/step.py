@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sametoken.core.plan import StepPlan
-from sametoken.drafters.base import DraftContext, Drafter
+from sametoken.drafters.base import Drafter
+from sametoken.drafters.context import DraftContext
 from sametoken.models.base import CausalLM
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.launch import Launcher

@@ -71,7 +71,7 @@ def test_conversations_without_messages_are_refused(tokenizer, messages):
     ("token_ids", "cause"),
     [
         ((), "the prompt is empty"),
-        ((1, VOCAB), "holds 300, outside the vocabulary of 300"),
+        ((1, VOCAB), "holds 340, outside the vocabulary of 340"),
         ((1, -1), "holds -1, outside"),
         ((1, True), "holds True"),
         ((1, 2.0), "holds 2.0"),

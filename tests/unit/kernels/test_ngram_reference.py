@@ -10,6 +10,10 @@ from hypothesis import strategies as st
 from sametoken.kernels.ngram.reference import lookup
 
 
+def every_slot(num_tokens: torch.Tensor) -> torch.Tensor:
+    return torch.arange(num_tokens.shape[0])
+
+
 def slow_lookup(tokens: list[int], min_length: int, max_length: int, k: int) -> list[int]:
     n = len(tokens)
     for length in range(min(max_length, n - 1), min_length - 1, -1):
@@ -46,7 +50,12 @@ def table(rows: list[list[int]], garbage: int, slack: int = 5) -> tuple[torch.Te
 def test_drafts_are_those_of_the_definition(rows, min_length, extra, k, garbage):
     token_ids, num_tokens = table(rows, garbage)
     ids, count = lookup(
-        token_ids, num_tokens, min_length=min_length, max_length=min_length + extra, k=k
+        token_ids,
+        every_slot(num_tokens),
+        num_tokens,
+        min_length=min_length,
+        max_length=min_length + extra,
+        k=k,
     )
     assert ids.shape == (len(rows), k)
     for row, drafts, number in zip(rows, ids.tolist(), count.tolist(), strict=True):
@@ -62,8 +71,8 @@ def test_nothing_above_the_length_is_read(rows, k, fill):
     other = token_ids.masked_fill(above, fill)
     arguments = {"min_length": 1, "max_length": 5, "k": k}
     for mine, theirs in zip(
-        lookup(token_ids, num_tokens, **arguments),
-        lookup(other, num_tokens, **arguments),
+        lookup(token_ids, every_slot(num_tokens), num_tokens, **arguments),
+        lookup(other, every_slot(num_tokens), num_tokens, **arguments),
         strict=True,
     ):
         assert torch.equal(mine, theirs)
@@ -86,6 +95,7 @@ def test_nothing_above_the_length_is_read(rows, k, fill):
 def test_named_cases(tokens, bounds, k, drafts):
     ids, count = lookup(
         torch.tensor([tokens]),
+        torch.tensor([0]),
         torch.tensor([len(tokens)]),
         min_length=bounds[0],
         max_length=bounds[1],
@@ -96,7 +106,8 @@ def test_named_cases(tokens, bounds, k, drafts):
 
 def test_an_empty_batch_is_no_special_case():
     ids, count = lookup(
-        torch.zeros((0, 8), dtype=torch.int64),
+        torch.zeros((3, 8), dtype=torch.int64),
+        torch.zeros(0, dtype=torch.int64),
         torch.zeros(0, dtype=torch.int64),
         min_length=1,
         max_length=3,

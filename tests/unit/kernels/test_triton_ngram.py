@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def check(token_ids: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, **options) -> None:
-    expected = reference.lookup(token_ids[slots], lengths, **options)
+    expected = reference.lookup(token_ids, slots, lengths, **options)
     actual = lookup(token_ids.to(DEVICE), slots.to(DEVICE), lengths.to(DEVICE), **options)
     assert torch.equal(actual[1].cpu(), expected[1])
     assert torch.equal(actual[0].cpu(), expected[0])

@@ -113,6 +113,9 @@ class NativeKernels:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
         return out
 
+    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return self.silu_mul(self.linear(x, weight))
+
     def rope_and_cache(
         self,
         qkv: Tensor,

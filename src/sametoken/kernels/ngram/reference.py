@@ -12,14 +12,21 @@ from torch import Tensor
 
 
 def lookup(
-    token_ids: Tensor, num_tokens: Tensor, *, min_length: int, max_length: int, k: int
+    token_ids: Tensor,
+    slots: Tensor,
+    num_tokens: Tensor,
+    *,
+    min_length: int,
+    max_length: int,
+    k: int,
 ) -> tuple[Tensor, Tensor]:
     """Up to k tokens that followed the earliest occurrence of the longest repeated suffix.
 
     The occurrence ends before the sequence does, but may overlap the suffix itself.
 
     Args:
-        token_ids: [B, max_len] int64; what lies at ``num_tokens`` and above is never used.
+        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
+        slots: [B] int64, the slot of each row.
         num_tokens: [B] int64, at least 1.
         min_length: shortest suffix to match, in tokens.
         max_length: longest suffix to match, in tokens.
@@ -29,7 +36,7 @@ def lookup(
         ids [B, k] int64, of which the first ``count`` [B] int64 hold; all are tokens of
         the row's sequence. A row without a match has count 0.
     """
-    tokens = _within_longest(token_ids, num_tokens)
+    tokens = _within_longest(token_ids, num_tokens).index_select(0, slots)
     width = tokens.shape[1]
     last = num_tokens - 1
 

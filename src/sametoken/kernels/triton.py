@@ -1,0 +1,83 @@
+"""The Triton bundle: every kernel on a CUDA device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sametoken.kernels.attention import triton as attention
+from sametoken.kernels.embedding import triton as embedding
+from sametoken.kernels.gemm import triton as gemm
+from sametoken.kernels.gemm.tuning import TuningTable, load_table
+from sametoken.kernels.interface import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    PackedWeight,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.kernels.norm_rope import triton as norm_rope
+from sametoken.kernels.sampling import triton as sampling
+
+
+class TritonKernels:
+    """``Kernels`` in Triton; contracts are those of the protocol.
+
+    Args:
+        table: which GEMM serves which shape; by default the one measured on this device.
+    """
+
+    name = "triton"
+
+    def __init__(self, table: TuningTable | None = None) -> None:
+        self.table = table or load_table(torch.cuda.get_device_name())
+
+    def pack(self, weight: Tensor) -> gemm.DeviceWeight:
+        return gemm.DeviceWeight(weight.contiguous())
+
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        return gemm.linear(x, _own(weight), bias, table=self.table)
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return gemm.logits(x, _own(weight), table=self.table)
+
+    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return gemm.linear_silu_mul(x, _own(weight), table=self.table)
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        return embedding.embedding(token_ids, _own(weight).matrix)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm_rope.add_rms_norm(x, residual, weight, eps)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        return attention.attention(q, shape, rows, kv, window=rows.window)
+
+    def sample(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        return sampling.sample(logits, temperature, seeds, positions)
+
+
+def _own(weight: PackedWeight) -> gemm.DeviceWeight:
+    assert isinstance(weight, gemm.DeviceWeight), f"packed by {type(weight).__name__}"
+    return weight

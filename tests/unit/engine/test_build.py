@@ -1,0 +1,136 @@
+"""An engine put together from a checkpoint and options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_safeailab
+from helpers.harness import request, run
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.errors import ConfigError
+from sametoken.runner.stream import ImmediateStream, LaggingStream
+
+SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("models") / "target")
+
+
+def build(target, **options):
+    return build_engine(EngineConfig.from_options(model=str(target), **SIZES | options))
+
+
+def speculative(method: str, k: int, model=None) -> dict:
+    spec = {"method": method, "num_speculative_tokens": k}
+    return {"speculative_config": spec if model is None else spec | {"model": str(model)}}
+
+
+def test_it_says_what_it_decided(target):
+    resolved = build(target).resolved
+    assert resolved.model_path == target
+    assert resolved.dtype is torch.float32
+    assert resolved.device == torch.device("cpu")
+    assert resolved.max_model_len == 32
+    assert resolved.num_kv_blocks == 2 * 32 // 8
+    assert resolved.steps_in_flight == 1
+    assert resolved.kernels in ("native", "reference")
+    assert resolved.reasons["dtype"] == "the checkpoint is fp32"
+    assert resolved.reasons["num_kv_blocks"].endswith(f"of {2**30} bytes")
+
+
+def test_memory_is_accounted_for(target):
+    plain, drafted = build(target), build(target, **speculative("draft_model", 3, target))
+    for core, models in ((plain, 1), (drafted, 2)):
+        runner = core._runner
+        caches = (runner.kv, *runner.drafter.kv_caches)
+        assert len(caches) == models
+        assert core.resolved.kv_bytes == sum(cache.memory.nbytes for cache in caches)
+        for cache in caches:
+            assert cache.reserved_block == core.resolved.num_kv_blocks
+    assert plain.resolved.weights_bytes > 0
+
+
+@pytest.mark.parametrize(("method", "k"), [(None, 0), ("ngram", 5), ("draft_model", 3)])
+def test_slots_have_room_for_drafts_beyond_the_longest_request(target, method, k):
+    options = {}
+    if method:
+        options = speculative(method, k, target if method == "draft_model" else None)
+    sequences = build(target, **options)._runner.sequences
+    assert sequences.max_num_drafts == k
+    assert sequences.token_ids.shape == (3, 32 + k + 1)
+    assert sequences.num_tokens.shape == (3,)
+
+
+def test_an_eagle3_head_is_attached_over_kv_of_its_own(target, tmp_path):
+    head = write_safeailab(tmp_path / "head", head_tensors())
+    core = build(target, **speculative("eagle3", 3, head))
+    (cache,) = core._runner.drafter.kv_caches
+    assert cache.memory.shape[0] == 1
+    ran = run(core, [request("r", tuple(range(10)), 8)])
+    assert len(ran.tokens["r"]) == 8
+    assert ran.offered > 0
+
+
+def test_the_scheduler_knows_how_far_the_drafter_looks(target, tmp_path):
+    head = write_safeailab(tmp_path / "head", head_tensors())
+    for options, slots, tokens in (
+        ({}, 0, 0),
+        (speculative("ngram", 4), 0, 0),
+        (speculative("draft_model", 4, target), 3, 0),
+        (speculative("eagle3", 4, head), 2, 1),
+    ):
+        core = build(target, **options)
+        limits, drafter = core.scheduler._limits, core._runner.drafter
+        assert (limits.lookahead_slots, limits.lookahead_tokens) == (slots, tokens)
+        assert (drafter.lookahead_slots, drafter.lookahead_tokens) == (slots, tokens)
+        assert limits.num_speculative_tokens == core._runner.sequences.max_num_drafts
+
+
+def test_preemption_takes_the_drafter_s_kv_along(target, monkeypatch):
+    core = build(target, num_kv_blocks=6, **speculative("draft_model", 3, target))
+    swap, swapped = core._runner.swap, []
+    move_out = swap.move_out
+    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    ran = run(core, [request("a", (1, 2, 3), 24), request("b", (4, 5, 6, 7), 24)])
+    assert swapped
+    assert ran.offered > 0
+    assert ran.accepted == ran.offered
+
+
+@pytest.mark.parametrize(
+    ("steps", "stream"), [(0, ImmediateStream), (1, ImmediateStream), (3, LaggingStream)]
+)
+def test_steps_in_flight_have_a_stream_and_a_buffer_each(target, steps, stream):
+    core = build(target, steps_in_flight=steps)
+    assert isinstance(core._runner.stream, stream)
+    assert core.resolved.steps_in_flight == max(steps, 1)
+    assert len(core._runner.ring.free) == core.resolved.steps_in_flight + 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 15},
+        {"max_num_batched_tokens": 16} | speculative("ngram", 16),
+    ],
+)
+def test_a_step_must_hold_a_chunk_and_a_window(target, options):
+    with pytest.raises(ConfigError, match="neither a prefill chunk of 16 nor a window"):
+        build(target, **options)
+
+
+def test_the_tightest_step_that_is_possible_works(target):
+    options = {"max_num_batched_tokens": 16} | speculative("ngram", 15)
+    prompt = tuple(i * 5 % VOCAB for i in range(20))
+    truth = run(build(target), [request("r", prompt, 10)]).tokens
+    assert run(build(target, **options), [request("r", prompt, 10)]).tokens == truth
+
+
+def test_the_user_is_told_what_is_fetched(target):
+    told = []
+    build_engine(EngineConfig.from_options(model=str(target), **SIZES), told.append)
+    assert told == []

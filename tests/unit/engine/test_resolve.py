@@ -1,0 +1,131 @@
+"""What "auto" becomes, how KV memory is laid out, and the reasons that are given."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from helpers.toy import toy_config
+from sametoken.config import EngineConfig
+from sametoken.engine.resolve import (
+    CPU_KV_BYTES,
+    plan_memory,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.state.kv_cache import KVSpec
+
+MODEL = toy_config(11, max_positions=512)
+BLOCK = 16
+# 2 (keys, values) * 2 layers * 4 heads * 16 tokens * 8 elements * 2 bytes
+SPEC = KVSpec(num_layers=2, num_kv_heads=4, head_dim=8, dtype=torch.bfloat16)
+BLOCK_BYTES = 4096
+
+
+def plan(extra_tokens: int = 0, specs: tuple[KVSpec, ...] = (SPEC,), model=MODEL, **options):
+    config = EngineConfig(**{"block_size": BLOCK, "max_num_seqs": 4} | options)
+    return plan_memory(config, model, specs, extra_tokens)
+
+
+def test_a_block_costs_what_the_tests_count_with():
+    assert SPEC.bytes_per_block(BLOCK) == BLOCK_BYTES
+
+
+@pytest.mark.parametrize("asked", ["auto", "cpu"])
+def test_the_device_is_the_cpu(asked):
+    assert resolve_device(EngineConfig(device=asked)) == torch.device("cpu")
+
+
+def test_a_device_that_is_not_driven_is_refused():
+    with pytest.raises(UnsupportedError, match="'cuda'"):
+        resolve_device(EngineConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "expected", "why"),
+    [
+        ("auto", torch.float32, torch.float32, "the checkpoint is fp32"),
+        ("auto", torch.bfloat16, torch.bfloat16, "the checkpoint is bfloat16"),
+        ("auto", torch.float16, torch.bfloat16, "the checkpoint is float16"),
+        ("float32", torch.bfloat16, torch.float32, "asked for"),
+        ("bfloat16", torch.float32, torch.bfloat16, "asked for"),
+    ],
+)
+def test_the_dtype_and_its_reason(asked, stored, expected, why):
+    assert resolve_dtype(EngineConfig(dtype=asked), stored) == (expected, why)
+
+
+@pytest.mark.parametrize(("asked", "length"), [(None, 512), (512, 512), (17, 17)])
+def test_the_longest_request_is_the_model_s_or_what_was_asked(asked, length):
+    assert resolve_max_model_len(EngineConfig(max_model_len=asked), MODEL) == length
+
+
+def test_more_positions_than_the_model_has_are_refused():
+    with pytest.raises(ConfigError, match="max_model_len=513 is above the model's 512"):
+        resolve_max_model_len(EngineConfig(max_model_len=513), MODEL)
+    with pytest.raises(ConfigError, match="above the model's 512"):
+        plan(max_model_len=513)
+
+
+def test_no_more_blocks_than_all_requests_can_fill():
+    memory = plan()
+    assert memory.num_kv_blocks == 4 * 512 // BLOCK
+    assert memory.max_model_len == 512
+    assert memory.reasons == {
+        "max_model_len": "the model's longest position",
+        "num_kv_blocks": f"{128 * BLOCK_BYTES} of {CPU_KV_BYTES} bytes",
+    }
+
+
+def test_drafts_beyond_a_request_s_end_need_room_too():
+    assert plan(extra_tokens=1).num_kv_blocks == 4 * (512 // BLOCK + 1)
+
+
+def test_the_budget_limits_the_blocks():
+    memory = plan(kv_cache_memory_bytes=50 * BLOCK_BYTES + 1)
+    assert memory.num_kv_blocks == 50
+    assert memory.max_model_len == 512
+
+
+def test_a_drafter_s_kv_comes_out_of_the_same_budget():
+    drafter = KVSpec(num_layers=1, num_kv_heads=4, head_dim=8, dtype=torch.bfloat16)
+    memory = plan(specs=(SPEC, drafter), kv_cache_memory_bytes=60 * BLOCK_BYTES)
+    assert memory.num_kv_blocks == 40
+
+
+def test_a_number_of_blocks_overrides_the_budget():
+    memory = plan(num_kv_blocks=40, kv_cache_memory_bytes=BLOCK_BYTES)
+    assert memory.num_kv_blocks == 40
+    assert "num_kv_blocks" not in memory.reasons
+
+
+@pytest.mark.parametrize(("extra_tokens", "length"), [(0, 320), (5, 315)])
+def test_scarce_memory_shortens_the_longest_request(extra_tokens, length):
+    memory = plan(extra_tokens, kv_cache_memory_bytes=20 * BLOCK_BYTES)
+    assert memory.num_kv_blocks == 20
+    assert memory.max_model_len == length
+    assert memory.reasons["max_model_len"] == "what the KV memory holds for one request"
+
+
+def test_an_explicit_length_is_never_shortened():
+    assert plan(num_kv_blocks=20, max_model_len=320).max_model_len == 320
+    for extra_tokens, length in ((0, 321), (1, 320)):
+        with pytest.raises(ConfigError, match=f"below max_model_len={length}") as caught:
+            plan(extra_tokens, num_kv_blocks=20, max_model_len=length)
+        assert "raise kv_cache_memory_bytes" in caught.value.remedy
+
+
+@pytest.mark.parametrize("extra_tokens", [0, 64])
+def test_memory_for_less_than_a_block_is_refused(extra_tokens):
+    room = BLOCK_BYTES * (1 + extra_tokens // BLOCK) - 1
+    with pytest.raises(ConfigError, match="hold 0 tokens of one request"):
+        plan(extra_tokens, kv_cache_memory_bytes=room)
+
+
+def test_a_short_model_needs_no_more_than_it_has():
+    short = dataclasses.replace(MODEL, max_position_embeddings=24)
+    assert plan(model=short).num_kv_blocks == 4 * 2

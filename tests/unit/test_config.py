@@ -1,0 +1,136 @@
+"""Options: every one explained, every mistake refused with a remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from sametoken.config import (
+    MAX_SPECULATIVE_TOKENS,
+    METHODS,
+    EngineConfig,
+    SpeculativeConfig,
+)
+from sametoken.errors import ConfigError
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, SpeculativeConfig])
+def test_every_option_has_help(kind):
+    for field in dataclasses.fields(kind):
+        text = field.metadata["help"]
+        assert text, field.name
+        assert text[-1] != ".", field.name
+
+
+def test_defaults_are_possible():
+    assert EngineConfig() == EngineConfig.from_options()
+
+
+def test_options_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().seed = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_modl_len", "did you mean 'max_model_len'?"),
+        ("speculative_confg", "did you mean 'speculative_config'?"),
+        ("xyz", "known: model, tokenizer"),
+    ],
+)
+def test_unknown_options_are_hinted_at(name, hint):
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'") as caught:
+        EngineConfig.from_options(**{name: 1})
+    assert hint in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["dtype", "device", "load_format"])
+def test_choices_are_named(name):
+    with pytest.raises(ConfigError, match=f"{name}='float16x' is not possible") as caught:
+        EngineConfig.from_options(**{name: "float16x"})
+    assert "'auto'" in caught.value.remedy
+
+
+LIMITS = {
+    "seed": (0, 2**63 - 1),
+    "max_model_len": (1, 2**31),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 2**20),
+    "block_size": (1, 1024),
+    "kv_cache_memory_bytes": (1, 2**50),
+    "num_kv_blocks": (1, 2**31),
+    "steps_in_flight": (0, 3),
+}
+
+
+@pytest.mark.parametrize(("name", "limits"), LIMITS.items())
+def test_numbers_have_limits(name, limits):
+    low, high = limits
+    chunk = {"prefill_chunk_size": 1024} if name == "block_size" else {}
+    for value in limits:
+        assert getattr(EngineConfig.from_options(**{name: value} | chunk), name) == value
+    for value in (low - 1, high + 1, 1.5, "1", True):
+        with pytest.raises(ConfigError, match=f"{name}=.* is not possible") as caught:
+            EngineConfig.from_options(**{name: value} | chunk)
+        assert f"from {low} to {high}" in caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "kv_cache_memory_bytes", "num_kv_blocks"])
+def test_some_numbers_may_be_left_open(name):
+    assert getattr(EngineConfig.from_options(**{name: None}), name) is None
+    with pytest.raises(ConfigError, match="max_num_seqs=None"):
+        EngineConfig.from_options(max_num_seqs=None)
+
+
+def test_chunks_are_whole_blocks():
+    assert EngineConfig(prefill_chunk_size=48, block_size=16).prefill_chunk_size == 48
+    with pytest.raises(ConfigError, match="prefill_chunk_size=40 is not a multiple of block_size"):
+        EngineConfig(prefill_chunk_size=40, block_size=16)
+
+
+@pytest.mark.parametrize("form", [dict, json.dumps, lambda value: SpeculativeConfig(**value)])
+def test_a_speculative_config_comes_in_three_forms(form):
+    config = EngineConfig.from_options(speculative_config=form(NGRAM))
+    assert config.speculative_config == SpeculativeConfig("ngram", 5)
+
+
+def test_no_speculation_is_none():
+    assert EngineConfig.from_options(speculative_config=None).speculative_config is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("k", [1, MAX_SPECULATIVE_TOKENS])
+def test_every_method_takes_1_to_64_drafts(method, k):
+    model = None if method == "ngram" else "a drafter"
+    assert SpeculativeConfig(method, k, model).num_speculative_tokens == k
+
+
+@pytest.mark.parametrize(
+    ("value", "cause", "remedy"),
+    [
+        ("{", "is not JSON: .* at column", '{"method": "ngram"'),
+        ("3", "is not a JSON object", "braces"),
+        ({}, "method '' is not known", "ngram"),
+        (NGRAM | {"k": 3}, "unknown key 'k'", "known: method"),
+        (NGRAM | {"prompt_lookup_mx": 3}, "'prompt_lookup_mx'", "did you mean 'prompt_lookup_max'"),
+        (NGRAM | {"num_speculative_tokens": True}, "=True is of the wrong type", "type int"),
+        (NGRAM | {"num_speculative_tokens": 2.0}, "=2.0 is of the wrong type", "type int"),
+        (NGRAM | {"method": 7}, "method=7 is of the wrong type", "type str"),
+        (NGRAM | {"model": None}, "model=None is of the wrong type", "type str"),
+        (NGRAM | {"num_speculative_tokens": 0}, "=0 is not possible", "1 to 64"),
+        (NGRAM | {"num_speculative_tokens": 65}, "=65 is not possible", "1 to 64"),
+        (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min=0", "1 <= min <= max"),
+        (NGRAM | {"prompt_lookup_min": 6}, "prompt_lookup_min=6", "1 <= min <= max"),
+        (NGRAM | {"model": "x"}, "'ngram' loads no drafter", 'leave "model" out'),
+        (NGRAM | {"method": "eagle3"}, "'eagle3' needs a drafter", 'set "model"'),
+    ],
+)
+def test_a_speculative_config_that_cannot_be(value, cause, remedy):
+    with pytest.raises(ConfigError, match=cause) as caught:
+        SpeculativeConfig.parse(value)
+    assert remedy in caught.value.remedy

@@ -5,6 +5,7 @@ Names are loaded on first use, so that importing the package imports no torch.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ if TYPE_CHECKING:
     from sametoken.core.outputs import CompletionOutput, RequestOutput
     from sametoken.core.sampling_params import SamplingParams
     from sametoken.engine.llm import LLM
+
+# Read by torch's OpenMP runtime when it is loaded: how long an idle thread spins before it
+# sleeps. The default collapses on shared cores (docs/decisions/0005).
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 __version__ = "0.1.0"

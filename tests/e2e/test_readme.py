@@ -25,7 +25,7 @@ from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import CheckpointError
 from sametoken.models.embedded import resolve_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sametoken"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAX_POSITIONS = 512

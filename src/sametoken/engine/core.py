@@ -20,7 +20,7 @@ class EngineCore:
         self.scheduler = scheduler
         self._runner = runner
         self._in_flight: deque[PendingOutput] = deque()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     @property
     def has_unfinished(self) -> bool:
@@ -50,8 +50,11 @@ class EngineCore:
         self._require_alive()
         try:
             return self._step()
-        except Exception as error:
+        except BaseException as error:
+            # A step cut short, by Ctrl-C too, leaves the device's truth half written.
             self._failure = error
+            if not isinstance(error, Exception):
+                raise
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error
 
     def _step(self) -> tuple[RequestUpdate, ...]:

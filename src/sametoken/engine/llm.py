@@ -25,7 +25,7 @@ from sametoken.engine.input_processor import (
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.tokenizer import Messages, Tokenizer, load_tokenizer
-from sametoken.errors import CheckpointError, EngineDeadError, RequestError, SametokenError
+from sametoken.errors import CheckpointError, RequestError, SametokenError
 
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 _logger = logging.getLogger("sametoken")
@@ -220,8 +220,7 @@ class LLM:
                 self.abort(request_id)
                 self._latest.pop(request_id, None)
             raise
-        finally:
-            self._drain()
+        self._drain()
         return [self._latest.pop(request_id) for request_id in request_ids]
 
     def _one_per_prompt(
@@ -265,7 +264,7 @@ class LLM:
         finally:
             self.abort(request.request_id)
             self._latest.pop(request.request_id, None)
-            self._drain()
+        self._drain()
 
     def _step(self) -> None:
         updates = self._engine.step()
@@ -281,11 +280,12 @@ class LLM:
                 self._speculation += output.metrics.speculation
 
     def _drain(self) -> None:
-        """Settle the steps that finished requests left in flight."""
-        # A dead engine has nothing to settle, and its error is already on its way.
-        with contextlib.suppress(EngineDeadError):
-            while not self._outputs.num_unfinished and self._engine.has_unfinished:
-                self._engine.step()
+        """Settle the steps that finished requests left in flight.
+
+        Only where all went well: an interrupted engine may never come to rest.
+        """
+        while not self._outputs.num_unfinished and self._engine.has_unfinished:
+            self._engine.step()
 
 
 @contextlib.contextmanager

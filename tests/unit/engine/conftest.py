@@ -141,7 +141,7 @@ class ScriptedEngine:
 
     def _update(self, request_id: str, script: deque) -> RequestUpdate:
         window = script.popleft()
-        if isinstance(window, Exception):
+        if isinstance(window, BaseException):
             self._dead = True
             raise window
         if isinstance(window, RequestUpdate):

@@ -98,15 +98,25 @@ def test_streamed_outputs_grow_and_end_with_the_whole(scripted, ids):
 
 
 def test_closing_a_stream_aborts_its_request(scripted, ids):
-    llm, engine = scripted([ids("the"), ids("cat"), ids("sat")], lag=1)
+    llm, engine = scripted([ids("the"), ids("cat"), ids("sat")], [[EOS]], lag=1)
     stream = llm.generate_stream("a", GREEDY)
     next(stream)
     stream.close()
     assert engine.released == ["0"]
+    llm.generate("b", GREEDY)
     assert not engine.has_unfinished
-    unstarted = llm.generate_stream("b", GREEDY)
+    unstarted = llm.generate_stream("c", GREEDY)
     unstarted.close()
-    assert len(engine.requests) == 1
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_interrupt_in_mid_step_ends_at_once(scripted, ids, stream):
+    llm, engine = scripted([ids("the"), KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.generate_stream("a", GREEDY)) if stream else llm.generate("a", GREEDY)
+    assert engine.released == ["0"]
+    assert engine.num_steps == 2
 
 
 def test_an_invalid_stream_is_refused_at_the_call(scripted):

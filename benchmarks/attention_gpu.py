@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
+from sametoken.kernels.attention.triton import SPLIT, AttentionConfig, attention, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -26,8 +26,9 @@ BLOCK_SIZE = 16
 ROTATED_BYTES = 300 << 20
 MAX_LAYERS = 36
 TABLE_BLOCKS = 40960 // BLOCK_SIZE
-SPLITS = (64, 128, 256)
-COMPILERS = 12
+#: Positions per loop turn: part of a row's arithmetic, as the split is.
+TILES = (64, 128)
+COMPILERS = 14
 
 #: Bits are compared over these: window (None: ragged), spread, queries, warps.
 FORMS = (
@@ -35,7 +36,15 @@ FORMS = (
     (8, True, 32, 4), (64, True, 32, 8), (64, False, 64, 8),
     (None, False, 16, 4), (None, False, 32, 4), (None, False, 64, 8),
 )  # fmt: skip
-PREFILL = ((16, 4), (32, 4), (32, 8), (64, 8))
+PREFILL = ((16, 4), (32, 4), (64, 8))
+
+#: Query tile, warps, stages and tile of the decode cuts; those of 32 queries for window 6.
+SPREAD = ((16, 4, 3, 64), (16, 4, 5, 64), (16, 4, 3, 128), (32, 4, 5, 64), (32, 4, 3, 128))
+WALK = (
+    (16, 2, 3, 64), (16, 4, 2, 64), (16, 4, 3, 64), (16, 4, 4, 64), (16, 4, 5, 64),
+    (16, 4, 2, 128), (16, 4, 3, 128), (16, 8, 3, 128),
+    (32, 4, 3, 64), (32, 4, 5, 64), (32, 4, 3, 128), (32, 8, 3, 128),
+)  # fmt: skip
 
 
 class Scene:
@@ -84,7 +93,7 @@ def microseconds(call: Callable[[LayerKV], object], layers: list[LayerKV]) -> fl
 
 def label(config: AttentionConfig) -> str:
     form = "spread" if config.spread else "walk"
-    return f"{form} q{config.block_queries} w{config.num_warps} s{config.num_stages}"
+    return f"{form} q{config.block_queries} w{config.num_warps} s{config.num_stages} t{config.tile}"
 
 
 def measure(
@@ -105,39 +114,40 @@ def measure(
 
 
 def decode_configs(window: int, quick: bool) -> list[AttentionConfig]:
-    queries = 16 if window * 4 <= 16 else 32
-    warps_stages = [(4, 5)] if quick else [(4, 3), (4, 5), (4, 7)]
-    return [
-        AttentionConfig(spread, queries, warps, stages, split=split)
-        for split, spread, (warps, stages) in itertools.product(SPLITS, (True, False), warps_stages)
+    wide = window * SHAPE.num_heads // SHAPE.num_kv_heads > 16
+    configs = [
+        AttentionConfig(spread, queries, warps, stages, tile=tile)
+        for spread, cuts in ((True, SPREAD), (False, WALK))
+        for queries, warps, stages, tile in cuts
+        if wide or queries == 16
     ]
+    return [config for config in configs if not quick or config.num_stages == 5]
 
 
 def report(what: str, times: dict[AttentionConfig, float], kv_bytes: int) -> None:
-    """One line per split size: the best cut of each form."""
-    for split in sorted({config.split for config in times}):
-        cells = []
-        for spread in (True, False):
-            found = {c: t for c, t in times.items() if c.split == split and c.spread == spread}
-            if found:
-                best = min(found, key=found.__getitem__)
-                rate = kv_bytes / found[best] / 1e3
-                cells.append(f"{label(best)} {found[best]:.1f} us, {rate:.0f} GB/s")
-            else:
-                cells.append("-")
-        print(f"| {what} | {split} | {' | '.join(cells)} |", flush=True)
+    """One line per case: the cuts of each form, the best first."""
+    cells = []
+    for spread in (True, False):
+        found = sorted((time, label(c)) for c, time in times.items() if c.spread == spread)
+        rate = f" ({kv_bytes / found[0][0] / 1e3:.0f} GB/s)" if found else "-"
+        cells.append(", ".join(f"{name} {time:.1f}" for time, name in found) + rate)
+    print(f"| {what} | {' | '.join(cells)} |", flush=True)
 
 
 def launches(quick: bool) -> list[tuple[int | None, AttentionConfig]]:
     """Every launch this run will make, as window (None: ragged) and cut."""
     found = [
-        (window, AttentionConfig(spread, queries, warps, 3, split=split))
-        for split, (window, spread, queries, warps) in itertools.product(SPLITS, FORMS)
+        (window, AttentionConfig(spread, queries, warps, 3, tile=tile))
+        for tile, (window, spread, queries, warps) in itertools.product(TILES, FORMS)
     ]
     found += [(window, config) for window in (1, 6) for config in decode_configs(window, quick)]
-    for split, (queries, warps) in itertools.product((64, 256), PREFILL):
-        found.append((None, AttentionConfig(False, queries, warps, 3, split=split)))
+    found += [(None, config) for config in prefill_configs()]
     return list(dict.fromkeys(found))
+
+
+def prefill_configs() -> list[AttentionConfig]:
+    cuts = itertools.product(TILES, PREFILL)
+    return [AttentionConfig(False, queries, warps, 3, tile=tile) for tile, (queries, warps) in cuts]
 
 
 def compile_share(index: int, quick: bool) -> None:
@@ -150,24 +160,24 @@ def compile_share(index: int, quick: bool) -> None:
 
 
 def check_bits(context: int) -> None:
-    """Decode, verify and prefill rows of the same positions, bit for bit, per split size."""
+    """Decode, verify and prefill rows of the same positions, bit for bit, per tile."""
     scene = Scene(1, context)
     q, rows = scene.inputs(64)
-    for split in SPLITS:
-        results = []
+    for tile in TILES:
+        results: dict[tuple, torch.Tensor] = {}
         for window, spread, queries, warps in FORMS:
-            config = AttentionConfig(spread, queries, warps, 3, split=split)
-            results.append(attention(q, SHAPE, rows, scene.layers[0], window=window, config=config))
-        differing = [
-            form
-            for form, out in zip(FORMS, results, strict=True)
-            if not torch.equal(out, results[0])
-        ]
-        print(f"bits at context {context}, split {split}: {differing or 'all forms equal'}")
+            config = AttentionConfig(spread, queries, warps, 3, tile=tile)
+            with contextlib.suppress(OutOfResources):
+                out = attention(q, SHAPE, rows, scene.layers[0], window=window, config=config)
+                results[window, spread, queries, warps] = out
+        first = next(iter(results.values()))
+        differing = [form for form, out in results.items() if not torch.equal(out, first)]
+        equal = f"all {len(results)} forms equal"
+        print(f"bits at context {context}, split {SPLIT}, tile {tile}: {differing or equal}")
 
 
 def time_decode(quick: bool) -> None:
-    print("| case | split | spread | walk |\n|---|---|---|---|")
+    print("| case | spread, us | walk, us |\n|---|---|---|")
     for context, batch in itertools.product((530, 4096), (1, 8, 64)):
         scene = Scene(batch, context)
         kv_bytes = batch * context * SHAPE.kv_size * 2 * 2
@@ -178,11 +188,13 @@ def time_decode(quick: bool) -> None:
             }
             times = {config: time for config, time in measured.items() if time is not None}
             report(f"context {context} batch {batch} window {window}", times, kv_bytes)
-        for bound in (context, None):
-            capacity = bound or TABLE_BLOCKS * BLOCK_SIZE
-            config = choose(batch, SHAPE, 1, capacity, torch.bfloat16)
-            time = measure(scene, 1, False, config, bound)
-            print(f"default at window 1, room for {capacity}: {label(config)} {time:.1f} us")
+            for bound in (context, None):
+                capacity = bound or TABLE_BLOCKS * BLOCK_SIZE
+                config = choose(batch * window, SHAPE, window, capacity, torch.bfloat16)
+                time = measure(scene, window, False, config, bound)
+                print(
+                    f"chosen for window {window}, room for {capacity}: {label(config)} {time:.1f}"
+                )
         del scene
         torch.cuda.empty_cache()
 
@@ -191,21 +203,16 @@ def time_prefill() -> None:
     for length in (512, 2048):
         scene = Scene(1, length)
         flops = 2 * SHAPE.q_size * length * length
-        for split, (queries, warps) in itertools.product((64, 256), PREFILL):
-            config = AttentionConfig(False, queries, warps, 3, split=split)
+        for config in prefill_configs():
             time = measure(scene, length, True, config, length)
             if time is not None:
                 rate = flops / time / 1e6
-                print(
-                    f"prefill {length}: split {split} {label(config)} {time:.1f} us, "
-                    f"{rate:.0f} TFLOP/s",
-                    flush=True,
-                )
+                print(f"prefill {length}: {label(config)} {time:.1f} us, {rate:.0f} TFLOP/s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one cut per form and split")
+    parser.add_argument("--quick", action="store_true", help="few cuts per form")
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
     if options.compile is not None:

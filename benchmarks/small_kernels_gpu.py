@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from sametoken.kernels import overlap
 from sametoken.kernels.activation.triton import silu_mul
@@ -57,10 +58,9 @@ MODELS = (
 
 def microseconds(launch: Callable[[], object]) -> float:
     """Of one launch, in a graph of LAUNCHES of them."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        launch()
-    stream.synchronize()
+    # On the stream that fills the inputs: another one would read ids that are not there yet.
+    launch()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(LAUNCHES):
@@ -148,7 +148,13 @@ def measured(model: Model) -> dict[str, dict[int, float]]:
     for rows in ROW_COUNTS:
         for launches in (layer_launches, step_launches):
             for name, launch in launches(model, rows):
-                table.setdefault(name, {})[rows] = microseconds(launch)
+                try:
+                    table.setdefault(name, {})[rows] = microseconds(launch)
+                except OutOfResources as error:
+                    print(f"{model.name}, {rows} rows: {name} does not fit: {error}", flush=True)
+                except torch.AcceleratorError as error:
+                    # The context is lost with it, so nothing more can be timed.
+                    raise SystemExit(f"{model.name}, {rows} rows: {name} failed: {error}") from None
     return table
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from sametoken.errors import ConfigError
 
 METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 MAX_SPECULATIVE_TOKENS = 64
+KEYED, SYNTHETIC = "keyed", "synthetic"
+DUMMY = "dummy"
 DEFAULT_MODEL = "smollm2"
 
 
@@ -34,6 +37,30 @@ class SpeculativeConfig:
     model: str | None = option(None, "checkpoint of the drafter, for methods that load one")
     prompt_lookup_max: int = option(5, "ngram: longest suffix to match, in tokens")
     prompt_lookup_min: int = option(1, "ngram: shortest suffix to match, in tokens")
+    rejection_sample_method: str = option(
+        KEYED, "keyed; or synthetic, which accepts drafts by chance, to measure times alone"
+    )
+    synthetic_acceptance_rates: tuple[float, ...] | None = option(
+        None, "synthetic: how often draft i and all before it are accepted; 0 from its end on"
+    )
+    synthetic_acceptance_length: float | None = option(
+        None, "synthetic: mean tokens per step instead, the target's own counted, 1..k+1"
+    )
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...] | None:
+        """How often draft i and all before it are accepted, k rates; None under keyed sampling.
+
+        A length is spent on the first drafts: 2.6 means 1, 0.6 and 0 from there on.
+        """
+        k = self.num_speculative_tokens
+        if self.synthetic_acceptance_rates is not None:
+            given = tuple(map(float, self.synthetic_acceptance_rates))
+            return given + (0.0,) * (k - len(given))
+        if self.synthetic_acceptance_length is None:
+            return None
+        drafts = self.synthetic_acceptance_length - 1
+        return tuple(min(max(drafts - i, 0.0), 1.0) for i in range(k))
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -55,6 +82,7 @@ class SpeculativeConfig:
                 f"prompt_lookup_max={self.prompt_lookup_max} leave nothing to match",
                 "use 1 <= min <= max",
             )
+        _check_acceptance(self)
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
@@ -68,16 +96,10 @@ class SpeculativeConfig:
         if isinstance(value, str):
             value = _json_object(value)
         fields = {f.name: f for f in dataclasses.fields(cls)}
-        for key, given in value.items():
+        for key in value:
             if key not in fields:
                 raise ConfigError(f"unknown key {key!r} in speculative config", _hint(key, fields))
-            wanted = int if fields[key].type == "int" else str
-            if not isinstance(given, wanted) or isinstance(given, bool):
-                raise ConfigError(
-                    f"speculative config: {key}={given!r} is of the wrong type",
-                    f"give a value of type {wanted.__name__}",
-                )
-        return cls(**value)
+        return cls(**{key: _typed(key, fields[key].type, given) for key, given in value.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +119,21 @@ class EngineConfig:
     max_model_len: int | None = option(None, "longest prompt + output, in tokens")
     max_num_seqs: int = option(64, "requests that run at once")
     max_num_batched_tokens: int = option(2048, "rows of one step at most")
-    prefill_chunk_size: int = option(256, "grid of prefill chunks, in tokens from position 0")
+    prefill_chunk_size: int = option(
+        0, "grid of prefill chunks, in tokens from position 0; 0: by device"
+    )
     block_size: int = option(16, "tokens per KV block")
-    kv_cache_memory_bytes: int | None = option(None, "KV memory; default 1 GiB on a CPU")
+    kv_cache_memory_bytes: int | None = option(
+        None, "KV memory; default 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU"
+    )
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use in all")
     num_kv_blocks: int | None = option(None, "KV blocks, overriding kv_cache_memory_bytes")
     enable_prefix_caching: bool = option(True, "share KV of equal prompt blocks")
     steps_in_flight: int = option(0, "steps enqueued ahead of the host, 1..3; 0: by device")
     enforce_eager: bool = option(False, "use no CUDA graphs")
-    load_format: str = option("auto", "auto, safetensors or gguf")
+    load_format: str = option(
+        "auto", "auto, safetensors, gguf, or dummy: random weights, to measure times"
+    )
     speculative_config: SpeculativeConfig | None = option(None, "JSON: how drafts are made")
 
     def __post_init__(self) -> None:
@@ -121,12 +150,33 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name}={value!r} is not possible", f"use an integer from {low} to {high}"
                 )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} is not possible",
+                "use a number above 0 and up to 1",
+            )
         if self.prefill_chunk_size % self.block_size:
             raise ConfigError(
                 f"prefill_chunk_size={self.prefill_chunk_size} is not a multiple of "
                 f"block_size={self.block_size}",
                 "choose a multiple",
             )
+
+    @property
+    def synthetic(self) -> tuple[str, ...]:
+        """What is made up, in words to show beside every result; empty if all is real."""
+        speculative = self.speculative_config
+        made_up = {
+            "dummy weights": self.load_format == DUMMY,
+            "synthetic acceptance": speculative is not None
+            and speculative.synthetic_rates is not None,
+        }
+        return tuple(what for what, is_so in made_up.items() if is_so)
+
+    @property
+    def draft_load_format(self) -> str:
+        """``load_format`` of the drafter: dummy if the target's is, else found from its files."""
+        return DUMMY if self.load_format == DUMMY else "auto"
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
@@ -147,7 +197,7 @@ class EngineConfig:
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),
     "device": ("auto", "cpu", "cuda"),
-    "load_format": ("auto", "safetensors", "gguf"),
+    "load_format": ("auto", "safetensors", "gguf", DUMMY),
 }
 _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
 _LIMITS = (
@@ -155,12 +205,86 @@ _LIMITS = (
     ("max_model_len", 1, 2**31),
     ("max_num_seqs", 1, 4096),
     ("max_num_batched_tokens", 1, 2**20),
-    ("prefill_chunk_size", 1, 2**16),
+    ("prefill_chunk_size", 0, 2**16),
     ("block_size", 1, 1024),
     ("kv_cache_memory_bytes", 1, 2**50),
     ("num_kv_blocks", 1, 2**31),
     ("steps_in_flight", 0, 3),
 )
+
+
+# What a speculative config's fields take, by their annotation: a name and the types.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("int", (int,)),
+    "str": ("str", (str,)),
+    "str | None": ("str", (str,)),
+    "float | None": ("float", (int, float)),
+    "tuple[float, ...] | None": ("list of numbers", (list, tuple)),
+}
+_OTHER_METHODS = ("standard", "strict", "probabilistic", "block", "fly")
+
+
+def _typed(key: str, annotation: Any, given: Any) -> Any:
+    name, types = _TYPES[annotation]
+    members = given if isinstance(given, list | tuple) else ()
+    if (
+        not isinstance(given, types)
+        or isinstance(given, bool)
+        or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in members)
+    ):
+        raise ConfigError(
+            f"speculative config: {key}={given!r} is of the wrong type",
+            f"give a value of type {name}",
+        )
+    return tuple(members) if isinstance(given, list) else given
+
+
+def _check_acceptance(config: SpeculativeConfig) -> None:
+    method = config.rejection_sample_method
+    if method in _OTHER_METHODS:
+        raise ConfigError(
+            f"rejection_sample_method {method!r} is not offered: its output would differ from "
+            "plain decoding",
+            f"use {KEYED!r}, which emits the very tokens of plain decoding",
+        )
+    if method not in (KEYED, SYNTHETIC):
+        raise ConfigError(
+            f"rejection_sample_method {method!r} is not known", f"use {KEYED!r} or {SYNTHETIC!r}"
+        )
+    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
+    num_given = (rates is not None) + (length is not None)
+    if method == KEYED and num_given:
+        raise ConfigError(
+            "synthetic acceptance was described, but drafts are judged by keyed sampling",
+            f'set "rejection_sample_method": "{SYNTHETIC}" to measure times, or leave it out',
+        )
+    if method == SYNTHETIC and num_given != 1:
+        raise ConfigError(
+            f"synthetic acceptance needs one description, {num_given} were given",
+            "give synthetic_acceptance_rates or synthetic_acceptance_length",
+        )
+    if rates is not None:
+        _check_rates(rates, config.num_speculative_tokens)
+    most = config.num_speculative_tokens + 1
+    if length is not None and not 1 <= length <= most:
+        raise ConfigError(
+            f"synthetic_acceptance_length={length} is not possible",
+            f"use a number from 1 to {most}, the drafts and the target's own token",
+        )
+
+
+def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
+    falls = all(a >= b for a, b in itertools.pairwise(rates))
+    if not rates or not falls or not all(0 <= rate <= 1 for rate in rates):
+        raise ConfigError(
+            f"synthetic_acceptance_rates={list(rates)} are not possible",
+            "give numbers from 0 to 1, none above the one before it",
+        )
+    if len(rates) > num_drafts:
+        raise ConfigError(
+            f"{len(rates)} synthetic_acceptance_rates were given for {num_drafts} drafts",
+            "give one per draft at most",
+        )
 
 
 def _json_object(text: str) -> Mapping[str, Any]:

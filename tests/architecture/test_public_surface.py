@@ -64,6 +64,9 @@ SPECULATIVE = {
     "model": None,
     "prompt_lookup_max": 5,
     "prompt_lookup_min": 1,
+    "rejection_sample_method": "keyed",
+    "synthetic_acceptance_rates": None,
+    "synthetic_acceptance_length": None,
 }
 LLM_METHODS = {
     "generate": ["prompts", "sampling_params", "use_tqdm"],

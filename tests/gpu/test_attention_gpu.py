@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.kernels.attention.triton import AttentionConfig, attention
+from sametoken.kernels.attention.triton import SPLIT, AttentionConfig, attention
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
 pytestmark = [
@@ -60,7 +60,7 @@ def window(slot, last, width):
     return [(slot, position) for position in range(last - width + 1, last + 1)]
 
 
-def cut(spread, queries=16, warps=4, stages=3, split=256):
+def cut(spread, queries=16, warps=4, stages=3, split=SPLIT):
     return AttentionConfig(spread, queries, warps, stages, split=split)
 
 
@@ -97,7 +97,7 @@ def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_win
     assert (prefill.double() - exact).norm() / exact.norm() < 6e-3
 
 
-@pytest.mark.parametrize("split", [64, 256])
+@pytest.mark.parametrize("split", [64, 128, 256])
 def test_tiles_warps_and_stages_do_not_matter(split):
     scene = Scene(QWEN3)
     rows = window(0, 1000, 12)
@@ -177,3 +177,31 @@ def test_a_captured_launch_follows_lengths_and_tables(spread):
         q.copy_(scene.queries[where[:, 0], where[:, 1]])
         graph.replay()
         assert torch.equal(out, scene.run(where.tolist(), window=1))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("sliding_window", [None, 100])
+def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(sliding_window, value):
+    poisoned = (250, 257, 300)
+    scene = Scene(QWEN3)
+    rows = window(0, 310, 64) + window(1, 310, 64)
+    options = {"sliding_window": sliding_window}
+    clean = scene.run(rows, window=64, config=cut(False), **options)
+    for position in poisoned:
+        scene.kv.values[scene.table[0, position // 16], :, position % 16] = value
+    first = [0 if sliding_window is None else at + 1 - sliding_window for _, at in rows]
+    sees = torch.tensor(
+        [
+            slot == 0 and any(low <= bad <= at for bad in poisoned)
+            for (slot, at), low in zip(rows, first, strict=True)
+        ]
+    )
+    assert 0 < int(sees.sum()) < 64
+    for spread in (False, True):
+        for queries, width in [(16, 2), (16, 4), (32, 8), (32, 64)]:
+            got = scene.run(rows, window=width, config=cut(spread, queries), **options)
+            assert torch.equal(got[~sees.cuda()], clean[~sees.cuda()]), (spread, queries, width)
+            assert not got[sees.cuda()].isfinite().any()
+    ragged = scene.run(rows, config=cut(False, 32), **options)
+    assert torch.equal(ragged[~sees.cuda()], clean[~sees.cuda()])
+    assert not ragged[sees.cuda()].isfinite().any()

@@ -225,10 +225,8 @@ class ToyLoop:
 
     def run(self, batches: list[list[int]]) -> None:
         """Capture one step on padding alone, then replay it for every batch."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            self.step()
-        stream.synchronize()
+        self.step()
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()

@@ -71,28 +71,29 @@ def head_tensors(
 ) -> dict[str, torch.Tensor]:
     """An EAGLE-3 head's tensors under the names of ``speculators``."""
     config = LLAMA | flags
-    shapes = layer_shapes(config, "layers.0", 2 * HIDDEN)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes = layer_shapes(config, "layers.0", 2 * hidden)
     shapes |= {
-        "layers.0.hidden_norm.weight": (HIDDEN,),
-        "fc.weight": (HIDDEN, 3 * HIDDEN),
-        "norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB if full_vocab else len(DRAFT_IDS), HIDDEN),
+        "layers.0.hidden_norm.weight": (hidden,),
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (vocab if full_vocab else len(DRAFT_IDS), hidden),
     }
     if own_embedding:
-        shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
+        shapes["embed_tokens.weight"] = (vocab, hidden)
     if flags.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (3 * HIDDEN,)
+        shapes["input_norm.weight"] = (3 * hidden,)
     if flags.get("fc_norm"):
-        shapes |= {f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}
+        shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(3)}
     if flags.get("attention_bias"):
-        for name, size in (("q", 16), ("k", 8), ("v", 8), ("o", HIDDEN)):
+        for name, size in (("q", 16), ("k", 8), ("v", 8), ("o", hidden)):
             shapes[f"layers.0.self_attn.{name}_proj.bias"] = (size,)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: random_weight(generator, *shape) for name, shape in shapes.items()}
     if not full_vocab:
         ids = torch.tensor(DRAFT_IDS)
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.isin(torch.arange(VOCAB), ids)
+        tensors["t2d"] = torch.isin(torch.arange(vocab), ids)
     return tensors
 
 

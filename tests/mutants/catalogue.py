@@ -170,7 +170,7 @@ def a_slot_keeps_its_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_at_once(self: PendingOutput) -> Any:
-    result = self.buffer.read(self.plan)
+    result = self.buffer.read(self.plan, self.order)
     self.ring.release(self.buffer)
     return result
 
@@ -186,10 +186,10 @@ def copy_is_read_in_flight_unchecked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostBuffer, "clear", lambda self: None)
     read = HostBuffer.read
 
-    def mutant(self, plan):
+    def mutant(self, plan, order):
         with pytest.MonkeyPatch.context() as unchecked:
-            unchecked.setattr(async_output, "NOT_LANDED", None)
-            return read(self, plan)
+            unchecked.setattr(async_output, "_require_verdict_of", lambda step_id, found: None)
+            return read(self, plan, order)
 
     patch.setattr(HostBuffer, "read", mutant)
 

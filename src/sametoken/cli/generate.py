@@ -64,11 +64,12 @@ def generate(
         source = llm.render_chat([{"role": "user", "content": chat}])
     show = _ignore if json_output else _write
     output = _stream(llm, source, params, show)
+    synthetic = llm.resolved.config.synthetic
     if json_output:
-        typer.echo(json.dumps(as_json(output), ensure_ascii=False))
+        typer.echo(json.dumps(as_json(output, synthetic), ensure_ascii=False))
         return
     typer.echo()
-    typer.echo(summary(output), err=True)
+    typer.echo(summary(output, synthetic), err=True)
 
 
 def _load(model: str, options: dict[str, Any]) -> LLM:

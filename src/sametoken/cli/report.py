@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,12 @@ def per_position(speculation: SpeculationMetrics) -> str:
     return f"{shown} ..%" if len(rates) > _SHOWN_POSITIONS else f"{shown}%"
 
 
-def summary(output: RequestOutput) -> str:
-    """One line on a finished request."""
+def summary(output: RequestOutput, synthetic: Sequence[str] = ()) -> str:
+    """One line on a finished request, first what is made up (``EngineConfig.synthetic``)."""
     completion = output.outputs[0]
+    made_up = "".join(f"{what.upper()}; " for what in synthetic)
     line = (
-        f"[{len(output.prompt_token_ids)} prompt tokens, first token after "
+        f"[{made_up}{len(output.prompt_token_ids)} prompt tokens, first token after "
         f"{time_to_first_token(output):.2f} s; {len(completion.token_ids)} tokens, "
         f"{tokens_per_second(output):.1f} tokens/s; {completion.finish_reason}"
     )
@@ -55,14 +57,15 @@ def summary(output: RequestOutput) -> str:
     return line + "]"
 
 
-def as_json(output: RequestOutput) -> dict[str, Any]:
-    """A finished request as values that JSON knows."""
+def as_json(output: RequestOutput, synthetic: Sequence[str] = ()) -> dict[str, Any]:
+    """A finished request as values that JSON knows; ``synthetic`` as in ``summary``."""
     completion, speculation = output.outputs[0], output.metrics.speculation
     return {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "text": completion.text,
         "token_ids": completion.token_ids,
+        "synthetic": list(synthetic),
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
         "tokens_per_second": tokens_per_second(output),
@@ -82,6 +85,7 @@ def explain(resolved: ResolvedConfig) -> str:
     settings = {name: getattr(resolved.config, name) for name in EngineConfig.__slots__}
     settings |= {name: getattr(resolved, name) for name in _RESOLVED}
     settings |= {
+        "synthetic": ", ".join(resolved.config.synthetic) or "nothing",
         "model": resolved.model_path,
         "architecture": resolved.model.architecture,
         "kernels": resolved.kernels,

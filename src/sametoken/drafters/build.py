@@ -16,6 +16,7 @@ from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.interface import Kernels
+from sametoken.kernels.ngram import select_lookup
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
@@ -24,7 +25,7 @@ from sametoken.models.eagle_checkpoint import HeadCheckpoint
 from sametoken.models.loader import load_model
 from sametoken.state.kv_cache import KVCache, KVSpec
 
-_HEADS: dict[str, Callable[[Path], HeadCheckpoint]] = {
+_HEADS: dict[str, type[Eagle1Checkpoint] | type[Eagle3Checkpoint]] = {
     "eagle": Eagle1Checkpoint,
     "eagle3": Eagle3Checkpoint,
 }
@@ -56,6 +57,7 @@ class Placement:
         kernels, dtype, device: as the target's.
         max_model_len: the longest request, in tokens.
         max_positions: rows of rotary tables: ``max_model_len`` and drafts beyond it.
+        load_format: of the drafter's own checkpoint.
     """
 
     kernels: Kernels
@@ -63,6 +65,7 @@ class Placement:
     device: torch.device
     max_model_len: int
     max_positions: int
+    load_format: str = "auto"
 
 
 def required_aux_layers(spec: SpeculativeConfig | None, target: ModelConfig) -> tuple[int, ...]:
@@ -92,7 +95,10 @@ def load_drafter(
         return LoadedDrafter(None, 0, lambda kv_cache, coupling: NoDrafter())
     if spec.method == "ngram":
         drafter = NgramDrafter(
-            spec.num_speculative_tokens, spec.prompt_lookup_min, spec.prompt_lookup_max
+            spec.num_speculative_tokens,
+            spec.prompt_lookup_min,
+            spec.prompt_lookup_max,
+            select_lookup(placement.device),
         )
         return LoadedDrafter(None, 0, lambda kv_cache, coupling: drafter)
     if spec.method == "draft_model":
@@ -110,6 +116,7 @@ def _load_draft_model(
         dtype=placement.dtype,
         device=placement.device,
         max_positions=placement.max_positions,
+        load_format=placement.load_format,
     )
     require_fit(model.config, target.config, placement.max_model_len)
 
@@ -126,7 +133,7 @@ def _load_eagle(spec: SpeculativeConfig, target: CausalLM, placement: Placement)
             f"{target.config.architecture} keeps no states for an EAGLE head",
             "use another speculative method",
         )
-    head = _fitting_head(spec, target.config).load(
+    head = _fitting_head(spec, target.config, placement.load_format).load(
         target,
         kernels=placement.kernels,
         dtype=placement.dtype,
@@ -140,8 +147,10 @@ def _load_eagle(spec: SpeculativeConfig, target: CausalLM, placement: Placement)
     return LoadedDrafter(head.kv_spec, max(k - 2, 0), attach)
 
 
-def _fitting_head(spec: SpeculativeConfig, target: ModelConfig) -> HeadCheckpoint:
-    checkpoint = _HEADS[spec.method](Path(spec.model or ""))
+def _fitting_head(
+    spec: SpeculativeConfig, target: ModelConfig, load_format: str = "auto"
+) -> HeadCheckpoint:
+    checkpoint = _HEADS[spec.method](Path(spec.model or ""), load_format=load_format)
     checkpoint.require_fit(target)
     return checkpoint
 

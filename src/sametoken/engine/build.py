@@ -17,6 +17,7 @@ from sametoken.engine.resolve import (
     plan_memory,
     resolve_device,
     resolve_dtype,
+    resolve_kv_bytes,
     resolve_max_model_len,
 )
 from sametoken.errors import ConfigError
@@ -27,8 +28,8 @@ from sametoken.models.embedded import resolve_model
 from sametoken.models.loader import load_model, read_config
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.launch import EagerLauncher
-from sametoken.runner.step import StepRunner
-from sametoken.runner.stream import ImmediateStream, LaggingStream
+from sametoken.runner.step import Runner, StepRunner
+from sametoken.runner.stream import CudaStream, ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
@@ -38,7 +39,8 @@ from sametoken.state.sequences import Sequences
 from sametoken.verification.keyed import KeyedVerifier
 
 # A CPU computes a step on the cores that plan the next one: running ahead gains nothing.
-CPU_STEPS_IN_FLIGHT = 1
+STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
+PREFILL_CHUNK_SIZE = {"cpu": 256, "cuda": 512}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ def build_engine(
     )
     table = SamplingTable.allocate(config.max_num_seqs, resolved.device)
     drafter = _attach_drafter(loaded, table)
-    steps = resolved.steps_in_flight
-    runner = StepRunner(
+    steps, on_gpu = resolved.steps_in_flight, resolved.device.type == "cuda"
+    eager = StepRunner(
         sequences=sequences,
         model=loaded.target,
         kv=kv,
@@ -94,9 +96,15 @@ def build_engine(
         drafter=drafter,
         launcher=EagerLauncher(),
         swap=SwapStore((kv, *drafter.kv_caches)),
-        stream=ImmediateStream() if steps == 1 else LaggingStream(),
-        ring=OutputRing.allocate(steps + 1, config.max_num_seqs, loaded.num_drafts),
+        stream=CudaStream() if on_gpu else ImmediateStream() if steps == 1 else LaggingStream(),
+        ring=OutputRing.allocate(steps + 1, config.max_num_seqs, loaded.num_drafts, pinned=on_gpu),
     )
+    runner: Runner = eager
+    if on_gpu:
+        # Triton is part of CUDA builds of torch alone.
+        from sametoken.engine.build_gpu import graphed
+
+        runner = graphed(eager, table, loaded.kernels, resolved, announce)
     return EngineCore(resolved, Scheduler(_limits(loaded, drafter)), runner)
 
 
@@ -108,7 +116,8 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     spec = config.speculative_config
     num_drafts = spec.num_speculative_tokens if spec else 0
     max_len = resolve_max_model_len(config, architecture)
-    _require_room(config, num_drafts)
+    chunk_size = config.prefill_chunk_size or PREFILL_CHUNK_SIZE[device.type]
+    _require_room(config, chunk_size, num_drafts)
     kernels = select_kernels(device)
     target = load_model(
         path,
@@ -122,7 +131,8 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     placement = Placement(kernels, dtype, device, max_len, max_len + num_drafts + 1)
     drafter = load_drafter(spec, target, placement)
     specs = (target.kv_spec, *((drafter.kv_spec,) if drafter.kv_spec else ()))
-    memory = plan_memory(config, architecture, specs, drafter.lookahead_slots)
+    budget = resolve_kv_bytes(config, device)
+    memory = plan_memory(config, architecture, specs, drafter.lookahead_slots, budget)
     block_bytes = sum(one.bytes_per_block(config.block_size) for one in specs)
     resolved = ResolvedConfig(
         config=config,
@@ -132,7 +142,8 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         device=device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        steps_in_flight=config.steps_in_flight or CPU_STEPS_IN_FLIGHT,
+        prefill_chunk_size=chunk_size,
+        steps_in_flight=config.steps_in_flight or STEPS_IN_FLIGHT[device.type],
         kernels=kernels.name,
         reasons={**memory.reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
@@ -141,13 +152,12 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     return _Loaded(target, drafter, kernels, memory, resolved)
 
 
-def _require_room(config: EngineConfig, num_drafts: int) -> None:
+def _require_room(config: EngineConfig, chunk_size: int, num_drafts: int) -> None:
     """A window must fit a step beside the prefill chunk that is reserved room."""
-    needed = config.prefill_chunk_size
-    if config.max_num_batched_tokens < max(needed, num_drafts + 1):
+    if config.max_num_batched_tokens < max(chunk_size, num_drafts + 1):
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} holds neither a prefill "
-            f"chunk of {config.prefill_chunk_size} nor a window of {num_drafts + 1} rows",
+            f"chunk of {chunk_size} nor a window of {num_drafts + 1} rows",
             "raise max_num_batched_tokens or lower prefill_chunk_size",
         )
 
@@ -172,7 +182,7 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_size=config.prefill_chunk_size,
+        prefill_chunk_size=loaded.resolved.prefill_chunk_size,
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
         max_model_len=memory.max_model_len,

@@ -8,14 +8,14 @@ from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import EngineDeadError
 from sametoken.runner.async_output import PendingOutput
-from sametoken.runner.step import StepRunner
+from sametoken.runner.step import Runner
 from sametoken.scheduler.scheduler import Scheduler
 
 
 class EngineCore:
     """Token ids in, token ids out, with up to ``steps_in_flight`` steps enqueued at once."""
 
-    def __init__(self, resolved: ResolvedConfig, scheduler: Scheduler, runner: StepRunner) -> None:
+    def __init__(self, resolved: ResolvedConfig, scheduler: Scheduler, runner: Runner) -> None:
         self.resolved = resolved
         self.scheduler = scheduler
         self._runner = runner

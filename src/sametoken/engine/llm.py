@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
@@ -24,7 +23,7 @@ from sametoken.engine.input_processor import (
 )
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.engine.tokenizer import Messages, Tokenizer, load_tokenizer
+from sametoken.engine.tokenizer import Messages, Tokenizer, load_tokenizer_of
 from sametoken.errors import CheckpointError, RequestError, SametokenError
 
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -54,11 +53,9 @@ class LLM:
     ) -> None:
         config = EngineConfig.from_options(model=model, **options)
         engine = build_engine(config, announce)
-        tokenizer = None
-        if not config.skip_tokenizer_init:
-            chosen = Path(config.tokenizer) if config.tokenizer else engine.resolved.model_path
-            tokenizer = load_tokenizer(chosen)
-        self._start(engine, tokenizer)
+        for what in config.synthetic:
+            announce(f"{what}: only times mean anything")
+        self._start(engine, load_tokenizer_of(config, engine.resolved.model_path))
 
     @classmethod
     def from_engine(cls, engine: EngineCore, tokenizer: Tokenizer | None) -> LLM:

@@ -14,6 +14,9 @@ from sametoken.state.kv_cache import KVSpec
 
 CPU_KV_BYTES = 2**30
 
+#: Room for activations, graphs and the library's workspaces on a GPU.
+GPU_RESERVE_BYTES = 4 * 2**30
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
@@ -31,6 +34,7 @@ class ResolvedConfig:
     device: torch.device
     max_model_len: int
     num_kv_blocks: int
+    prefill_chunk_size: int
     steps_in_flight: int
     kernels: str
     reasons: dict[str, str]
@@ -48,14 +52,36 @@ class MemoryPlan:
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device to run on.
+    """The device to run on: a GPU if there is one, unless the CPU was asked for.
 
     Raises:
-        UnsupportedError: a CUDA device was asked for, which this version does not drive.
+        UnsupportedError: a CUDA device was asked for and there is none.
     """
-    if config.device == "cuda":
-        raise UnsupportedError("device 'cuda' is not supported yet", "use device 'cpu'")
-    return torch.device("cpu")
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise UnsupportedError("device 'cuda' was asked for but there is none", "use device 'cpu'")
+    return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def resolve_kv_bytes(config: EngineConfig, device: torch.device) -> int:
+    """KV memory in bytes, once all weights are loaded.
+
+    Raises:
+        ConfigError: the weights leave nothing of the share that may be used.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device.type == "cpu":
+        return CPU_KV_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    left = free - int(total * (1 - config.gpu_memory_utilization)) - GPU_RESERVE_BYTES
+    if left <= 0:
+        raise ConfigError(
+            f"{free} free bytes leave no KV memory at gpu_memory_utilization="
+            f"{config.gpu_memory_utilization}",
+            "raise gpu_memory_utilization or use a smaller model",
+        )
+    return left
 
 
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> tuple[torch.dtype, str]:
@@ -85,13 +111,18 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def plan_memory(
-    config: EngineConfig, model: ModelConfig, specs: tuple[KVSpec, ...], extra_tokens: int
+    config: EngineConfig,
+    model: ModelConfig,
+    specs: tuple[KVSpec, ...],
+    extra_tokens: int,
+    budget: int,
 ) -> MemoryPlan:
     """Decide the number of KV blocks and the longest request.
 
     Args:
         config: what was asked.
         model: the target's architecture.
+        budget: KV memory in bytes.
         specs: KV of the target and of a drafter that has some.
         extra_tokens: positions beyond a request's length that drafts may occupy.
 
@@ -108,7 +139,6 @@ def plan_memory(
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     else:
-        budget = config.kv_cache_memory_bytes or CPU_KV_BYTES
         num_blocks = min(budget // block_bytes, most_useful)
         reasons["num_kv_blocks"] = f"{num_blocks * block_bytes} of {budget} bytes"
     longest = num_blocks * block_size - extra_tokens

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sametoken.config import DUMMY, EngineConfig
 from sametoken.engine.gguf_tokenizer import build_gguf_tokenizer
 from sametoken.errors import CheckpointError, RequestError
 from sametoken.models.gguf_file import read_gguf
@@ -80,6 +81,19 @@ class Tokenizer:
         return text
 
 
+def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | None:
+    """The tokenizer that the options ask for: the model's own unless they name another.
+
+    None if they want none, and for dummy weights without one beside them.
+
+    Raises:
+        CheckpointError, UnsupportedError: as ``load_tokenizer``.
+    """
+    chosen = Path(config.tokenizer) if config.tokenizer else model_path
+    is_left_out = config.load_format == DUMMY and config.tokenizer is None and not _has_one(chosen)
+    return None if config.skip_tokenizer_init or is_left_out else load_tokenizer(chosen)
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load from a checkpoint directory, a ``tokenizer.json``, or a GGUF file.
 
@@ -100,11 +114,15 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ) from error
 
 
+def _has_one(directory: Path) -> bool:
+    return any((directory / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def _find_source(path: Path) -> Path:
     if path.is_file() and path.suffix in (".gguf", ".json"):
         return path
     if path.is_dir():
-        if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        if _has_one(path):
             return path
         gguf_files = sorted(path.glob("*.gguf"))
         if gguf_files:

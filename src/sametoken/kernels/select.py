@@ -18,12 +18,17 @@ CHOICE = "SAMETOKEN_KERNELS"
 
 
 def select_kernels(device: torch.device) -> Kernels:
-    """The fastest bundle that works on ``device``, or the one ``$SAMETOKEN_KERNELS`` names.
+    """The fastest bundle that works on ``device``; of CPU ones ``$SAMETOKEN_KERNELS`` names one.
 
     Raises:
         ConfigError: the variable names no bundle.
         UnsupportedError: the device has no kernels, or the bundle named cannot work here.
     """
+    if device.type == "cuda":
+        # Triton is part of CUDA builds of torch alone.
+        from sametoken.kernels.triton import TritonKernels
+
+        return TritonKernels()
     if device.type != "cpu":
         raise UnsupportedError(f"there are no kernels for device {device.type!r}", "use cpu")
     choice = os.environ.get(CHOICE)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from sametoken.kernels.attention import triton as attention
 from sametoken.kernels.embedding import triton as embedding
 from sametoken.kernels.gemm import triton as gemm
+from sametoken.kernels.gemm.proof import ProvenTable
+from sametoken.kernels.gemm.selfcheck import GemmReport
 from sametoken.kernels.gemm.tuning import TuningTable, load_table
 from sametoken.kernels.interface import (
     AttentionRows,
@@ -31,10 +35,23 @@ class TritonKernels:
     name = "triton"
 
     def __init__(self, table: TuningTable | None = None) -> None:
-        self.table = table or load_table(torch.cuda.get_device_name())
+        self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
+        self._matrices: dict[tuple[int, ...], Tensor] = {}
+
+    def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
+        """Compare the chosen GEMMs with the canonical one on this chip, for packed weights.
+
+        The vendor's library serves a row count only once it has been proven here.
+
+        Args:
+            row_counts: the row counts that captured steps will run.
+        """
+        return self.table.prove(self._matrices.values(), tuple(row_counts))
 
     def pack(self, weight: Tensor) -> gemm.DeviceWeight:
-        return gemm.DeviceWeight(weight.contiguous())
+        matrix = weight.contiguous()
+        self._matrices.setdefault(tuple(matrix.shape), matrix)
+        return gemm.DeviceWeight(matrix)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return gemm.linear(x, _own(weight), bias, table=self.table)

@@ -31,9 +31,9 @@ from sametoken.models.decoder import load_attention, load_mlp
 from sametoken.models.eagle1 import Eagle1Config, Eagle1Head, Eagle1Layer
 from sametoken.models.eagle_checkpoint import (
     UNUSED_TENSORS,
-    HeadSource,
     SharedWeights,
     load_norm,
+    open_head,
     own_or_shared,
     read_layer_config,
     refuse,
@@ -46,13 +46,18 @@ from sametoken.models.weights import Part, WeightReader
 class Eagle1Checkpoint:
     """A directory that holds a head of the first EAGLE, as a ``HeadCheckpoint``.
 
+    Args:
+        directory: the head's.
+        load_format: "auto", or "dummy" for random weights.
+
     Raises:
         CheckpointError: config.json is missing, malformed, or lacks a key.
         UnsupportedError: another kind of drafter, or a feature that is not implemented.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         self._directory = directory
+        self._load_format = load_format
         location = directory / "config.json"
         self.config = _head_config(read_json_object(location), location)
 
@@ -74,7 +79,7 @@ class Eagle1Checkpoint:
         max_positions: int,
     ) -> Eagle1Head:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
-        reader = WeightReader(HeadSource(self._directory), kernels, dtype, device)
+        reader = open_head(self._directory, kernels, dtype, device, load_format=self._load_format)
         layer = self.config.layer
         vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
         rotary = rotary_table(

@@ -30,6 +30,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.kernels.interface import Kernels, QKNorm
 from sametoken.layers.attention import Attention
@@ -41,9 +42,9 @@ from sametoken.models.eagle3 import Eagle3Config, Eagle3Head
 from sametoken.models.eagle_checkpoint import (
     LAYER,
     UNUSED_TENSORS,
-    HeadSource,
     SharedWeights,
     load_norm,
+    open_head,
     own_or_shared,
     read_layer_config,
     refuse,
@@ -58,13 +59,18 @@ from sametoken.models.weights import Part, WeightReader
 class Eagle3Checkpoint:
     """A directory that holds an EAGLE-3 head, as a ``HeadCheckpoint``.
 
+    Args:
+        directory: the head's.
+        load_format: "auto", or "dummy" for random weights and offsets ``d2t`` of zero.
+
     Raises:
         CheckpointError: config.json is missing, malformed, or lacks a key.
         UnsupportedError: another kind of drafter, or a feature that is not implemented.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         self._directory = directory
+        self._load_format = load_format
         location = directory / "config.json"
         self.config = _head_config(read_json_object(location), location)
 
@@ -92,10 +98,17 @@ class Eagle3Checkpoint:
         max_positions: int,
     ) -> Eagle3Head:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
-        reader = WeightReader(HeadSource(self._directory), kernels, dtype, device)
         config, layer = self.config, self.config.layer
         hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
-        target_ids = _target_ids(self._directory, config, device)
+        own_head = () if draft_vocab_size == layer.vocab_size else ("lm_head.weight",)
+        reader = open_head(
+            self._directory,
+            kernels,
+            dtype,
+            device,
+            load_format=self._load_format,
+            optional=own_head,
+        )
         head = Eagle3Head(
             config=config,
             kernels=kernels,
@@ -111,10 +124,18 @@ class Eagle3Checkpoint:
             mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
             norm=load_norm(reader, "norm", layer),
             lm_head=own_or_shared(reader, "lm_head", draft_vocab_size, hidden_size, shared.head),
-            target_ids=target_ids,
+            target_ids=self._target_ids(device),
         )
         reader.require_all_read(allowed=UNUSED_TENSORS)
         return head
+
+    def _target_ids(self, device: torch.device) -> Tensor | None:
+        """[draft vocabulary] target ids from ``d2t``; None if both are one vocabulary."""
+        if self.config.draft_vocab_size == self.config.layer.vocab_size:
+            return None
+        if self._load_format == DUMMY:
+            return torch.arange(self.config.draft_vocab_size, device=device)
+        return _target_ids(self._directory, self.config).to(device)
 
 
 def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
@@ -183,10 +204,8 @@ def _attention(reader: WeightReader, layer: ModelConfig, max_positions: int) -> 
     return load_attention(layer, reader, prefix, rotary, qk_norm, in_features=2 * layer.hidden_size)
 
 
-def _target_ids(directory: Path, config: Eagle3Config, device: torch.device) -> Tensor | None:
-    """[draft vocabulary] target ids from the offsets ``d2t``; None if both are one vocabulary."""
-    if config.draft_vocab_size == config.layer.vocab_size:
-        return None
+def _target_ids(directory: Path, config: Eagle3Config) -> Tensor:
+    """[draft vocabulary] target ids from the offsets ``d2t``."""
     offsets = _integers(directory, "d2t")
     if offsets is None or offsets.shape != (config.draft_vocab_size,):
         found = "none" if offsets is None else f"shape {list(offsets.shape)}"
@@ -202,7 +221,7 @@ def _target_ids(directory: Path, config: Eagle3Config, device: torch.device) -> 
             f"outside a vocabulary of {config.layer.vocab_size}",
             "check that config and weights belong together",
         )
-    return target_ids.to(device)
+    return target_ids
 
 
 def _integers(directory: Path, name: str) -> Tensor | None:

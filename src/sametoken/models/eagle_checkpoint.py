@@ -9,11 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
 from sametoken.kernels.interface import Kernels, PackedWeight
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
+from sametoken.models.dummy import dummy_reader
 from sametoken.models.eagle import EagleHead
 from sametoken.models.huggingface import SafetensorsSource, model_config
 from sametoken.models.weights import Part, WeightReader
@@ -174,6 +176,28 @@ def own_or_shared(
             _ANOTHER_HEAD,
         )
     return shared
+
+
+def open_head(
+    directory: Path,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    load_format: str,
+    optional: Collection[str] = (),
+) -> WeightReader:
+    """A reader of a head's tensors, or under "dummy" of random ones.
+
+    Args:
+        directory: the head's.
+        kernels, dtype, device: as in ``HeadCheckpoint.load``.
+        load_format: "auto" or "dummy".
+        optional: what a dummy head holds among the tensors that heads may share or lack.
+    """
+    if load_format == DUMMY:
+        return dummy_reader(directory, kernels, dtype, device, optional)
+    return WeightReader(HeadSource(directory), kernels, dtype, device)
 
 
 class HeadSource:

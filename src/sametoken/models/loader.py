@@ -7,16 +7,18 @@ from typing import Protocol
 
 import torch
 
+from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.kernels.interface import Kernels
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.dummy import dummy_reader
 from sametoken.models.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.huggingface import HuggingFaceCheckpoint
 from sametoken.models.registry import model_class
 from sametoken.models.weights import TensorSource, WeightReader
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", DUMMY)
 
 
 class Checkpoint(Protocol):
@@ -37,7 +39,8 @@ def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoin
 
     Args:
         path: a Hugging Face directory, a GGUF file, or a directory with one GGUF file.
-        load_format: "auto", "safetensors" or "gguf".
+        load_format: "auto", "safetensors", "gguf", or "dummy" for a directory with
+            config.json whose weights, if it has any, are not wanted.
 
     Raises:
         CheckpointError: the path or a setting is missing, malformed, or impossible.
@@ -91,7 +94,7 @@ def load_model(
         device: where the weights go.
         max_positions: positions 0 .. max_positions - 1 can be run.
         aux_layers: see ``Decoder``.
-        load_format: "auto", "safetensors" or "gguf".
+        load_format: as in ``open_checkpoint``; "dummy" makes random weights.
 
     Raises:
         CheckpointError: something is missing, truncated, corrupt, of a wrong shape, or NaN.
@@ -102,7 +105,10 @@ def load_model(
         raise ConfigError(f"max_positions={max_positions} is not possible", "use at least 1")
     checkpoint = open_checkpoint(path, load_format=load_format)
     architecture = model_class(checkpoint.config.architecture)
-    weights = WeightReader(checkpoint.open_tensors(), kernels, dtype, device)
+    if load_format == DUMMY:
+        weights = dummy_reader(Path(path), kernels, dtype, device)
+    else:
+        weights = WeightReader(checkpoint.open_tensors(), kernels, dtype, device)
     return architecture(
         checkpoint.config, weights, max_positions=max_positions, aux_layers=aux_layers
     )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from sametoken.core.outputs import PositionLogprobs, RowResult, StepResult
 from sametoken.core.plan import StepPlan
-from sametoken.errors import InvariantError
+from sametoken.errors import InvariantError, StaleInputsError
+from sametoken.runner.outcome import NUM_COUNTS
 from sametoken.runner.stream import Event
-from sametoken.state.inputs import StepInputs
-from sametoken.verification.base import TokenLogprobs, Verdict
+from sametoken.state.upload import to_host
+from sametoken.verification.base import TokenLogprobs
 from sametoken.verification.host import split_by_owner
 
 NOT_LANDED = torch.iinfo(torch.int64).min
@@ -21,61 +22,85 @@ NOT_LANDED = torch.iinfo(torch.int64).min
 Logprobs = list[tuple[PositionLogprobs, ...] | None]
 
 
+@dataclass(frozen=True, slots=True)
+class PartLogprobs:
+    """Candidates of the rows that one launch computed.
+
+    Attributes:
+        first, num_rows: which of the buffer's rows those are.
+        logprobs, prompt_logprobs: of the rows that asked, in host memory.
+    """
+
+    first: int
+    num_rows: int
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: TokenLogprobs | None
+
+
 @dataclass(slots=True)
 class HostBuffer:
     """Host memory of one step's verdict.
 
     Attributes:
-        counts: [max_num_seqs, 3] int64: num_drafts, num_accepted, poisoned per plan row;
-            ``NOT_LANDED`` until the copy has landed.
-        tokens: [max_num_seqs * (k + 1)] int64, windows side by side in plan order.
-        logprobs, prompt_logprobs: candidates, for requests that asked.
+        rows: [max_num_seqs, 4 + k + 1] int64, as ``outcome.pack`` lays rows out, at their
+            place in the plan; ``NOT_LANDED`` until the copy has landed.
+        parts: candidates, for requests that asked.
     """
 
-    counts: Tensor
-    tokens: Tensor
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
+    rows: Tensor
+    parts: list[PartLogprobs] = field(default_factory=list)
 
     @classmethod
-    def allocate(cls, max_num_seqs: int, max_num_drafts: int) -> HostBuffer:
-        """A buffer for the largest step."""
-        counts = torch.full((max_num_seqs, 3), NOT_LANDED, dtype=torch.int64)
-        tokens = torch.full((max_num_seqs * (max_num_drafts + 1),), NOT_LANDED, dtype=torch.int64)
-        return cls(counts, tokens)
+    def allocate(
+        cls, max_num_seqs: int, max_num_drafts: int, *, pinned: bool = False
+    ) -> HostBuffer:
+        """A buffer for the largest step; pinned, so that a GPU writes it by itself."""
+        shape = (max_num_seqs, NUM_COUNTS + max_num_drafts + 1)
+        rows = torch.empty(shape, dtype=torch.int64, pin_memory=pinned)
+        return cls(rows.fill_(NOT_LANDED))
 
-    def copy_from(
-        self, x: StepInputs, verdict: Verdict, prompt_logprobs: TokenLogprobs | None
+    def copy_from(self, outcome: Tensor, first: int) -> None:
+        """Enqueue the copy of [B, 4 + window] to the buffer's rows from ``first`` on."""
+        batch, width = outcome.shape
+        self.rows[first : first + batch, :width].copy_(outcome, non_blocking=True)
+
+    def keep(
+        self,
+        num_rows: int,
+        first: int,
+        logprobs: TokenLogprobs | None,
+        prompt_logprobs: TokenLogprobs | None,
     ) -> None:
-        """Enqueue the copy of a verdict; on the device's side of the stream."""
-        batch, num_tokens = x.slots.shape[0], verdict.tokens.shape[0]
-        columns = (x.num_drafts, verdict.num_accepted, verdict.poisoned.long())
-        self.tokens[:num_tokens].copy_(verdict.tokens)
-        self.logprobs, self.prompt_logprobs = verdict.logprobs, prompt_logprobs
-        self.counts[:batch].copy_(torch.stack(columns, dim=1))
+        """Enqueue the copy of the candidates of ``num_rows`` rows, if any request asked."""
+        if logprobs is not None or prompt_logprobs is not None:
+            self.parts.append(
+                PartLogprobs(first, num_rows, _on_host(logprobs), _on_host(prompt_logprobs))
+            )
 
-    def read(self, plan: StepPlan) -> StepResult:
-        """The landed verdict as plain values.
+    def read(self, plan: StepPlan, order: tuple[int, ...]) -> StepResult:
+        """The landed verdict as plain values, in the order of the plan.
+
+        Args:
+            plan: the step's plan.
+            order: of each plan row, which of the buffer's rows holds it.
 
         Raises:
             InvariantError: the copy has not landed.
+            StaleInputsError: the verdict is another step's.
         """
-        batch = len(plan.rows)
-        counts = self.counts[:batch].tolist()
-        if any(NOT_LANDED in row for row in counts):
-            raise InvariantError(f"step {plan.step_id} was read while its copy was in flight")
-        tokens = self.tokens.tolist()
-        logprobs = _per_row(self.logprobs, batch)
-        prompt_logprobs = _per_row(self.prompt_logprobs, batch)
-        rows: list[RowResult] = []
-        window = 0
-        for b, (row, count) in enumerate(zip(plan.rows, counts, strict=True)):
-            num_drafts, num_accepted, poisoned = count
-            emitted: tuple[int, ...] = ()
-            if row.samples:
-                emitted = tuple(tokens[window : window + num_accepted + 1])
-                window += num_drafts + 1
-            chosen = logprobs[b]
+        landed = self.rows[: len(plan.rows)].tolist()
+        for row in landed:
+            _require_verdict_of(plan.step_id, row[0])
+        logprobs: Logprobs = [None] * len(landed)
+        prompt_logprobs: Logprobs = [None] * len(landed)
+        for part in self.parts:
+            _place(logprobs, part, part.logprobs)
+            _place(prompt_logprobs, part, part.prompt_logprobs)
+        rows = []
+        for b, row in enumerate(plan.rows):
+            _, num_drafts, num_accepted, poisoned, *tokens = landed[order[b]]
+            emitted = tuple(tokens[: num_accepted + 1]) if row.samples else ()
+            chosen = logprobs[order[b]]
             rows.append(
                 RowResult(
                     num_drafts=num_drafts,
@@ -83,19 +108,34 @@ class HostBuffer:
                     token_ids=emitted,
                     poisoned=bool(poisoned),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
-                    prompt_logprobs=prompt_logprobs[b],
+                    prompt_logprobs=prompt_logprobs[order[b]],
                 )
             )
         return StepResult(plan.step_id, tuple(rows))
 
     def clear(self) -> None:
         """Mark the buffer as holding nothing."""
-        self.counts.fill_(NOT_LANDED)
-        self.logprobs = self.prompt_logprobs = None
+        self.rows.fill_(NOT_LANDED)
+        self.parts.clear()
 
 
-def _per_row(logprobs: TokenLogprobs | None, batch: int) -> Logprobs:
-    return [None] * batch if logprobs is None else split_by_owner(logprobs, batch)
+def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:
+    if candidates is None:
+        return None
+    names = [one.name for one in fields(candidates)]
+    return TokenLogprobs(**{name: to_host(getattr(candidates, name)) for name in names})
+
+
+def _require_verdict_of(step_id: int, found: int) -> None:
+    if found == NOT_LANDED:
+        raise InvariantError(f"step {step_id} was read while its copy was in flight")
+    if found != step_id:
+        raise StaleInputsError(f"step {step_id} was answered with the verdict of step {found}")
+
+
+def _place(values: Logprobs, part: PartLogprobs, candidates: TokenLogprobs | None) -> None:
+    if candidates is not None:
+        values[part.first : part.first + part.num_rows] = split_by_owner(candidates, part.num_rows)
 
 
 @dataclass(slots=True)
@@ -105,10 +145,16 @@ class OutputRing:
     free: deque[HostBuffer] = field(default_factory=deque)
 
     @classmethod
-    def allocate(cls, num_buffers: int, max_num_seqs: int, max_num_drafts: int) -> OutputRing:
+    def allocate(
+        cls, num_buffers: int, max_num_seqs: int, max_num_drafts: int, *, pinned: bool = False
+    ) -> OutputRing:
         """``num_buffers`` buffers of the largest step's size."""
-        buffers = (HostBuffer.allocate(max_num_seqs, max_num_drafts) for _ in range(num_buffers))
-        return cls(deque(buffers))
+        return cls(
+            deque(
+                HostBuffer.allocate(max_num_seqs, max_num_drafts, pinned=pinned)
+                for _ in range(num_buffers)
+            )
+        )
 
     def acquire(self) -> HostBuffer:
         """A buffer that no copy in flight uses.
@@ -128,9 +174,14 @@ class OutputRing:
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """A step's verdict in flight. Pending outputs are read in step order."""
+    """A step's verdict in flight. Pending outputs are read in step order.
+
+    Attributes:
+        order: of each plan row, which of the buffer's rows holds it.
+    """
 
     plan: StepPlan
+    order: tuple[int, ...]
     buffer: HostBuffer
     landed: Event
     ring: OutputRing
@@ -138,6 +189,6 @@ class PendingOutput:
     def wait(self) -> StepResult:
         """Wait until the copy has landed, read it, and free its buffer."""
         self.landed.wait()
-        result = self.buffer.read(self.plan)
+        result = self.buffer.read(self.plan, self.order)
         self.ring.release(self.buffer)
         return result

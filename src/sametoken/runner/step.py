@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from sametoken.core.plan import StepPlan
 from sametoken.drafters.base import Drafter
@@ -10,6 +11,7 @@ from sametoken.drafters.context import DraftContext
 from sametoken.models.base import CausalLM
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.launch import Launcher
+from sametoken.runner.outcome import pack
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
 from sametoken.state.commit import admit, assign_blocks, commit, publish
@@ -17,6 +19,14 @@ from sametoken.state.inputs import stage
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.sequences import Sequences
 from sametoken.verification.base import Verifier
+
+
+class Runner(Protocol):
+    """Runs plans on the device in the order they are submitted."""
+
+    def submit(self, plan: StepPlan) -> PendingOutput:
+        """Enqueue a step; its result is read later from the returned output."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +58,15 @@ class StepRunner:
         """Enqueue a step; its result is read later from the returned output."""
         buffer = self.ring.acquire()
         landed = self.stream.submit(lambda: self._run(plan, buffer))
-        return PendingOutput(plan, buffer, landed, self.ring)
+        return PendingOutput(plan, tuple(range(len(plan.rows))), buffer, landed, self.ring)
 
     def _run(self, plan: StepPlan, buffer: HostBuffer) -> None:
-        self._take_up(plan)
-        if not plan.rows:
-            return
+        self.take_up(plan)
+        if plan.rows:
+            self.run_rows(plan, buffer)
+
+    def run_rows(self, plan: StepPlan, buffer: HostBuffer, first: int = 0) -> None:
+        """The seven verbs for a plan's rows; the verdict goes to ``buffer`` from ``first`` on."""
         x = stage(self.sequences, plan)
         launch = self.launcher.load(plan, x)
         hidden = launch.run(self.model, self.kv)
@@ -62,7 +75,8 @@ class StepRunner:
         prompt_logprobs = self.verifier.score_prompt(hidden.last, x, self.model.compute_logits)
         committed = commit(self.sequences, x, verdict.num_accepted, verdict.next_token)
         # The copy starts before drafting, so that the host waits for the verdict alone.
-        buffer.copy_from(x, verdict, prompt_logprobs)
+        buffer.copy_from(pack(x, verdict, self.sequences.max_num_drafts + 1), first)
+        buffer.keep(len(plan.rows), first, verdict.logprobs, prompt_logprobs)
         drafts = self.drafter.propose(
             DraftContext(
                 x, hidden, x.num_computed, committed.num_computed, committed.num_tokens,
@@ -71,7 +85,7 @@ class StepRunner:
         )  # fmt: skip
         publish(self.sequences, x, drafts.draft_ids, drafts.num_drafts)
 
-    def _take_up(self, plan: StepPlan) -> None:
+    def take_up(self, plan: StepPlan) -> None:
         """Apply what a plan changes before its rows run, in the order of its fields."""
         self.swap.move_out(plan)
         for admission in plan.admissions:

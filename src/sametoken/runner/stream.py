@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 Work = Callable[[], None]
 
 
@@ -78,3 +80,22 @@ class LaggingStream:
         """Run queued work up to the ``ordinal``-th ever submitted."""
         while self._submitted - len(self._queue) < ordinal:
             self._queue.popleft()()
+
+
+class CudaStream:
+    """The current CUDA stream: work enqueues kernels and returns before they run."""
+
+    def submit(self, work: Work) -> Event:
+        """Enqueue the work's kernels and mark their end."""
+        work()
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        end.record()
+        return _RecordedEvent(end)
+
+
+class _RecordedEvent:
+    def __init__(self, end: torch.cuda.Event) -> None:
+        self._end = end
+
+    def wait(self) -> None:
+        self._end.synchronize()

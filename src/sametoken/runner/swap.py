@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sametoken.core.plan import StepPlan, SwapIn, SwapOut
 from sametoken.state.kv_cache import KVCache
+from sametoken.state.upload import to_device, to_host, upload
 
 
 class SwapStore:
@@ -29,10 +29,12 @@ class SwapStore:
             self._restore(swap)
 
     def _save(self, swap: SwapOut) -> None:
-        block_ids = torch.tensor(swap.block_ids, dtype=torch.int64)
-        self._saved[swap.key] = [cache.read_blocks(block_ids).cpu() for cache in self._caches]
+        self._saved[swap.key] = [
+            to_host(cache.read_blocks(upload(swap.block_ids, cache.memory.device)))
+            for cache in self._caches
+        ]
 
     def _restore(self, swap: SwapIn) -> None:
-        block_ids = torch.tensor(swap.block_ids, dtype=torch.int64)
         for cache, saved in zip(self._caches, self._saved.pop(swap.key), strict=True):
-            cache.write_blocks(block_ids, saved)
+            device = cache.memory.device
+            cache.write_blocks(upload(swap.block_ids, device), to_device(saved, device))

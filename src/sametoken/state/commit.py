@@ -14,6 +14,7 @@ from torch import Tensor
 from sametoken.core.plan import Admission, BlockAssignment
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sequences import Sequences
+from sametoken.state.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class CommittedLengths:
 def admit(sequences: Sequences, admission: Admission) -> None:
     """Give a slot to a request: its prompt is committed, its cached prefix computed."""
     slot, prompt = admission.slot, admission.prompt_token_ids
-    sequences.token_ids[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+    sequences.token_ids[slot, : len(prompt)] = upload(prompt, sequences.device)
     sequences.prompt_len[slot] = len(prompt)
     sequences.num_tokens[slot] = len(prompt)
     sequences.num_computed[slot] = admission.num_cached
@@ -76,5 +77,5 @@ def assign_blocks(sequences: Sequences, assignment: BlockAssignment) -> None:
     """Extend (or after a swap-in, replace) part of a slot's block table."""
     first = assignment.first_index
     last = first + len(assignment.block_ids)
-    blocks = torch.tensor(assignment.block_ids, dtype=torch.int64)
+    blocks = upload(assignment.block_ids, sequences.device)
     sequences.block_table[assignment.slot, first:last] = blocks

@@ -11,6 +11,7 @@ from sametoken.errors import StaleInputsError
 from sametoken.kernels.interface import AttentionRows
 from sametoken.kernels.stage import reference
 from sametoken.state.sequences import Sequences
+from sametoken.state.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,4 +77,6 @@ def stage(sequences: Sequences, plan: StepPlan) -> StepInputs:
     Lengths and positions come from the device alone; the plan adds slots, chunk lengths
     and draft limits. Only rows that are live are laid out.
     """
-    return StepInputs(plan.step_id, **reference.stage(sequences, plan.rows))
+    columns = [(row.slot, row.num_query, row.draft_limit, row.samples) for row in plan.rows]
+    plan_rows = upload(columns, sequences.device).view(-1, 4)
+    return StepInputs(plan.step_id, **reference.stage(sequences, plan_rows))

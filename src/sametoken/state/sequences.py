@@ -67,6 +67,11 @@ class Sequences:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where all of it lives."""
+        return self.num_tokens.device
+
+    @property
     def reserved_slot(self) -> int:
         """The slot of padding rows; no request ever owns it."""
         return self.num_tokens.shape[0] - 1

@@ -14,6 +14,7 @@ from sametoken.engine.resolve import (
     plan_memory,
     resolve_device,
     resolve_dtype,
+    resolve_kv_bytes,
     resolve_max_model_len,
 )
 from sametoken.errors import ConfigError, UnsupportedError
@@ -21,6 +22,7 @@ from sametoken.state.kv_cache import KVSpec
 
 MODEL = toy_config(11, max_positions=512)
 BLOCK = 16
+CPU = torch.device("cpu")
 # 2 (keys, values) * 2 layers * 4 heads * 16 tokens * 8 elements * 2 bytes
 SPEC = KVSpec(num_layers=2, num_kv_heads=4, head_dim=8, dtype=torch.bfloat16)
 BLOCK_BYTES = 4096
@@ -28,7 +30,7 @@ BLOCK_BYTES = 4096
 
 def plan(extra_tokens: int = 0, specs: tuple[KVSpec, ...] = (SPEC,), model=MODEL, **options):
     config = EngineConfig(**{"block_size": BLOCK, "max_num_seqs": 4} | options)
-    return plan_memory(config, model, specs, extra_tokens)
+    return plan_memory(config, model, specs, extra_tokens, resolve_kv_bytes(config, CPU))
 
 
 def test_a_block_costs_what_the_tests_count_with():
@@ -36,11 +38,19 @@ def test_a_block_costs_what_the_tests_count_with():
 
 
 @pytest.mark.parametrize("asked", ["auto", "cpu"])
-def test_the_device_is_the_cpu(asked):
-    assert resolve_device(EngineConfig(device=asked)) == torch.device("cpu")
+def test_without_a_gpu_the_device_is_the_cpu(asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device(EngineConfig(device=asked)) == CPU
 
 
-def test_a_device_that_is_not_driven_is_refused():
+@pytest.mark.parametrize(("asked", "found"), [("auto", "cuda"), ("cuda", "cuda"), ("cpu", "cpu")])
+def test_a_gpu_is_used_unless_the_cpu_is_asked_for(asked, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device(EngineConfig(device=asked)) == torch.device(found)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="'cuda'"):
         resolve_device(EngineConfig(device="cuda"))
 

@@ -151,6 +151,47 @@ def test_unread_kv_may_be_anything():
     assert_close(clean, expected)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("sliding_window", "poisoned"), [(None, (38, 40)), (3, (34, 38)), (3, (33, 40))]
+)
+@pytest.mark.parametrize(("config", "value"), [(WALK, torch.nan), (SPREAD, torch.inf)])
+def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(
+    config, value, sliding_window, poisoned
+):
+    scene = Scene(SHAPE, [41, 41])
+    where = window_rows(0, 40, 5) + window_rows(1, 40, 5)
+    options = {"sliding_window": sliding_window, "config": config}
+    clean, _ = run(scene, where, window=5, **options)
+    for position in poisoned:
+        scene.kv.values[scene.table[0, position // 16], :, position % 16] = value
+    got, _ = run(scene, where, window=5, **options)
+    for row, (slot, position) in enumerate(where):
+        first = 0 if sliding_window is None else position + 1 - sliding_window
+        if slot == 0 and any(first <= at <= position for at in poisoned):
+            assert not got[row].isfinite().any()
+        else:
+            assert_close(got[row], clean[row].double())
+    alone, _ = run(scene, [where[2]], window=1, **options)
+    torch.testing.assert_close(got[2], alone[0], rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_ragged_rows_do_not_poison_each_other():
+    scene = Scene(SHAPE, [40, 70, 9])
+    where = [*window_rows(1, 17, 5), (2, 8), *window_rows(0, 35, 3), (2, 0)]
+    clean, _ = run(scene, where, config=WALK)
+    for slot, poisoned in ((1, 15), (2, 3), (0, 35)):
+        scene.kv.values[scene.table[slot, poisoned // 16], :, poisoned % 16] = torch.nan
+    got, _ = run(scene, where, config=WALK)
+    sees = [(slot, position) for slot, position in where if position >= (35, 15, 3)[slot]]
+    for row, pair in enumerate(where):
+        if pair in sees:
+            assert got[row].isnan().all()
+        else:
+            assert_close(got[row], clean[row].double())
+
+
 def test_half_precision_and_great_scores():
     scene = Scene(SHAPE, [48], dtype=torch.float16)
     scene.kv.keys.mul_(30)
@@ -170,11 +211,14 @@ def test_chosen_form_follows_the_shapes_alone():
     bf16 = torch.bfloat16
     assert choose(1, shape, 1, 4096, bf16).spread
     assert choose(1, shape, 1, 4096, bf16).block_queries == 16
-    assert not choose(1, shape, 1, 256, bf16).spread
+    assert not choose(1, shape, 1, 128, bf16).spread
     assert not choose(128, shape, 1, 4096, bf16).spread
     assert not choose(512, shape, None, 4096, bf16).spread
     assert choose(512, shape, None, 4096, bf16).block_queries == 32
     assert choose(6, shape, 6, 4096, bf16).block_queries == 32
+    for window in (1, 4, 6):
+        assert choose(8 * window, shape, window, 4096, bf16).spread
+        assert not choose(64 * window, shape, window, 4096, bf16).spread
     assert choose(4, AttentionShape(48, 1, 64), 4, 64, bf16).block_queries >= 48
 
 

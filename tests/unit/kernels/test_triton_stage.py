@@ -48,7 +48,9 @@ def on_device(sequences: Sequences) -> Sequences:
 
 def check(x, sequences: Sequences, plan: list[PlanRow], rows: int) -> None:
     """Every live flat row is the reference's, every other one is dead."""
-    expected = reference.stage(sequences, plan)
+    columns = [(row.slot, row.num_query, row.draft_limit, row.samples) for row in plan]
+    plan_rows = torch.tensor(columns, dtype=torch.int64, device=sequences.device).view(-1, 4)
+    expected = reference.stage(sequences, plan_rows)
     count = len(plan)
     for name in ("num_tokens", "num_computed", "num_query", "num_drafts"):
         assert torch.equal(getattr(x, name)[:count].cpu(), expected[name])

@@ -2,44 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sametoken.core.plan import PlanRow, StepPlan
-from sametoken.errors import InvariantError
+from sametoken.errors import InvariantError, StaleInputsError
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
+from sametoken.runner.outcome import pack
 from sametoken.runner.stream import LaggingStream
 from sametoken.state.inputs import StepInputs
 from sametoken.verification.base import Verdict
 
 
-def inputs(num_drafts: list[int], samples: list[bool]) -> StepInputs:
+def outcome(
+    num_drafts: list[int], samples: list[bool], num_accepted: list[int], tokens: list[int]
+) -> torch.Tensor:
+    """A packed verdict of step 7 whose windows hold ``tokens`` side by side."""
     batch = len(num_drafts)
     zeros = torch.zeros(batch, dtype=torch.int64)
-    fields = dict.fromkeys(StepInputs.__slots__, zeros)
-    fields.update(num_drafts=torch.tensor(num_drafts), samples=torch.tensor(samples), step_id=0)
-    return StepInputs(**fields)
-
-
-def verdict(num_accepted: list[int], tokens: list[int]) -> Verdict:
-    batch = len(num_accepted)
-    return Verdict(
+    widths = (torch.tensor(num_drafts) + 1) * torch.tensor(samples)
+    named = dict.fromkeys(StepInputs.__slots__, zeros)
+    named.update(
+        step_id=7,
+        num_drafts=torch.tensor(num_drafts),
+        samples=torch.tensor(samples),
+        window_starts=widths.cumsum(0) - widths,
+    )
+    verdict = Verdict(
         num_accepted=torch.tensor(num_accepted),
-        next_token=torch.zeros(batch, dtype=torch.int64),
+        next_token=zeros,
         tokens=torch.tensor(tokens),
         poisoned=torch.zeros(batch, dtype=torch.bool),
     )
+    return pack(StepInputs(**named), verdict, window=4)
 
 
 PLAN = StepPlan(7, rows=(PlanRow(2, 1, 3, True), PlanRow(0, 8, 0, False), PlanRow(1, 1, 3, True)))
+IN_ORDER = (0, 1, 2)
 
 
 def test_emitted_tokens_are_the_accepted_drafts_and_the_next_token():
     buffer = HostBuffer.allocate(4, 3)
-    buffer.copy_from(
-        inputs([3, 0, 1], [True, False, True]), verdict([1, 0, 1], [10, 11, 12, 13, 20, 21]), None
-    )
-    result = buffer.read(PLAN)
+    packed = outcome([3, 0, 1], [True, False, True], [1, 0, 1], [10, 11, 12, 13, 20, 21])
+    buffer.copy_from(packed, 0)
+    result = buffer.read(PLAN, IN_ORDER)
     assert result.step_id == 7
     assert [row.token_ids for row in result.rows] == [(10, 11), (), (20, 21)]
     assert [row.num_drafts for row in result.rows] == [3, 0, 1]
@@ -49,12 +57,12 @@ def test_emitted_tokens_are_the_accepted_drafts_and_the_next_token():
 def test_reading_before_the_copy_landed_raises():
     buffer = HostBuffer.allocate(4, 3)
     with pytest.raises(InvariantError, match="in flight"):
-        buffer.read(PLAN)
-    buffer.copy_from(inputs([0, 0, 0], [True, False, True]), verdict([0, 0, 0], [10, 20]), None)
-    buffer.read(PLAN)
+        buffer.read(PLAN, IN_ORDER)
+    buffer.copy_from(outcome([0, 0, 0], [True, False, True], [0, 0, 0], [10, 20]), 0)
+    buffer.read(PLAN, IN_ORDER)
     buffer.clear()
     with pytest.raises(InvariantError, match="in flight"):
-        buffer.read(PLAN)
+        buffer.read(PLAN, IN_ORDER)
 
 
 def test_every_step_in_flight_has_a_buffer_of_its_own():
@@ -63,9 +71,9 @@ def test_every_step_in_flight_has_a_buffer_of_its_own():
 
     def submit(tokens: list[int]) -> PendingOutput:
         buffer = ring.acquire()
-        x = inputs([0, 0, 0], [True, False, True])
-        work = lambda: buffer.copy_from(x, verdict([0, 0, 0], tokens), None)  # noqa: E731
-        return PendingOutput(PLAN, buffer, stream.submit(work), ring)
+        packed = outcome([0, 0, 0], [True, False, True], [0, 0, 0], tokens)
+        landed = stream.submit(lambda: buffer.copy_from(packed, 0))
+        return PendingOutput(PLAN, IN_ORDER, buffer, landed, ring)
 
     first, second = submit([1, 2]), submit([3, 4])
     with pytest.raises(InvariantError, match="every output buffer"):
@@ -74,3 +82,19 @@ def test_every_step_in_flight_has_a_buffer_of_its_own():
     third = submit([5, 6])
     assert [row.token_ids for row in second.wait().rows] == [(3,), (), (4,)]
     assert [row.token_ids for row in third.wait().rows] == [(5,), (), (6,)]
+
+
+def test_parts_of_a_step_land_side_by_side():
+    """Windows first, then chunks: the order says where each plan row went."""
+    buffer = HostBuffer.allocate(4, 3)
+    buffer.copy_from(outcome([3, 1], [True, True], [1, 1], [10, 11, 12, 13, 20, 21]), 0)
+    buffer.copy_from(outcome([0], [False], [0], []), 2)
+    result = buffer.read(PLAN, (0, 2, 1))
+    assert [row.token_ids for row in result.rows] == [(10, 11), (), (20, 21)]
+
+
+def test_a_verdict_of_another_step_is_refused():
+    buffer = HostBuffer.allocate(4, 3)
+    buffer.copy_from(outcome([0, 0, 0], [True, False, True], [0, 0, 0], [10, 20]), 0)
+    with pytest.raises(StaleInputsError, match="step 8 was answered with the verdict of step 7"):
+        buffer.read(replace(PLAN, step_id=8), IN_ORDER)

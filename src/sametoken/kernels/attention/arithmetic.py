@@ -11,9 +11,38 @@ import triton.language as tl
 def split_range(position, SPLIT: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
     """First and last split that any of these rows sees; absent rows are at -1."""
     last = tl.max(position)
-    lowest = tl.min(tl.where(position < 0, last, position))
-    first = tl.maximum(lowest - SLIDING_WINDOW + 1, 0) if SLIDING_WINDOW else 0 * last
+    first = tl.maximum(lowest_of(position) - SLIDING_WINDOW + 1, 0) if SLIDING_WINDOW else 0 * last
     return (first // SPLIT).to(tl.int32), (last // SPLIT).to(tl.int32)
+
+
+@triton.jit
+def lowest_of(position):
+    """The lowest position of the queries that take part; -1 if none does."""
+    return tl.min(tl.where(position < 0, tl.max(position), position))
+
+
+@triton.jit
+def next_turn(turn, position, acc):
+    """The position whose queries are computed next, by themselves; above all at the end.
+
+    A query gives weight 0 to positions that it cannot see but another one here can, and 0
+    times a value that is not finite is NaN. So all queries are computed together in turn -1,
+    and if that gave NaN, those of each position alone: then nothing that they cannot see is
+    read.
+    """
+    spread_out = lowest_of(position) < tl.max(position)
+    again = turn >= 0
+    if spread_out & (turn < 0):
+        again = tl.max(tl.max((acc != acc).to(tl.int32), 0), 0) != 0
+    end = tl.max(position) + 1
+    following = tl.min(tl.where(position > turn, position, end))
+    return tl.where(again, following, end)
+
+
+@triton.jit
+def of_turn(turn, position):
+    """Positions of the queries of this turn, -1 for the others."""
+    return tl.where((turn < 0) | (position == turn), position, -1)
 
 
 @triton.jit
@@ -53,7 +82,10 @@ def split_result(
         at = begin + tl.arange(0, TILE)
         block = tl.load(table + at // BLOCK_SIZE, mask=at < stop, other=0)
         offset = block * block_stride + (at % BLOCK_SIZE) * position_stride
-        kv_mask = (at < stop)[:, None] & (dim < HEAD_DIM)[None, :]
+        seen = at < stop
+        if SLIDING_WINDOW:
+            seen = seen & (at > lowest_of(position) - SLIDING_WINDOW)
+        kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(keys + offset[:, None] + dim[None, :], mask=kv_mask, other=0)
         scores = tl.dot(k, q, input_precision="ieee")
         visible = at[:, None] <= position[None, :]

@@ -19,11 +19,18 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.errors import InvariantError
-from sametoken.kernels.attention.arithmetic import merged, normalised, split_range, split_result
+from sametoken.kernels.attention.arithmetic import (
+    merged,
+    next_turn,
+    normalised,
+    of_turn,
+    split_range,
+    split_result,
+)
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
 #: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
-SPLIT = 256
+SPLIT = 128
 
 #: Programs that keep the chip busy, two per multiprocessor; from there on rows walk.
 BUSY_PROGRAMS = 264
@@ -220,31 +227,37 @@ def _walk_kernel(
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
 
-    acc = tl.zeros([BLOCK_DIM, BLOCK_QUERIES], tl.float32)
-    total = tl.zeros([BLOCK_QUERIES], tl.float32)
-    peak = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
     owner = tl.load(slots + row)
-    while first < stop:
-        slot = tl.load(slots + first)
-        following = stop
-        if RAGGED:
-            others = present & (row > first) & (owner != slot)
-            following = tl.min(tl.where(others, row, stop))
-        mine = present & (row >= first) & (row < following)
-        limit = tl.where(mine, position, -1)
-        table = block_table + slot * table_stride
-        first_split, last_split = split_range(limit, SPLIT, SLIDING_WINDOW)
-        for split in range(first_split, last_split + 1):
-            part = split_result(
-                q_tile, limit, split, table, keys, values, block_stride, position_stride,
-                scale, HEAD_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW,
-            )  # fmt: skip
-            result = merged(acc, total, peak, part, scale)
-            acc = tl.where(mine[None, :], result[0], acc)
-            total = tl.where(mine, result[1], total)
-            peak = tl.where(mine, result[2], peak)
-        first = following
-    tl.store(out + at, normalised(acc, total).to(out.dtype.element_ty), mask=mask)
+    turn = tl.min(position) * 0 - 1
+    while turn <= tl.max(position):
+        acc = tl.zeros([BLOCK_DIM, BLOCK_QUERIES], tl.float32)
+        total = tl.zeros([BLOCK_QUERIES], tl.float32)
+        peak = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+        of_now = of_turn(turn, position)
+        start = first
+        while start < stop:
+            slot = tl.load(slots + start)
+            following = stop
+            if RAGGED:
+                others = present & (row > start) & (owner != slot)
+                following = tl.min(tl.where(others, row, stop))
+            mine = present & (row >= start) & (row < following)
+            limit = tl.where(mine, of_now, -1)
+            table = block_table + slot * table_stride
+            first_split, last_split = split_range(limit, SPLIT, SLIDING_WINDOW)
+            for split in range(first_split, last_split + 1):
+                part = split_result(
+                    q_tile, limit, split, table, keys, values, block_stride, position_stride,
+                    scale, HEAD_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW,
+                )  # fmt: skip
+                result = merged(acc, total, peak, part, scale)
+                acc = tl.where(mine[None, :], result[0], acc)
+                total = tl.where(mine, result[1], total)
+                peak = tl.where(mine, result[2], peak)
+            start = following
+        result = normalised(acc, total).to(out.dtype.element_ty)
+        tl.store(out + at, result, mask=mask & (of_now >= 0)[None, :])
+        turn = next_turn(turn, position, acc)
 
 
 @triton.jit(do_not_specialize=["width", "max_splits"])
@@ -274,7 +287,7 @@ def _spread_kernel(
     SLIDING_WINDOW: tl.constexpr,
 ):
     first, stop = _tile_rows(width, BLOCK_QUERIES // GROUP)
-    _, present, position, index, mask = _queries(
+    _, _, position, index, mask = _queries(
         positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES
     )
     dim = tl.arange(0, BLOCK_DIM)[:, None]
@@ -283,15 +296,23 @@ def _spread_kernel(
     values += tl.program_id(1) * head_stride
     table = block_table + tl.load(slots + first) * table_stride
     first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
-    for split in range(first_split + tl.program_id(2), last_split + 1, tl.num_programs(2)):
+    split = first_split + tl.program_id(2)
+    turn = tl.min(position) * 0 - 1
+    while split <= last_split:
+        of_now = of_turn(turn, position)
         acc, total, peak = split_result(
-            q_tile, position, split, table, keys, values, block_stride, position_stride,
+            q_tile, of_now, split, table, keys, values, block_stride, position_stride,
             scale, HEAD_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW,
         )  # fmt: skip
         part = index * max_splits + split
-        tl.store(sums + part[None, :] * HEAD_DIM + dim, acc, mask=mask)
-        tl.store(stats + part * 2, total, mask=present)
-        tl.store(stats + part * 2 + 1, peak, mask=present)
+        stored = of_now >= 0
+        tl.store(sums + part[None, :] * HEAD_DIM + dim, acc, mask=mask & stored[None, :])
+        tl.store(stats + part * 2, total, mask=stored)
+        tl.store(stats + part * 2 + 1, peak, mask=stored)
+        turn = next_turn(turn, position, acc)
+        finished = turn > tl.max(position)
+        turn = tl.where(finished, -1, turn)
+        split = tl.where(finished, split + tl.num_programs(2), split)
 
 
 @triton.jit

@@ -22,10 +22,10 @@ from sametoken.kernels.gemm.tuning import (
     FLOAT32,
     CublasConfig,
     Epilogue,
+    GemmChooser,
     GemmConfig,
     GemmShape,
     TritonConfig,
-    TuningTable,
 )
 
 #: Bytes of each weight row that an overlapped program asks for before its inputs exist.
@@ -55,13 +55,13 @@ class DeviceWeight:
 
 
 def linear(
-    x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, *, table: TuningTable
+    x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, *, table: GemmChooser
 ) -> Tensor:
     """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype, rounded once."""
     return _chosen(x, weight, "none" if bias is None else "bias", bias, table)
 
 
-def linear_silu_mul(x: Tensor, weight: DeviceWeight, *, table: TuningTable) -> Tensor:
+def linear_silu_mul(x: Tensor, weight: DeviceWeight, *, table: GemmChooser) -> Tensor:
     """``silu(gate) * up`` of [gate | up] = ``linear(x, weight)``: [T, K] -> [T, N / 2].
 
     Gate and up are rounded to x's dtype first, as if they had been stored.
@@ -69,18 +69,18 @@ def linear_silu_mul(x: Tensor, weight: DeviceWeight, *, table: TuningTable) -> T
     return _chosen(x, weight, "silu_mul", None, table)
 
 
-def linear_add(x: Tensor, weight: DeviceWeight, residual: Tensor, *, table: TuningTable) -> Tensor:
+def linear_add(x: Tensor, weight: DeviceWeight, residual: Tensor, *, table: GemmChooser) -> Tensor:
     """``linear(x, weight) + residual``, both roundings kept: [T, K] -> [T, N]."""
     return _chosen(x, weight, "add", residual, table)
 
 
-def logits(x: Tensor, weight: DeviceWeight, *, table: TuningTable) -> Tensor:
+def logits(x: Tensor, weight: DeviceWeight, *, table: GemmChooser) -> Tensor:
     """``x @ weight.T``: [L, K] -> [L, V] fp32, never rounded to x's dtype."""
     return _chosen(x, weight, "logits", None, table)
 
 
 def _chosen(
-    x: Tensor, weight: DeviceWeight, epilogue: Epilogue, operand: Tensor | None, table: TuningTable
+    x: Tensor, weight: DeviceWeight, epilogue: Epilogue, operand: Tensor | None, table: GemmChooser
 ) -> Tensor:
     shape = GemmShape(weight.out_features, weight.in_features, epilogue)
     config = FLOAT32 if x.dtype == torch.float32 else table.choose(shape, x.shape[0])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from sametoken.errors import ConfigError
 
@@ -72,6 +72,14 @@ CANONICAL = TritonConfig(16, 32, 128, num_warps=4, num_stages=4)
 
 #: fp32 products run on the plain ALUs: one small tile for all row counts.
 FLOAT32 = TritonConfig(16, 32, 32, num_warps=4, num_stages=2)
+
+
+class GemmChooser(Protocol):
+    """Whatever says which kernel serves a shape."""
+
+    def choose(self, shape: GemmShape, rows: int) -> GemmConfig:
+        """The kernel for ``rows`` rows of activations."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

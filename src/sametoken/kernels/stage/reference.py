@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sametoken.core.plan import PlanRow
 
-
-def stage(sequences: Any, plan_rows: Sequence[PlanRow]) -> dict[str, Any]:
+def stage(sequences: Any, plan: Tensor) -> dict[str, Any]:
     """Fields of ``StepInputs`` (all but the step id) for the given plan rows.
 
     A row that samples offers ``min(num_drafts[slot], draft_limit)`` drafts; others none.
+
+    Args:
+        sequences: the device's truth (``state.sequences.Sequences``).
+        plan: [B, 4] int64 on the device: slot, num_query, draft_limit, samples of each row.
     """
-    columns = [(r.slot, r.num_query, r.draft_limit, r.samples) for r in plan_rows]
-    plan = torch.tensor(columns, dtype=torch.int64).view(-1, 4)
     slots, num_query, draft_limit, samples = plan.unbind(1)
     samples = samples.bool()
     num_computed = sequences.num_computed[slots]
@@ -24,8 +24,8 @@ def stage(sequences: Any, plan_rows: Sequence[PlanRow]) -> dict[str, Any]:
 
     num_rows = num_query + num_drafts
     row_starts = torch.nn.functional.pad(num_rows.cumsum(0), (1, 0))
-    row_owner = torch.repeat_interleave(torch.arange(len(plan_rows)), num_rows)
-    offset = torch.arange(row_owner.shape[0]) - row_starts[row_owner]
+    row_owner = torch.repeat_interleave(num_rows)
+    offset = torch.arange(row_owner.shape[0], device=plan.device) - row_starts[row_owner]
     positions = num_computed[row_owner] + offset
     row_slots = slots[row_owner]
 

@@ -194,5 +194,5 @@ def _stage(
         num_drafts=num_drafts,
         samples=samples,
         token_ids=token_ids,
-        rows=AttentionRows(positions, row_slots, kv_slots, sequences.block_table),
+        rows=AttentionRows(positions, row_slots, kv_slots, sequences.block_table, rows),
     )

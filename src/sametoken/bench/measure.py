@@ -1,0 +1,177 @@
+"""Run requests through an engine and note when their tokens arrive.
+
+Times are taken on the host when a step's results have been settled. Nothing waits for the
+device that would not wait without being measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from sametoken.core.outputs import SpeculationMetrics
+from sametoken.core.request import EngineRequest, RequestUpdate
+from sametoken.engine.core import EngineCore
+from sametoken.errors import NumericalError
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request; times in seconds of the clock.
+
+    Attributes:
+        prompt_len: tokens of its prompt.
+        output_len: tokens it is to emit; those of the last window beyond it do not count.
+        arrival: when it was handed to the engine.
+        first, last: when its first and its last tokens arrived.
+        num_first: tokens that arrived first.
+        num_tokens: tokens that have arrived.
+    """
+
+    prompt_len: int
+    output_len: int
+    arrival: float
+    first: float = 0.0
+    last: float = 0.0
+    num_first: int = 0
+    num_tokens: int = 0
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds."""
+        return self.first - self.arrival
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Seconds per token after the first ones; None if there are none."""
+        rest = self.num_tokens - self.num_first
+        return (self.last - self.first) / rest if rest else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One settled step that emitted tokens.
+
+    Attributes:
+        settled: when its results were read, in seconds of the clock.
+        is_decode: no row of it belonged to a prompt.
+        num_requests: requests that got tokens.
+        num_tokens: tokens that count.
+        context: committed tokens of those requests before the step, summed.
+    """
+
+    settled: float
+    is_decode: bool
+    num_requests: int
+    num_tokens: int
+    context: int
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run of requests brought.
+
+    Attributes:
+        batch: the most requests that ran at once.
+        seconds: from the first request to the last token.
+        requests: in the order of arrival.
+        steps: in the order of settlement.
+        speculation: counters of decode windows; the steps that end prompts offer no drafts.
+    """
+
+    batch: int
+    seconds: float = 0.0
+    requests: list[RequestRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+    def steady_steps(self) -> list[tuple[float, StepRecord]]:
+        """Decode steps of the whole batch that follow another such step, with their seconds."""
+        full = [step.is_decode and step.num_requests == self.batch for step in self.steps]
+        return [
+            (step.settled - before.settled, step)
+            for (before, step), both in zip(
+                pairwise(self.steps), map(all, pairwise(full)), strict=True
+            )
+            if both
+        ]
+
+
+def measure(
+    engine: EngineCore,
+    requests: Sequence[EngineRequest],
+    concurrency: int,
+    *,
+    advance: Callable[[], None] = lambda: None,
+    clock: Clock = time.perf_counter,
+) -> Run:
+    """Run all requests, at most ``concurrency`` of them at once.
+
+    Args:
+        engine: idle before and after.
+        requests: with the length limit as their only end.
+        concurrency: at least 1.
+        advance: called whenever a request is done.
+        clock: seconds.
+
+    Raises:
+        RequestError: the engine refuses a request.
+        NumericalError: a request's logits held NaN.
+        EngineDeadError: the engine failed.
+    """
+    waiting = deque(requests)
+    running: dict[str, RequestRecord] = {}
+    run = Run(batch=min(concurrency, len(requests)))
+    start = clock()
+    while waiting or running:
+        while waiting and len(running) < concurrency:
+            request = waiting.popleft()
+            running[request.request_id] = record = _record(request, clock())
+            run.requests.append(record)
+            engine.add_request(request)
+        updates = engine.step()
+        if not updates:
+            continue
+        _note_step(run, running, updates, clock())
+        for request_id in [i for i, r in running.items() if r.num_tokens == r.output_len]:
+            del running[request_id]
+            engine.release(request_id)
+            advance()
+    run.seconds = max((record.last for record in run.requests), default=start) - start
+    while engine.has_unfinished:
+        engine.step()
+    return run
+
+
+def _record(request: EngineRequest, now: float) -> RequestRecord:
+    prompt_len = len(request.prompt_token_ids)
+    return RequestRecord(prompt_len, request.max_total_tokens - prompt_len, now)
+
+
+def _note_step(
+    run: Run, running: dict[str, RequestRecord], updates: Sequence[RequestUpdate], now: float
+) -> None:
+    # A request that has tokens has its prompt behind it, so no row of this step is a chunk.
+    is_decode = all(record.num_tokens for record in running.values())
+    num_tokens = context = 0
+    for update in updates:
+        if update.poisoned:
+            raise NumericalError(
+                f"the logits of request {update.request_id} were NaN", "use another dtype"
+            )
+        record = running[update.request_id]
+        context += record.prompt_len + record.num_tokens
+        emitted = min(len(update.token_ids), record.output_len - record.num_tokens)
+        if record.num_tokens:
+            run.speculation = run.speculation.with_step(update.num_drafts, update.num_accepted)
+        else:
+            record.first, record.num_first = now, emitted
+        record.last = now
+        record.num_tokens += emitted
+        num_tokens += emitted
+    run.steps.append(StepRecord(now, is_decode, len(updates), num_tokens, context))

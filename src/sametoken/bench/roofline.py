@@ -1,0 +1,157 @@
+"""The least time a decode step can take: the bytes it must read over the memory's speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sametoken.config import SpeculativeConfig
+from sametoken.engine.resolve import ResolvedConfig
+from sametoken.kernels.select import select_kernels
+from sametoken.models.base import ModelConfig
+from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
+from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.loader import read_config
+
+# Many times what caches hold, and at 5 TB/s long enough that starting a kernel costs nothing.
+CUDA_BYTES = 4 << 30
+CPU_BYTES = 1 << 30
+_PASSES = 12
+_FEATURES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """How fast memory is read: bytes per second, and by what."""
+
+    bytes_per_second: float
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a decode step must read.
+
+    Attributes:
+        weights: matrices of the target, once.
+        draft_weights: matrices of the drafter, once per draft pass, all passes together.
+        kv_per_token: KV of one committed token, the drafter's once per pass.
+    """
+
+    weights: int
+    draft_weights: int
+    kv_per_token: int
+
+    def step_bytes(self, context: float) -> float:
+        """Bytes of a step whose requests have ``context`` committed tokens together."""
+        return self.weights + self.draft_weights + self.kv_per_token * context
+
+
+def step_traffic(resolved: ResolvedConfig) -> Traffic:
+    """What a decode step of this engine must read.
+
+    Raises:
+        CheckpointError: the drafter's config.json cannot be read.
+    """
+    model, config = resolved.model, resolved.config
+    itemsize = resolved.dtype.itemsize
+    # Rows of an embedding are looked up; the matrix is read only where it is the head too.
+    looked_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
+    all_kv = resolved.kv_bytes // ((resolved.num_kv_blocks + 1) * config.block_size)
+    speculative = config.speculative_config
+    num_passes = speculative.num_speculative_tokens if speculative else 0
+    return Traffic(
+        weights=resolved.weights_bytes - looked_up * itemsize,
+        draft_weights=draft_elements(speculative) * itemsize if speculative else 0,
+        kv_per_token=kv_per_token + num_passes * (all_kv - kv_per_token),
+    )
+
+
+def draft_elements(config: SpeculativeConfig) -> int:
+    """Elements of all matrices that drafting k tokens reads; 0 for prompt lookup.
+
+    Raises:
+        CheckpointError: the drafter's config.json cannot be read.
+    """
+    k, path = config.num_speculative_tokens, Path(config.model or "")
+    if config.method == "draft_model":
+        model = read_config(path)
+        return k * (_layers(model, model.hidden_size) + _head(model, model.vocab_size))
+    if config.method == "eagle":
+        model = Eagle1Checkpoint(path).config.layer
+        fusion = 2 * model.hidden_size**2
+        return k * (fusion + _layers(model, model.hidden_size) + _head(model, model.vocab_size))
+    if config.method == "eagle3":
+        head = Eagle3Checkpoint(path).config
+        fusion = head.num_aux * head.target_hidden_size * head.layer.hidden_size
+        one_pass = _layers(head.layer, 2 * head.layer.hidden_size)
+        # Only the first pass reads the target's states and so the fusion.
+        return fusion + k * (one_pass + _head(head.layer, head.draft_vocab_size))
+    return 0
+
+
+def _layers(model: ModelConfig, attention_width: int) -> int:
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = attention_width * (q_size + 2 * kv_size) + q_size * model.hidden_size
+    return model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
+
+
+def _head(model: ModelConfig, vocab_size: int) -> int:
+    return vocab_size * model.hidden_size
+
+
+def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwidth:
+    """The fastest of several ways to read memory from end to end, the best of its passes.
+
+    Args:
+        device: whose memory.
+        num_bytes: how much; default ``CUDA_BYTES`` or ``CPU_BYTES``.
+    """
+    on_cpu = device.type == "cpu"
+    num_bytes = num_bytes or (CPU_BYTES if on_cpu else CUDA_BYTES)
+    seconds = _seconds_on_cpu if on_cpu else _seconds_on_cuda
+    memory = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    rows = memory.view(2, -1)
+    methods: dict[str, Callable[[], Tensor]] = {
+        "torch.sum": memory.sum,
+        "torch.sum of int32": lambda: memory.view(torch.int32).sum(dtype=torch.int32),
+        "torch.amax": lambda: rows.amax(1),
+    }
+    best = {name: min(seconds(read) for _ in range(_PASSES)) for name, read in methods.items()}
+    del memory, rows
+    if on_cpu:
+        best |= {"matrix product, 1 row": _product_seconds(device, num_bytes)}
+    else:
+        torch.cuda.empty_cache()
+    method = min(best, key=lambda name: best[name])
+    return Bandwidth(num_bytes / best[method], method)
+
+
+def _product_seconds(device: torch.device, num_bytes: int) -> float:
+    """A decode step's own way to read weights."""
+    kernels = select_kernels(device)
+    shape = (num_bytes // (2 * _FEATURES), _FEATURES)
+    weight = kernels.pack(torch.ones(shape, dtype=torch.bfloat16, device=device))
+    x = torch.ones(1, _FEATURES, dtype=torch.bfloat16, device=device)
+    return min(_seconds_on_cpu(lambda: kernels.linear(x, weight)) for _ in range(_PASSES))
+
+
+def _seconds_on_cpu(read: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    read()
+    return time.perf_counter() - start
+
+
+def _seconds_on_cuda(read: Callable[[], Tensor]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    read()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,72 @@
+"""What a GPU engine has beyond a CPU one: proven kernels and captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sametoken.engine.resolve import ResolvedConfig
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.triton import TritonKernels
+from sametoken.runner.graphed import GraphedRunner
+from sametoken.runner.graphs import StepGraphs
+from sametoken.runner.padded import PaddedStep
+from sametoken.runner.step import Runner, StepRunner
+from sametoken.state.sampling import SamplingTable
+
+SMALLEST_CHUNK = 64
+
+
+def graphed(
+    eager: StepRunner,
+    table: SamplingTable,
+    kernels: Kernels,
+    resolved: ResolvedConfig,
+    announce: Callable[[str], None],
+) -> Runner:
+    """The runner of a GPU: graphs over the eager verbs, unless ``enforce_eager``.
+
+    Args:
+        eager: the verbs without graphs.
+        table: sampling parameters by slot.
+        kernels: the engine's bundle, whose choices are proven first.
+        resolved: the engine's settings.
+        announce: told what was proven and captured, and at what cost.
+    """
+    assert isinstance(kernels, TritonKernels)
+    width = eager.sequences.max_num_drafts + 1
+    windows = window_buckets(resolved.config.max_num_seqs)
+    chunks = chunk_buckets(resolved.prefill_chunk_size)
+    if resolved.config.enforce_eager:
+        return eager
+    row_counts = {batch * rows for batch in windows for rows in (1, width)} | {1, *chunks}
+    reports = kernels.prove(sorted(row_counts))
+    refused = sum(len(report.refused) for report in reports)
+    announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")
+    step = PaddedStep(eager.sequences, eager.model, eager.kv, table, eager.drafter)
+    graphs = StepGraphs(step, windows, chunks)
+    report = graphs.capture_all()
+    announce(
+        f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "
+        f"{report.num_bytes / 2**20:.0f} MiB"
+    )
+    return GraphedRunner(eager, graphs)
+
+
+def window_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of plan rows that are captured: powers of two, and the largest batch."""
+    sizes = {max_num_seqs}
+    size = 1
+    while size < max_num_seqs:
+        sizes.add(size)
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+def chunk_buckets(prefill_chunk_size: int) -> tuple[int, ...]:
+    """Chunk lengths that are captured: powers of two from 64, and the grid itself."""
+    sizes = {prefill_chunk_size}
+    size = SMALLEST_CHUNK
+    while size < prefill_chunk_size:
+        sizes.add(size)
+        size *= 2
+    return tuple(sorted(sizes))

@@ -1,0 +1,88 @@
+"""Random weights of the shapes that a config asks for, made where they are used.
+
+They need config.json alone, and serve to measure times: what such a model says means nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sametoken.kernels.interface import Kernels
+from sametoken.models.weights import WeightReader, rows_per_chunk
+
+# What trainers begin with: norms keep the residual stream finite over any number of layers.
+SCALE = 0.02
+
+
+class DummySource:
+    """Tensors that come to be when their shape is declared, as a ``TensorSource``.
+
+    Values are a function of the tensor's name, its shape and the kind of device: about 1
+    for the weights of norms, else about 0.
+
+    Args:
+        location: the checkpoint, for messages.
+        device: where tensors are made, chunk by chunk.
+        optional: tensors that the checkpoint is to hold among those that it could do without.
+    """
+
+    def __init__(self, location: str, device: torch.device, optional: Collection[str] = ()) -> None:
+        self.location = location
+        self._device = device
+        self._optional = optional
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def declare(self, name: str, shape: tuple[int, ...]) -> None:
+        """Let the tensor exist from now on."""
+        self._shapes[name] = shape
+
+    def names(self) -> Collection[str]:
+        """The optional tensors and those that are declared."""
+        return {*self._optional, *self._shapes}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that was declared."""
+        return self._shapes[name]
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Rows of the tensor in fp32, on the device they are meant for."""
+        rows, *row_shape = self._shapes[name]
+        centre = 1.0 if not row_shape and not name.endswith("bias") else 0.0
+        generator = torch.Generator(self._device).manual_seed(_seed(name))
+        step = rows_per_chunk(math.prod(row_shape))
+        for first in range(0, rows, step):
+            chunk = torch.empty(min(step, rows - first), *row_shape, device=self._device)
+            yield chunk.normal_(centre, SCALE, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class DummyReader(WeightReader):
+    """Declares every tensor that it is asked for, in the shape that is asked for."""
+
+    source: DummySource
+
+    def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
+        self.source.declare(name, wanted)
+
+
+def dummy_reader(
+    directory: Path,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    optional: Collection[str] = (),
+) -> WeightReader:
+    """A reader of random weights; ``optional`` is that of ``DummySource``."""
+    source = DummySource(f"{directory} (dummy weights)", device, optional)
+    return DummyReader(source, kernels, dtype, device)
+
+
+def _seed(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")

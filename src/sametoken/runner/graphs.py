@@ -1,0 +1,110 @@
+"""CUDA graphs of whole steps, one per bucket of plan rows and rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.runner.padded import PLAN_FIELDS, PaddedStep
+
+WARM_UP_RUNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A captured shape: plan rows, and rows of each chunk (0 for decoding windows)."""
+
+    batch: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A graph and the only two static buffers: the plan it reads, the outcome it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    plan: Tensor
+    outcome: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What capturing cost, in seconds and bytes of device memory."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class StepGraphs:
+    """Runs padded steps by replaying graphs; nothing derived survives a replay.
+
+    Stage runs inside the graph, so a replay reads the lengths that are committed when it
+    runs. The outcome carries the step id of the plan that was read, and the host refuses
+    any other (tests/gpu/test_graphs_gpu.py).
+
+    Attributes:
+        step: the verbs.
+        windows, chunks: buckets, ascending.
+    """
+
+    step: PaddedStep
+    windows: tuple[int, ...]
+    chunks: tuple[int, ...]
+    _captured: dict[Bucket, CapturedStep] = field(default_factory=dict)
+
+    def capture_all(self) -> CaptureReport:
+        """Capture every bucket, the largest first, so that all share its memory."""
+        started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
+        buckets = [Bucket(1, rows) for rows in reversed(self.chunks)]
+        buckets += [Bucket(batch, 0) for batch in reversed(self.windows)]
+        pool = torch.cuda.graph_pool_handle()
+        for bucket in buckets:
+            self._captured[bucket] = self._capture(bucket, pool)
+        used = free - torch.cuda.mem_get_info()[0]
+        return CaptureReport(len(buckets), time.monotonic() - started, used)
+
+    def run_windows(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        """Outcomes of a step's windows, [len(rows), 4 + k + 1]; valid until the next run."""
+        batch = next(size for size in self.windows if size >= len(rows))
+        return self._replay(Bucket(batch, 0), rows)
+
+    def run_chunk(self, row: tuple[int, ...], num_query: int) -> Tensor:
+        """The outcome of one prefill chunk, [1, 4 + 1]; valid until the next run."""
+        rows = next(size for size in self.chunks if size >= num_query)
+        return self._replay(Bucket(1, rows), [row])
+
+    def _replay(self, bucket: Bucket, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        captured = self._captured[bucket]
+        captured.plan.copy_(self._plan_of(bucket, rows), non_blocking=True)
+        captured.graph.replay()
+        return captured.outcome[: len(rows)]
+
+    def _capture(self, bucket: Bucket, pool: Any) -> CapturedStep:
+        """Warm up and capture on a plan that is all padding: the same code as a real one."""
+        plan = torch.empty((PLAN_FIELDS, bucket.batch), dtype=torch.int64, device="cuda")
+        plan.copy_(self._plan_of(bucket, ()), non_blocking=True)
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP_RUNS):
+                self._run(bucket, plan)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outcome = self._run(bucket, plan)
+        return CapturedStep(graph, plan, outcome)
+
+    def _run(self, bucket: Bucket, plan: Tensor) -> Tensor:
+        return self.step.chunks(plan, bucket.chunk) if bucket.chunk else self.step.windows(plan)
+
+    def _plan_of(self, bucket: Bucket, rows: Sequence[tuple[int, ...]]) -> Tensor:
+        padding = (self.step.sequences.reserved_slot, 0, 0, 0)
+        padded = [*rows, *[padding] * (bucket.batch - len(rows))]
+        return torch.tensor(list(zip(*padded, strict=True)), dtype=torch.int64, pin_memory=True)

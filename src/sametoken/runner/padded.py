@@ -1,0 +1,85 @@
+"""The seven verbs at fixed shapes: what one CUDA graph holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.drafters.base import Drafter
+from sametoken.drafters.padded import PaddedDraftContext
+from sametoken.kernels.sampling.triton import window_keys
+from sametoken.models.base import CausalLM
+from sametoken.state.kv_cache import KVCache
+from sametoken.state.padded import (
+    FixedLayout,
+    PaddedInputs,
+    judge_and_commit,
+    publish,
+    stage_chunks,
+    stage_windows,
+)
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+
+#: Rows of the plan as it is uploaded: slot, draft_limit or num_query, live or samples, step_id.
+PLAN_FIELDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedStep:
+    """Stage, run, judge, commit and propose without a shape that depends on data.
+
+    ``plan`` is [4, B] int64 on the device; padding holds the reserved slot and zeros. The
+    outcome is [B, 4 + window] int64, as ``runner.outcome`` lays it out, with the step id of
+    the plan that was really read.
+    """
+
+    sequences: Sequences
+    model: CausalLM
+    kv: KVCache
+    table: SamplingTable
+    drafter: Drafter
+
+    def windows(self, plan: Tensor) -> Tensor:
+        """A window of every decoding slot of the plan."""
+        slots, draft_limit, live, step_id = plan.unbind(0)
+        width = self.sequences.max_num_drafts + 1
+        x = stage_windows(self.sequences, slots, draft_limit, live.bool(), width)
+        every_row = torch.arange(x.token_ids.shape[0], device=slots.device)
+        return self._run(x, every_row, width, step_id)
+
+    def chunks(self, plan: Tensor, rows: int) -> Tensor:
+        """A prefill chunk of at most ``rows`` tokens of every slot of the plan."""
+        slots, num_query, samples, step_id = plan.unbind(0)
+        x = stage_chunks(self.sequences, slots, num_query, samples.bool(), rows)
+        first = torch.arange(slots.shape[0], device=slots.device) * rows
+        return self._run(x, first + (x.num_query - 1).clamp(min=0), 1, step_id)
+
+    def _run(self, x: PaddedInputs, judged: Tensor, window: int, step_id: Tensor) -> Tensor:
+        hidden = self.model.forward(x.token_ids, x.rows, self.kv)
+        logits = self.model.compute_logits(hidden.last.index_select(0, judged))
+        keys = window_keys(
+            logits,
+            self.table.temperature,
+            self.table.seed,
+            x.rows.slots.index_select(0, judged),
+            x.rows.positions.index_select(0, judged),
+        )
+        verdict, lengths = judge_and_commit(self.sequences, keys, x, window)
+        counts = (step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned.long())
+        outcome = torch.cat((torch.stack(counts, dim=1), verdict.tokens), dim=1)
+        batch = x.slots.shape[0]
+        layout = FixedLayout.of(batch, x.rows_per_plan_row, window, x.slots.device)
+        context = PaddedDraftContext(
+            layout.inputs(x, judged),
+            hidden,
+            x.num_computed,
+            lengths.num_computed,
+            lengths.num_tokens,
+            self.sequences,
+        )
+        drafts = self.drafter.propose(context)
+        publish(self.sequences, x, drafts.draft_ids, drafts.num_drafts)
+        return outcome

@@ -1,0 +1,148 @@
+"""Synthetic acceptance: drafts accepted by chance at given rates, to measure times alone.
+
+The target's logits are computed and its tokens chosen as ever, so that a step takes the time
+it takes; but which drafts are accepted is drawn, and what is emitted means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sametoken.config import SpeculativeConfig
+from sametoken.core.plan import Admission
+from sametoken.kernels.interface import Kernels
+from sametoken.state.inputs import StepInputs
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+from sametoken.verification.base import TokenLogprobs, Verdict, Verifier
+from sametoken.verification.keyed import KeyedVerifier
+
+# The golden ratio in 64 bits and the two factors of SplitMix64 (Steele et al., OOPSLA 2014),
+# as the signed numbers that int64 tensors hold.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+
+
+def conditional_rates(unconditional: Sequence[float], device: torch.device) -> Tensor:
+    """[k] fp32: how often draft i is accepted if all before it are. Made once, on start-up.
+
+    Args:
+        unconditional: k rates from 0 to 1, none above the one before it: how often draft i
+            and all before it are accepted (``SpeculativeConfig.synthetic_rates``).
+        device: where ``synthetic_accepted`` will run.
+    """
+    before = (1.0, *unconditional)
+    rates = [
+        rate / last if last else 0.0 for rate, last in zip(unconditional, before, strict=False)
+    ]
+    return torch.tensor(rates, dtype=torch.float32, device=device)
+
+
+def synthetic_accepted(
+    rates: Tensor, seeds: Tensor, positions: Tensor, num_drafts: Tensor
+) -> Tensor:
+    """How many drafts of each window are accepted, drawn by seed and position.
+
+    A pure function in tensor operations of fixed shape on one device: it never synchronises
+    with the host and may be captured in a graph, at some 20 small kernels. The noise at a
+    position is a function of (seed, position), so any run of the same requests draws the same.
+
+    Args:
+        rates: [k] fp32 of ``conditional_rates``.
+        seeds: [B] int64, of the windows' slots.
+        positions: [B] int64, where each window's draft 1 would stand: ``num_tokens`` before
+            the step.
+        num_drafts: [B] int64, 0..k; 0 for rows without a window.
+
+    Returns:
+        [B] int64, 0..num_drafts. For an accepted draft the draft itself is emitted; the
+        token after them is the target's own at that window row.
+    """
+    index = torch.arange(rates.shape[0], device=rates.device)
+    noise = _uniform(seeds[:, None], positions[:, None] + index)
+    accepted = (noise < rates) & (index < num_drafts[:, None])
+    return accepted.long().cumprod(dim=1).sum(dim=1)
+
+
+def _uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """fp32 in [0, 1) by SplitMix64, whose state after ``position`` steps from ``seed`` is known."""
+    word = seeds + (positions + 1) * _STEP
+    for shift, factor in _FACTORS:
+        # int64 shifts copy the sign, so the copies are masked away.
+        word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    # The generator's last step leaves its upper 31 bits, of which these are 24, as they are.
+    return ((word >> 40) & 0xFFFFFF) * 2.0**-24
+
+
+class SyntheticVerifier:
+    """``Verifier`` by synthetic acceptance; contracts are those of the protocol.
+
+    Args:
+        keyed: computes what real verification computes.
+        table: the slots' seeds.
+        rates: [k] fp32 of ``conditional_rates``.
+    """
+
+    def __init__(self, keyed: KeyedVerifier, table: SamplingTable, rates: Tensor) -> None:
+        self._keyed = keyed
+        self._table = table
+        self._rates = rates
+
+    def admit(self, admission: Admission) -> None:
+        """Take up a slot's sampling parameters."""
+        self._keyed.admit(admission)
+
+    def judge(self, logits: Tensor, x: StepInputs) -> Verdict:
+        """Judge by chance; next tokens, NaN and log-probabilities are real.
+
+        Args:
+            logits: [L, V] fp32; overwritten where a request's parameters change them.
+            x: the step's inputs.
+        """
+        # NaN in any row decides here: which rows emit tokens was not known to ``keyed``.
+        has_nan = logits.amax(dim=-1).isnan()
+        verdict = self._keyed.judge(logits, x)
+        owner = x.logits_owner
+        offset = torch.arange(owner.shape[0], device=owner.device) - x.window_starts[owner]
+        drawn = synthetic_accepted(
+            self._rates, self._table.seed[x.slots], x.num_tokens, x.num_drafts
+        )
+        drawn = torch.where(x.samples, drawn, 0)
+        fatal = has_nan & (offset <= drawn[owner])
+        poisoned = torch.zeros_like(x.slots).index_add_(0, owner, fatal.long()) > 0
+        judged = x.samples & ~poisoned
+        num_accepted = torch.where(judged, drawn, 0)
+        # Rows without a window may start one past the end; they read the padding.
+        padded = torch.nn.functional.pad(verdict.tokens, (0, 1))
+        next_token = torch.where(judged, padded[x.window_starts + num_accepted], 0)
+        # Commit makes the accepted drafts true: they are what the host must hear of.
+        drafts = x.token_ids[x.logits_indices].roll(-1)
+        tokens = torch.where(offset < num_accepted[owner], drafts, verdict.tokens)
+        return replace(
+            verdict,
+            num_accepted=num_accepted,
+            next_token=next_token,
+            tokens=tokens,
+            poisoned=poisoned,
+        )
+
+    def score_prompt(
+        self, hidden: Tensor, x: StepInputs, compute_logits: Callable[[Tensor], Tensor]
+    ) -> TokenLogprobs | None:
+        """As in keyed verification."""
+        return self._keyed.score_prompt(hidden, x, compute_logits)
+
+
+def make_verifier(
+    config: SpeculativeConfig | None, kernels: Kernels, sequences: Sequences, table: SamplingTable
+) -> Verifier:
+    """The verifier that a speculative config asks for: keyed, unless it says synthetic."""
+    keyed = KeyedVerifier(kernels, sequences, table)
+    if config is None or config.synthetic_rates is None:
+        return keyed
+    rates = conditional_rates(config.synthetic_rates, sequences.num_tokens.device)
+    return SyntheticVerifier(keyed, table, rates)

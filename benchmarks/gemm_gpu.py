@@ -76,8 +76,8 @@ UP_TO_16 = [
     T(16, 128, 128, 4, 4, tma=True),
     T(16, 16, 256, 2, 4, overlap=True),
     T(16, 32, 256, 4, 3, overlap=True),
-    T(16, 64, 128, 4, 5, overlap=True),
-    T(16, 64, 256, 4, 3, tma=True, overlap=True),
+    T(16, 64, 128, 4, 5, overlap=True, prefetch_bytes=0),
+    T(16, 64, 128, 4, 5, overlap=True, prefetch_bytes=1024),
 ]
 UP_TO_32 = [
     T(32, 32, 256, 4, 3),
@@ -86,7 +86,7 @@ UP_TO_32 = [
     T(32, 64, 128, 4, 5, tma=True),
     T(32, 128, 64, 4, 5, tma=True),
     T(32, 32, 256, 4, 3, overlap=True),
-    T(32, 64, 128, 4, 5, tma=True, overlap=True),
+    T(32, 64, 128, 4, 5, tma=True, overlap=True, prefetch_bytes=0),
 ]
 UP_TO_64 = [
     T(64, 32, 128, 4, 4),
@@ -94,7 +94,7 @@ UP_TO_64 = [
     T(64, 64, 128, 4, 4, tma=True),
     T(64, 128, 64, 4, 4, tma=True),
     T(32, 64, 128, 4, 4, tma=True),
-    T(64, 64, 128, 4, 4, tma=True, overlap=True),
+    T(64, 64, 128, 4, 4, tma=True, overlap=True, prefetch_bytes=0),
 ]
 UP_TO_128 = [
     T(128, 32, 128, 4, 3),
@@ -186,7 +186,7 @@ def label(config: GemmConfig) -> str:
     if isinstance(config, CublasConfig):
         return "cublas"
     tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
-    flags = ("t" if config.tma else "") + ("o" if config.overlap else "")
+    flags = ("t" if config.tma else "") + (f"o{config.prefetch_bytes}" if config.overlap else "")
     return f"{tile}w{config.num_warps}s{config.num_stages}{flags}"
 
 

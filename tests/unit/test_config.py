@@ -16,6 +16,8 @@ from sametoken.config import (
 from sametoken.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
+SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
+BOTH = {"synthetic_acceptance_rates": [0.5], "synthetic_acceptance_length": 1.5}
 
 
 @pytest.mark.parametrize("kind", [EngineConfig, SpeculativeConfig])
@@ -128,9 +130,63 @@ def test_every_method_takes_1_to_64_drafts(method, k):
         (NGRAM | {"prompt_lookup_min": 6}, "prompt_lookup_min=6", "1 <= min <= max"),
         (NGRAM | {"model": "x"}, "'ngram' loads no drafter", 'leave "model" out'),
         (NGRAM | {"method": "eagle3"}, "'eagle3' needs a drafter", 'set "model"'),
+        (NGRAM | {"rejection_sample_method": "standard"}, "would differ from plain", "'keyed'"),
+        (NGRAM | {"rejection_sample_method": "block"}, "would differ from plain", "'keyed'"),
+        (NGRAM | {"rejection_sample_method": "x"}, "'x' is not known", "'keyed' or 'synthetic'"),
+        (NGRAM | {"synthetic_acceptance_rates": [0.5]}, "judged by keyed", "synthetic"),
+        (NGRAM | {"synthetic_acceptance_length": 2}, "judged by keyed", "synthetic"),
+        (SYNTHETIC, "one description, 0 were", "synthetic_acceptance_length"),
+        (SYNTHETIC | BOTH, "one description, 2 were", "synthetic_acceptance_length"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": []}, "are not possible", "from 0 to 1"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6]}, "are not possible", "above"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [1.1]}, "are not possible", "from 0 to 1"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [-0.1]}, "are not possible", "from 0 to 1"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 6}, "6 .* for 5 drafts", "per draft"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": 0.5}, "of the wrong type", "list of numbers"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": ["a"]}, "wrong type", "list of numbers"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [True]}, "wrong type", "list of numbers"),
+        (SYNTHETIC | {"synthetic_acceptance_length": "2"}, "of the wrong type", "float"),
+        (SYNTHETIC | {"synthetic_acceptance_length": True}, "of the wrong type", "float"),
+        (SYNTHETIC | {"synthetic_acceptance_length": 0.9}, "=0.9 is not possible", "1 to 6"),
+        (SYNTHETIC | {"synthetic_acceptance_length": 6.1}, "=6.1 is not possible", "1 to 6"),
+        (SYNTHETIC | {"synthetic_acceptance_length": float("nan")}, "nan is not", "1 to 6"),
     ],
 )
 def test_a_speculative_config_that_cannot_be(value, cause, remedy):
     with pytest.raises(ConfigError, match=cause) as caught:
         SpeculativeConfig.parse(value)
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        ({"synthetic_acceptance_rates": [0.8, 0.64]}, (0.8, 0.64, 0.0, 0.0, 0.0)),
+        ({"synthetic_acceptance_rates": [1, 1, 1, 1, 0]}, (1.0, 1.0, 1.0, 1.0, 0.0)),
+        ({"synthetic_acceptance_length": 1}, (0.0,) * 5),
+        ({"synthetic_acceptance_length": 6}, (1.0,) * 5),
+        ({"synthetic_acceptance_length": 3.5}, (1.0, 1.0, 0.5, 0.0, 0.0)),
+    ],
+)
+def test_synthetic_acceptance_has_one_rate_per_draft(given, rates):
+    config = SpeculativeConfig.parse(json.dumps(SYNTHETIC | given))
+    assert config.synthetic_rates == pytest.approx(rates)
+    if length := given.get("synthetic_acceptance_length"):
+        assert 1 + sum(config.synthetic_rates) == pytest.approx(length)
+    assert SpeculativeConfig.parse(NGRAM).synthetic_rates is None
+
+
+def test_what_is_made_up_has_a_name():
+    synthetic = SYNTHETIC | {"synthetic_acceptance_rates": [0.5]}
+    for options, names in (
+        ({"speculative_config": NGRAM}, ()),
+        ({"load_format": "dummy"}, ("dummy weights",)),
+        ({"speculative_config": synthetic}, ("synthetic acceptance",)),
+        (
+            {"load_format": "dummy", "speculative_config": synthetic},
+            ("dummy weights", "synthetic acceptance"),
+        ),
+    ):
+        config = EngineConfig.from_options(**options)
+        assert config.synthetic == names
+        assert (config.draft_load_format == "dummy") == (config.load_format == "dummy")

@@ -30,7 +30,7 @@ class RequestRecord:
         arrival: when it was handed to the engine.
         first, last: when its first and its last tokens arrived.
         num_first: tokens that arrived first.
-        num_tokens: tokens that have arrived.
+        num_emitted: tokens that have arrived.
     """
 
     prompt_len: int
@@ -39,7 +39,7 @@ class RequestRecord:
     first: float = 0.0
     last: float = 0.0
     num_first: int = 0
-    num_tokens: int = 0
+    num_emitted: int = 0
 
     @property
     def time_to_first_token(self) -> float:
@@ -49,7 +49,7 @@ class RequestRecord:
     @property
     def time_per_output_token(self) -> float | None:
         """Seconds per token after the first ones; None if there are none."""
-        rest = self.num_tokens - self.num_first
+        rest = self.num_emitted - self.num_first
         return (self.last - self.first) / rest if rest else None
 
 
@@ -138,7 +138,7 @@ def measure(
         if not updates:
             continue
         _note_step(run, running, updates, clock())
-        for request_id in [i for i, r in running.items() if r.num_tokens == r.output_len]:
+        for request_id in [i for i, r in running.items() if r.num_emitted == r.output_len]:
             del running[request_id]
             engine.release(request_id)
             advance()
@@ -157,7 +157,7 @@ def _note_step(
     run: Run, running: dict[str, RequestRecord], updates: Sequence[RequestUpdate], now: float
 ) -> None:
     # A request that has tokens has its prompt behind it, so no row of this step is a chunk.
-    is_decode = all(record.num_tokens for record in running.values())
+    is_decode = all(record.num_emitted for record in running.values())
     num_tokens = context = 0
     for update in updates:
         if update.poisoned:
@@ -165,13 +165,13 @@ def _note_step(
                 f"the logits of request {update.request_id} were NaN", "use another dtype"
             )
         record = running[update.request_id]
-        context += record.prompt_len + record.num_tokens
-        emitted = min(len(update.token_ids), record.output_len - record.num_tokens)
-        if record.num_tokens:
+        context += record.prompt_len + record.num_emitted
+        emitted = min(len(update.token_ids), record.output_len - record.num_emitted)
+        if record.num_emitted:
             run.speculation = run.speculation.with_step(update.num_drafts, update.num_accepted)
         else:
             record.first, record.num_first = now, emitted
         record.last = now
-        record.num_tokens += emitted
+        record.num_emitted += emitted
         num_tokens += emitted
     run.steps.append(StepRecord(now, is_decode, len(updates), num_tokens, context))

@@ -71,7 +71,7 @@ def summarise(
     requests = [request for run in runs for request in run.requests]
     ttft = [1e3 * request.time_to_first_token for request in requests]
     tpot = [1e3 * t for request in requests if (t := request.time_per_output_token) is not None]
-    tokens = [sum(request.num_tokens for request in run.requests) for run in runs]
+    tokens = [sum(request.num_emitted for request in run.requests) for run in runs]
     steady = [pair for run in runs for pair in run.steady_steps()]
     times = [1e3 * seconds for seconds, _ in steady]
     median = statistics.median(times) if times else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,22 +116,26 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwi
     """
     on_cpu = device.type == "cpu"
     num_bytes = num_bytes or (CPU_BYTES if on_cpu else CUDA_BYTES)
-    seconds = _seconds_on_cpu if on_cpu else _seconds_on_cuda
-    memory = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    rows = memory.view(2, -1)
-    methods: dict[str, Callable[[], Tensor]] = {
-        "torch.sum": memory.sum,
-        "torch.sum of int32": lambda: memory.view(torch.int32).sum(dtype=torch.int32),
-        "torch.amax": lambda: rows.amax(1),
-    }
-    best = {name: min(seconds(read) for _ in range(_PASSES)) for name, read in methods.items()}
-    del memory, rows
+    best = _scan_seconds(device, num_bytes)
     if on_cpu:
         best |= {"matrix product, 1 row": _product_seconds(device, num_bytes)}
     else:
+        # The engine is to find all memory free.
         torch.cuda.empty_cache()
     method = min(best, key=lambda name: best[name])
     return Bandwidth(num_bytes / best[method], method)
+
+
+def _scan_seconds(device: torch.device, num_bytes: int) -> dict[str, float]:
+    seconds = _seconds_on_cpu if device.type == "cpu" else _seconds_on_cuda
+    floats = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    integers, halves = floats.view(torch.int32), floats.view(2, -1)
+    methods: dict[str, Callable[[], Tensor]] = {
+        "torch.sum": floats.sum,
+        "torch.sum of int32": lambda: integers.sum(dtype=torch.int32),
+        "torch.amax": lambda: halves.amax(1),
+    }
+    return {name: min(seconds(read) for _ in range(_PASSES)) for name, read in methods.items()}
 
 
 def _product_seconds(device: torch.device, num_bytes: int) -> float:
@@ -149,7 +154,8 @@ def _seconds_on_cpu(read: Callable[[], Tensor]) -> float:
 
 
 def _seconds_on_cuda(read: Callable[[], Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    event = functools.partial(torch.cuda.Event, enable_timing=True)
+    start, end = event(), event()
     start.record()
     read()
     end.record()

@@ -96,13 +96,13 @@ class RequestSource:
         return EngineRequest(f"bench-{index}", prompt, params, len(prompt) + output_len)
 
 
-def read_prompts(path: Path, encode: Encode | None) -> tuple[tuple[int, ...], ...]:
+def read_prompts(path: Path, encode: Encode) -> tuple[tuple[int, ...], ...]:
     """Prompts of a file with one JSON value a line.
 
     Args:
         path: lines of a text, a list of token ids, or an object with ``prompt`` or
             ``prompt_token_ids``.
-        encode: text to token ids; None if there is no tokenizer.
+        encode: text to token ids.
 
     Raises:
         ConfigError: the file cannot be read or a line is none of these.
@@ -117,14 +117,10 @@ def read_prompts(path: Path, encode: Encode | None) -> tuple[tuple[int, ...], ..
     return tuple(_token_ids(value, path, encode) for value in values)
 
 
-def _token_ids(value: Any, path: Path, encode: Encode | None) -> tuple[int, ...]:
+def _token_ids(value: Any, path: Path, encode: Encode) -> tuple[int, ...]:
     if isinstance(value, dict):
         value = value.get("prompt", value.get("prompt_token_ids"))
     if isinstance(value, str):
-        if encode is None:
-            raise ConfigError(
-                f"{path} holds text, and no tokenizer is loaded", "give token ids or a tokenizer"
-            )
         value = list(encode(value))
     is_ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
     if not is_ids or not value:

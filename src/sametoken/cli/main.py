@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import sametoken
+from sametoken.cli.bench import bench
 from sametoken.cli.demo import demo
 from sametoken.cli.env import env
 from sametoken.cli.generate import generate
@@ -57,6 +58,7 @@ app = typer.Typer(
 app.command(no_args_is_help=True)(generate)
 app.command()(demo)
 app.command()(env)
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

@@ -52,8 +52,12 @@ def with_options(*groups: list[inspect.Parameter]) -> Callable[[Function], Funct
     return decorate
 
 
-def engine_options() -> list[inspect.Parameter]:
-    """One option per field of ``EngineConfig``; those left out keep its defaults."""
+def engine_options(**defaults: Any) -> list[inspect.Parameter]:
+    """One option per field of ``EngineConfig``; those left out keep its defaults.
+
+    Args:
+        defaults: what a command has in place of them.
+    """
     hints = typing.get_type_hints(EngineConfig)
     parameters = []
     for field in dataclasses.fields(EngineConfig):
@@ -62,7 +66,8 @@ def engine_options() -> list[inspect.Parameter]:
         kind = hints[field.name]
         if kind == (SpeculativeConfig | None):
             kind = str | None
-        parameters.append(_parameter(field.name, kind, field.default, field.metadata["help"]))
+        default = defaults.get(field.name, field.default)
+        parameters.append(_parameter(field.name, kind, default, field.metadata["help"]))
     return parameters
 
 

@@ -14,17 +14,13 @@ from torch import Tensor
 
 from sametoken.config import SpeculativeConfig
 from sametoken.core.plan import Admission
+from sametoken.kernels.acceptance import reference
 from sametoken.kernels.interface import Kernels
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.base import TokenLogprobs, Verdict, Verifier
 from sametoken.verification.keyed import KeyedVerifier
-
-# The golden ratio in 64 bits and the two factors of SplitMix64 (Steele et al., OOPSLA 2014),
-# as the signed numbers that int64 tensors hold.
-_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-_FACTORS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
 
 
 def conditional_rates(unconditional: Sequence[float], device: torch.device) -> Tensor:
@@ -47,35 +43,27 @@ def synthetic_accepted(
 ) -> Tensor:
     """How many drafts of each window are accepted, drawn by seed and position.
 
-    A pure function in tensor operations of fixed shape on one device: it never synchronises
-    with the host and may be captured in a graph, at some 20 small kernels. The noise at a
-    position is a function of (seed, position), so any run of the same requests draws the same.
+    A pure function of fixed shape: it never synchronises with the host and may be captured
+    in a graph. On a CUDA device it is one kernel, elsewhere plain PyTorch, with equal
+    results. The noise at a position is a function of (seed, position), so any run of the
+    same requests draws the same, whatever runs beside them.
 
     Args:
         rates: [k] fp32 of ``conditional_rates``.
         seeds: [B] int64, of the windows' slots.
         positions: [B] int64, where each window's draft 1 would stand: ``num_tokens`` before
             the step.
-        num_drafts: [B] int64, 0..k; 0 for rows without a window.
+        num_drafts: [B] int64, 0..k; 0 for padding and for rows without a window.
 
     Returns:
         [B] int64, 0..num_drafts. For an accepted draft the draft itself is emitted; the
         token after them is the target's own at that window row.
     """
-    index = torch.arange(rates.shape[0], device=rates.device)
-    noise = _uniform(seeds[:, None], positions[:, None] + index)
-    accepted = (noise < rates) & (index < num_drafts[:, None])
-    return accepted.long().cumprod(dim=1).sum(dim=1)
+    if rates.is_cuda:
+        from sametoken.kernels.acceptance import triton
 
-
-def _uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """fp32 in [0, 1) by SplitMix64, whose state after ``position`` steps from ``seed`` is known."""
-    word = seeds + (positions + 1) * _STEP
-    for shift, factor in _FACTORS:
-        # int64 shifts copy the sign, so the copies are masked away.
-        word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    # The generator's last step leaves its upper 31 bits, of which these are 24, as they are.
-    return ((word >> 40) & 0xFFFFFF) * 2.0**-24
+        return triton.accepted(rates, seeds, positions, num_drafts)
+    return reference.accepted(rates, seeds, positions, num_drafts)
 
 
 class SyntheticVerifier:

@@ -151,6 +151,21 @@ def test_json_is_one_object_and_nothing_else(llm):
     assert value["speculation"]["acceptance_per_position"] == [1.0, 0.0, 0.0, 0.0]
 
 
+def test_what_is_made_up_is_said_beside_every_result(llm):
+    synthetic = json.loads(SPECULATION) | {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_length": 2.5,
+    }
+    arguments = ("generate", "--prompt", "x", "--load-format", "dummy")
+    arguments += ("--speculative-config", json.dumps(synthetic))
+    assert "[DUMMY WEIGHTS; SYNTHETIC ACCEPTANCE; 2 prompt tokens" in run(*arguments).stderr
+    shown = json.loads(run(*arguments, "--json").stdout)
+    assert shown["synthetic"] == ["dummy weights", "synthetic acceptance"]
+    explained = run("generate", "--explain", *arguments[3:]).stderr
+    assert "dummy weights, synthetic acceptance" in explained
+    assert json.loads(run("generate", "--prompt", "x", "--json").stdout)["synthetic"] == []
+
+
 def test_explain_shows_settings_and_reasons_and_needs_no_prompt(llm):
     result = run("generate", "--explain")
     assert result.exit_code == 0

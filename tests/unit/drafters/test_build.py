@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from helpers.checkpoints import (
+    LLAMA,
     VOCAB,
     eagle1_tensors,
     head_tensors,
@@ -22,7 +25,7 @@ from sametoken.drafters.build import Placement, load_drafter, required_aux_layer
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.errors import DrafterMismatchError, InvariantError, UnsupportedError
+from sametoken.errors import CheckpointError, DrafterMismatchError, InvariantError, UnsupportedError
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model, read_config
 
@@ -123,3 +126,17 @@ def test_kv_memory_must_be_given_to_a_drafter_that_has_some(target_directory):
     loaded = load_drafter(spec_of("draft_model", target_directory), target, PLACEMENT)
     with pytest.raises(InvariantError):
         loaded.attach(None, Bench(target, 3).coupling)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_a_drafter_may_have_dummy_weights(tmp_path, target_directory, method):
+    changes = {} if method == "draft_model" else {"num_hidden_layers": 1}
+    if method == "eagle3":
+        changes["draft_vocab_size"] = 9
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+    spec = spec_of(method, tmp_path)
+    target = load_target(target_directory, required_aux_layers(spec, read_config(target_directory)))
+    placement = dataclasses.replace(PLACEMENT, load_format="dummy")
+    assert load_drafter(spec, target, placement).kv_spec is not None
+    with pytest.raises(CheckpointError, match="no safetensors"):
+        load_drafter(spec, target, PLACEMENT)

@@ -8,8 +8,9 @@ import gguf
 import pytest
 from tokenizers import Tokenizer as Backend
 
+from sametoken.config import EngineConfig
 from sametoken.engine.gguf_tokenizer import build_gguf_tokenizer
-from sametoken.engine.tokenizer import load_tokenizer
+from sametoken.engine.tokenizer import load_tokenizer, load_tokenizer_of
 from sametoken.errors import CheckpointError, RequestError, UnsupportedError
 from sametoken.models.embedded import resolve_model
 from sametoken.models.gguf_file import read_gguf
@@ -168,3 +169,17 @@ def test_the_embedded_model_s_tokens_are_those_of_its_own_list():
     assert loaded.decode(token_ids, skip_special_tokens=False) == text
     # Two spaces and single digits, as SmolLM2 was trained; without the split: "Ġ", "Ġ", "1".
     assert [tokens[i] for i in loaded.encode("x =  1")] == ["x", "Ġ=", "ĠĠ", "1"]
+
+
+def test_dummy_weights_need_no_tokenizer_but_use_one_that_is_there(tokenizer, tmp_path):
+    dummy = EngineConfig(load_format="dummy")
+    assert load_tokenizer_of(dummy, tmp_path) is None
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer_of(EngineConfig(), tmp_path)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer_of(EngineConfig(load_format="dummy", tokenizer=str(tmp_path)), tmp_path)
+    tokenizer.hf.save_pretrained(tmp_path)
+    assert load_tokenizer_of(dummy, tmp_path).encode("the cat") == tokenizer.encode("the cat")
+    assert load_tokenizer_of(EngineConfig(skip_tokenizer_init=True), tmp_path) is None
+    other = EngineConfig(load_format="dummy", tokenizer=str(tmp_path))
+    assert load_tokenizer_of(other, tmp_path / "elsewhere") is not None

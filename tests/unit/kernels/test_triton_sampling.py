@@ -89,6 +89,24 @@ def test_a_row_chooses_alone_what_it_chooses_in_company():
         assert torch.equal(alone, together[one])
 
 
+def test_tiles_of_many_rows_choose_what_tiles_of_few_choose():
+    logits = torch.randn(20, 5000, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    logits[17, 4500], logits[18, [4097, 4999]] = torch.nan, 9.0
+    temperature, seeds, positions = (values.repeat(4) for values in parameters(5))
+    slots = torch.arange(20, device=DEVICE)
+    many = sampling.window_keys(logits, temperature, seeds, slots, positions)
+    tokens, poisoned = sampling.best_tokens(many)
+    for i in range(20):
+        one = slice(i, i + 1)
+        few = sampling.window_keys(
+            logits[one].clone(), temperature, seeds, slots[one], positions[one]
+        )
+        assert few.shape[1] > many.shape[1]
+        alone = sampling.best_tokens(few)
+        assert (alone[0], alone[1]) == (tokens[i], poisoned[i])
+    assert poisoned.nonzero().squeeze(1).tolist() == [17]
+
+
 def test_equal_values_give_the_lowest_id_across_tiles():
     logits = torch.full((4, 2100), -3.0, device=DEVICE)
     logits[0, [1030, 2099]] = 4.0

@@ -27,7 +27,9 @@ from sametoken.kernels.attention.arithmetic import (
     split_range,
     split_result,
 )
+from sametoken.kernels.attention.tiles import tile_queries, tile_rows
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
+from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
 #: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
 SPLIT = 128
@@ -164,6 +166,7 @@ def _launch(
         "SLIDING_WINDOW": sliding_window,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **overlapped(q),
     }
     if not config.spread:
         grid = (tiles, shape.num_kv_heads)
@@ -189,6 +192,7 @@ def _launch(
         SPLIT=config.split,
         SLIDING_WINDOW=sliding_window,
         num_warps=1,
+        **overlapped(q),
     )
 
 
@@ -216,9 +220,11 @@ def _walk_kernel(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    first, stop = _tile_rows(width, BLOCK_QUERIES // GROUP)
-    row, present, position, index, mask = _queries(
+    wait_for_earlier(OVERLAP)
+    first, stop = tile_rows(width, BLOCK_QUERIES // GROUP)
+    row, present, position, index, mask = tile_queries(
         positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES
     )
     dim = tl.arange(0, BLOCK_DIM)[:, None]
@@ -285,9 +291,11 @@ def _spread_kernel(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    first, stop = _tile_rows(width, BLOCK_QUERIES // GROUP)
-    _, _, position, index, mask = _queries(
+    wait_for_earlier(OVERLAP)
+    first, stop = tile_rows(width, BLOCK_QUERIES // GROUP)
+    _, _, position, index, mask = tile_queries(
         positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES
     )
     dim = tl.arange(0, BLOCK_DIM)[:, None]
@@ -315,40 +323,6 @@ def _spread_kernel(
         split = tl.where(finished, split + tl.num_programs(2), split)
 
 
-@triton.jit
-def _tile_rows(width, TILE_ROWS: tl.constexpr):
-    """First row of this program's query tile, and where the tile or its window ends."""
-    tiles_per_window = tl.cdiv(width, TILE_ROWS)
-    window_first = (tl.program_id(0) // tiles_per_window) * width
-    first = window_first + (tl.program_id(0) % tiles_per_window) * TILE_ROWS
-    return first, tl.minimum(first + TILE_ROWS, window_first + width)
-
-
-@triton.jit
-def _queries(
-    positions,
-    first,
-    stop,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr,
-):
-    """Rows x heads of one tile along one axis; absent ones repeat the first row, at -1.
-
-    Returns each query's row, whether it is present, its position, its index in
-    [num_rows * heads], and the mask of its elements [BLOCK_DIM, queries].
-    """
-    query = tl.arange(0, BLOCK_QUERIES)
-    row = first + query // GROUP
-    present = (row < stop) & (query < BLOCK_QUERIES // GROUP * GROUP)
-    row = tl.where(present, row, first)
-    position = tl.where(present, tl.load(positions + row), -1)
-    index = (row * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * GROUP + query % GROUP
-    mask = present[None, :] & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[:, None]
-    return row, present, position, index, mask
-
-
 @triton.jit(do_not_specialize=["max_splits"])
 def _merge_kernel(
     sums,  # [num_rows, heads, max_splits, HEAD_DIM] fp32
@@ -361,7 +335,9 @@ def _merge_kernel(
     BLOCK_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_earlier(OVERLAP)
     query = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     index = query + tl.arange(0, 1)
     dim = tl.arange(0, BLOCK_DIM)

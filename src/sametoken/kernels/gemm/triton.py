@@ -28,9 +28,6 @@ from sametoken.kernels.gemm.tuning import (
     TritonConfig,
 )
 
-#: Bytes of each weight row that an overlapped program asks for before its inputs exist.
-PREFETCH_BYTES = 8192
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeight:
@@ -157,7 +154,7 @@ def _triton_product(
         in_features,
         EPILOGUE=epilogue,
         OVERLAP=config.overlap,
-        PREFETCH_BYTES=min(PREFETCH_BYTES, in_features * x.element_size()) // 16 * 16,
+        PREFETCH_BYTES=min(config.prefetch_bytes, in_features * x.element_size()) // 16 * 16,
         EVEN_DEPTH=in_features % config.block_depth == 0,
         BLOCK_ROWS=config.block_rows,
         BLOCK_FEATURES=config.block_features,
@@ -245,9 +242,10 @@ def _tile(at, present, inside, EVEN_DEPTH: tl.constexpr):
 def _start_early(w_row, half, EPILOGUE: tl.constexpr, PREFETCH_BYTES: tl.constexpr):
     """Fetch weights while the kernel in front still computes the activations."""
     cuda.gdc_launch_dependents()
-    _prefetch(w_row, PREFETCH_BYTES)
-    if EPILOGUE == "silu_mul":
-        _prefetch(w_row + half, PREFETCH_BYTES)
+    if PREFETCH_BYTES:
+        _prefetch(w_row, PREFETCH_BYTES)
+        if EPILOGUE == "silu_mul":
+            _prefetch(w_row + half, PREFETCH_BYTES)
     cuda.gdc_wait()
 
 

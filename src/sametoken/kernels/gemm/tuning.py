@@ -47,8 +47,10 @@ class TritonConfig:
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
         tma: load tiles through tensor descriptors.
-        overlap: start before the kernel in front ends and prefetch weights meanwhile
-            (programmatic dependent launch, compute capability 9.0 and up).
+        overlap: start before the kernel in front ends (programmatic dependent launch,
+            compute capability 9.0 and up).
+        prefetch_bytes: with ``overlap``, how much of each weight row to ask into L2
+            meanwhile: a multiple of 16 or 0; more than a row has means all of it.
     """
 
     block_rows: int
@@ -58,6 +60,7 @@ class TritonConfig:
     num_stages: int
     tma: bool = False
     overlap: bool = False
+    prefetch_bytes: int = 8192
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,8 @@ def lookup(
         of the row's slot too. A row without a match has count 0.
     """
     assert token_ids.stride(1) == 1
+    assert slots.is_contiguous()
+    assert num_tokens.is_contiguous()
     batch, max_len = slots.shape[0], token_ids.shape[1]
     num_tiles = triton.cdiv(max_len, _BLOCK)
     ranks, draft_ids = slots.new_empty(batch, num_tiles), slots.new_empty(batch, k)

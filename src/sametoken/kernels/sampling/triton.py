@@ -15,11 +15,12 @@ from torch import Tensor
 
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
-# One tile size for every number of rows: the same compiled code computes all noise.
-_BLOCK = 1024
+# Many rows fill the chip with tiles that spend less on their reductions; few need more tiles.
+_BLOCK, _WIDE_BLOCK, _ROWS_OF_WIDE = 1024, 4096, 16
 
 _NAN_RANK = tl.constexpr(0x7FFFFFFF)
 _ID_MASK = tl.constexpr(0xFFFFFFFF)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -42,23 +43,46 @@ def philox_words(
 def gumbel_noise(
     words,  # uint32
 ):
-    """Standard Gumbel noise, fp32 and finite, from uniform 32-bit words."""
-    uniform = tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
+    """Standard Gumbel noise, fp32 and finite, from uniform 32-bit words.
+
+    Multiply-adds are explicit, so that every tile computes the same bits.
+    """
+    uniform = tl.fma(words.to(tl.float32), 2.0**-32, 2.0**-33)
+    uniform = tl.minimum(uniform, 1.0 - 2.0**-24)
     # -log(1 - u) loses the digits of a small u, which make the largest noise: a series there.
-    series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * 0.25)))
-    exponential = tl.where(uniform < 2.0**-6, series, -tl.log(1.0 - uniform))
-    return -tl.log(exponential)
+    series = tl.fma(uniform, 1.0 / 6.0, 0.2)
+    series = tl.fma(uniform, series, 0.25)
+    series = tl.fma(uniform, series, 1.0 / 3.0)
+    series = tl.fma(uniform, series, 0.5)
+    series = tl.fma(uniform * uniform, series, uniform)
+    exponential = tl.where(uniform < 2.0**-4, series, -_log(1.0 - uniform))
+    return -_log(exponential)
+
+
+@triton.jit
+def _log(x):
+    """By the special function unit: absolute error below 2e-7 near 1, relative elsewhere."""
+    if _INTERPRETED:
+        return tl.log(x)
+    log2 = tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return log2 * 0.6931471805599453
 
 
 @triton.jit
 def _best_of_tile(value, first_id, BLOCK: tl.constexpr):
     """The key of the best of [BLOCK] fp32 values; ids count from first_id."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    ids = tl.arange(0, BLOCK)
+    best = tl.max(value, axis=0)
+    index = tl.where(value >= best, ids, BLOCK - 1)
+    # NaN goes below all others, which also tells that there is one.
+    index = tl.min(tl.where(value != value, ids - BLOCK, index), axis=0)
+    bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    rank = tl.where(value != value, _NAN_RANK, rank)
-    best = tl.max(rank, axis=0)
-    index = tl.min(tl.where(rank == best, tl.arange(0, BLOCK), BLOCK), axis=0)
-    return (best.to(tl.int64) << 32) | (_ID_MASK - (first_id + index).to(tl.int64))
+    rank = tl.where(index < 0, _NAN_RANK, rank)
+    index = tl.where(index < 0, index + BLOCK, index)
+    return (rank.to(tl.int64) << 32) | (_ID_MASK - (first_id + index).to(tl.int64))
 
 
 @triton.jit
@@ -100,7 +124,8 @@ def _tile_keys_kernel(
         if divisor > 0.0:
             position = tl.load(positions + row) + POSITION_OFFSET
             words = philox_words(tl.load(seeds + owner), position, first_id, BLOCK)
-            value = value / divisor + gumbel_noise(words)
+            # Has the order of value / divisor + noise, without the division.
+            value = tl.fma(gumbel_noise(words), divisor, value)
     tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, first_id, BLOCK))
 
 
@@ -195,7 +220,8 @@ def _tile_keys(
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
-    num_tiles = triton.cdiv(vocab_size, _BLOCK)
+    block = _BLOCK if num_rows < _ROWS_OF_WIDE else _WIDE_BLOCK
+    num_tiles = triton.cdiv(vocab_size, block)
     keys = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=logits.device)
     if num_rows:
         _tile_keys_kernel[(num_rows * num_tiles,)](
@@ -208,7 +234,7 @@ def _tile_keys(
             POSITION_OFFSET=position_offset,
             VOCAB_SIZE=vocab_size,
             NUM_TILES=num_tiles,
-            BLOCK=_BLOCK,
+            BLOCK=block,
             num_warps=4,
             **overlapped(logits),
         )

@@ -17,7 +17,8 @@ def stage(sequences: Any, plan: Tensor) -> dict[str, Any]:
         sequences: the device's truth (``state.sequences.Sequences``).
         plan: [B, 4] int64 on the device: slot, num_query, draft_limit, samples of each row.
     """
-    slots, num_query, draft_limit, samples = plan.unbind(1)
+    # Kernels read the columns by address, so each must be contiguous.
+    slots, num_query, draft_limit, samples = plan.t().contiguous().unbind(0)
     samples = samples.bool()
     num_computed = sequences.num_computed[slots]
     num_drafts = torch.minimum(sequences.num_drafts[slots], draft_limit) * samples

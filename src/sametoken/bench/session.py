@@ -1,0 +1,152 @@
+"""An engine set up to be measured, and the machine it runs on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sametoken.bench.measure import measure
+from sametoken.bench.report import Summary, summarise
+from sametoken.bench.roofline import Bandwidth, Traffic, read_bandwidth, step_traffic
+from sametoken.bench.workload import RequestSource, Workload, read_prompts
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.engine.core import EngineCore
+from sametoken.engine.resolve import ResolvedConfig, resolve_device
+from sametoken.engine.tokenizer import load_tokenizer_of
+from sametoken.errors import ConfigError
+
+_WARMUP_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One engine, measured at one concurrency after the other.
+
+    Attributes:
+        workload: what is asked, prompts of a file included.
+        bandwidth: of the device's memory, measured before the engine took its share.
+        traffic: what a decode step must read.
+    """
+
+    workload: Workload
+    bandwidth: Bandwidth
+    traffic: Traffic
+    _engine: EngineCore
+    _source: RequestSource
+
+    @classmethod
+    def open(
+        cls,
+        config: EngineConfig,
+        workload: Workload,
+        *,
+        prompts: Path | None = None,
+        announce: Callable[[str], None] = lambda text: None,
+        bandwidth_bytes: int | None = None,
+    ) -> Session:
+        """Measure the memory, then load the engine.
+
+        Args:
+            config: the engine's options.
+            workload: what will be asked.
+            prompts: a file for ``read_prompts``, in place of random prompts.
+            announce: told in a line of whatever takes long or lowers the numbers.
+            bandwidth_bytes: as in ``read_bandwidth``.
+
+        Raises:
+            ConfigError: the workload does not fit the engine, or as ``build_engine``.
+            CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
+        """
+        most = max(workload.concurrency)
+        if most > config.max_num_seqs:
+            raise ConfigError(
+                f"concurrency {most} is above max_num_seqs={config.max_num_seqs}",
+                "raise max_num_seqs",
+            )
+        announce("measuring the memory's speed")
+        bandwidth = read_bandwidth(resolve_device(config), bandwidth_bytes)
+        announce(f"loading {config.model}")
+        engine = build_engine(config, announce)
+        if prompts is not None:
+            workload = replace(workload, prompts=_read(prompts, engine.resolved))
+        _require_fit(workload, engine.resolved, announce)
+        return cls(
+            workload=workload,
+            bandwidth=bandwidth,
+            traffic=step_traffic(engine.resolved),
+            _engine=engine,
+            _source=RequestSource(workload, engine.resolved.model.vocab_size),
+        )
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """The engine's settings."""
+        return self._engine.resolved
+
+    def run(
+        self,
+        concurrency: int,
+        sizes: Sequence[int],
+        *,
+        warmup: int = 1,
+        advance: Callable[[], None] = lambda: None,
+    ) -> Summary:
+        """Measure at one concurrency.
+
+        Args:
+            concurrency: requests at once.
+            sizes: requests of each run, one run after the other.
+            warmup: batches with short outputs that run before and are not counted.
+            advance: called whenever a measured request is done.
+
+        Raises:
+            NumericalError, EngineDeadError: as ``measure``.
+        """
+        short = min(_WARMUP_TOKENS, self.workload.output_len)
+        for _ in range(warmup):
+            measure(self._engine, self._source.take(concurrency, short), concurrency)
+        runs = [
+            measure(self._engine, self._source.take(size), concurrency, advance=advance)
+            for size in sizes
+        ]
+        return summarise(concurrency, runs, self.traffic, self.bandwidth)
+
+
+def _read(path: Path, resolved: ResolvedConfig) -> tuple[tuple[int, ...], ...]:
+    tokenizer = functools.cache(lambda: load_tokenizer_of(resolved.config, resolved.model_path))
+
+    def encode(text: str) -> tuple[int, ...]:
+        loaded = tokenizer()
+        if loaded is None:
+            raise ConfigError(f"{path} holds text, and there is no tokenizer", "give token ids")
+        return loaded.encode(text)
+
+    prompts = read_prompts(path, encode)
+    highest = max(map(max, prompts))
+    if highest >= resolved.model.vocab_size:
+        raise ConfigError(
+            f"{path} holds token id {highest}, which is not in the vocabulary",
+            f"use ids from 0 to {resolved.model.vocab_size - 1}",
+        )
+    return prompts
+
+
+def _require_fit(
+    workload: Workload, resolved: ResolvedConfig, announce: Callable[[str], None]
+) -> None:
+    if workload.longest > resolved.max_model_len:
+        raise ConfigError(
+            f"requests of {workload.longest} tokens are longer than "
+            f"max_model_len={resolved.max_model_len}",
+            "shorten input or output, or raise max_model_len",
+        )
+    room = resolved.num_kv_blocks * resolved.config.block_size
+    needed = max(workload.concurrency) * workload.longest
+    if needed > room:
+        announce(
+            f"KV memory holds {room} of {needed} tokens: not all requests will run at once; "
+            "raise kv_cache_memory_bytes"
+        )

@@ -1,0 +1,229 @@
+"""``sametoken bench``: how fast the engine is, and how near that is to the memory's speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sametoken.bench.workload import PRESETS, Workload
+from sametoken.cli.options import engine_options, with_options
+from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sametoken.bench.report import Summary
+    from sametoken.bench.session import Session
+
+Model = Annotated[str, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+_SHOWN_POSITIONS = 8
+
+bench = typer.Typer(help="Measure the engine offline.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def _asked(
+    *,
+    input_len: Annotated[
+        int | None, typer.Option(help="random prompt tokens per request [default: 512]")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(help="tokens per answer; nothing ends it earlier [default: 128]")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="requests at once, as in 1,8,64 [default: 1]")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token [default: 0]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="of prompts and sampling [default: 0]")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"other defaults, by name: {', '.join(PRESETS)}")
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help="file of prompts: a JSON text or list of token ids a line")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="short batches before each measurement")] = 1,
+) -> None:
+    """The options that describe what is asked; both commands have them."""
+
+
+_ASKED = list(inspect.signature(_asked, eval_str=True).parameters.values())
+# A repeated prompt would skip its prefill.
+_ENGINE = engine_options(enable_prefix_caching=False)
+
+
+@bench.command()
+@with_options(_ASKED, _ENGINE)
+def latency(
+    model: Model = DEFAULT_MODEL,
+    num_iters: Annotated[int, typer.Option(min=1, help="batches to measure")] = 3,
+    json_output: AsJson = False,
+    **options: Any,
+) -> None:
+    """Run one batch of requests that start together, several times."""
+    _bench(f"latency, {num_iters} batches", model, options, json_output, lambda c: [c] * num_iters)
+
+
+@bench.command()
+@with_options(_ASKED, _ENGINE)
+def throughput(
+    model: Model = DEFAULT_MODEL,
+    num_prompts: Annotated[int, typer.Option(min=1, help="requests to measure")] = 100,
+    json_output: AsJson = False,
+    **options: Any,
+) -> None:
+    """Run a stream of requests: when one is done, the next begins."""
+    title = f"throughput, {num_prompts} requests"
+    _bench(title, model, options, json_output, lambda c: [num_prompts])
+
+
+def _bench(
+    title: str,
+    model: str,
+    options: dict[str, Any],
+    json_output: bool,
+    sizes: Callable[[int], Sequence[int]],
+) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sametoken.bench.session import Session
+
+    asked = {parameter.name: options.pop(parameter.name) for parameter in _ASKED}
+    workload = _workload(asked, options)
+    prompts = Path(asked["prompts"]) if asked["prompts"] else None
+    status = Console(stderr=True, highlight=False, soft_wrap=True)
+    config = EngineConfig.from_options(model=model, **options)
+    session = Session.open(config, workload, prompts=prompts, announce=status.print)
+    total = sum(sum(sizes(concurrency)) for concurrency in workload.concurrency)
+    with Progress(console=status) as progress:
+        task = progress.add_task("requests", total=total)
+        summaries = [
+            session.run(
+                concurrency,
+                sizes(concurrency),
+                warmup=asked["warmup"],
+                advance=lambda: progress.advance(task),
+            )
+            for concurrency in workload.concurrency
+        ]
+    if json_output:
+        typer.echo(json.dumps(_as_json(title, asked, session, summaries)))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _heading(title, session):
+        console.print(line, markup=False)
+    console.print(_table(summaries))
+
+
+def _workload(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Workload:
+    """The workload that the options describe, over its preset's or the usual defaults.
+
+    Raises:
+        ConfigError: an option is unknown, impossible, or contradicts the preset.
+    """
+    preset = asked["preset"]
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"preset {preset!r} is not known", f"use one of {tuple(PRESETS)}")
+    if preset is not None and options["enable_prefix_caching"]:
+        raise ConfigError(f"preset {preset!r} has no prefix cache", "leave prefix caching out")
+    given = {
+        name: asked[name]
+        for name in ("input_len", "output_len", "concurrency", "temperature", "seed")
+        if asked[name] is not None
+    }
+    if "concurrency" in given:
+        try:
+            given["concurrency"] = tuple(int(part) for part in given["concurrency"].split(","))
+        except ValueError as error:
+            raise ConfigError(
+                f"concurrency={given['concurrency']!r} is not a list of numbers", "give 1,8,64"
+            ) from error
+    return dataclasses.replace(PRESETS[preset] if preset else Workload(), **given)
+
+
+def _as_json(
+    title: str, asked: Mapping[str, Any], session: Session, summaries: Sequence[Summary]
+) -> dict[str, Any]:
+    from sametoken.bench.report import environment, settings
+
+    workload = dataclasses.asdict(session.workload) | {"prompts": len(session.workload.prompts)}
+    return {
+        "benchmark": title,
+        "synthetic": list(session.resolved.config.synthetic),
+        "workload": workload | {name: asked[name] for name in ("preset", "warmup")},
+        "settings": settings(session.resolved),
+        "environment": environment(session.resolved.device),
+        "bandwidth": dataclasses.asdict(session.bandwidth),
+        "traffic": dataclasses.asdict(session.traffic),
+        "results": [dataclasses.asdict(summary) for summary in summaries],
+    }
+
+
+def _heading(title: str, session: Session) -> list[str]:
+    resolved, workload = session.resolved, session.workload
+    prompts = f"{len(workload.prompts)} prompts" if workload.prompts else f"{workload.input_len} in"
+    speculative = resolved.config.speculative_config
+    drafts = "no speculation"
+    if speculative is not None:
+        drafts = f"{speculative.method}, {speculative.num_speculative_tokens} drafts"
+    lines = [
+        f"{title}: {prompts}, {workload.output_len} out, temperature {workload.temperature:g}",
+        f"{resolved.model_path}, {str(resolved.dtype).removeprefix('torch.')} on {resolved.device} "
+        f"by {resolved.kernels}, {drafts}",
+        f"memory is read at {session.bandwidth.bytes_per_second / 1e9:.1f} GB/s "
+        f"({session.bandwidth.method})",
+    ]
+    if resolved.config.synthetic:
+        made_up = ", ".join(resolved.config.synthetic).upper()
+        lines.append(f"{made_up}: only times mean anything")
+    return lines
+
+
+def _table(summaries: Sequence[Summary]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("requests at once")
+    for summary in summaries:
+        table.add_column(str(summary.concurrency), justify="right")
+    rows: dict[str, Callable[[Summary], str]] = {
+        "tokens/s": lambda s: _number(s.tokens_per_second, 1),
+        "tokens/s, best run": lambda s: _number(s.best_tokens_per_second, 1),
+        "tokens/s, decode steps alone": lambda s: _number(s.decode_tokens_per_second, 1),
+        "first token, median ms": lambda s: _number(s.ttft_median, 1),
+        "first token, p99 ms": lambda s: _number(s.ttft_p99, 1),
+        "per later token, mean ms": lambda s: _number(s.tpot_mean, 3),
+        "decode step, median ms": lambda s: _number(s.step_median, 3),
+        "decode step, p99 ms": lambda s: _number(s.step_p99, 3),
+        "least possible, ms": lambda s: _number(s.floor, 3),
+        "reached": lambda s: _per_cent(s.floor_fraction),
+        "tokens per request and step": lambda s: _number(s.tokens_per_step, 2),
+        "acceptance length": lambda s: _number(s.acceptance_length, 2),
+        "acceptance per position": lambda s: _positions(s.acceptance_per_position),
+    }
+    for name, cell in rows.items():
+        table.add_row(name, *(cell(summary) for summary in summaries))
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _per_cent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _positions(rates: Sequence[float]) -> str:
+    shown = " ".join(f"{100 * rate:.0f}" for rate in rates[:_SHOWN_POSITIONS])
+    more = " .." if len(rates) > _SHOWN_POSITIONS else ""
+    return f"{shown}{more}%" if rates else "-"

@@ -1,0 +1,1 @@
+"""Synthetic acceptance: how many drafts are accepted, drawn by seed and position."""

@@ -1,0 +1,73 @@
+"""Sessions: what does not fit is refused before anything is measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.checkpoints import LLAMA
+from sametoken.bench.session import Session
+from sametoken.bench.workload import Workload
+from sametoken.config import EngineConfig
+from sametoken.errors import ConfigError
+
+SMALL = 1 << 20
+
+
+@pytest.fixture
+def target(tmp_path):
+    directory = tmp_path / "target"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    return str(directory)
+
+
+def open_session(target, workload, **options):
+    kinds = ("prompts", "announce")
+    own = {name: options.pop(name) for name in kinds if name in options}
+    config = EngineConfig.from_options(model=target, load_format="dummy", **options)
+    return Session.open(config, workload, bandwidth_bytes=SMALL, **own)
+
+
+def test_sizes_and_warm_up_are_as_asked(target):
+    workload = Workload(input_len=8, output_len=6, concurrency=(2,))
+    session = open_session(target, workload)
+    done = []
+    summary = session.run(2, [2, 3], warmup=2, advance=lambda: done.append(1))
+    assert (summary.num_requests, summary.num_tokens, len(done)) == (5, 30, 5)
+    assert summary.floor_fraction > 0
+    assert session.run(1, [1], warmup=0).num_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("workload", "cause"),
+    [
+        (Workload(input_len=8, output_len=8, concurrency=(1, 5)), "above max_num_seqs=4"),
+        (Workload(input_len=60, output_len=8), "longer than max_model_len=64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(target, workload, cause):
+    with pytest.raises(ConfigError, match=cause):
+        open_session(target, workload, max_num_seqs=4)
+
+
+def test_little_kv_memory_is_told(target):
+    told = []
+    workload = Workload(input_len=40, output_len=8, concurrency=(4,))
+    options = {"num_kv_blocks": 4, "max_num_seqs": 4, "announce": told.append}
+    session = open_session(target, workload, **options)
+    assert any("not all requests will run at once" in line for line in told)
+    assert session.run(4, [4]).num_tokens == 32
+
+
+def test_prompts_of_a_file(target, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("[1, 2, 3]\n[4, 5]")
+    session = open_session(target, Workload(output_len=4), prompts=path)
+    assert session.workload.prompts == ((1, 2, 3), (4, 5))
+    assert session.run(1, [3]).num_tokens == 12
+    for text, cause in (("[23]", "token id 23"), ('"a text"', "no tokenizer")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=cause):
+            open_session(target, Workload(output_len=4), prompts=path)

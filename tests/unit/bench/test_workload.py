@@ -1,0 +1,78 @@
+"""What is asked: random or given prompts, run to their full length."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sametoken.bench.workload import PRESETS, RequestSource, Workload, read_prompts
+from sametoken.errors import ConfigError
+
+VOCAB = 5000
+
+
+def test_random_requests_differ_and_come_again_with_the_seed():
+    workload = Workload(input_len=20, output_len=7, seed=3, temperature=0.5)
+    first, again = (RequestSource(workload, VOCAB).take(4) for _ in range(2))
+    assert first == again
+    assert RequestSource(Workload(input_len=20, seed=4), VOCAB).take(4)[0] != first[0]
+    for what in ("request_id", "prompt_token_ids"):
+        assert len({getattr(request, what) for request in first}) == 4
+    assert len({request.params.seed for request in first}) == 4
+
+
+def test_requests_end_by_length_alone():
+    (request,) = RequestSource(Workload(input_len=20, output_len=7), VOCAB).take(1)
+    assert len(request.prompt_token_ids) == 20
+    assert request.max_total_tokens == 27
+    assert request.stop_token_ids == ()
+    (short,) = RequestSource(Workload(input_len=20, output_len=7), VOCAB).take(1, 3)
+    assert short.max_total_tokens == 23
+
+
+@pytest.mark.parametrize(("vocab", "low", "high"), [(VOCAB, 1000, 4000), (50, 0, 50)])
+def test_special_tokens_at_the_ends_of_a_large_vocabulary_are_left_out(vocab, low, high):
+    (request,) = RequestSource(Workload(input_len=4000), vocab).take(1)
+    ids = request.prompt_token_ids
+    assert low <= min(ids) < low + 50
+    assert high - 50 <= max(ids) < high
+
+
+def test_given_prompts_are_used_in_turn():
+    workload = Workload(prompts=((1, 2), (3,)), output_len=4)
+    requests = RequestSource(workload, VOCAB).take(3)
+    assert [r.prompt_token_ids for r in requests] == [(1, 2), (3,), (1, 2)]
+    assert workload.longest == 6
+
+
+def test_the_peer_preset_is_what_peers_were_measured_with():
+    peer = PRESETS["peer"]
+    assert (peer.input_len, peer.output_len, peer.temperature) == (512, 256, 0.0)
+    assert peer.concurrency == (1, 8, 64)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"input_len": 0}, {"output_len": 0}, {"concurrency": ()}, {"concurrency": (1, 0)}]
+)
+def test_impossible_numbers_are_refused(changes):
+    with pytest.raises(ConfigError, match="is not possible"):
+        Workload(**changes)
+
+
+def test_prompts_come_as_texts_ids_and_objects(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = ["ab", [1, 2], {"prompt": "b"}, {"prompt_token_ids": [7]}]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    prompts = read_prompts(path, lambda text: [ord(letter) for letter in text])
+    assert prompts == ((97, 98), (1, 2), (98,), (7,))
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", "[]", "[-1]", "[true]", '{"text": "a"}', '""'])
+def test_files_of_anything_else_are_refused(tmp_path, text):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl"):
+        read_prompts(path, lambda text: [])
+    with pytest.raises(ConfigError, match="nowhere"):
+        read_prompts(tmp_path / "nowhere", lambda text: [])

@@ -1,0 +1,121 @@
+"""``sametoken bench``: options, presets, one JSON object, and what is made up said aloud."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.checkpoints import LLAMA
+from sametoken.bench import session as session_module
+from sametoken.bench.roofline import Bandwidth
+from sametoken.cli.bench import _workload
+from sametoken.cli.main import app
+from sametoken.errors import ConfigError
+
+SMALL = ("--input-len", "8", "--output-len", "6", "--load-format", "dummy")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+SYNTHETIC = NGRAM | {
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.8, 0.64],
+}
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    """A config without weights, on a machine whose memory is measured at once."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(
+        session_module, "read_bandwidth", lambda device, size: Bandwidth(1e9, "a guess")
+    )
+    return str(tmp_path)
+
+
+def run(command, *arguments):
+    return CliRunner().invoke(app, ["bench", command, *arguments])
+
+
+def asked(**given):
+    names = ("input_len", "output_len", "concurrency", "temperature", "seed", "preset")
+    return dict.fromkeys(names) | given
+
+
+def test_latency_prints_a_table_for_every_concurrency(target):
+    result = run("latency", target, *SMALL, "--concurrency", "1,3", "--num-iters", "2")
+    assert result.exit_code == 0, result.output
+    assert "DUMMY WEIGHTS: only times mean anything" in result.stdout
+    assert "latency, 2 batches: 8 in, 6 out, temperature 0" in result.stdout
+    (heading,) = [line for line in result.stdout.splitlines() if "requests at once" in line]
+    assert heading.replace("┃", " ").split()[-2:] == ["1", "3"]
+    for row in ("decode step, median ms", "first token, p99 ms", "reached", "acceptance length"):
+        assert row in result.stdout
+    assert "SYNTHETIC" not in result.stdout
+    assert "loading" in result.stderr
+
+
+def test_throughput_is_one_json_object(target):
+    arguments = ("--num-prompts", "5", "--concurrency", "2", "--seed", "3", "--json")
+    result = run(
+        "throughput", target, *SMALL, *arguments, "--speculative-config", json.dumps(NGRAM)
+    )
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout)
+    assert value["synthetic"] == ["dummy weights"]
+    (numbers,) = value["results"]
+    assert (numbers["concurrency"], numbers["num_requests"], numbers["num_tokens"]) == (2, 5, 30)
+    assert value["workload"]["seed"] == 3
+    assert value["settings"]["asked"]["speculative_config"]["num_speculative_tokens"] == 2
+    assert value["settings"]["asked"]["enable_prefix_caching"] is False
+    assert value["environment"]["date"]
+    assert value["bandwidth"] == {"bytes_per_second": 1e9, "method": "a guess"}
+
+
+def test_synthetic_acceptance_is_said_wherever_results_are(target):
+    arguments = (*SMALL, "--num-iters", "1", "--speculative-config", json.dumps(SYNTHETIC))
+    shown = run("latency", target, *arguments).stdout
+    assert "DUMMY WEIGHTS, SYNTHETIC ACCEPTANCE: only times mean anything" in shown
+    value = json.loads(run("latency", target, *arguments, "--json").stdout)
+    assert value["synthetic"] == ["dummy weights", "synthetic acceptance"]
+
+
+def test_a_preset_gives_defaults_that_options_override():
+    options = {"enable_prefix_caching": False}
+    peer = _workload(asked(preset="peer"), options)
+    assert (peer.input_len, peer.output_len, peer.concurrency) == (512, 256, (1, 8, 64))
+    changed = _workload(asked(preset="peer", concurrency="4", seed=7), options)
+    assert (changed.input_len, changed.concurrency, changed.seed) == (512, (4,), 7)
+    assert _workload(asked(temperature=0.7), options).temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("given", "caching", "cause"),
+    [
+        ({"preset": "pier"}, False, "'pier' is not known"),
+        ({"preset": "peer"}, True, "no prefix cache"),
+        ({"concurrency": "1;2"}, False, "not a list of numbers"),
+        ({"concurrency": "0"}, False, "concurrency=0"),
+    ],
+)
+def test_what_makes_no_workload_is_refused(given, caching, cause):
+    with pytest.raises(ConfigError, match=cause):
+        _workload(asked(**given), {"enable_prefix_caching": caching})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("latency", "--num-iters", "0"),
+        ("throughput", "--num-prompts", "0"),
+        ("latency", "--num-prompts", "3"),
+        ("latency", "nowhere-at-all"),
+        ("throughput", "--warmup", "-1"),
+    ],
+)
+def test_wrong_use_exits_with_2(arguments, monkeypatch):
+    monkeypatch.setattr(
+        session_module, "read_bandwidth", lambda device, size: Bandwidth(1e9, "a guess")
+    )
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""

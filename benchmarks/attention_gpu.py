@@ -178,10 +178,10 @@ def check_bits(context: int) -> None:
 
 def time_decode(quick: bool) -> None:
     print("| case | spread, us | walk, us |\n|---|---|---|")
-    for context, batch in itertools.product((530, 4096), (1, 8, 64)):
+    for context, batch in itertools.product((530, 4096), (1, 8, 32, 64)):
         scene = Scene(batch, context)
         kv_bytes = batch * context * SHAPE.kv_size * 2 * 2
-        for window in (1, 4, 6):
+        for window in (1, 6) if batch == 32 else (1, 4, 6):
             measured = {
                 config: measure(scene, window, False, config, context)
                 for config in decode_configs(window, quick)

@@ -36,7 +36,7 @@ from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.keyed import KeyedVerifier
+from sametoken.verification.synthetic import make_verifier
 
 # A CPU computes a step on the cores that plan the next one: running ahead gains nothing.
 STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
@@ -92,7 +92,7 @@ def build_engine(
         sequences=sequences,
         model=loaded.target,
         kv=kv,
-        verifier=KeyedVerifier(loaded.kernels, sequences, table),
+        verifier=make_verifier(config.speculative_config, loaded.kernels, sequences, table),
         drafter=drafter,
         launcher=EagerLauncher(),
         swap=SwapStore((kv, *drafter.kv_caches)),
@@ -128,7 +128,9 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         aux_layers=required_aux_layers(spec, architecture),
         load_format=config.load_format,
     )
-    placement = Placement(kernels, dtype, device, max_len, max_len + num_drafts + 1)
+    placement = Placement(
+        kernels, dtype, device, max_len, max_len + num_drafts + 1, config.draft_load_format
+    )
     drafter = load_drafter(spec, target, placement)
     specs = (target.kv_spec, *((drafter.kv_spec,) if drafter.kv_spec else ()))
     budget = resolve_kv_bytes(config, device)

@@ -9,9 +9,12 @@ from sametoken.kernels.interface import Kernels
 from sametoken.kernels.triton import TritonKernels
 from sametoken.runner.graphed import GraphedRunner
 from sametoken.runner.graphs import StepGraphs
-from sametoken.runner.padded import PaddedStep
+from sametoken.runner.padded import PaddedJudge, PaddedStep
 from sametoken.runner.step import Runner, StepRunner
+from sametoken.runner.synthetic import SyntheticJudge
+from sametoken.state.padded import judge_and_commit
 from sametoken.state.sampling import SamplingTable
+from sametoken.verification.synthetic import conditional_rates
 
 SMALLEST_CHUNK = 64
 
@@ -42,7 +45,9 @@ def graphed(
     reports = kernels.prove(sorted(row_counts))
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")
-    step = PaddedStep(eager.sequences, eager.model, eager.kv, table, eager.drafter)
+    step = PaddedStep(
+        eager.sequences, eager.model, eager.kv, table, eager.drafter, _judge(resolved, table)
+    )
     graphs = StepGraphs(step, windows, chunks)
     report = graphs.capture_all()
     announce(
@@ -50,6 +55,13 @@ def graphed(
         f"{report.num_bytes / 2**20:.0f} MiB"
     )
     return GraphedRunner(eager, graphs)
+
+
+def _judge(resolved: ResolvedConfig, table: SamplingTable) -> PaddedJudge:
+    speculative = resolved.config.speculative_config
+    if speculative is None or speculative.synthetic_rates is None:
+        return judge_and_commit
+    return SyntheticJudge(conditional_rates(speculative.synthetic_rates, resolved.device), table)
 
 
 def window_buckets(max_num_seqs: int) -> tuple[int, ...]:

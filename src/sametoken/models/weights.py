@@ -35,7 +35,7 @@ class TensorSource(Protocol):
         ...
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """The tensor in order, as CPU tensors of whole rows and of any floating dtype.
+        """The tensor in order, as tensors of whole rows, of any floating dtype, on any device.
 
         Raises:
             CheckpointError: the data cannot be read.

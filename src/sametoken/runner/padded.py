@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from sametoken.models.base import CausalLM
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.padded import (
     FixedLayout,
+    Judgement,
     PaddedInputs,
+    PaddedLengths,
     judge_and_commit,
     publish,
     stage_chunks,
@@ -25,6 +28,16 @@ from sametoken.state.sequences import Sequences
 
 #: Rows of the plan as it is uploaded: slot, draft_limit or num_query, live or samples, step_id.
 PLAN_FIELDS = 4
+
+
+class PaddedJudge(Protocol):
+    """Judges windows and makes accepted tokens true; ``kernels.commit.judge_and_commit``."""
+
+    def __call__(
+        self, sequences: Sequences, keys: Tensor, x: PaddedInputs, rows_per_window: int, /
+    ) -> tuple[Judgement, PaddedLengths]:
+        """The verdict on [B * W, tiles] keys, and the lengths after its commit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,7 @@ class PaddedStep:
     kv: KVCache
     table: SamplingTable
     drafter: Drafter
+    judge: PaddedJudge = judge_and_commit
 
     def windows(self, plan: Tensor) -> Tensor:
         """A window of every decoding slot of the plan."""
@@ -67,7 +81,7 @@ class PaddedStep:
             x.rows.slots.index_select(0, judged),
             x.rows.positions.index_select(0, judged),
         )
-        verdict, lengths = judge_and_commit(self.sequences, keys, x, window)
+        verdict, lengths = self.judge(self.sequences, keys, x, window)
         counts = (step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned.long())
         outcome = torch.cat((torch.stack(counts, dim=1), verdict.tokens), dim=1)
         batch = x.slots.shape[0]

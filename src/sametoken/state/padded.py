@@ -11,7 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.kernels.commit.triton import Judgement, judge_and_commit, publish
+from sametoken.kernels.commit.triton import (
+    Judgement,
+    PaddedLengths,
+    commit,
+    judge,
+    judge_and_commit,
+    publish,
+)
 from sametoken.kernels.stage.triton import PaddedInputs, stage_chunks, stage_windows
 from sametoken.state.inputs import StepInputs
 
@@ -19,6 +26,9 @@ __all__ = [
     "FixedLayout",
     "Judgement",
     "PaddedInputs",
+    "PaddedLengths",
+    "commit",
+    "judge",
     "judge_and_commit",
     "publish",
     "stage_chunks",

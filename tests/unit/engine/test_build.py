@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_safeailab
+from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_safeailab
 from helpers.harness import request, run
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -134,3 +136,20 @@ def test_the_user_is_told_what_is_fetched(target):
     told = []
     build_engine(EngineConfig.from_options(model=str(target), **SIZES), told.append)
     assert told == []
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_dummy_weights_and_synthetic_acceptance_reach_the_engine(tmp_path, steps):
+    """From two config.json alone; the whole window of a rate 1 draft is emitted, then none."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "head").mkdir()
+    head = LLAMA | {"num_hidden_layers": 1, "draft_vocab_size": 9}
+    (tmp_path / "head" / "config.json").write_text(json.dumps(head))
+    spec = speculative("eagle3", 3, tmp_path / "head")["speculative_config"]
+    spec |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1, 1, 0]}
+    core = build(tmp_path, load_format="dummy", speculative_config=spec, steps_in_flight=steps)
+    core.add_request(request("a", (1, 2, 3, 4), max_tokens=20))
+    windows = []
+    while len(windows) < 5:
+        windows += [(u.num_accepted, len(u.token_ids)) for u in core.step() if u.num_drafts]
+    assert windows == [(2, 3)] * 5

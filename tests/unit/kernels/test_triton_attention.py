@@ -220,6 +220,8 @@ def test_chosen_form_follows_the_shapes_alone():
         assert choose(8 * window, shape, window, 4096, bf16).spread
         assert not choose(64 * window, shape, window, 4096, bf16).spread
     assert choose(4, AttentionShape(48, 1, 64), 4, 64, bf16).block_queries >= 48
+    assert choose(128, shape, 4, 4096, bf16).spread
+    assert not choose(128, shape, 4, 40960, bf16).spread
 
 
 def test_impossible_launches_are_refused():

@@ -37,6 +37,9 @@ SPLIT = 128
 #: Programs that keep the chip busy, two per multiprocessor; from there on rows walk.
 BUSY_PROGRAMS = 264
 
+#: Bytes of partial results that a launch may need at most; beyond, rows walk.
+MAX_PARTIAL_BYTES = 1 << 29
+
 LOG2_E = 1.4426950408889634
 
 
@@ -122,7 +125,9 @@ def choose(
     queries = max(16, triton.next_power_of_2(group), queries)
     tiles = num_rows // width * triton.cdiv(width, queries // group)
     busy = tiles * shape.num_kv_heads >= BUSY_PROGRAMS
-    spread = window is not None and not busy and max_seq_len > SPLIT
+    partial_bytes = 4 * num_rows * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
+    fits = partial_bytes <= MAX_PARTIAL_BYTES
+    spread = window is not None and not busy and max_seq_len > SPLIT and fits
     return AttentionConfig(spread, queries, 4, num_stages=5 if shape.head_dim <= 128 else 3)
 
 

@@ -1,0 +1,177 @@
+"""A decode step of Qwen3-8B's shape with random weights, each launch of it replaceable."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass
+
+import torch
+from gemm_gpu import normal
+
+from sametoken.kernels.attention.triton import AttentionConfig, attention
+from sametoken.kernels.commit.triton import judge
+from sametoken.kernels.embedding.triton import embedding
+from sametoken.kernels.gemm.triton import product
+from sametoken.kernels.gemm.tuning import GemmConfig, GemmShape
+from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
+from sametoken.kernels.sampling.triton import window_keys
+from sametoken.kernels.stage.triton import stage_windows
+from sametoken.state.sequences import Sequences
+
+SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
+ROLES = {
+    "qkv": GemmShape(6144, 4096),
+    "o": GemmShape(4096, 4096),
+    "gate_up": GemmShape(24576, 4096, "silu_mul"),
+    "down": GemmShape(4096, 12288),
+    "head": GemmShape(151936, 4096, "logits"),
+}
+HIDDEN, VOCABULARY, LAYERS = 4096, 151936, 36
+CONTEXT, BLOCK_SIZE, MAX_LEN, EPS = 530, 16, 2048, 1e-6
+REPLAYS = 7
+
+Choice = GemmConfig | AttentionConfig
+Choices = dict[str, Choice]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights: roles, norms, and the norms of q and k."""
+
+    matrices: dict[str, torch.Tensor]
+    norms: tuple[torch.Tensor, torch.Tensor]
+    qk_norm: QKNorm
+
+
+def random_layers() -> list[Layer]:
+    layers = []
+    for _ in range(LAYERS):
+        matrices = {
+            role: normal(shape.out_features, shape.in_features).mul_(shape.in_features**-0.5)
+            for role, shape in ROLES.items()
+            if role != "head"
+        }
+        norms = (1 + 0.1 * normal(HIDDEN), 1 + 0.1 * normal(HIDDEN))
+        ones = (1 + 0.1 * normal(SHAPE.head_dim), 1 + 0.1 * normal(SHAPE.head_dim))
+        layers.append(Layer(matrices, norms, QKNorm(*ones, EPS)))
+    return layers
+
+
+class Chain:
+    """A decode step of ``batch`` windows, each choice of it replaceable."""
+
+    def __init__(self, layers: list[Layer], head: torch.Tensor, batch: int, window: int) -> None:
+        self.layers, self.head, self.batch, self.window = layers, head, batch, window
+        device = torch.device("cuda")
+        max_blocks = -(-(CONTEXT + window) // BLOCK_SIZE)
+        num_blocks = batch * max_blocks + 1
+        self.sequences = Sequences.allocate(
+            max_num_seqs=batch,
+            max_len=MAX_LEN,
+            num_drafts=window - 1,
+            block_size=BLOCK_SIZE,
+            reserved_block=num_blocks - 1,
+            device=device,
+        )
+        self.sequences.token_ids.random_(0, VOCABULARY)
+        self.sequences.draft_ids.random_(0, VOCABULARY)
+        self.sequences.num_tokens[:batch] = CONTEXT
+        self.sequences.num_computed[:batch] = CONTEXT - 1
+        self.sequences.num_drafts[:batch] = window - 1
+        blocks = torch.randperm(num_blocks - 1, device=device).view(batch, max_blocks)
+        self.sequences.block_table[:batch, :max_blocks] = blocks
+        self.slots = torch.arange(batch, device=device)
+        self.limit = torch.full_like(self.slots, window - 1)
+        self.live = self.slots >= 0
+        size = (2, num_blocks, SHAPE.num_kv_heads, BLOCK_SIZE, SHAPE.head_dim)
+        memories = [normal(*size) for _ in layers]
+        self.kvs = [LayerKV(memory[0], memory[1]) for memory in memories]
+        angles = torch.randn(MAX_LEN, SHAPE.head_dim // 2, device=device)
+        self.rotary = RotaryTable(angles.cos(), angles.sin())
+        self.temperature = torch.zeros(batch + 1, device=device)
+        self.seeds = torch.arange(batch + 1, device=device)
+        self.staged = self.stage()
+        # What stands in for a kernel that is left out.
+        rows = self.rows
+        self.blank = {
+            "qkv": normal(rows, SHAPE.q_size + 2 * SHAPE.kv_size),
+            "o": normal(rows, HIDDEN),
+            "gate_up": normal(rows, 12288),
+            "down": normal(rows, HIDDEN),
+            "head": torch.randn(rows, VOCABULARY, device=device),
+            "embedding": normal(rows, HIDDEN),
+            "rope_and_cache": normal(rows, SHAPE.num_heads, SHAPE.head_dim),
+            "attention": normal(rows, SHAPE.q_size),
+        }
+        self.keys = self.keys_of(self.blank["head"])
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.window
+
+    def stage(self):
+        return stage_windows(self.sequences, self.slots, self.limit, self.live, self.window)
+
+    def keys_of(self, logits: torch.Tensor) -> torch.Tensor:
+        at = self.staged.rows
+        return window_keys(logits, self.temperature, self.seeds, at.slots, at.positions)
+
+    def step(self, choices: Choices, without: str = "") -> torch.Tensor:
+        """Launch the step; its logits. ``without``: a kernel to leave out."""
+        blank = self.blank.get
+
+        def multiply(role: str, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+            if role == without:
+                return self.blank[role]
+            return product(choices[role], x, matrix, ROLES[role].epilogue)
+
+        staged = self.staged if without == "stage" else self.stage()
+        rows = dataclasses.replace(staged.rows, window=self.window)
+        hidden = blank("embedding")
+        if without != "embedding":
+            hidden = embedding(staged.token_ids, self.head)
+        residual = hidden
+        x = rms_norm(hidden, self.layers[0].norms[0], EPS)
+        for index, (layer, kv) in enumerate(zip(self.layers, self.kvs, strict=True)):
+            if index and without != "add_rms_norm":
+                x, residual = add_rms_norm(x, residual, layer.norms[0], EPS)
+            qkv = multiply("qkv", x, layer.matrices["qkv"])
+            q = blank("rope_and_cache")
+            if without != "rope_and_cache":
+                q = rope_and_cache(qkv, SHAPE, self.rotary, rows, kv, layer.qk_norm)
+            heads = blank("attention")
+            if without != "attention":
+                heads = attention(
+                    q, SHAPE, rows, kv, window=self.window, config=choices["attention"]
+                )
+            x = multiply("o", heads, layer.matrices["o"])
+            if without != "add_rms_norm":
+                x, residual = add_rms_norm(x, residual, layer.norms[1], EPS)
+            x = multiply("gate_up", x, layer.matrices["gate_up"])
+            x = multiply("down", x, layer.matrices["down"])
+        x, _ = add_rms_norm(x, residual, self.layers[0].norms[1], EPS)
+        logits = multiply("head", x, self.head)
+        keys = self.keys if without == "keys" else self.keys_of(logits)
+        if without != "judge":
+            judge(keys, staged, self.window)
+        return logits
+
+    def milliseconds(self, choices: Choices, without: str = "") -> float:
+        """Median time of a step in a graph."""
+        self.step(choices, without)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step(choices, without)
+        graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+        return statistics.median(times)

@@ -17,8 +17,8 @@ import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
 CHECKED = ("runner", "drafters", "verification", "state")
-# Their work is to bring results to the host, and KV of preempted requests there and back.
-HOST_SIDE = ("runner/async_output.py", "runner/swap.py", "verification/host.py")
+# Their work is to bring results to the host, once it asks for them.
+HOST_SIDE = ("runner/async_output.py", "runner/stream.py", "verification/host.py")
 READS = frozenset(("item", "cpu", "tolist", "numpy", "synchronize"))
 DATA_SIZED = frozenset(("nonzero", "repeat_interleave", "unique", "masked_select", "argwhere"))
 REDUCTIONS = frozenset(("any", "all", "max", "min", "sum", "amax", "amin", "equal", "isnan"))

@@ -29,6 +29,7 @@ ENGINE = {
 OWN_ENGINE_OPTIONS = {
     "prefill_chunk_size",
     "block_size",
+    "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "num_kv_blocks",
     "steps_in_flight",

@@ -14,6 +14,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.dummy import dummy_reader
 from sametoken.models.gguf_checkpoint import GGUFCheckpoint
+from sametoken.models.host_memory import returned_at_once
 from sametoken.models.huggingface import HuggingFaceCheckpoint
 from sametoken.models.registry import model_class
 from sametoken.models.weights import TensorSource, WeightReader
@@ -75,6 +76,7 @@ def read_config(path: str | Path, *, load_format: str = "auto") -> ModelConfig:
     return open_checkpoint(path, load_format=load_format).config
 
 
+@returned_at_once()
 def load_model(
     path: str | Path,
     *,

@@ -14,7 +14,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.kernels.interface import Kernels, PackedWeight
 from sametoken.layers.linear import Linear
 
-CHUNK_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 20
 
 
 class TensorSource(Protocol):

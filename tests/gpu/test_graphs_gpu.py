@@ -1,0 +1,116 @@
+"""Captured steps: no wait for the device, no stale plan, acceptance as in eager mode."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_files import OPTIONS, requests, speculation, write_files
+
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.errors import EngineDeadError, StaleInputsError
+from sametoken.runner.async_output import PendingOutput
+from sametoken.runner.graphs import StepGraphs
+
+MAX_TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM")
+
+
+def build(files, method: str, **options):
+    return build_engine(
+        EngineConfig.from_options(
+            model=str(files["target"]),
+            speculative_config=speculation(files)[method],
+            **OPTIONS | {"max_num_seqs": 8} | options,
+        )
+    )
+
+
+def plain_requests(count: int):
+    """Requests whose logits need no processing, so that every step is captured."""
+    return [item for item in requests(count, MAX_TOKENS) if item.params.top_p == 1]
+
+
+def drive(core, items, guard=lambda step: step()):
+    """Tokens by request, and (offered, accepted) by window position."""
+    tokens = {item.request_id: [] for item in items}
+    positions = [[0, 0] for _ in range(8)]
+    for item in items:
+        core.add_request(item)
+    while core.has_unfinished:
+        for update in guard(core.step):
+            for place in range(update.num_drafts):
+                positions[place][0] += 1
+                positions[place][1] += place < update.num_accepted
+            tokens[update.request_id].extend(update.token_ids)
+            if len(tokens[update.request_id]) >= MAX_TOKENS:
+                core.release(update.request_id)
+    return tokens, positions
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "other", "eagle3"])
+def test_no_step_waits_for_the_device(files, method):
+    """Torch raises on any implicit synchronisation; only reading a landed result may wait."""
+    core = build(files, method)
+    items = plain_requests(12)
+
+    def guarded(step):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    tokens, _ = drive(core, items, guarded)
+    assert all(len(out) >= MAX_TOKENS for out in tokens.values())
+
+
+@pytest.mark.parametrize("method", ["ngram", "self", "other", "eagle3"])
+def test_acceptance_by_position_is_that_of_eager_mode(files, method):
+    items = plain_requests(16)
+    graph_tokens, graph = drive(build(files, method), items)
+    eager_tokens, eager = drive(build(files, method, enforce_eager=True), items)
+    assert graph_tokens == eager_tokens
+    assert graph == eager
+    offered = sum(place[0] for place in graph)
+    assert offered > 0
+    if method == "self":
+        assert sum(place[1] for place in graph) == offered
+
+
+def test_a_replay_of_another_steps_plan_is_refused(files, monkeypatch):
+    """The class of vllm#38311: metadata of an earlier step inside the graph."""
+    replay = StepGraphs._replay
+    captured_once = set()
+
+    def stale(self, bucket, rows):
+        if bucket in captured_once:
+            step = self._captured[bucket]
+            step.graph.replay()
+            return step.outcome[: len(rows)]
+        captured_once.add(bucket)
+        return replay(self, bucket, rows)
+
+    core = build(files, "other")
+    monkeypatch.setattr(StepGraphs, "_replay", stale)
+    with pytest.raises(EngineDeadError) as dead:
+        drive(core, plain_requests(4))
+    assert isinstance(dead.value.__cause__, StaleInputsError)
+
+
+def test_a_copy_read_in_flight_is_refused(files, monkeypatch):
+    """The class of vllm#38556: the host reads before the copy has landed."""
+
+    def at_once(self):
+        result = self.buffer.read(self.plan, self.order)
+        self.ring.release(self.buffer)
+        return result
+
+    core = build(files, "other")
+    monkeypatch.setattr(PendingOutput, "wait", at_once)
+    with pytest.raises(EngineDeadError, match="in flight"):
+        drive(core, plain_requests(4))

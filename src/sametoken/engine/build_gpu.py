@@ -8,7 +8,7 @@ from sametoken.engine.resolve import ResolvedConfig
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.triton import TritonKernels
 from sametoken.runner.graphed import GraphedRunner
-from sametoken.runner.graphs import StepGraphs
+from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
 from sametoken.runner.padded import PaddedJudge, PaddedStep
 from sametoken.runner.step import Runner, StepRunner
 from sametoken.runner.synthetic import SyntheticJudge
@@ -42,6 +42,7 @@ def graphed(
     if resolved.config.enforce_eager:
         return eager
     row_counts = {batch * rows for batch in windows for rows in (1, width)} | {1, *chunks}
+    row_counts |= {CHUNKS_TOGETHER, CHUNKS_TOGETHER * chunks[-1]}
     reports = kernels.prove(sorted(row_counts))
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from sametoken.core.plan import Admission, PlanRow, StepPlan
+from sametoken.core.plan import Admission, StepPlan
 from sametoken.runner.async_output import HostBuffer, PendingOutput
-from sametoken.runner.graphs import StepGraphs
+from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
 from sametoken.runner.step import StepRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Plan rows by the launch that runs them, in the order of the launches.
+
+    Attributes:
+        windows: one launch.
+        chunks: a launch each; several chunks of the largest bucket share one.
+        special: rows of requests whose logits need processing: the eager verbs.
+    """
+
+    windows: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    special: tuple[int, ...]
+
+    def places(self) -> tuple[int, ...]:
+        """Of each plan row, which row of the host's buffer its verdict goes to."""
+        launched = [*self.windows, *(b for group in self.chunks for b in group), *self.special]
+        place = {b: i for i, b in enumerate(launched)}
+        return tuple(place[b] for b in range(len(launched)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,48 +51,58 @@ class GraphedRunner:
         """Enqueue a step; its result is read later from the returned output."""
         for admission in plan.admissions:
             self._remember(admission)
-        windows = [b for b, row in enumerate(plan.rows) if self._is_window(row)]
-        chunks = [b for b, row in enumerate(plan.rows) if self._is_chunk(row)]
-        graphed = {*windows, *chunks}
-        special = [b for b in range(len(plan.rows)) if b not in graphed]
+        parts = self._split(plan)
         buffer = self.eager.ring.acquire()
-        landed = self.eager.stream.submit(
-            lambda: self._run(plan, (windows, chunks, special), buffer)
-        )
-        place = {b: i for i, b in enumerate((*windows, *chunks, *special))}
-        order = tuple(place[b] for b in range(len(plan.rows)))
-        return PendingOutput(plan, order, buffer, landed, self.eager.ring)
+        landed = self.eager.stream.submit(lambda: self._run(plan, parts, buffer))
+        return PendingOutput(plan, parts.places(), buffer, landed, self.eager.ring)
 
-    def _run(
-        self, plan: StepPlan, parts: tuple[list[int], list[int], list[int]], buffer: HostBuffer
-    ) -> None:
-        windows, chunks, special = parts
+    def _run(self, plan: StepPlan, parts: Parts, buffer: HostBuffer) -> None:
         self.eager.take_up(plan)
-        if windows:
-            rows = [self._uploaded(plan, b, plan.rows[b].draft_limit, 1) for b in windows]
+        if parts.windows:
+            rows = [_uploaded(plan, b, plan.rows[b].draft_limit, 1) for b in parts.windows]
             buffer.copy_from(self.graphs.run_windows(rows), 0)
-        for done, b in enumerate(chunks, start=len(windows)):
-            row = plan.rows[b]
-            uploaded = self._uploaded(plan, b, row.num_query, int(row.samples))
-            buffer.copy_from(self.graphs.run_chunk(uploaded, row.num_query), done)
-        if special:
-            rest = replace(plan, rows=tuple(plan.rows[b] for b in special))
-            self.eager.run_rows(rest, buffer, first=len(windows) + len(chunks))
+        done = len(parts.windows)
+        for group in parts.chunks:
+            lengths = [plan.rows[b].num_query for b in group]
+            rows = [
+                _uploaded(plan, b, length, int(plan.rows[b].samples))
+                for b, length in zip(group, lengths, strict=True)
+            ]
+            buffer.copy_from(self.graphs.run_chunks(rows, max(lengths)), done)
+            done += len(group)
+        if parts.special:
+            rest = replace(plan, rows=tuple(plan.rows[b] for b in parts.special))
+            self.eager.run_rows(rest, buffer, first=done)
 
-    def _uploaded(self, plan: StepPlan, b: int, amount: int, flag: int) -> tuple[int, ...]:
-        return (plan.rows[b].slot, amount, flag, plan.step_id)
+    def _split(self, plan: StepPlan) -> Parts:
+        windows: list[int] = []
+        chunks: list[tuple[int, ...]] = []
+        large: list[int] = []
+        special: list[int] = []
+        sizes = self.graphs.chunks
+        for b, row in enumerate(plan.rows):
+            if row.slot in self._special or row.num_query > sizes[-1]:
+                special.append(b)
+            elif row.samples and row.num_query == 1:
+                windows.append(b)
+            elif len(sizes) > 1 and row.num_query <= sizes[-2]:
+                chunks.append((b,))
+            else:
+                large.append(b)
+        together = len(large) - len(large) % CHUNKS_TOGETHER
+        for first in range(0, together, CHUNKS_TOGETHER):
+            chunks.append(tuple(large[first : first + CHUNKS_TOGETHER]))
+        chunks.extend((b,) for b in large[together:])
+        return Parts(tuple(windows), tuple(chunks), tuple(special))
 
     def _remember(self, admission: Admission) -> None:
         self._special.discard(admission.slot)
         if needs_processing(admission):
             self._special.add(admission.slot)
 
-    def _is_window(self, row: PlanRow) -> bool:
-        return row.samples and row.num_query == 1 and row.slot not in self._special
 
-    def _is_chunk(self, row: PlanRow) -> bool:
-        plain = row.slot not in self._special and not self._is_window(row)
-        return plain and row.num_query <= self.graphs.chunks[-1]
+def _uploaded(plan: StepPlan, b: int, amount: int, flag: int) -> tuple[int, ...]:
+    return (plan.rows[b].slot, amount, flag, plan.step_id)
 
 
 def needs_processing(admission: Admission) -> bool:

@@ -14,6 +14,9 @@ from sametoken.runner.padded import PLAN_FIELDS, PaddedStep
 
 WARM_UP_RUNS = 2
 
+#: Chunks of the largest bucket that one launch takes: matrix products gain from more rows.
+CHUNKS_TOGETHER = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -62,7 +65,8 @@ class StepGraphs:
     def capture_all(self) -> CaptureReport:
         """Capture every bucket, the largest first, so that all share its memory."""
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-        buckets = [Bucket(1, rows) for rows in reversed(self.chunks)]
+        buckets = [Bucket(CHUNKS_TOGETHER, self.chunks[-1])]
+        buckets += [Bucket(1, rows) for rows in reversed(self.chunks)]
         buckets += [Bucket(batch, 0) for batch in reversed(self.windows)]
         pool = torch.cuda.graph_pool_handle()
         for bucket in buckets:
@@ -75,10 +79,16 @@ class StepGraphs:
         batch = next(size for size in self.windows if size >= len(rows))
         return self._replay(Bucket(batch, 0), rows)
 
-    def run_chunk(self, row: tuple[int, ...], num_query: int) -> Tensor:
-        """The outcome of one prefill chunk, [1, 4 + 1]; valid until the next run."""
-        rows = next(size for size in self.chunks if size >= num_query)
-        return self._replay(Bucket(1, rows), [row])
+    def run_chunks(self, rows: Sequence[tuple[int, ...]], num_query: int) -> Tensor:
+        """Outcomes of prefill chunks, [len(rows), 4 + 1]; valid until the next run.
+
+        Args:
+            rows: one chunk, or ``CHUNKS_TOGETHER`` of them.
+            num_query: the longest of them, in tokens; above all but the largest bucket if
+                there are several.
+        """
+        size = next(size for size in self.chunks if size >= num_query)
+        return self._replay(Bucket(len(rows), size), rows)
 
     def _replay(self, bucket: Bucket, rows: Sequence[tuple[int, ...]]) -> Tensor:
         captured = self._captured[bucket]

@@ -11,7 +11,7 @@ from torch import Tensor
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.padded import PaddedDraftContext
 from sametoken.kernels.sampling.triton import window_keys
-from sametoken.models.base import CausalLM
+from sametoken.models.base import CausalLM, HiddenStates
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.padded import (
     FixedLayout,
@@ -61,33 +61,39 @@ class PaddedStep:
         slots, draft_limit, live, step_id = plan.unbind(0)
         width = self.sequences.max_num_drafts + 1
         x = stage_windows(self.sequences, slots, draft_limit, live.bool(), width)
-        every_row = torch.arange(x.token_ids.shape[0], device=slots.device)
-        return self._run(x, every_row, width, step_id)
+        hidden = self.model.forward(x.token_ids, x.rows, self.kv)
+        keys = self._keys(hidden.last, x.rows.slots, x.rows.positions)
+        return self._settle(x, hidden, keys, width, step_id)
 
     def chunks(self, plan: Tensor, rows: int) -> Tensor:
         """A prefill chunk of at most ``rows`` tokens of every slot of the plan."""
         slots, num_query, samples, step_id = plan.unbind(0)
         x = stage_chunks(self.sequences, slots, num_query, samples.bool(), rows)
-        first = torch.arange(slots.shape[0], device=slots.device) * rows
-        return self._run(x, first + (x.num_query - 1).clamp(min=0), 1, step_id)
-
-    def _run(self, x: PaddedInputs, judged: Tensor, window: int, step_id: Tensor) -> Tensor:
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
-        logits = self.model.compute_logits(hidden.last.index_select(0, judged))
-        keys = window_keys(
-            logits,
-            self.table.temperature,
-            self.table.seed,
+        first = torch.arange(slots.shape[0], device=slots.device) * rows
+        judged = first + (x.num_query - 1).clamp(min=0)
+        keys = self._keys(
+            hidden.last.index_select(0, judged),
             x.rows.slots.index_select(0, judged),
             x.rows.positions.index_select(0, judged),
         )
+        return self._settle(x, hidden, keys, 1, step_id)
+
+    def _keys(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        logits = self.model.compute_logits(hidden)
+        return window_keys(logits, self.table.temperature, self.table.seed, slots, positions)
+
+    def _settle(
+        self, x: PaddedInputs, hidden: HiddenStates, keys: Tensor, window: int, step_id: Tensor
+    ) -> Tensor:
+        """Judge, commit and propose; returns the outcome."""
         verdict, lengths = self.judge(self.sequences, keys, x, window)
         counts = (step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned.long())
         outcome = torch.cat((torch.stack(counts, dim=1), verdict.tokens), dim=1)
         batch = x.slots.shape[0]
         layout = FixedLayout.of(batch, x.rows_per_plan_row, window, x.slots.device)
         context = PaddedDraftContext(
-            layout.inputs(x, judged),
+            layout.inputs(x),
             hidden,
             x.num_computed,
             lengths.num_computed,

@@ -57,8 +57,11 @@ class FixedLayout:
         owner = torch.arange(batch * rows, device=device) // rows
         return cls(plan_rows * rows, owner, plan_rows[:-1] * window)
 
-    def inputs(self, x: PaddedInputs, logits_indices: Tensor) -> StepInputs:
-        """Padded inputs as ``StepInputs``; they live inside one capture and serve no plan."""
+    def inputs(self, x: PaddedInputs) -> StepInputs:
+        """Padded inputs as ``StepInputs``; they live inside one capture and serve no plan.
+
+        Drafters read them after the verdict, so no logits rows are named any more.
+        """
         return StepInputs(
             step_id=0,
             slots=x.slots,
@@ -71,6 +74,6 @@ class FixedLayout:
             token_ids=x.token_ids,
             rows=x.rows,
             row_owner=self.row_owner,
-            logits_indices=logits_indices,
+            logits_indices=self.row_owner[:0],
             window_starts=self.window_starts,
         )

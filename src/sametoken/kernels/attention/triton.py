@@ -128,7 +128,11 @@ def choose(
     partial_bytes = 4 * num_rows * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
     fits = partial_bytes <= MAX_PARTIAL_BYTES
     spread = window is not None and not busy and max_seq_len > SPLIT and fits
-    return AttentionConfig(spread, queries, 4, num_stages=5 if shape.head_dim <= 128 else 3)
+    if spread:
+        return AttentionConfig(True, queries, 4, num_stages=5 if shape.head_dim <= 128 else 3)
+    # Walking programs fill the chip by themselves: small tiles do with half the warps.
+    small = queries == 16 and dtype != torch.float32
+    return AttentionConfig(False, queries, 2 if small else 4, num_stages=3)
 
 
 def _launch(

@@ -20,9 +20,9 @@ from helpers.checkpoints import (
     write_speculators,
 )
 from helpers.harness import Ran, collect, request
+from helpers.recorded import RecordedLogits
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.verification.base import Verdict
 
 MAX_TOKENS = 24
 PROMPTS = {
@@ -31,33 +31,6 @@ PROMPTS = {
     "repeating": (1, 2, 3, 4) * 6,
     "shares": tuple(i * 7 % VOCAB for i in range(21)),
 }
-
-
-class RecordedLogits:
-    """A verifier that keeps the raw logits of every emitted token by slot and position."""
-
-    def __init__(self, verifier) -> None:
-        self.verifier = verifier
-        self.rows: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
-        self.prompts: dict[int, tuple[int, ...]] = {}
-
-    def admit(self, admission) -> None:
-        self.prompts[admission.slot] = admission.prompt_token_ids
-        self.verifier.admit(admission)
-
-    def score_prompt(self, hidden, x, compute_logits):
-        return self.verifier.score_prompt(hidden, x, compute_logits)
-
-    def judge(self, logits, x) -> Verdict:
-        raw = logits.clone()
-        verdict = self.verifier.judge(logits, x)
-        for b, slot in enumerate(x.slots.tolist()):
-            if not bool(x.samples[b]):
-                continue
-            for r in range(int(verdict.num_accepted[b]) + 1):
-                position = int(x.num_tokens[b]) + r
-                self.rows[self.prompts[slot], position] = raw[int(x.window_starts[b]) + r]
-        return verdict
 
 
 def run_engine(target, prompts, temperature: float, **options) -> tuple[Ran, RecordedLogits]:

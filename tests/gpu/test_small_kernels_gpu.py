@@ -153,6 +153,22 @@ def test_sampling(vocab_size):
         assert (values[whole[row]] - values[expected[row]]).abs() < 1e-4
 
 
+@pytest.mark.parametrize(("columns", "vocab_size"), [(32000, 128256), (777, 50257)])
+@pytest.mark.parametrize("rows", [3, 96])
+def test_sampling_of_mapped_columns(columns, vocab_size, rows):
+    logits = noise(rows, columns, dtype=torch.float32) * 4
+    logits[::2] = logits[::2].round()
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(columns))
+    token_ids = order[:columns].sort().values.cuda()
+    full = torch.full((rows, vocab_size), -torch.inf, device="cuda")
+    full[:, token_ids] = logits
+    temperature = torch.tensor([0.0, 0.6, 1.0], device="cuda").repeat(rows // 3)
+    seeds = torch.arange(rows, device="cuda") * 2**40 + 7
+    positions = torch.arange(rows, device="cuda") * 1000
+    found = sampling.sample(logits, temperature, seeds, positions, token_ids)
+    assert torch.equal(found, sampling.sample(full, temperature, seeds, positions))
+
+
 def test_poisoned_rows():
     logits = noise(64, 151936, dtype=torch.float32)
     logits[7, 151935] = torch.nan

@@ -43,6 +43,7 @@ class Shape:
     num_blocks: int = 60
     max_model_len: int = 96
     prefix_caching: bool = True
+    cache_emitted: bool = True
 
 
 @dataclass
@@ -165,6 +166,7 @@ def build(
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=shape.prefix_caching,
+        cache_emitted_blocks=shape.cache_emitted,
     )
     if stream is None:
         stream = ImmediateStream() if shape.steps_in_flight == 1 else LaggingStream()

@@ -36,16 +36,20 @@ class Coupling:
         parameters: the slots' parameters, read anew at every choice.
     """
 
-    sample: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
     parameters: SamplingView
 
-    def choose(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def choose(
+        self, logits: Tensor, slots: Tensor, positions: Tensor, token_ids: Tensor | None = None
+    ) -> Tensor:
         """[R] int64 tokens for the given positions of the slots.
 
         Args:
-            logits: [R, V] fp32 over the target's vocabulary.
+            logits: [R, V'] fp32.
             slots: [R] int64.
             positions: [R] int64, where the chosen tokens would stand.
+            token_ids: [V'] int64, ascending ids of the target's vocabulary that the columns
+                stand for; None: column i is token i.
         """
         temperature, seed = self.parameters.temperature, self.parameters.seed
-        return self.sample(logits, temperature[slots], seed[slots], positions)
+        return self.sample(logits, temperature[slots], seed[slots], positions, token_ids)

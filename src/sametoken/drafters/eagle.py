@@ -66,4 +66,5 @@ class EagleDrafter:
         return drafts_of(context, chains, tokens)
 
     def _choose(self, last: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        return self._coupling.choose(self._head.compute_logits(last), slots, positions)
+        logits = self._head.compute_logits(last)
+        return self._coupling.choose(logits, slots, positions, self._head.token_ids)

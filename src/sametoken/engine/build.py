@@ -192,4 +192,6 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        # Of a dense decoder prefill, decode and verify are one row function.
+        cache_emitted_blocks=True,
     )

@@ -42,7 +42,7 @@ def graphed(
     if resolved.config.enforce_eager:
         return eager
     row_counts = {batch * rows for batch in windows for rows in (1, width)} | {1, *chunks}
-    row_counts |= {CHUNKS_TOGETHER, CHUNKS_TOGETHER * chunks[-1]}
+    row_counts |= {rows for n in CHUNKS_TOGETHER for rows in (n, n * chunks[-1])}
     reports = kernels.prove(sorted(row_counts))
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")

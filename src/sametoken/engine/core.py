@@ -37,9 +37,15 @@ class EngineCore:
         self._require_alive()
         self.scheduler.add(request)
 
-    def release(self, request_id: str) -> None:
-        """End a request, finished or aborted; unknown ids are ignored."""
-        self.scheduler.release(request_id)
+    def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
+        """End a request, finished or aborted; unknown ids are ignored.
+
+        Args:
+            request_id: whom to end.
+            num_kept_tokens: tokens of prompt and output that were not cut, whose KV may
+                serve later prompts; None if that is not known.
+        """
+        self.scheduler.release(request_id, num_kept_tokens)
 
     def step(self) -> tuple[RequestUpdate, ...]:
         """Enqueue the next step; settle the oldest once enough are in flight.

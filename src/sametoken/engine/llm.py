@@ -268,9 +268,9 @@ class LLM:
         processed = self._outputs.process(updates, time.monotonic())
         self._collect(processed.outputs, processed.released)
 
-    def _collect(self, outputs: Sequence[RequestOutput], released: Sequence[str]) -> None:
-        for request_id in released:
-            self._engine.release(request_id)
+    def _collect(self, outputs: Sequence[RequestOutput], released: Mapping[str, int]) -> None:
+        for request_id, num_kept_tokens in released.items():
+            self._engine.release(request_id, num_kept_tokens)
         for output in outputs:
             self._latest[output.request_id] = output
             if output.finished:

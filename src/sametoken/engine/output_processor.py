@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from sametoken.core.outputs import (
@@ -25,11 +25,12 @@ class ProcessedUpdates:
 
     Attributes:
         outputs: of requests that finished and of streamed ones that got on.
-        released: ids of engine requests that are over, for ``EngineCore.release``.
+        released: engine requests that are over, by id, and how many tokens of prompt and
+            output each has kept, for ``EngineCore.release``.
     """
 
     outputs: tuple[RequestOutput, ...]
-    released: tuple[str, ...]
+    released: Mapping[str, int]
 
 
 class OutputProcessor:
@@ -62,7 +63,7 @@ class OutputProcessor:
     def process(self, updates: Iterable[RequestUpdate], now: float) -> ProcessedUpdates:
         """Take in one step's updates. Those of finished requests are ignored."""
         touched: dict[str, _Request] = {}
-        released = []
+        released: dict[str, int] = {}
         for update in updates:
             if update.request_id not in self._completions:
                 continue
@@ -71,27 +72,27 @@ class OutputProcessor:
             touched[request.request_id] = request
             if completion.finish_reason is not None:
                 del self._completions[update.request_id]
-                released.append(update.request_id)
+                released[update.request_id] = completion.num_kept_tokens
         outputs = tuple(
             request.output() for request in touched.values() if request.stream or request.finished
         )
         for request in touched.values():
             if request.finished:
                 del self._requests[request.request_id]
-        return ProcessedUpdates(outputs, tuple(released))
+        return ProcessedUpdates(outputs, released)
 
     def abort(self, request_id: str, now: float) -> ProcessedUpdates:
         """End a request where it stands; an unknown id gives nothing."""
         request = self._requests.pop(request_id, None)
         if request is None:
-            return ProcessedUpdates((), ())
-        released = []
+            return ProcessedUpdates((), {})
+        released: dict[str, int] = {}
         for completion in request.completions:
             if self._completions.pop(completion.request.request_id, None) is not None:
                 completion.end("abort")
-                released.append(completion.request.request_id)
+                released[completion.request.request_id] = completion.num_kept_tokens
         request.note_time(now)
-        return ProcessedUpdates((request.output(),), tuple(released))
+        return ProcessedUpdates((request.output(),), released)
 
 
 class _Request:
@@ -201,10 +202,12 @@ class _Completion:
             asked_for = token_id in (self.request.params.stop_token_ids or ())
             self._stop_reason = token_id if asked_for else None
             self.end("stop")
-        elif self._num_total() >= self.request.max_total_tokens:
+        elif self.num_kept_tokens >= self.request.max_total_tokens:
             self.end("length")
 
-    def _num_total(self) -> int:
+    @property
+    def num_kept_tokens(self) -> int:
+        """Tokens of prompt and output, what came after the end not counted."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def end(self, reason: str) -> None:

@@ -175,13 +175,19 @@ class Kernels(Protocol):
         ...
 
     def sample(
-        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
-        """Keyed sampling (docs/lossless.md): [L, V] fp32 -> [L] int64.
+        """Keyed sampling (docs/lossless.md): [L, V'] fp32 -> [L] int64.
 
         ``argmax(logits / T + gumbel(seed, position, token id))``, plain argmax where
         ``temperature`` is 0; equal values: lowest id. ``temperature`` [L] fp32, ``seeds``
-        [L] int64, ``positions`` [L] int64 (of the token being chosen). Does not write
-        ``logits``.
+        [L] int64, ``positions`` [L] int64 (of the token being chosen). ``token_ids`` [V']
+        int64, ascending, says which token each column stands for, as if all other tokens
+        had -inf; None: column i is token i. Writes none of them.
         """
         ...

@@ -68,9 +68,14 @@ class ReferenceKernels:
         return attention.attention(q, shape, rows, kv)
 
     def sample(
-        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
-        return sampling.sample(logits, temperature, seeds, positions)
+        return sampling.sample(logits, temperature, seeds, positions, token_ids)
 
 
 def _own(weight: PackedWeight) -> PlainWeight:

@@ -90,9 +90,14 @@ class TritonKernels:
         return attention.attention(q, shape, rows, kv, window=rows.window)
 
     def sample(
-        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
-        return sampling.sample(logits, temperature, seeds, positions)
+        return sampling.sample(logits, temperature, seeds, positions, token_ids)
 
 
 def _own(weight: PackedWeight) -> gemm.DeviceWeight:

@@ -33,6 +33,11 @@ class EagleHead(Protocol):
         """What one block of its KV holds."""
         ...
 
+    @property
+    def token_ids(self) -> Tensor | None:
+        """[V'] int64, ascending: the token of each logits column; None: column i is token i."""
+        ...
+
     def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
         """What rows of the target's forward pass give to the head.
 
@@ -60,5 +65,5 @@ class EagleHead(Protocol):
         ...
 
     def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V] fp32 over the target's vocabulary; -inf where it has no say."""
+        """[R, hidden] to [R, V'] fp32 over the tokens that it can propose."""
         ...

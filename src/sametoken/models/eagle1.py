@@ -77,6 +77,11 @@ class Eagle1Head:
         shape, dtype = first.attention.shape, first.post_attention_norm.weight.dtype
         return KVSpec(len(self.layers), shape.num_kv_heads, shape.head_dim, dtype)
 
+    @property
+    def token_ids(self) -> None:
+        """None: it proposes every token of the target's vocabulary."""
+        return None
+
     def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
         """The target's states after its final norm, as a copy."""
         return hidden.last[rows]

@@ -67,8 +67,9 @@ class Eagle3Head:
     Attributes:
         embedding: [V, hidden], the target's own unless the head has one.
         aux_norms: one over the whole concatenation, one per part, or none.
-        lm_head: [draft vocabulary, hidden].
-        target_ids: [draft vocabulary] int64, or None where both vocabularies are one.
+        lm_head: [draft vocabulary, hidden], rows in the order of ``token_ids``.
+        token_ids: [draft vocabulary] int64, ascending ids of the target's vocabulary, or None
+            where both are one.
     """
 
     config: Eagle3Config
@@ -83,7 +84,7 @@ class Eagle3Head:
     mlp: GatedMLP
     norm: RMSNorm
     lm_head: PackedWeight
-    target_ids: Tensor | None
+    token_ids: Tensor | None
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -116,10 +117,5 @@ class Eagle3Head:
         return HeadStates(last, last if self.config.norm_output else residual)
 
     def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V] fp32 over the target's vocabulary; -inf where it has no say."""
-        logits = self.kernels.logits(last, self.lm_head)
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((logits.shape[0], self.config.layer.vocab_size), -torch.inf)
-        full[:, self.target_ids] = logits
-        return full
+        """[R, hidden] to [R, draft vocabulary] fp32."""
+        return self.kernels.logits(last, self.lm_head)

@@ -100,6 +100,7 @@ class Eagle3Checkpoint:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
         config, layer = self.config, self.config.layer
         hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
+        token_ids = self._token_ids()
         own_head = () if draft_vocab_size == layer.vocab_size else ("lm_head.weight",)
         reader = open_head(
             self._directory,
@@ -123,19 +124,26 @@ class Eagle3Checkpoint:
             post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
             mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
             norm=load_norm(reader, "norm", layer),
-            lm_head=own_or_shared(reader, "lm_head", draft_vocab_size, hidden_size, shared.head),
-            target_ids=self._target_ids(device),
+            lm_head=own_or_shared(
+                reader,
+                "lm_head",
+                draft_vocab_size,
+                hidden_size,
+                shared.head,
+                None if token_ids is None else _ranks(token_ids),
+            ),
+            token_ids=None if token_ids is None else token_ids.sort().values.to(device),
         )
         reader.require_all_read(allowed=UNUSED_TENSORS)
         return head
 
-    def _target_ids(self, device: torch.device) -> Tensor | None:
-        """[draft vocabulary] target ids from ``d2t``; None if both are one vocabulary."""
+    def _token_ids(self) -> Tensor | None:
+        """[draft vocabulary] target ids in the file's order; None if both vocabularies are one."""
         if self.config.draft_vocab_size == self.config.layer.vocab_size:
             return None
         if self._load_format == DUMMY:
-            return torch.arange(self.config.draft_vocab_size, device=device)
-        return _target_ids(self._directory, self.config).to(device)
+            return torch.arange(self.config.draft_vocab_size)
+        return _mapped_ids(self._directory, self.config)
 
 
 def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
@@ -204,7 +212,12 @@ def _attention(reader: WeightReader, layer: ModelConfig, max_positions: int) -> 
     return load_attention(layer, reader, prefix, rotary, qk_norm, in_features=2 * layer.hidden_size)
 
 
-def _target_ids(directory: Path, config: Eagle3Config) -> Tensor:
+def _ranks(token_ids: Tensor) -> Tensor:
+    """[draft vocabulary] int64: where each id stands once they are sorted."""
+    return token_ids.argsort(stable=True).argsort()
+
+
+def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
     """[draft vocabulary] target ids from the offsets ``d2t``."""
     offsets = _integers(directory, "d2t")
     if offsets is None or offsets.shape != (config.draft_vocab_size,):
@@ -213,15 +226,15 @@ def _target_ids(directory: Path, config: Eagle3Config) -> Tensor:
             f"{directory} needs d2t of shape [{config.draft_vocab_size}], found {found}",
             "check that config and weights belong together",
         )
-    target_ids = torch.arange(config.draft_vocab_size) + offsets.to(torch.int64)
-    low, high = torch.aminmax(target_ids)
+    token_ids = torch.arange(config.draft_vocab_size) + offsets.to(torch.int64)
+    low, high = torch.aminmax(token_ids)
     if low < 0 or high >= config.layer.vocab_size:
         raise CheckpointError(
             f"{directory}: d2t leads to token ids {int(low)}..{int(high)}, "
             f"outside a vocabulary of {config.layer.vocab_size}",
             "check that config and weights belong together",
         )
-    return target_ids
+    return token_ids
 
 
 def _integers(directory: Path, name: str) -> Tensor | None:

@@ -160,15 +160,22 @@ def load_norm(reader: WeightReader, name: str, layer: ModelConfig) -> RMSNorm:
 
 
 def own_or_shared(
-    reader: WeightReader, name: str, rows: int, hidden_size: int, shared: PackedWeight
+    reader: WeightReader,
+    name: str,
+    rows: int,
+    hidden_size: int,
+    shared: PackedWeight,
+    places: Tensor | None = None,
 ) -> PackedWeight:
     """The [rows, hidden_size] weight ``name`` if the head has it, else the target's.
+
+    ``places`` is that of ``Part``, for a weight of the head's own.
 
     Raises:
         DrafterMismatchError: the head has none, and the target's is of another shape.
     """
     if f"{name}.weight" in reader:
-        return reader.packed(hidden_size, Part(f"{name}.weight", rows))
+        return reader.packed(hidden_size, Part(f"{name}.weight", rows, places))
     if (shared.out_features, shared.in_features) != (rows, hidden_size):
         raise DrafterMismatchError(
             f"the EAGLE head has no {name} of its own and wants one of {rows} x {hidden_size}, "

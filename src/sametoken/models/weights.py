@@ -46,10 +46,16 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor that becomes ``rows`` rows of a fused weight."""
+    """A tensor that becomes ``rows`` rows of a fused weight.
+
+    Attributes:
+        places: [rows] int64, a permutation on the host: row i of the tensor becomes row
+            ``places[i]``. None: row i.
+    """
 
     name: str
     rows: int
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,7 @@ class WeightReader:
         destination = torch.empty(shape, dtype=self.dtype, device=self.device)
         first = 0
         for part in parts:
-            self._fill(destination[first : first + part.rows], part.name)
+            self._fill(destination[first : first + part.rows], part)
             first += part.rows
         return destination
 
@@ -155,20 +161,24 @@ class WeightReader:
                 "check that config and weights belong together",
             )
 
-    def _fill(self, destination: Tensor, name: str) -> None:
+    def _fill(self, destination: Tensor, part: Part) -> None:
         """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
         first = 0
-        for chunk in self.source.chunks(name):
-            destination[first : first + chunk.shape[0]].copy_(chunk)
-            first += chunk.shape[0]
+        for chunk in self.source.chunks(part.name):
+            last = first + chunk.shape[0]
+            if part.places is None:
+                destination[first:last].copy_(chunk)
+            else:
+                destination[part.places[first:last].to(self.device)] = chunk.to(destination)
+            first = last
         low, high = torch.aminmax(destination)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise CheckpointError(
-                f"tensor {name} of {self.source.location} holds NaN or infinite values"
+                f"tensor {part.name} of {self.source.location} holds NaN or infinite values"
                 f" in {str(self.dtype).removeprefix('torch.')}",
                 "download or convert the checkpoint again",
             )
-        self._read.add(name)
+        self._read.add(part.name)
 
 
 def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:

@@ -89,10 +89,10 @@ class GraphedRunner:
                 chunks.append((b,))
             else:
                 large.append(b)
-        together = len(large) - len(large) % CHUNKS_TOGETHER
-        for first in range(0, together, CHUNKS_TOGETHER):
-            chunks.append(tuple(large[first : first + CHUNKS_TOGETHER]))
-        chunks.extend((b,) for b in large[together:])
+        while large:
+            together = next(size for size in CHUNKS_TOGETHER if size <= len(large))
+            chunks.append(tuple(large[:together]))
+            large = large[together:]
         return Parts(tuple(windows), tuple(chunks), tuple(special))
 
     def _remember(self, admission: Admission) -> None:

@@ -14,8 +14,8 @@ from sametoken.runner.padded import PLAN_FIELDS, PaddedStep
 
 WARM_UP_RUNS = 2
 
-#: Chunks of the largest bucket that one launch takes: matrix products gain from more rows.
-CHUNKS_TOGETHER = 4
+#: How many chunks of the largest bucket one launch takes: matrix products gain from rows.
+CHUNKS_TOGETHER = (4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class StepGraphs:
     def capture_all(self) -> CaptureReport:
         """Capture every bucket, the largest first, so that all share its memory."""
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-        buckets = [Bucket(CHUNKS_TOGETHER, self.chunks[-1])]
-        buckets += [Bucket(1, rows) for rows in reversed(self.chunks)]
+        buckets = [Bucket(batch, self.chunks[-1]) for batch in CHUNKS_TOGETHER]
+        buckets += [Bucket(1, rows) for rows in reversed(self.chunks[:-1])]
         buckets += [Bucket(batch, 0) for batch in reversed(self.windows)]
         pool = torch.cuda.graph_pool_handle()
         for bucket in buckets:
@@ -83,7 +83,7 @@ class StepGraphs:
         """Outcomes of prefill chunks, [len(rows), 4 + 1]; valid until the next run.
 
         Args:
-            rows: one chunk, or ``CHUNKS_TOGETHER`` of them.
+            rows: one chunk, or several as ``CHUNKS_TOGETHER`` names them.
             num_query: the longest of them, in tokens; above all but the largest bucket if
                 there are several.
         """

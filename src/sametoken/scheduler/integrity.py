@@ -29,11 +29,11 @@ def check_blocks(
             seen_index, other = first_seen.setdefault(block, (index, request))
             if other is request and seen_index == index:
                 continue
-            floor = min(other.position, request.position)
+            floor = min(other.num_final, request.num_final)
             if other is request or seen_index != index or (index + 1) * limits.block_size > floor:
                 raise InvariantError(
                     f"block {block} is shared by slots {other.slot} and {request.slot} "
-                    f"at indices {seen_index} and {index}, positions computed: {floor}"
+                    f"at indices {seen_index} and {index}, final positions: {floor}"
                 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sametoken.core.request import EngineRequest
+from sametoken.errors import InvariantError
 from sametoken.scheduler.block_pool import BlockPool
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import Turn
@@ -87,6 +88,34 @@ class KVMemory:
         keys = request.block_keys[first:last]
         # A prompt's last full block may have no key.
         for key, block in zip(keys, request.blocks[first:last], strict=False):
+            self.prefix_cache.insert(key, block)
+
+    def index_kept(self, request: RequestState, num_kept_tokens: int) -> None:
+        """Enter the blocks of a request that ends, as far as its tokens are kept.
+
+        Keys cover kept tokens alone, lookahead included, and blocks lie below ``num_final``.
+        There the KV is right, the target's and the drafter's: whoever finds it is in a later
+        plan, so every step that is settled or in flight has then run, drafter included. And
+        it stays right: the windows in flight start at the newest settled token or later,
+        drafters catch up from a window's start, and drafts go above it
+        (tests/unit/scheduler/test_scheduler_against_fake_device.py).
+        A swapped request has no blocks, so nothing of it is entered.
+
+        Raises:
+            InvariantError: fewer than the prompt's tokens, or more than are settled.
+        """
+        if not request.prompt_len <= num_kept_tokens <= request.num_settled:
+            raise InvariantError(
+                f"request {request.request.request_id!r} cannot keep {num_kept_tokens} tokens: "
+                f"its prompt has {request.prompt_len}, and {request.num_settled} are settled"
+            )
+        limits = self._limits
+        if not (limits.enable_prefix_caching and limits.cache_emitted_blocks):
+            return
+        tokens = (*request.request.prompt_token_ids, *request.emitted)[:num_kept_tokens]
+        keys = block_keys(tokens, limits.block_size, limits.lookahead_tokens)
+        num_blocks = request.num_final // limits.block_size
+        for key, block in zip(keys[:num_blocks], request.blocks, strict=False):
             self.prefix_cache.insert(key, block)
 
     def forget(self, request: RequestState) -> None:

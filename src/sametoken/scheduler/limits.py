@@ -30,7 +30,9 @@ class SchedulerLimits:
         num_speculative_tokens: k; 0 is plain decoding.
         lookahead_slots: positions at ``num_tokens`` and above that the drafter writes KV to.
         lookahead_tokens: how many tokens after a position the drafter's KV there depends on.
-        enable_prefix_caching: share KV of equal prompt blocks.
+        enable_prefix_caching: share KV of equal blocks of tokens.
+        cache_emitted_blocks: share KV of emitted tokens too; only for models whose prefill,
+            decode and verify rows have equal bits.
 
     Raises:
         ConfigError: a value is impossible or two contradict each other.
@@ -46,6 +48,7 @@ class SchedulerLimits:
     lookahead_slots: int
     lookahead_tokens: int
     enable_prefix_caching: bool
+    cache_emitted_blocks: bool
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,4 +1,4 @@
-"""Which KV blocks hold which prompt prefixes."""
+"""Which KV blocks hold which beginnings of a text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 
 def block_keys(
-    prompt_token_ids: Sequence[int], block_size: int, lookahead_tokens: int
+    token_ids: Sequence[int], block_size: int, lookahead_tokens: int
 ) -> tuple[bytes, ...]:
-    """Keys of a prompt's full blocks, in order; each one covers all tokens before it.
+    """Keys of the full blocks of a text, in order; each one covers all tokens before it.
 
-    A block's key also covers the ``lookahead_tokens`` prompt tokens after it, because the
-    drafter's KV in the block may depend on them. Where the prompt ends before those, the
-    KV would depend on emitted tokens, and the block has no key.
+    A block's key also covers the ``lookahead_tokens`` tokens after it, because the drafter's
+    KV in the block may depend on them. Where the text ends before those, the KV depends on
+    tokens that are not known, and the block has no key.
     """
-    num_keys = max(0, len(prompt_token_ids) - lookahead_tokens) // block_size
-    packed = array("q", prompt_token_ids)
+    num_keys = max(0, len(token_ids) - lookahead_tokens) // block_size
+    packed = array("q", token_ids)
     keys: list[bytes] = []
     parent = b""
     for index in range(num_keys):

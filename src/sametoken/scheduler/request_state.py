@@ -43,6 +43,7 @@ class RequestState:
         num_in_flight: steps with a row of it that are not settled.
         last_step: the last step that was planned with a row of it.
         saved: its KV in host memory while it is swapped.
+        emitted: output tokens of settled steps, not cut at a stop or at the length limit.
         prompt_len: tokens of the prompt.
     """
 
@@ -58,6 +59,7 @@ class RequestState:
     num_in_flight: int = 0
     last_step: int = 0
     saved: SavedKV | None = None
+    emitted: list[int] = field(default_factory=list)
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,21 @@ class RequestState:
     def reach(self) -> int:
         """Positions that may hold KV once all steps in flight are done."""
         return self.position if self.prefilling else self.bound.hi
+
+    @property
+    def num_settled(self) -> int:
+        """Tokens of the prompt and of the output as far as settled steps tell."""
+        return self.prompt_len + len(self.emitted)
+
+    @property
+    def num_final(self) -> int:
+        """Leading positions of known tokens whose KV is there once the steps in flight have run.
+
+        In the prompt, those that are planned. In the output, all but the newest settled
+        token: its KV is the next window's, and nothing is written below it any more
+        (tests/unit/scheduler/test_emitted_blocks.py).
+        """
+        return self.position + max(0, len(self.emitted) - 1)
 
     @property
     def held_slot(self) -> int:

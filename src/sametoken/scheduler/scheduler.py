@@ -108,11 +108,20 @@ class Scheduler:
         )
         self._next_arrival += 1
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
         """Forget a request that is finished or aborted; unknown ids are ignored.
 
         It is in no later plan. Its slot and blocks stay its own until its steps in flight
         are settled, which brings no more updates.
+
+        Args:
+            request_id: whom to forget.
+            num_kept_tokens: tokens of prompt and output that were not cut; blocks of those
+                may serve later prompts. Only the caller knows where it has cut an update.
+                None lets no block of emitted tokens into the prefix cache.
+
+        Raises:
+            InvariantError: it cannot keep so few, or so many.
         """
         request = None
         for requests in (self._waiting, self._running, self._swapped):
@@ -121,6 +130,8 @@ class Scheduler:
             return
         request.status = Status.RELEASED
         self._lingering.append(request)
+        if num_kept_tokens is not None:
+            self._memory.index_kept(request, num_kept_tokens)
         self._free_settled()
 
     def plan(self) -> StepPlan | None:
@@ -351,10 +362,12 @@ class Scheduler:
         self, request: RequestState, row: PlanRow, result: RowResult
     ) -> RequestUpdate | None:
         request.num_in_flight -= 1
+        if result.poisoned:
+            # What a released request has left to others is no better.
+            self._memory.forget(request)
         if request.status is Status.RELEASED:
             return None
         if result.poisoned:
-            self._memory.forget(request)
             self.release(request.request.request_id)
             return poisoned_update(request, row)
         return settled_update(request, row, result)

@@ -10,7 +10,7 @@ from sametoken.scheduler.request_state import RequestState
 
 
 def settled_update(request: RequestState, row: PlanRow, result: RowResult) -> RequestUpdate | None:
-    """Narrow the request's length bound; None if the row brought it nothing to report.
+    """Narrow the request's length bound and note its tokens; None if there is nothing to report.
 
     Raises:
         InvariantError: the plan row cannot have this verdict.
@@ -18,6 +18,7 @@ def settled_update(request: RequestState, row: PlanRow, result: RowResult) -> Re
     _require_fit(row, result)
     if row.samples:
         request.bound = request.bound.after_settle(row.draft_limit, result.num_accepted)
+        request.emitted.extend(result.token_ids)
     elif result.prompt_logprobs is None:
         return None
     return RequestUpdate(

@@ -29,10 +29,11 @@ def admit(sequences: Sequences, admission: Admission) -> None:
     """Give a slot to a request: its prompt is committed, its cached prefix computed."""
     slot, prompt = admission.slot, admission.prompt_token_ids
     sequences.token_ids[slot, : len(prompt)] = upload(prompt, sequences.device)
-    sequences.prompt_len[slot] = len(prompt)
-    sequences.num_tokens[slot] = len(prompt)
-    sequences.num_computed[slot] = admission.num_cached
-    sequences.num_drafts[slot] = 0
+    # ``fill_`` takes its value along with the launch; assignment would wait for a copy.
+    sequences.prompt_len[slot].fill_(len(prompt))
+    sequences.num_tokens[slot].fill_(len(prompt))
+    sequences.num_computed[slot].fill_(admission.num_cached)
+    sequences.num_drafts[slot].fill_(0)
 
 
 def commit(

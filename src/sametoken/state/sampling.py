@@ -136,13 +136,13 @@ class SamplingTable:
         greedy = params.temperature < GREEDY_TEMPERATURE
         if params.seed is None and not greedy:
             raise InvariantError(f"the request of slot {slot} samples but has no seed")
-        self.temperature[slot] = 0.0 if greedy else params.temperature
-        self.seed[slot] = params.seed or 0
-        self.top_k[slot] = params.top_k
-        self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.num_logprobs[slot] = _or_none_at_all(params.logprobs)
-        self.num_prompt_logprobs[slot] = _or_none_at_all(params.prompt_logprobs)
+        self.temperature[slot].fill_(0.0 if greedy else params.temperature)
+        self.seed[slot].fill_(params.seed or 0)
+        self.top_k[slot].fill_(params.top_k)
+        self.top_p[slot].fill_(params.top_p)
+        self.min_p[slot].fill_(params.min_p)
+        self.num_logprobs[slot].fill_(_or_none_at_all(params.logprobs))
+        self.num_prompt_logprobs[slot].fill_(_or_none_at_all(params.prompt_logprobs))
         self.rules.pop(slot, None)
         rules = SlotRules.of(admission, self.temperature.device)
         if rules is not None:

@@ -71,6 +71,10 @@ def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool):
         position = end + len(drafts)
         slots, positions = torch.tensor([slot]), torch.tensor([position + 1])
         logits = head.compute_logits(states.last[-1:])
+        if head.token_ids is not None:
+            full = logits.new_full((1, VOCAB), -torch.inf)
+            full[:, head.token_ids] = logits
+            logits = full
         token = bench.coupling.choose(logits, slots, positions)
         drafts.append(int(token))
         states = head.forward(token, states.feedback[-1:].clone(), alone(position, 1), kv)
@@ -184,8 +188,13 @@ def accept_everything(target: MarkovTarget, head, temperature: float) -> None:
 
 @pytest.mark.parametrize(
     ("temperature", "draft_ids"),
-    [(0.0, [1, 3, 6, 7, 10, 15]), (0.0, list(range(HIDDEN))), (0.8, list(range(HIDDEN)))],
-    ids=["greedy-reduced", "greedy", "sampled"],
+    [
+        (0.0, [1, 3, 6, 7, 10, 15]),
+        (0.0, [10, 3, 15, 1, 7, 6]),
+        (0.0, list(range(HIDDEN))),
+        (0.8, list(range(HIDDEN))),
+    ],
+    ids=["greedy-reduced", "greedy-shuffled", "greedy", "sampled"],
 )
 def test_an_exact_head_is_always_accepted(tmp_path, temperature, draft_ids):
     generator = torch.Generator().manual_seed(2)

@@ -108,6 +108,7 @@ class ScriptedEngine:
         self.lag = lag
         self.requests: list[EngineRequest] = []
         self.released: list[str] = []
+        self.num_kept: dict[str, int | None] = {}
         self.refuse: dict[int, Exception] = {}
         self.num_steps = 0
         self._dead = False
@@ -124,8 +125,9 @@ class ScriptedEngine:
         self._live[request.request_id] = deque(self.windows[len(self.requests)])
         self.requests.append(request)
 
-    def release(self, request_id: str) -> None:
+    def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
         self.released.append(request_id)
+        self.num_kept[request_id] = num_kept_tokens
         self._live.pop(request_id, None)
 
     def step(self) -> tuple[RequestUpdate, ...]:

@@ -44,8 +44,8 @@ class Scripted:
     def add(self, item) -> None:
         self._note(f"add {item}")
 
-    def release(self, request_id: str) -> None:
-        self._note(f"release {request_id}")
+    def release(self, request_id: str, num_kept_tokens: int | None) -> None:
+        self._note(f"release {request_id} {num_kept_tokens}")
 
 
 def core_over(scripted: Scripted, steps_in_flight: int) -> EngineCore:
@@ -110,7 +110,8 @@ def test_a_failure_ends_the_engine(event):
         assert caught.value.remedy == "restart the engine"
     assert scripted.log == so_far
     core.release("x")
-    assert scripted.log == [*so_far, "release x"]
+    core.release("y", 5)
+    assert scripted.log == [*so_far, "release x None", "release y 5"]
 
 
 def test_a_refused_request_is_the_caller_s_error_alone():

@@ -28,7 +28,12 @@ def test_outputs_come_in_the_order_of_the_prompts(scripted, ids, lag):
     assert [o.outputs[0].text for o in outputs] == ["the dog sat on", "the cat"]
     assert [o.prompt for o in outputs] == ["a", None]
     assert not engine.has_unfinished
-    assert sorted(engine.released) == ["0", "1"]
+    # The EOS is kept too.
+    prompt_lens = [len(request.prompt_token_ids) for request in engine.requests]
+    assert engine.num_kept == {
+        "0": prompt_lens[0] + len(dog) + 1,
+        "1": prompt_lens[1] + len(cat) + 1,
+    }
 
 
 def test_one_prompt_may_stand_alone(scripted, ids):

@@ -39,7 +39,7 @@ class Run:
         self.outputs.add(self.processed, self.now, stream=stream)
 
     def emit(self, *token_ids, request_id="r", **changes):
-        """One update; returns what came of it and the ids released."""
+        """One update; returns what came of it and who is released, with the tokens kept."""
         update = RequestUpdate(request_id, token_ids, max(len(token_ids) - 1, 0), 0, True, 0)
         self.now += 1.0
         done = self.outputs.process([dataclasses.replace(update, **changes)], self.now)
@@ -61,7 +61,7 @@ def test_text_and_tokens_accumulate(run, tokenizer):
     first, released = request.emit(*ids[:2])
     assert completion(first).token_ids == ids[:2]
     assert completion(first).text == tokenizer.decode(ids[:2])
-    assert (first.finished, completion(first).finish_reason, released) == (False, None, ())
+    assert (first.finished, completion(first).finish_reason, released) == (False, None, {})
     second, _ = request.emit(*ids[2:])
     assert completion(second).text == "the cat sat on the mat"
     assert (second.prompt, second.prompt_token_ids) == ("p", PROMPT)
@@ -73,7 +73,7 @@ def test_eos_ends_the_request_and_drops_the_rest_of_the_window(run, tokenizer):
     assert completion(output).token_ids == (*ids, EOS)
     assert completion(output).text == "the cat"
     assert (completion(output).finish_reason, completion(output).stop_reason) == ("stop", None)
-    assert released == ("r",)
+    assert released == {"r": len(PROMPT) + len(ids) + 1}
     assert output.finished
 
 
@@ -99,7 +99,7 @@ def test_length_ends_the_request_in_mid_window(run, tokenizer):
     output, released = run(max_tokens=3).emit(*ids)
     assert completion(output).token_ids == ids[:3]
     assert (completion(output).finish_reason, completion(output).stop_reason) == ("length", None)
-    assert released == ("r",)
+    assert released == {"r": len(PROMPT) + 3}
 
 
 def test_max_model_len_is_a_length_too(run, tokenizer):
@@ -114,9 +114,10 @@ def test_a_stop_string_is_cut_from_the_text_and_later_tokens_from_everything(run
     full = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
     num_tokens = next(i for i, text in enumerate(full) if " sat" in text) + 1
     logprobs = tuple({i: Logprob(-1.0, 1)} for i in ids)
-    output, _ = run(stop=[" sat"], logprobs=0).emit(*ids, logprobs=logprobs)
+    output, released = run(stop=[" sat"], logprobs=0).emit(*ids, logprobs=logprobs)
     assert completion(output).text == "the cat"
     assert completion(output).token_ids == ids[:num_tokens]
+    assert released == {"r": len(PROMPT) + num_tokens}
     assert len(completion(output).logprobs) == num_tokens
     assert completion(output).cumulative_logprob == -num_tokens
     assert (completion(output).finish_reason, completion(output).stop_reason) == ("stop", " sat")
@@ -192,19 +193,19 @@ def test_nan_logits_fail_the_request_alone(run, tokenizer):
     assert completion(output).finish_reason == "error"
     assert isinstance(completion(output).error, NumericalError)
     assert completion(output).text == "the"
-    assert released == ("r",)
+    assert list(released) == ["r"]
 
 
 def test_updates_of_a_finished_request_are_ignored(run):
     request = run()
     request.emit(EOS)
-    assert request.emit(5, 6) == (None, ())
+    assert request.emit(5, 6) == (None, {})
     assert request.outputs.num_unfinished == 0
 
 
 def test_without_stream_only_the_last_output_comes(run, tokenizer):
     request = run(stream=False)
-    assert request.emit(*tokenizer.encode("the")) == (None, ())
+    assert request.emit(*tokenizer.encode("the")) == (None, {})
     output, _ = request.emit(EOS)
     assert completion(output).text == "the"
 
@@ -249,7 +250,7 @@ def test_completions_come_together_in_one_output(run, tokenizer):
     ids = tokenizer.encode("the cat")
     output, released = request.emit(*ids, EOS, request_id="r.1")
     assert [c.text for c in output.outputs] == ["", "the cat"]
-    assert released == ("r.1",)
+    assert released == {"r.1": len(PROMPT) + len(ids) + 1}
     assert not output.finished
     output, released = request.emit(*ids[:1], EOS, request_id="r.0")
     assert [c.index for c in output.outputs] == [0, 1]
@@ -267,5 +268,5 @@ def test_abort_keeps_what_is_there_and_names_what_to_release(run, tokenizer):
     assert [c.finish_reason for c in output.outputs] == ["stop", "abort"]
     assert output.outputs[1].text == "the"
     assert output.metrics.finished_time == 99.0
-    assert done.released == ("r.1",)
+    assert done.released == {"r.1": len(PROMPT) + len(tokenizer.encode("the"))}
     assert request.outputs.abort("r", 99.0).outputs == ()

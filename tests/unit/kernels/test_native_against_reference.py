@@ -189,6 +189,29 @@ def test_sample(rows, vocabulary, seed):
     assert torch.equal(native.sample(*inputs), reference.sample(*inputs))
 
 
+@few
+@given(st.integers(1, 9), st.integers(1, 20000), st.integers(0, 20000), st.booleans(), seeds)
+def test_sample_of_mapped_columns_is_that_of_the_whole_vocabulary(rows, columns, more, ties, seed):
+    logits, *parameters = sampling_inputs(rows, columns, seed)
+    if ties:
+        logits = logits.round()
+    vocabulary = columns + more
+    order = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(seed))
+    token_ids = order[:columns].sort().values
+    full = torch.full((rows, vocabulary), -float("inf"))
+    full[:, token_ids] = logits
+    found = native.sample(logits, *parameters, token_ids)
+    assert torch.equal(found, native.sample(full, *parameters))
+    assert torch.equal(found, reference.sample(logits, *parameters, token_ids))
+
+
+def test_native_refuses_a_map_that_does_not_fit_the_columns():
+    inputs = sampling_inputs(2, 8, 0)
+    for token_ids in (torch.arange(7), torch.arange(8, dtype=torch.int32)):
+        with pytest.raises(InvariantError):
+            native.sample(*inputs, token_ids)
+
+
 @pytest.mark.parametrize("kernels", [native, reference], ids=lambda k: k.name)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sample_of_masked_and_broken_rows(kernels, temperature):
@@ -206,8 +229,9 @@ def test_sample_of_masked_and_broken_rows(kernels, temperature):
 def test_equal_logits_give_the_lowest_id(kernels):
     logits = torch.zeros(1, 20000)
     logits[0, [123, 128, 8191, 8192, 19999]] = 1.0
-    found = kernels.sample(logits, torch.zeros(1), torch.tensor([1]), torch.tensor([1]))
-    assert found.tolist() == [123]
+    inputs = logits, torch.zeros(1), torch.tensor([1]), torch.tensor([1])
+    assert kernels.sample(*inputs).tolist() == [123]
+    assert kernels.sample(*inputs, torch.arange(7, 40007, 2)).tolist() == [253]
 
 
 def test_native_refuses_what_would_read_wrong_memory():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -88,6 +90,9 @@ def test_sample(kernels):
     temperature = torch.arange(40) % 4 / 2.0
     seeds, positions = torch.arange(40) * 7919, torch.arange(40) + 2**33
     assert_rows_independent(kernels.sample, logits, temperature, seeds, positions)
+    token_ids = torch.arange(9001) * 3 + 1
+    mapped = functools.partial(kernels.sample, token_ids=token_ids)
+    assert_rows_independent(mapped, logits, temperature, seeds, positions)
 
 
 @pytest.mark.parametrize("with_norm", [False, True])

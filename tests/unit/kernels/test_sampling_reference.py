@@ -131,6 +131,28 @@ def test_equal_values_give_the_lowest_id(monkeypatch):
     assert sample(logits, torch.tensor([0.0, 1.0]), zero, zero).tolist() == [77, 77]
 
 
+@pytest.mark.parametrize(("columns", "vocab_size"), [(1, 9), (7, 8), (40, 40), (501, 4099)])
+def test_mapped_columns_choose_what_the_whole_vocabulary_chooses(columns, vocab_size):
+    logits, temperature, seeds, positions = random_rows(41, columns)
+    logits[20:] = logits[20:].round()
+    order = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(columns))
+    token_ids = order[:columns].sort().values
+    full = torch.full((41, vocab_size), -math.inf)
+    full[:, token_ids] = logits
+    found = sample(logits, temperature, seeds, positions, token_ids)
+    assert torch.equal(found, sample(full, temperature, seeds, positions))
+
+
+def test_equal_values_of_mapped_columns_give_the_lowest_id(monkeypatch):
+    monkeypatch.setattr(
+        reference, "gumbel_noise", lambda seeds, positions, size: torch.zeros(len(seeds), size)
+    )
+    logits, zero = torch.tensor([[1.0, 2.0, 0.0, 2.0]] * 2), torch.zeros(2, dtype=torch.int64)
+    token_ids = torch.tensor([3, 10, 11, 90])
+    found = sample(logits, torch.tensor([0.0, 1.0]), zero, zero, token_ids)
+    assert found.tolist() == [10, 10]
+
+
 def test_greedy_rows_make_no_noise_and_logits_are_not_written(monkeypatch):
     logits, _, seeds, positions = random_rows(6, 30)
     before = logits.clone()

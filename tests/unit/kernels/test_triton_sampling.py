@@ -79,6 +79,48 @@ def test_sample_chooses_the_references_tokens(vocab_size):
     assert torch.equal(sampling.argmax(logits), logits.argmax(dim=-1))
 
 
+@pytest.mark.parametrize(("columns", "vocab_size"), [(1, 9), (7, 7), (1030, 1500), (1300, 5001)])
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_mapped_columns_choose_what_the_whole_vocabulary_chooses(columns, vocab_size, repeats):
+    generator = torch.Generator().manual_seed(columns)
+    logits = (3 * torch.randn(5 * repeats, columns, generator=generator)).to(DEVICE)
+    logits[::2] = logits[::2].round()
+    token_ids = torch.randperm(vocab_size, generator=generator)[:columns].sort().values.to(DEVICE)
+    full = torch.full((5 * repeats, vocab_size), -torch.inf, device=DEVICE)
+    full[:, token_ids] = logits
+    chosen = [values.repeat(repeats) for values in parameters(5)]
+    found = sampling.sample(logits, *chosen, token_ids)
+    assert torch.equal(found, sampling.sample(full, *chosen))
+    assert torch.equal(found, reference.sample(logits, *chosen, token_ids))
+
+
+@triton.jit
+def words_of_kernel(token_ids, words, seed, position, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    drawn = sampling.philox_words_of(tl.load(seed), tl.load(position), tl.load(token_ids + at))
+    tl.store(words + at, drawn.to(tl.int64))
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_noise_words_of_scattered_ids_are_the_references_bit_for_bit(i):
+    seed, position = (torch.tensor([x[i]], device=DEVICE) for x in (SEEDS, POSITIONS))
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(i))
+    token_ids = order[:64].sort().values.to(DEVICE)
+    words = torch.empty(64, dtype=torch.int64, device=DEVICE)
+    words_of_kernel[(1,)](token_ids, words, seed, position, BLOCK=64)
+    assert torch.equal(words, reference_words(seed, position, 4096)[0, token_ids])
+
+
+def test_equal_values_of_mapped_columns_give_the_lowest_id_across_tiles():
+    logits = torch.full((3, 2100), -3.0, device=DEVICE)
+    logits[0, [1030, 2099]] = 4.0
+    logits[1, [5, 2000]] = 4.0
+    logits[2] = -torch.inf
+    greedy = torch.zeros(3, device=DEVICE), *parameters(3)[1:]
+    token_ids = torch.arange(10, 2110, device=DEVICE) * 3
+    assert sampling.sample(logits, *greedy, token_ids).tolist() == [3120, 45, 30]
+
+
 def test_a_row_chooses_alone_what_it_chooses_in_company():
     logits = torch.randn(5, 1300, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     temperature, seeds, positions = parameters(5)

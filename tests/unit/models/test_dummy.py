@@ -123,9 +123,9 @@ def test_an_eagle3_head_of_a_config_alone(tmp_path, draft_vocab):
     assert head.fc.weight.in_features == 3 * HIDDEN
     if draft_vocab == VOCAB:
         assert head.lm_head is target.head
-        assert head.target_ids is None
+        assert head.token_ids is None
     else:
-        assert torch.equal(head.target_ids, torch.arange(draft_vocab))
+        assert torch.equal(head.token_ids, torch.arange(draft_vocab))
     with pytest.raises(CheckpointError, match="no safetensors"):
         Eagle3Checkpoint(directory).load(target, **OPTIONS)
 

@@ -19,6 +19,7 @@ DEFAULTS = {
     "lookahead_slots": 0,
     "lookahead_tokens": 0,
     "enable_prefix_caching": True,
+    "cache_emitted_blocks": True,
 }
 
 

@@ -20,6 +20,7 @@ from sametoken.core.plan import Admission, PlanRow, StepPlan
 from sametoken.core.request import EngineRequest
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.prefix_cache import block_keys
 from sametoken.scheduler.scheduler import Scheduler
 
 VOCAB = 5
@@ -174,9 +175,13 @@ class Driver:
         self.device = FakeDevice(limits, self.rng)
         self.results = deque()
         self.wanted, self.emitted = {}, {}
-        self.finished, self.gone = {}, []
+        self.prompts = {}
+        # Prompts that go on a former request's kept tokens, and the length of its prompt.
+        self.kept, self.turns = [], {}
+        self.known_keys = set()
         self.count = 0
         self.swap_ins = self.discards = self.most_lingering = 0
+        self.hits_on_emitted = self.hits_on_lingering = self.cuts = 0
 
     def add(self, prompt, max_new, max_drafts=None):
         total = min(len(prompt) + max_new, self.limits.max_model_len)
@@ -189,12 +194,23 @@ class Driver:
         params = SamplingParams(temperature=0.0)
         request = EngineRequest(name, prompt, params, total, max_drafts=max_drafts)
         self.scheduler.add(request)
+        self.prompts[name] = prompt
+        self.note_keys(prompt)
         stop = self.rng.randint(1, total - len(prompt))
         self.wanted[name] = reference(prompt, total - len(prompt))[:stop]
         self.emitted[name] = ()
         self.check()
 
+    def follow_up(self, tail, max_new):
+        """The next turn of a chat: what a former request has kept, and something new."""
+        if not self.kept:
+            return
+        prompt_len, tokens = self.rng.choice(self.kept)
+        self.turns[tokens + tail] = prompt_len
+        self.add(tokens + tail, max_new)
+
     def plan(self, poison=False):
+        lingering = {b for state in self.scheduler._lingering for b in state.blocks}
         plan = self.scheduler.plan()
         if plan is None:
             assert self.results or not self.wanted, "nothing runs and nothing ever will"
@@ -202,6 +218,13 @@ class Driver:
         rows = sum(row.num_query + row.draft_limit for row in plan.rows)
         assert rows <= self.limits.max_num_batched_tokens
         assert plan.rows or plan.discarded_swaps
+        for admission in plan.admissions:
+            former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
+            self.hits_on_emitted += admission.num_cached > former
+            self.hits_on_lingering += any(
+                assignment.slot == admission.slot and lingering & set(assignment.block_ids)
+                for assignment in plan.block_assignments
+            )
         self.swap_ins += len(plan.swap_ins)
         self.discards += len(plan.discarded_swaps)
         self.results.append(self.device.run(plan, poison))
@@ -219,21 +242,37 @@ class Driver:
             if len(self.emitted[name]) >= len(self.wanted[name]):
                 wanted = self.wanted[name]
                 assert self.emitted[name][: len(wanted)] == wanted
-                self.scheduler.release(name)
-                self.forget(name)
+                self.cuts += len(self.emitted[name]) > len(wanted)
+                self.release(name, wanted)
         self.most_lingering = max(self.most_lingering, len(self.scheduler._lingering))
         self.check()
 
     def abort(self, name):
-        self.scheduler.release(name)
-        self.forget(name)
+        self.release(name, self.emitted[name])
         self.check()
 
+    def release(self, name, output):
+        """Now and then as one that does not say what it keeps."""
+        if self.rng.random() < 0.1:
+            self.scheduler.release(name)
+        else:
+            tokens = self.prompts[name] + output
+            self.note_keys(tokens)
+            self.kept.append((len(self.prompts[name]), tokens))
+            self.scheduler.release(name, len(tokens))
+        self.forget(name)
+
     def forget(self, name):
-        del self.wanted[name], self.emitted[name]
+        del self.wanted[name], self.emitted[name], self.prompts[name]
+
+    def note_keys(self, tokens):
+        """Only prompts and what was kept may ever be found."""
+        limits = self.limits
+        self.known_keys.update(block_keys(tokens, limits.block_size, limits.lookahead_tokens))
 
     def check(self):
         self.scheduler.check_integrity()
+        assert self.scheduler._memory.prefix_cache._block_of.keys() <= self.known_keys
         for states in (self.scheduler._running, self.scheduler._swapped):
             for state in states.values():
                 num_tokens = len(self.device.slots[state.slot].tokens)
@@ -269,6 +308,7 @@ def draw_limits(rng):
         lookahead_slots=rng.choice([0, 1, 3]),
         lookahead_tokens=rng.choice([0, 1]),
         enable_prefix_caching=rng.random() < 0.8,
+        cache_emitted_blocks=rng.random() < 0.9,
     )
 
 
@@ -282,6 +322,7 @@ def draw_prompt(rng):
 def test_driver_reaches_every_corner():
     """Random runs keep every promise, and see swaps, shared blocks, drafts and lingering."""
     swaps = discards = hits = accepted = lingering = poisoned = 0
+    emitted_hits = lingering_hits = cuts = 0
     for seed in range(250):
         rng = random.Random(seed)
         depth = rng.randint(1, 3)
@@ -290,9 +331,12 @@ def test_driver_reaches_every_corner():
             action = rng.random()
             if action < 0.2:
                 driver.add(draw_prompt(rng), rng.randint(1, 20), rng.choice([None, None, 0, 1]))
-            elif action < 0.23 and driver.wanted:
+            elif action < 0.3:
+                tail = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 3)))
+                driver.follow_up(tail, rng.randint(1, 8))
+            elif action < 0.33 and driver.wanted:
                 driver.abort(rng.choice(list(driver.wanted)))
-            elif action < 0.65 and len(driver.results) < depth:
+            elif action < 0.68 and len(driver.results) < depth:
                 before = driver.device.next_step_id
                 driver.plan(poison=rng.random() < 0.02)
                 poisoned += driver.device.next_step_id > before and any(
@@ -306,12 +350,19 @@ def test_driver_reaches_every_corner():
         hits += driver.scheduler.prefix_cache_hits
         accepted += driver.device.accepted
         lingering = max(lingering, driver.most_lingering)
+        emitted_hits += driver.hits_on_emitted
+        lingering_hits += driver.hits_on_lingering
+        cuts += driver.cuts
+    print(swaps, discards, hits, accepted, lingering, poisoned, emitted_hits, lingering_hits, cuts)
     assert swaps > 50
     assert discards > 5
     assert hits > 100
     assert accepted > 100
     assert lingering > 1
     assert poisoned > 5
+    assert emitted_hits > 100
+    assert lingering_hits > 10
+    assert cuts > 50
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -323,6 +374,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**20), max_new=st.integers(1, 20), drafts=st.none() | st.just(1))
     def add(self, seed, max_new, drafts):
         self.driver.add(draw_prompt(random.Random(seed)), max_new, drafts)
+
+    @rule(tail=st.lists(st.integers(0, 4), min_size=1, max_size=3), max_new=st.integers(1, 8))
+    def follow_up(self, tail, max_new):
+        self.driver.follow_up(tuple(tail), max_new)
 
     @rule(poison=st.sampled_from([False] * 9 + [True]))
     def plan(self, poison):

@@ -132,7 +132,7 @@ def choose(
         return AttentionConfig(True, queries, 4, num_stages=5 if shape.head_dim <= 128 else 3)
     # Walking programs fill the chip by themselves: small tiles do with half the warps.
     small = queries == 16 and dtype != torch.float32
-    return AttentionConfig(False, queries, 2 if small else 4, num_stages=3)
+    return AttentionConfig(False, queries, 2 if small else 4, num_stages=2 if small else 3)
 
 
 def _launch(

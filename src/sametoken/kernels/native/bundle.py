@@ -183,22 +183,32 @@ class NativeKernels:
         return out
 
     def sample(
-        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
     ) -> Tensor:
-        count, vocabulary = logits.shape
+        count, num_columns = logits.shape
         _require(logits, torch.float32)
         _require(temperature, torch.float32)
         _require(seeds, torch.int64)
         _require(positions, torch.int64)
+        if token_ids is not None:
+            _require(token_ids, torch.int64)
+            if token_ids.shape != (num_columns,):
+                raise InvariantError(f"{num_columns} columns, token ids {list(token_ids.shape)}")
         out = torch.empty(count, dtype=torch.int64)
         done = self._sample(
             logits.data_ptr(),
             temperature.data_ptr(),
             seeds.data_ptr(),
             positions.data_ptr(),
+            None if token_ids is None else token_ids.data_ptr(),
             out.data_ptr(),
             count,
-            vocabulary,
+            num_columns,
         )
         if not done:
             raise MemoryError(f"no memory to sample {count} rows")

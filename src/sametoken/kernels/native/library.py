@@ -32,7 +32,7 @@ _SIGNATURES = {
     "silu_mul": ("ppiii", False),
     "rope_and_cache": ("ppppppppppfiiiiiii", False),
     "attention": ("pppppppiiiiiifi", True),
-    "sample": ("pppppii", True),
+    "sample": ("ppppppii", True),
 }
 
 

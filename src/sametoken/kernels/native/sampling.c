@@ -2,14 +2,14 @@
 #include "elementary.h"
 #include "threads.h"
 
-/* Token ids per unit of work; a multiple of CHUNK. */
+/* Columns per unit of work; a multiple of CHUNK. */
 #define UNIT 8192
 /* Token ids whose noise is drawn at once: 16 Philox counters of 4 words. */
 #define CHUNK (4 * LANES)
 
 typedef struct {
     float value;
-    int64_t id;
+    int64_t column;
 } candidate;
 
 /* High and low halves of the products with `factor`. */
@@ -27,11 +27,11 @@ INLINE void multiply_wide(u32x16 a, uint32_t factor, u32x16 *high, u32x16 *low) 
 
 #define ZIP_LOW(l, s) ((l) / 2 + (l) % 2 * LANES + (s))
 
-/* Four words for each of the counters first .. first + 15, in the order of token ids. */
-INLINE void philox(uint32_t first, int64_t position, int64_t seed, u32x16 words[4]) {
-    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, zero = {0};
+/* Word w of each of 16 counters in words[w]. */
+INLINE void philox(u32x16 counters, int64_t position, int64_t seed, u32x16 words[4]) {
+    const u32x16 zero = {0};
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)((uint64_t)seed >> 32);
-    u32x16 c0 = lane + first, c1 = zero + (uint32_t)position;
+    u32x16 c0 = counters, c1 = zero + (uint32_t)position;
     u32x16 c2 = zero + (uint32_t)((uint64_t)position >> 32), c3 = zero;
     for (int round = 0; round < 10; round++) {
         u32x16 high0, low0, high1, low1;
@@ -44,12 +44,33 @@ INLINE void philox(uint32_t first, int64_t position, int64_t seed, u32x16 words[
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
-    u32x16 even_low = SHUFFLE(c0, c2, ZIP_LOW, 0), even_high = SHUFFLE(c0, c2, ZIP_LOW, 8);
-    u32x16 odd_low = SHUFFLE(c1, c3, ZIP_LOW, 0), odd_high = SHUFFLE(c1, c3, ZIP_LOW, 8);
+    words[0] = c0;
+    words[1] = c1;
+    words[2] = c2;
+    words[3] = c3;
+}
+
+/* The words of token ids first .. first + 63, in their order; first is a multiple of 4. */
+INLINE void words_from(int64_t first, int64_t position, int64_t seed, u32x16 words[4]) {
+    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    u32x16 c[4];
+    philox(lane + (uint32_t)(first / 4), position, seed, c);
+    u32x16 even_low = SHUFFLE(c[0], c[2], ZIP_LOW, 0), even_high = SHUFFLE(c[0], c[2], ZIP_LOW, 8);
+    u32x16 odd_low = SHUFFLE(c[1], c[3], ZIP_LOW, 0), odd_high = SHUFFLE(c[1], c[3], ZIP_LOW, 8);
     words[0] = SHUFFLE(even_low, odd_low, ZIP_LOW, 0);
     words[1] = SHUFFLE(even_low, odd_low, ZIP_LOW, 8);
     words[2] = SHUFFLE(even_high, odd_high, ZIP_LOW, 0);
     words[3] = SHUFFLE(even_high, odd_high, ZIP_LOW, 8);
+}
+
+/* The words of up to 16 token ids in any order. */
+INLINE u32x16 words_of(const int64_t *token_ids, int64_t count, int64_t position, int64_t seed) {
+    u32x16 id = {0}, words[4];
+    for (int64_t i = 0; i < smaller(LANES, count); i++) id[i] = (uint32_t)token_ids[i];
+    philox(id / 4, position, seed, words);
+    u32x16 chosen = {0};
+    for (uint32_t w = 0; w < 4; w++) chosen |= words[w] & (u32x16)(id % 4 == w);
+    return chosen;
 }
 
 /* -log(-log1p(-v)) for v = (word + 1/2) / 2^32, kept below 1. */
@@ -65,37 +86,44 @@ INLINE f32x16 gumbel(u32x16 word) {
 
 typedef struct {
     f32x16 value;
-    i32x16 id;
+    i32x16 column;
 } candidates;
 
 INLINE void consider(candidates *best, f32x16 value, int64_t first, int64_t count) {
     const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     i32x16 better = (value > best->value) & (lane < (int32_t)smaller(LANES, count));
     best->value = select_lanes(better, value, best->value);
-    best->id = (better & (lane + (int32_t)first)) | (~better & best->id);
+    best->column = (better & (lane + (int32_t)first)) | (~better & best->column);
 }
 
-/* The best of token ids first .. last-1; -infinity and `first` if all are NaN or -inf. */
-static candidate best_of(const float *logits, int64_t first, int64_t last, float temperature,
-                         int64_t seed, int64_t position) {
+/* The best of columns first .. last-1; -infinity and `first` if all are NaN or -inf. */
+static candidate best_of(const float *logits, const int64_t *token_ids, int64_t first,
+                         int64_t last, float temperature, int64_t seed, int64_t position) {
     candidates best = {splat(-INFINITY), (i32x16){0} + (int32_t)first};
     if (temperature == 0.0f) {
         for (int64_t i = first; i < last; i += LANES)
             consider(&best, load_some(logits, i, last - i, 0), i, last - i);
+    } else if (token_ids) {
+        for (int64_t i = first; i < last; i += LANES) {
+            f32x16 scaled = load_some(logits, i, last - i, 0) / temperature;
+            u32x16 words = words_of(token_ids + i, last - i, position, seed);
+            consider(&best, scaled + gumbel(words), i, last - i);
+        }
     } else {
         for (int64_t chunk = first; chunk < last; chunk += CHUNK) {
             u32x16 words[CHUNK / LANES];
-            philox((uint32_t)(chunk / 4), position, seed, words);
+            words_from(chunk, position, seed, words);
             for (int64_t i = chunk; i < smaller(chunk + CHUNK, last); i += LANES) {
                 f32x16 scaled = load_some(logits, i, last - i, 0) / temperature;
                 consider(&best, scaled + gumbel(words[(i - chunk) / LANES]), i, last - i);
             }
         }
     }
-    candidate winner = {best.value[0], best.id[0]};
+    candidate winner = {best.value[0], best.column[0]};
     for (int i = 1; i < LANES; i++) {
-        candidate other = {best.value[i], best.id[i]};
-        if (other.value > winner.value || (other.value == winner.value && other.id < winner.id))
+        candidate other = {best.value[i], best.column[i]};
+        if (other.value > winner.value ||
+            (other.value == winner.value && other.column < winner.column))
             winner = other;
     }
     return winner;
@@ -103,26 +131,28 @@ static candidate best_of(const float *logits, int64_t first, int64_t last, float
 
 static _Thread_local buffer candidate_memory;
 
-/* Returns 0 when memory ran out. */
+/* token_ids[i] is the token of column i, ascending; NULL: column i is token i.
+ * Returns 0 when memory ran out. */
 EXPORT int64_t sample(const float *logits, const float *temperature, const int64_t *seeds,
-                      const int64_t *positions, int64_t *out, int64_t rows,
-                      int64_t vocabulary) {
+                      const int64_t *positions, const int64_t *token_ids, int64_t *out,
+                      int64_t rows, int64_t columns) {
     if (!rows) return 1;
-    int64_t parts = ceil_div(vocabulary, UNIT);
+    int64_t parts = ceil_div(columns, UNIT);
     candidate *found = reserve(&candidate_memory, rows * parts * sizeof *found);
     if (!found) return 0;
 #pragma omp parallel for schedule(static)
     for (int64_t unit = 0; unit < rows * parts; unit++) {
         int64_t row = unit / parts, first = unit % parts * UNIT;
-        found[unit] = best_of(logits + row * vocabulary, first, smaller(first + UNIT, vocabulary),
-                              temperature[row], seeds[row], positions[row]);
+        found[unit] = best_of(logits + row * columns, token_ids, first,
+                              smaller(first + UNIT, columns), temperature[row], seeds[row],
+                              positions[row]);
     }
     for (int64_t row = 0; row < rows; row++) {
         candidate winner = found[row * parts];
         for (int64_t part = 1; part < parts; part++)
             if (found[row * parts + part].value > winner.value)
                 winner = found[row * parts + part];
-        out[row] = winner.id;
+        out[row] = token_ids ? token_ids[winner.column] : winner.column;
     }
     return 1;
 }

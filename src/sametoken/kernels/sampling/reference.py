@@ -21,26 +21,36 @@ _ROWS_AT_A_TIME = 16
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    token_ids: Tensor | None = None,
+) -> Tensor:
     """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
 
     Args:
-        logits: [L, V] fp32, not written; rows that are all -inf or hold NaN give a valid id.
+        logits: [L, V'] fp32, not written; rows that are all -inf or hold NaN give a valid id.
         temperature: [L] fp32, 0 for greedy rows.
         seeds: [L] int64, 0..2^63-1.
         positions: [L] int64, absolute position of the token being chosen.
+        token_ids: [V'] int64, ascending: the token of each column; None: column i is token i.
 
     Returns:
         [L] int64; of equal values the lowest id.
     """
-    tokens = logits.argmax(dim=-1)
+    columns = logits.argmax(dim=-1)
+    vocab_size = logits.shape[1] if token_ids is None else int(token_ids[-1]) + 1
     noisy = (temperature > 0).nonzero().squeeze(1)
     for first in range(0, noisy.shape[0], _ROWS_AT_A_TIME):
         rows = noisy[first : first + _ROWS_AT_A_TIME]
-        noise = gumbel_noise(seeds[rows], positions[rows], logits.shape[1])
+        noise = gumbel_noise(seeds[rows], positions[rows], vocab_size)
+        if token_ids is not None:
+            noise = noise[:, token_ids]
         values = logits[rows].div_(temperature[rows, None]).add_(noise)
-        tokens[rows] = values.argmax(dim=-1)
-    return tokens
+        columns[rows] = values.argmax(dim=-1)
+    return columns if token_ids is None else token_ids[columns]
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

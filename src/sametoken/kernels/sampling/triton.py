@@ -1,8 +1,9 @@
 """Keyed sampling in Triton: tiles of the vocabulary first, then the best of the tiles.
 
 A candidate travels as one int64 key: an order-preserving image of its fp32 value above the
-complement of its token id. The largest key is then the best value with the lowest id, in
-whatever order keys are compared, and NaN, ranked above all, marks its row as poisoned.
+complement of its column, which is its token id unless a map says otherwise. The largest key
+is then the best value with the lowest id, in whatever order keys are compared, and NaN,
+ranked above all, marks its row as poisoned.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -37,6 +38,22 @@ def philox_words(
     high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, blocks, low, high, zero)
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def philox_words_of(
+    seed,  # scalar int64
+    position,  # scalar int64
+    token_ids,  # [BLOCK] int64
+):
+    """[BLOCK] uint32 noise words of any token ids: a counter for each, of which one word."""
+    blocks = (token_ids // 4).to(tl.uint32)
+    zero = blocks * 0
+    low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
+    high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, blocks, low, high, zero)
+    lane = token_ids % 4
+    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
 
 
 @triton.jit
@@ -87,7 +104,7 @@ def _best_of_tile(value, first_id, BLOCK: tl.constexpr):
 
 @triton.jit
 def token_of(key):
-    """The token id in a key."""
+    """The token id in a key, or its column where a map goes with it."""
     return _ID_MASK - (key & _ID_MASK)
 
 
@@ -104,6 +121,7 @@ def _tile_keys_kernel(
     seeds,  # [S] or [L]
     slots,  # [L], rows of temperature and seeds, or None: row l
     positions,  # [L]
+    token_ids,  # [VOCAB_SIZE], ascending, or None: column i is token i
     keys,  # [L, NUM_TILES]
     POSITION_OFFSET: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
@@ -123,7 +141,12 @@ def _tile_keys_kernel(
         divisor = tl.load(temperature + owner)
         if divisor > 0.0:
             position = tl.load(positions + row) + POSITION_OFFSET
-            words = philox_words(tl.load(seeds + owner), position, first_id, BLOCK)
+            seed = tl.load(seeds + owner)
+            if token_ids is None:
+                words = philox_words(seed, position, first_id, BLOCK)
+            else:
+                mapped = tl.load(token_ids + ids, ids < VOCAB_SIZE, other=0)
+                words = philox_words_of(seed, position, mapped)
             # Has the order of value / divisor + noise, without the division.
             value = tl.fma(gumbel_noise(words), divisor, value)
     tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, first_id, BLOCK))
@@ -132,6 +155,7 @@ def _tile_keys_kernel(
 @triton.jit
 def _best_of_tiles_kernel(
     keys,  # [L, NUM_TILES]
+    token_ids,  # as in _tile_keys_kernel
     tokens,  # [L]
     poisoned,  # [L]
     NUM_TILES: tl.constexpr,
@@ -143,23 +167,34 @@ def _best_of_tiles_kernel(
     tiles = tl.arange(0, BLOCK)
     lowest = tl.full((BLOCK,), -(2**63), tl.int64)
     key = tl.max(tl.load(keys + row * NUM_TILES + tiles, tiles < NUM_TILES, other=lowest), axis=0)
-    tl.store(tokens + row, token_of(key))
+    token = token_of(key)
+    if token_ids is not None:
+        token = tl.load(token_ids + token)
+    tl.store(tokens + row, token)
     tl.store(poisoned + row, is_poisoned(key))
 
 
-def sample(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    token_ids: Tensor | None = None,
+) -> Tensor:
     """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
 
     Args:
-        logits: [L, V] fp32, not written; rows that are all -inf or hold NaN give a valid id.
+        logits: [L, V'] fp32, not written; rows that are all -inf or hold NaN give a valid id.
         temperature: [L] fp32, 0 for greedy rows.
         seeds: [L] int64, 0..2^63-1.
         positions: [L] int64, absolute position of the token being chosen.
+        token_ids: [V'] int64, ascending: the token of each column; None: column i is token i.
 
     Returns:
         [L] int64; of equal values the lowest id.
     """
-    return best_tokens(_tile_keys(logits, temperature, seeds, None, positions, 0))[0]
+    keys = _tile_keys(logits, temperature, seeds, None, positions, 0, token_ids)
+    return best_tokens(keys, token_ids)[0]
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -190,8 +225,11 @@ def window_keys(
     return _tile_keys(logits, temperature, seeds, slots, positions, 1)
 
 
-def best_tokens(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Second half: [L, tiles] keys to token ids [L] int64 and poisoned [L] bool (held NaN)."""
+def best_tokens(keys: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Second half: [L, tiles] keys to token ids [L] int64 and poisoned [L] bool (held NaN).
+
+    ``token_ids`` is that of ``sample``, for keys that were made with it.
+    """
     num_rows, num_tiles = keys.shape
     tokens = keys.new_empty(num_rows)
     poisoned = keys.new_empty(num_rows, dtype=torch.bool)
@@ -199,6 +237,7 @@ def best_tokens(keys: Tensor) -> tuple[Tensor, Tensor]:
         block = triton.next_power_of_2(num_tiles)
         _best_of_tiles_kernel[(num_rows,)](
             keys,
+            token_ids,
             tokens,
             poisoned,
             NUM_TILES=num_tiles,
@@ -216,10 +255,12 @@ def _tile_keys(
     slots: Tensor | None,
     positions: Tensor | None,
     position_offset: int,
+    token_ids: Tensor | None = None,
 ) -> Tensor:
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
+    assert token_ids is None or token_ids.shape == (vocab_size,)
     block = _BLOCK if num_rows < _ROWS_OF_WIDE else _WIDE_BLOCK
     num_tiles = triton.cdiv(vocab_size, block)
     keys = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=logits.device)
@@ -230,6 +271,7 @@ def _tile_keys(
             seeds,
             slots,
             positions,
+            token_ids,
             keys,
             POSITION_OFFSET=position_offset,
             VOCAB_SIZE=vocab_size,

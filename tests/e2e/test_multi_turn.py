@@ -1,0 +1,181 @@
+"""A chat of several turns starts each from the KV of all former ones, answers included.
+
+Its tokens and logits must be those of an engine that has never heard of it, and so must
+what its drafter gets accepted: that says whether the drafter's KV in those blocks is right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculators
+from helpers.harness import CPU, Shape, build, request
+from helpers.recorded import RecordedLogits
+from helpers.toy import ToyModel
+from sametoken.config import EngineConfig
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.engine.build import build_engine
+from sametoken.engine.llm import LLM
+from sametoken.runner.stream import LaggingStream
+from sametoken.state.kv_cache import KVCache
+
+BLOCK_SIZE = 4
+MAX_TOKENS = 11
+OPENING = tuple(i * 7 % VOCAB for i in range(9))
+REPLIES = ((5, 6, 7), (1, 2, 3, 4))
+K = 3
+TOY = ToyModel()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("target"), max_position_embeddings=80)
+
+
+@pytest.fixture(scope="module")
+def drafters(target, tmp_path_factory):
+    other = write_llama(tmp_path_factory.mktemp("other"), seed=5, max_position_embeddings=80)
+    head = write_speculators(tmp_path_factory.mktemp("head"), head_tensors())
+    return {
+        "none": None,
+        "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+        "self": {"method": "draft_model", "model": str(target), "num_speculative_tokens": 3},
+        "other": {"method": "draft_model", "model": str(other), "num_speculative_tokens": 4},
+        "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3},
+    }
+
+
+def start(target, **options) -> tuple[LLM, RecordedLogits]:
+    """An engine behind its front, which cuts at stops and says what is kept."""
+    options = {
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "prefill_chunk_size": 16,
+        "max_num_batched_tokens": 32,
+        "block_size": BLOCK_SIZE,
+    } | options
+    core = build_engine(EngineConfig.from_options(model=str(target), **options))
+    recorded = RecordedLogits(core._runner.verifier)
+    core._runner = dataclasses.replace(core._runner, verifier=recorded)
+    return LLM.from_engine(core, None), recorded
+
+
+def ask(llm: LLM, prompt, temperature: float, stop: tuple[int, ...] = ()):
+    params = SamplingParams(
+        temperature=temperature, seed=3, max_tokens=MAX_TOKENS, stop_token_ids=stop
+    )
+    (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+    return output
+
+
+def stop_inside(token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The first token after the fifth that is new, to stop there."""
+    return next(((t,) for i, t in enumerate(token_ids) if i > 4 and t not in token_ids[:i]), ())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+@pytest.mark.parametrize("method", ["none", "ngram", "self", "other", "eagle3"])
+def test_every_turn_is_that_of_a_cold_engine(
+    target, drafters, method, steps_in_flight, temperature
+):
+    options = {"speculative_config": drafters[method], "steps_in_flight": steps_in_flight}
+    llm, recorded = start(target, **options)
+    prompt = OPENING
+    num_kept = num_former = stopped = 0
+    for reply in (*REPLIES, ()):
+        plain, truth = start(target, enable_prefix_caching=False)
+        stop = stop_inside(ask(plain, prompt, temperature).outputs[0].token_ids)
+        cold, _ = start(target, enable_prefix_caching=False, **options)
+        expected = ask(cold, prompt, temperature, stop)
+        output = ask(llm, prompt, temperature, stop)
+
+        answer = output.outputs[0].token_ids
+        assert answer == ask(plain, prompt, temperature, stop).outputs[0].token_ids
+        positions = range(len(prompt), len(prompt) + len(answer))
+        for position in positions:
+            key = prompt, position
+            assert torch.equal(recorded.rows[key], truth.rows[key]), key
+
+        cached = output.metrics.num_cached_tokens
+        # All blocks whose KV must be there: the last kept token has none, unless it was
+        # followed by others that were cut.
+        assert cached // BLOCK_SIZE >= max(0, num_kept - 1) // BLOCK_SIZE
+        assert cached <= num_kept
+        assert cached > num_former or not num_former
+        hot, fresh = output.metrics.speculation, expected.metrics.speculation
+        if method == "self":
+            assert hot.accepted_per_position == hot.offered_per_position
+        if steps_in_flight == 1:
+            assert hot == fresh
+
+        stopped += output.outputs[0].finish_reason == "stop"
+        num_former, num_kept = len(prompt), len(prompt) + len(answer)
+        prompt = (*prompt, *answer, *reply)
+    assert stopped
+    llm._engine.scheduler.check_integrity()
+
+
+class Chat:
+    """A conversation on the toy target: an answer of some length, a reply, and so on."""
+
+    def __init__(self, name: str, prompt: tuple[int, ...], chance: random.Random) -> None:
+        self.name, self.tokens, self.chance = name, list(prompt), chance
+        self.turns_left = 4
+
+    def next_turn(self, core) -> None:
+        self.turns_left -= 1
+        self.wanted = len(self.tokens) + self.chance.randint(3, 9)
+        # The engine would go on: the front is who stops it, in the middle of a window.
+        core.add_request(request(self.name, self.tokens, max_tokens=24))
+
+    def take(self, core, update) -> None:
+        for token in update.token_ids:
+            assert token == TOY.next_token(self.tokens)
+            self.tokens.append(token)
+            if len(self.tokens) == self.wanted:
+                core.release(self.name, self.wanted)
+                if self.turns_left:
+                    self.tokens += [self.chance.randrange(11) for _ in range(3)]
+                    self.next_turn(core)
+                return
+
+
+def self_drafter(parts) -> DraftModelDrafter:
+    kv = KVCache.allocate(
+        TOY.kv_spec, num_blocks=parts.shape.num_blocks, block_size=BLOCK_SIZE, device=CPU
+    )
+    return DraftModelDrafter(TOY, kv, K, Coupling(parts.kernels.sample, parts.table))
+
+
+@pytest.mark.parametrize("num_blocks", [30, 60])
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_the_next_turn_comes_while_the_last_one_is_still_in_flight(steps_in_flight, num_blocks):
+    """Windows are cut at random, blocks are scarce, and KV that nobody wrote is NaN."""
+    chance = random.Random(steps_in_flight)
+    core = build(
+        TOY,
+        Shape(num_drafts=K, steps_in_flight=steps_in_flight, num_blocks=num_blocks),
+        make_drafter=self_drafter,
+        stream=LaggingStream(lambda queued: chance.randint(0, queued)),
+    )
+    prompts = ((1, 2, 3), (1, 2, 3, 4, 5), tuple(range(10)), (7,) * 6)
+    chats = {f"r{i}": Chat(f"r{i}", prompt, chance) for i, prompt in enumerate(prompts)}
+    for chat in chats.values():
+        chat.next_turn(core)
+    offered = accepted = most_cached = 0
+    while core.has_unfinished:
+        for update in core.step():
+            offered, accepted = offered + update.num_drafts, accepted + update.num_accepted
+            most_cached = max(most_cached, update.num_cached)
+            chats[update.request_id].take(core, update)
+        core.scheduler.check_integrity()
+    assert not any(chat.turns_left for chat in chats.values())
+    assert accepted == offered > 0
+    assert most_cached >= 20

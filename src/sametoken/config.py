@@ -120,16 +120,18 @@ class EngineConfig:
     max_num_seqs: int = option(64, "requests that run at once")
     max_num_batched_tokens: int = option(2048, "rows of one step at most")
     prefill_chunk_size: int = option(
-        0, "grid of prefill chunks, in tokens from position 0; 0: by device"
+        0, "grid of prefill chunks, in tokens from 0 on; 0: 256 on a CPU, 512 on a GPU"
     )
-    block_size: int = option(16, "tokens per KV block")
+    block_size: int = option(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     kv_cache_memory_bytes: int | None = option(
         None, "KV memory; default 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU"
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use in all")
     num_kv_blocks: int | None = option(None, "KV blocks, overriding kv_cache_memory_bytes")
     enable_prefix_caching: bool = option(True, "share KV of equal prompt blocks")
-    steps_in_flight: int = option(0, "steps enqueued ahead of the host, 1..3; 0: by device")
+    steps_in_flight: int = option(
+        0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU"
+    )
     enforce_eager: bool = option(False, "use no CUDA graphs")
     load_format: str = option(
         "auto", "auto, safetensors, gguf, or dummy: random weights, to measure times"
@@ -155,7 +157,7 @@ class EngineConfig:
                 f"gpu_memory_utilization={self.gpu_memory_utilization} is not possible",
                 "use a number above 0 and up to 1",
             )
-        if self.prefill_chunk_size % self.block_size:
+        if self.block_size and self.prefill_chunk_size % self.block_size:
             raise ConfigError(
                 f"prefill_chunk_size={self.prefill_chunk_size} is not a multiple of "
                 f"block_size={self.block_size}",
@@ -206,7 +208,7 @@ _LIMITS = (
     ("max_num_seqs", 1, 4096),
     ("max_num_batched_tokens", 1, 2**20),
     ("prefill_chunk_size", 0, 2**16),
-    ("block_size", 1, 1024),
+    ("block_size", 0, 1024),
     ("kv_cache_memory_bytes", 1, 2**50),
     ("num_kv_blocks", 1, 2**31),
     ("steps_in_flight", 0, 3),

@@ -218,8 +218,9 @@ def test_options_are_refused_before_weights_are_read(target, monkeypatch):
             LLM(str(target), **SIZES | options)
 
 
-def test_a_device_that_is_not_driven(target):
-    refused(UnsupportedError, "'cuda' is not supported", "cpu", LLM, str(target), device="cuda")
+def test_a_device_that_is_not_there(target, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(UnsupportedError, "there is none", "cpu", LLM, str(target), device="cuda")
 
 
 # Requests

@@ -25,9 +25,6 @@ pytestmark = [
 
 CONFIGS = [
     TritonConfig(16, 16, 256, num_warps=2, num_stages=4),
-    TritonConfig(64, 32, 128, num_warps=4, num_stages=4, tma=True, rows_first=True),
-    TritonConfig(64, 64, 64, num_warps=4, num_stages=4, rows_first=True),
-    TritonConfig(128, 32, 64, num_warps=8, num_stages=4, rows_first=True),
     TritonConfig(16, 32, 256, num_warps=4, num_stages=3),
     TritonConfig(16, 64, 128, num_warps=4, num_stages=4, tma=True, overlap=True),
     TritonConfig(32, 32, 128, num_warps=4, num_stages=3, overlap=True),

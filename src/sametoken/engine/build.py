@@ -19,6 +19,7 @@ from sametoken.engine.resolve import (
     resolve_dtype,
     resolve_kv_bytes,
     resolve_max_model_len,
+    resolve_sizes,
 )
 from sametoken.errors import ConfigError
 from sametoken.kernels.interface import Kernels
@@ -37,10 +38,6 @@ from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.synthetic import make_verifier
-
-# A CPU computes a step on the cores that plan the next one: running ahead gains nothing.
-STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 2}
-PREFILL_CHUNK_SIZE = {"cpu": 256, "cuda": 512}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +73,7 @@ def build_engine(
     """
     loaded = _load(config, announce)
     resolved, memory = loaded.resolved, loaded.memory
+    config = resolved.config
     kv = _allocate_kv(loaded, loaded.target.kv_spec)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
@@ -110,14 +108,14 @@ def build_engine(
 
 def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     device = resolve_device(config)
+    config = resolve_sizes(config, device)
     path = resolve_model(config.model, announce)
     architecture = read_config(path, load_format=config.load_format)
     dtype, why = resolve_dtype(config, architecture.dtype)
     spec = config.speculative_config
     num_drafts = spec.num_speculative_tokens if spec else 0
     max_len = resolve_max_model_len(config, architecture)
-    chunk_size = config.prefill_chunk_size or PREFILL_CHUNK_SIZE[device.type]
-    _require_room(config, chunk_size, num_drafts)
+    _require_room(config, num_drafts)
     kernels = select_kernels(device)
     target = load_model(
         path,
@@ -144,8 +142,6 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         device=device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        prefill_chunk_size=chunk_size,
-        steps_in_flight=config.steps_in_flight or STEPS_IN_FLIGHT[device.type],
         kernels=kernels.name,
         reasons={**memory.reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
@@ -154,12 +150,12 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     return _Loaded(target, drafter, kernels, memory, resolved)
 
 
-def _require_room(config: EngineConfig, chunk_size: int, num_drafts: int) -> None:
+def _require_room(config: EngineConfig, num_drafts: int) -> None:
     """A window must fit a step beside the prefill chunk that is reserved room."""
-    if config.max_num_batched_tokens < max(chunk_size, num_drafts + 1):
+    if config.max_num_batched_tokens < max(config.prefill_chunk_size, num_drafts + 1):
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} holds neither a prefill "
-            f"chunk of {chunk_size} nor a window of {num_drafts + 1} rows",
+            f"chunk of {config.prefill_chunk_size} nor a window of {num_drafts + 1} rows",
             "raise max_num_batched_tokens or lower prefill_chunk_size",
         )
 
@@ -184,7 +180,7 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_size=loaded.resolved.prefill_chunk_size,
+        prefill_chunk_size=config.prefill_chunk_size,
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
         max_model_len=memory.max_model_len,

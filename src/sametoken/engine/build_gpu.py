@@ -38,7 +38,7 @@ def graphed(
     assert isinstance(kernels, TritonKernels)
     width = eager.sequences.max_num_drafts + 1
     windows = window_buckets(resolved.config.max_num_seqs)
-    chunks = chunk_buckets(resolved.prefill_chunk_size)
+    chunks = chunk_buckets(resolved.config.prefill_chunk_size)
     if resolved.config.enforce_eager:
         return eager
     row_counts = {batch * rows for batch in windows for rows in (1, width)} | {1, *chunks}

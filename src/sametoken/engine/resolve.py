@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ class ResolvedConfig:
     """The engine's settings with every "auto" decided.
 
     Attributes:
+        config: what the user asked, sizes of 0 replaced by the device's defaults.
         reasons: option name to the reason for its value, for ``--explain``.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
     """
@@ -34,12 +35,23 @@ class ResolvedConfig:
     device: torch.device
     max_model_len: int
     num_kv_blocks: int
-    prefill_chunk_size: int
-    steps_in_flight: int
     kernels: str
     reasons: dict[str, str]
     weights_bytes: int
     kv_bytes: int
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps enqueued ahead of the host."""
+        return self.config.steps_in_flight
+
+
+#: What an option of 0 means, by type of device. A CPU computes a step on the cores that plan
+#: the next one, so that running ahead gains nothing; a GPU reads KV in larger pieces.
+DEVICE_DEFAULTS = {
+    "cpu": {"block_size": 16, "prefill_chunk_size": 256, "steps_in_flight": 1},
+    "cuda": {"block_size": 64, "prefill_chunk_size": 512, "steps_in_flight": 2},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,21 @@ def resolve_device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not available:
         raise UnsupportedError("device 'cuda' was asked for but there is none", "use device 'cpu'")
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
+
+
+def resolve_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The config with every size of 0 replaced by the device's default.
+
+    Raises:
+        ConfigError: a size that was given does not fit a default.
+    """
+    defaults = DEVICE_DEFAULTS[device.type]
+    return replace(
+        config,
+        block_size=config.block_size or defaults["block_size"],
+        prefill_chunk_size=config.prefill_chunk_size or defaults["prefill_chunk_size"],
+        steps_in_flight=config.steps_in_flight or defaults["steps_in_flight"],
+    )
 
 
 def resolve_kv_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -100,7 +100,6 @@ class Eagle3Checkpoint:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
         config, layer = self.config, self.config.layer
         hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
-        token_ids = self._token_ids()
         own_head = () if draft_vocab_size == layer.vocab_size else ("lm_head.weight",)
         reader = open_head(
             self._directory,
@@ -110,6 +109,7 @@ class Eagle3Checkpoint:
             load_format=self._load_format,
             optional=own_head,
         )
+        token_ids = self._token_ids()
         head = Eagle3Head(
             config=config,
             kernels=kernels,

@@ -59,13 +59,13 @@ class GraphedRunner:
     def _run(self, plan: StepPlan, parts: Parts, buffer: HostBuffer) -> None:
         self.eager.take_up(plan)
         if parts.windows:
-            rows = [_uploaded(plan, b, plan.rows[b].draft_limit, 1) for b in parts.windows]
+            rows = [_uploaded(plan, b, plan.rows[b].draft_limit, True) for b in parts.windows]
             buffer.copy_from(self.graphs.run_windows(rows), 0)
         done = len(parts.windows)
         for group in parts.chunks:
             lengths = [plan.rows[b].num_query for b in group]
             rows = [
-                _uploaded(plan, b, length, int(plan.rows[b].samples))
+                _uploaded(plan, b, length, plan.rows[b].samples)
                 for b, length in zip(group, lengths, strict=True)
             ]
             buffer.copy_from(self.graphs.run_chunks(rows, max(lengths)), done)
@@ -101,8 +101,8 @@ class GraphedRunner:
             self._special.add(admission.slot)
 
 
-def _uploaded(plan: StepPlan, b: int, amount: int, flag: int) -> tuple[int, ...]:
-    return (plan.rows[b].slot, amount, flag, plan.step_id)
+def _uploaded(plan: StepPlan, b: int, amount: int, flag: bool) -> tuple[int, ...]:
+    return (plan.rows[b].slot, amount, int(flag), plan.step_id)
 
 
 def needs_processing(admission: Admission) -> bool:

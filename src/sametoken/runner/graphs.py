@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sametoken.runner.padded import PLAN_FIELDS, PaddedStep
+from sametoken.state.padded import FixedLayout
 
 WARM_UP_RUNS = 2
 
@@ -28,10 +29,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A graph and the only two static buffers: the plan it reads, the outcome it leaves."""
+    """A graph and its static buffers: the plan it reads, constants, the outcome it leaves."""
 
     graph: torch.cuda.CUDAGraph
     plan: Tensor
+    layout: FixedLayout
     outcome: Tensor
 
 
@@ -100,19 +102,22 @@ class StepGraphs:
         """Warm up and capture on a plan that is all padding: the same code as a real one."""
         plan = torch.empty((PLAN_FIELDS, bucket.batch), dtype=torch.int64, device="cuda")
         plan.copy_(self._plan_of(bucket, ()), non_blocking=True)
+        layout = self.step.layout(bucket.batch, bucket.chunk)
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(WARM_UP_RUNS):
-                self._run(bucket, plan)
+                self._run(bucket, plan, layout)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
-            outcome = self._run(bucket, plan)
-        return CapturedStep(graph, plan, outcome)
+            outcome = self._run(bucket, plan, layout)
+        return CapturedStep(graph, plan, layout, outcome)
 
-    def _run(self, bucket: Bucket, plan: Tensor) -> Tensor:
-        return self.step.chunks(plan, bucket.chunk) if bucket.chunk else self.step.windows(plan)
+    def _run(self, bucket: Bucket, plan: Tensor, layout: FixedLayout) -> Tensor:
+        if bucket.chunk:
+            return self.step.chunks(plan, layout, bucket.chunk)
+        return self.step.windows(plan, layout)
 
     def _plan_of(self, bucket: Bucket, rows: Sequence[tuple[int, ...]]) -> Tensor:
         padding = (self.step.sequences.reserved_slot, 0, 0, 0)

@@ -12,6 +12,7 @@ from sametoken.drafters.base import Drafter
 from sametoken.drafters.padded import PaddedDraftContext
 from sametoken.kernels.sampling.triton import window_keys
 from sametoken.models.base import CausalLM, HiddenStates
+from sametoken.state.inputs import StepInputs
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.padded import (
     FixedLayout,
@@ -56,44 +57,57 @@ class PaddedStep:
     drafter: Drafter
     judge: PaddedJudge = judge_and_commit
 
-    def windows(self, plan: Tensor) -> Tensor:
+    def layout(self, batch: int, chunk: int) -> FixedLayout:
+        """The index tensors of a bucket, made before it is captured.
+
+        Args:
+            batch: plan rows.
+            chunk: rows of each chunk; 0 for windows.
+        """
+        width = 1 if chunk else self.sequences.max_num_drafts + 1
+        return FixedLayout.of(batch, chunk or width, width, self.sequences.device)
+
+    def windows(self, plan: Tensor, layout: FixedLayout) -> Tensor:
         """A window of every decoding slot of the plan."""
         slots, draft_limit, live, step_id = plan.unbind(0)
         width = self.sequences.max_num_drafts + 1
         x = stage_windows(self.sequences, slots, draft_limit, live.bool(), width)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
         keys = self._keys(hidden.last, x.rows.slots, x.rows.positions)
-        return self._settle(x, hidden, keys, width, step_id)
+        return self._settle(layout.inputs(x), x, hidden, keys, step_id)
 
-    def chunks(self, plan: Tensor, rows: int) -> Tensor:
+    def chunks(self, plan: Tensor, layout: FixedLayout, rows: int) -> Tensor:
         """A prefill chunk of at most ``rows`` tokens of every slot of the plan."""
         slots, num_query, samples, step_id = plan.unbind(0)
         x = stage_chunks(self.sequences, slots, num_query, samples.bool(), rows)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
-        first = torch.arange(slots.shape[0], device=slots.device) * rows
-        judged = first + (x.num_query - 1).clamp(min=0)
+        judged = layout.row_starts[:-1] + (x.num_query - 1).clamp(min=0)
         keys = self._keys(
             hidden.last.index_select(0, judged),
             x.rows.slots.index_select(0, judged),
             x.rows.positions.index_select(0, judged),
         )
-        return self._settle(x, hidden, keys, 1, step_id)
+        return self._settle(layout.inputs(x), x, hidden, keys, step_id)
 
     def _keys(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         logits = self.model.compute_logits(hidden)
         return window_keys(logits, self.table.temperature, self.table.seed, slots, positions)
 
     def _settle(
-        self, x: PaddedInputs, hidden: HiddenStates, keys: Tensor, window: int, step_id: Tensor
+        self,
+        inputs: StepInputs,
+        x: PaddedInputs,
+        hidden: HiddenStates,
+        keys: Tensor,
+        step_id: Tensor,
     ) -> Tensor:
         """Judge, commit and propose; returns the outcome."""
+        window = keys.shape[0] // x.slots.shape[0]
         verdict, lengths = self.judge(self.sequences, keys, x, window)
         counts = (step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned.long())
         outcome = torch.cat((torch.stack(counts, dim=1), verdict.tokens), dim=1)
-        batch = x.slots.shape[0]
-        layout = FixedLayout.of(batch, x.rows_per_plan_row, window, x.slots.device)
         context = PaddedDraftContext(
-            layout.inputs(x),
+            inputs,
             hidden,
             x.num_computed,
             lengths.num_computed,

@@ -68,7 +68,7 @@ def test_a_step_reads_all_matrices_but_a_table_that_is_only_looked_up(tmp_path, 
     traffic = step_traffic(resolved)
     table = 0 if tied else LLAMA["vocab_size"] * LLAMA["hidden_size"] * 4
     assert traffic.weights == resolved.weights_bytes - table
-    assert traffic.kv_per_token * config.block_size == resolved.kv_bytes // 5
+    assert traffic.kv_per_token * resolved.config.block_size == resolved.kv_bytes // 5
     assert traffic.step_bytes(10) - traffic.step_bytes(0) == 10 * traffic.kv_per_token
     assert traffic.draft_weights == 0
 
@@ -80,7 +80,7 @@ def test_a_drafter_s_kv_is_read_once_per_pass(tmp_path):
         str(directory), num_kv_blocks=8, max_model_len=32, speculative_config=spec
     )
     resolved = build_engine(config).resolved
-    one = resolved.kv_bytes // (9 * config.block_size) // 2
+    one = resolved.kv_bytes // (9 * resolved.config.block_size) // 2
     assert step_traffic(resolved).kv_per_token == (1 + 3) * one
 
 

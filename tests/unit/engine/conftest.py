@@ -90,8 +90,6 @@ def resolved(tokenizer) -> ResolvedConfig:
         device=torch.device("cpu"),
         max_model_len=MAX_MODEL_LEN,
         num_kv_blocks=8,
-        prefill_chunk_size=256,
-        steps_in_flight=1,
         kernels="none",
         reasons={"dtype": "the checkpoint is fp32"},
         weights_bytes=1,

@@ -131,7 +131,7 @@ def test_steps_in_flight_add_nothing_and_their_blocks_are_shared_at_once(kit):
     first, second = scheduler.plan(), scheduler.plan()
     scheduler.release("first", 13)
     scheduler.check_integrity()
-    scheduler.add(kit.request("next", spoken(20)))
+    scheduler.add(kit.request("next", spoken(16)))
     third = scheduler.plan()
     assert [admission.num_cached for admission in third.admissions] == [12]
     assert list(third.block_assignments[-1].block_ids[:3]) == owned[:3]
@@ -189,13 +189,13 @@ def test_a_request_that_came_back_is_entered_like_any_other(kit):
 
 
 def test_kept_blocks_go_when_memory_is_needed(kit):
-    scheduler = kit.scheduler(num_blocks=8)
+    scheduler = kit.scheduler(num_blocks=10)
     run(kit, scheduler, 14)
     scheduler.release("first", 14)
     assert scheduler.kv_usage == 0
-    run(kit, scheduler, 24, tuple(range(200, 222)), name="other")
+    run(kit, scheduler, 31, tuple(range(200, 230)), name="other")
     scheduler.release("other")
-    # "other" took six blocks of eight; five were free, and the chain lost its far end.
+    # "other" took eight blocks of ten; seven were free, and the chain lost its far end.
     assert num_cached(kit, scheduler, spoken(16)) == 8
 
 

@@ -159,7 +159,6 @@ def _triton_product(
         BLOCK_ROWS=config.block_rows,
         BLOCK_FEATURES=config.block_features,
         BLOCK_DEPTH=config.block_depth,
-        ROWS_FIRST=config.rows_first,
         **launch,
     )
     return out
@@ -183,7 +182,6 @@ def _product_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
 ):
     # Neighbouring programs share a weight tile, so that it leaves memory once.
     row_tiles = tl.cdiv(rows, BLOCK_ROWS)
@@ -199,13 +197,8 @@ def _product_kernel(
         present = feature < out_features
         _start_early(tl.where(present, w_row, weight), half, EPILOGUE, PREFETCH_BYTES)
 
-    # Which operand leads changes the shape of the tile and no bit of it.
-    if ROWS_FIRST:
-        row_at, feature_at = row[:, None], feature[None, :]
-    else:
-        row_at, feature_at = row[None, :], feature[:, None]
-    acc = tl.zeros_like(row_at * feature_at).to(tl.float32)
-    up = acc
+    acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
+    up = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
     x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
     w_at = w_row[:, None] + depth[None, :]
     for k in tl.range(0, in_features, BLOCK_DEPTH):
@@ -216,43 +209,25 @@ def _product_kernel(
         else:
             x_tile = _tile(x_at + k, row < rows, inside, EVEN_DEPTH)
             w_tile = _tile(w_at + k, feature < out_features, inside, EVEN_DEPTH)
-        acc = _product_of(w_tile, x_tile, acc, ROWS_FIRST)
+        acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
         if EPILOGUE == "silu_mul":
             if x_tiles is not None:
                 w_tile = w_tiles.load([out_features + first_feature, k])
             else:
                 w_tile = _tile(w_at + half + k, feature < out_features, inside, EVEN_DEPTH)
-            up = _product_of(w_tile, x_tile, up, ROWS_FIRST)
+            up = tl.dot(w_tile, x_tile.T, up, input_precision="ieee")
 
-    stored = (row_at < rows) & (feature_at < out_features)
-    at = row_at.to(tl.int64) * out_features + feature_at
+    stored = (row < rows)[None, :] & (feature < out_features)[:, None]
+    at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
     dtype = out.dtype.element_ty
-    acc = _finished(acc, up, operand, feature_at, out_features, at, stored, dtype, EPILOGUE)
-    tl.store(out + at, acc.to(dtype), mask=stored)
-
-
-@triton.jit
-def _finished(
-    acc, up, operand, feature_at, out_features, at, stored, dtype: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):  # fmt: skip
-    """The product with its epilogue, in fp32."""
     if EPILOGUE == "bias":
-        acc += tl.load(operand + feature_at, mask=feature_at < out_features, other=0)
+        acc += tl.load(operand + feature, mask=feature < out_features, other=0)[:, None]
     elif EPILOGUE == "add":
         residual = tl.load(operand + at, mask=stored, other=0)
         acc = acc.to(dtype).to(tl.float32) + residual.to(tl.float32)
     elif EPILOGUE == "silu_mul":
         acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
-    return acc
-
-
-@triton.jit
-def _product_of(w_tile, x_tile, acc, ROWS_FIRST: tl.constexpr):
-    """``acc`` and one more stretch of the sum, in order."""
-    if ROWS_FIRST:
-        return tl.dot(x_tile, w_tile.T, acc, input_precision="ieee")
-    return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+    tl.store(out + at, acc.to(dtype), mask=stored)
 
 
 @triton.jit

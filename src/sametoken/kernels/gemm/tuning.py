@@ -51,8 +51,6 @@ class TritonConfig:
             compute capability 9.0 and up).
         prefetch_bytes: with ``overlap``, how much of each weight row to ask into L2
             meanwhile: a multiple of 16 or 0; more than a row has means all of it.
-        rows_first: activations rather than weights lead the product: narrow feature tiles
-            then still fill the matrix unit at 64 rows and more.
     """
 
     block_rows: int
@@ -63,7 +61,6 @@ class TritonConfig:
     tma: bool = False
     overlap: bool = False
     prefetch_bytes: int = 8192
-    rows_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,12 @@ def env(
 def _facts() -> dict[str, Any]:
     import torch
 
+    from sametoken.config import EngineConfig
+    from sametoken.engine.resolve import resolve_device
     from sametoken.kernels.select import select_kernels
     from sametoken.models.embedded import cache_directory
 
-    device = torch.device("cpu")
+    device = resolve_device(EngineConfig())
     facts: dict[str, Any] = {
         "sametoken": sametoken.__version__,
         "python": platform.python_version(),

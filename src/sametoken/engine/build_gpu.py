@@ -41,7 +41,9 @@ def graphed(
     chunks = chunk_buckets(resolved.config.prefill_chunk_size)
     if resolved.config.enforce_eager:
         return eager
-    row_counts = {batch * rows for batch in windows for rows in (1, width)} | {1, *chunks}
+    # A draft model's catch-up runs one row more than the window or chunk.
+    row_counts = {batch * rows for batch in windows for rows in (1, width, width + 1)}
+    row_counts |= {1, *chunks, *(chunk + 1 for chunk in chunks)}
     row_counts |= {rows for n in CHUNKS_TOGETHER for rows in (n, n * chunks[-1])}
     reports = kernels.prove(sorted(row_counts))
     refused = sum(len(report.refused) for report in reports)

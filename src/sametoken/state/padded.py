@@ -1,4 +1,4 @@
-"""Stage and commit at fixed shapes, for captured steps. Imported by ``runner.padded`` alone.
+"""Stage and commit at fixed shapes, for captured steps. Imported where graphs are made alone.
 
 The same facts as ``state.inputs`` and ``state.commit``, by kernels that need no shape from
 the data: plan rows are padded to a bucket, and each owns the same number of flat rows.

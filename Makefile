@@ -29,7 +29,7 @@ test: lint
 	$(BIN)/pytest -n $(TEST_WORKERS) --ignore=tests/gpu
 
 test-gpu:
-	python3 -m pytest tests/gpu
+	PYTHONPATH=src python3 -m pytest tests/gpu
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -373,3 +373,21 @@ def test_a_step_that_fails_ends_the_engine_and_later_calls_say_so(target):
     cause = r"the engine stopped after MemoryError\('no memory for logits'\)"
     refused(EngineDeadError, cause, "restart", llm.generate, prompt, GREEDY)
     refused(EngineDeadError, cause, "restart", llm._engine.step)
+
+
+def test_a_head_size_that_the_kernels_cannot_run_is_refused_at_load(tmp_path):
+    path = write_llama(tmp_path / "odd", head_dim=12)
+    refused(UnsupportedError, "head_dim 12", "SAMETOKEN_KERNELS", LLM, str(path), **SIZES)
+
+
+def test_a_draft_model_that_does_not_fit_is_refused_before_anything_is_loaded(
+    target, tmp_path, monkeypatch
+):
+    other = write_llama(tmp_path / "other", vocab_size=29)
+
+    def nothing_may_load(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("sametoken.engine.build.load_model", nothing_may_load)
+    options = SIZES | speculative("draft_model", model=str(other))
+    refused(DrafterMismatchError, "29 tokens", "vocabulary", LLM, str(target), **options)

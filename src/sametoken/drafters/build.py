@@ -22,7 +22,7 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.eagle_checkpoint import HeadCheckpoint
-from sametoken.models.loader import load_model
+from sametoken.models.loader import load_model, read_config
 from sametoken.state.kv_cache import KVCache, KVSpec
 
 _HEADS: dict[str, type[Eagle1Checkpoint] | type[Eagle3Checkpoint]] = {
@@ -79,6 +79,19 @@ def required_aux_layers(spec: SpeculativeConfig | None, target: ModelConfig) -> 
     if spec is None or spec.method not in _HEADS:
         return ()
     return _fitting_head(spec, target).aux_layers(target.num_layers)
+
+
+def require_drafter_fits(
+    spec: SpeculativeConfig | None, target: ModelConfig, max_model_len: int
+) -> None:
+    """Refuse a draft model that does not fit the target, before either is loaded.
+
+    Raises:
+        CheckpointError: the draft model's config is missing or broken.
+        DrafterMismatchError: another vocabulary, or fewer positions than requests may have.
+    """
+    if spec is not None and spec.method == "draft_model":
+        require_fit(read_config(Path(spec.model or "")), target, max_model_len)
 
 
 def load_drafter(

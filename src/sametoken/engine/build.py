@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sametoken.config import EngineConfig
 from sametoken.drafters.base import Drafter
-from sametoken.drafters.build import LoadedDrafter, Placement, load_drafter, required_aux_layers
+from sametoken.drafters.build import (
+    LoadedDrafter,
+    Placement,
+    load_drafter,
+    require_drafter_fits,
+    required_aux_layers,
+)
 from sametoken.drafters.coupling import Coupling
 from sametoken.engine.core import EngineCore
 from sametoken.engine.resolve import (
@@ -109,6 +115,7 @@ def build_engine(
 def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     device = resolve_device(config)
     config = resolve_sizes(config, device)
+    config = _with_drafter_path(config, announce)
     path = resolve_model(config.model, announce)
     architecture = read_config(path, load_format=config.load_format)
     dtype, why = resolve_dtype(config, architecture.dtype)
@@ -116,6 +123,7 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     num_drafts = spec.num_speculative_tokens if spec else 0
     max_len = resolve_max_model_len(config, architecture)
     _require_room(config, num_drafts)
+    require_drafter_fits(spec, architecture, max_len)
     kernels = select_kernels(device)
     target = load_model(
         path,
@@ -148,6 +156,15 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
     )
     return _Loaded(target, drafter, kernels, memory, resolved)
+
+
+def _with_drafter_path(config: EngineConfig, announce: Callable[[str], None]) -> EngineConfig:
+    """The config with the drafter's short name, if it is one, replaced by its path."""
+    spec = config.speculative_config
+    if spec is None or not spec.model:
+        return config
+    found = str(resolve_model(spec.model, announce))
+    return replace(config, speculative_config=replace(spec, model=found))
 
 
 def _require_room(config: EngineConfig, num_drafts: int) -> None:

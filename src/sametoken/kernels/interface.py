@@ -113,6 +113,14 @@ class Kernels(Protocol):
 
     name: str
 
+    def require(self, shape: AttentionShape) -> None:
+        """Refuse an attention shape that this bundle cannot run, before weights are loaded.
+
+        Raises:
+            UnsupportedError: naming the shape's fault.
+        """
+        ...
+
     def pack(self, weight: Tensor) -> PackedWeight:
         """Take over a [N, K] weight; the caller drops its own reference."""
         ...

@@ -25,6 +25,9 @@ class ReferenceKernels:
 
     name = "reference"
 
+    def require(self, shape: AttentionShape) -> None:
+        """Every shape runs."""
+
     def pack(self, weight: Tensor) -> PlainWeight:
         return PlainWeight(weight.contiguous())
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from sametoken.errors import UnsupportedError
 from sametoken.kernels.attention import triton as attention
 from sametoken.kernels.embedding import triton as embedding
 from sametoken.kernels.gemm import triton as gemm
@@ -23,6 +24,8 @@ from sametoken.kernels.interface import (
 )
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.sampling import triton as sampling
+
+MAX_HEAD_DIM = 256
 
 
 class TritonKernels:
@@ -47,6 +50,12 @@ class TritonKernels:
             row_counts: the row counts that captured steps will run.
         """
         return self.table.prove(self._matrices.values(), tuple(row_counts))
+
+    def require(self, shape: AttentionShape) -> None:
+        if shape.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"head_dim {shape.head_dim} is above {MAX_HEAD_DIM}", "use device 'cpu'"
+            )
 
     def pack(self, weight: Tensor) -> gemm.DeviceWeight:
         matrix = weight.contiguous()

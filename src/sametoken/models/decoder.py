@@ -185,6 +185,7 @@ def load_attention(
         in_features: width of the block's input; default the hidden size.
     """
     shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    weights.kernels.require(shape)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
         Part(f"{prefix}.q_proj", shape.q_size),

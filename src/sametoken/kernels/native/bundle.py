@@ -63,6 +63,14 @@ class NativeKernels:
         self._silu_mul, self._rope = library.silu_mul, library.rope_and_cache
         self._attention, self._sample = library.attention, library.sample
 
+    def require(self, shape: AttentionShape) -> None:
+        dim = shape.head_dim
+        if dim % 8 or dim > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"head_dim {dim} is not a multiple of 8 up to {MAX_HEAD_DIM}",
+                "set SAMETOKEN_KERNELS=reference, which is slower",
+            )
+
     def pack(self, weight: Tensor) -> PanelWeight:
         n, k = weight.shape
         is_bf16 = _is_bf16(weight)
@@ -126,8 +134,7 @@ class NativeKernels:
         qk_norm: QKNorm | None,
     ) -> Tensor:
         t, dim = qkv.shape[0], shape.head_dim
-        if dim % 8 or dim > MAX_HEAD_DIM:
-            raise UnsupportedError(f"head_dim {dim} is not a multiple of 8 up to {MAX_HEAD_DIM}")
+        self.require(shape)
         _require(qkv, kv.keys.dtype)
         _require(rotary.cos, torch.float32)
         _require(rotary.sin, torch.float32)

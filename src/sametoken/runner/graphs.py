@@ -66,6 +66,8 @@ class StepGraphs:
 
     def capture_all(self) -> CaptureReport:
         """Capture every bucket, the largest first, so that all share its memory."""
+        # What loading left in the allocator's cache must not count for or against the graphs.
+        torch.cuda.empty_cache()
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
         buckets = [Bucket(batch, self.chunks[-1]) for batch in CHUNKS_TOGETHER]
         buckets += [Bucket(1, rows) for rows in reversed(self.chunks[:-1])]

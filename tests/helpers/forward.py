@@ -6,9 +6,21 @@ import torch
 
 from sametoken.models.base import HiddenStates
 from sametoken.state.kv_cache import KVCache
+from sametoken.state.recurrent import RecurrentCache
 from sametoken.state.sequences import Sequences
 
 CPU = torch.device("cpu")
+
+
+def recurrent_cache(model, num_slots: int) -> RecurrentCache | None:
+    """Recurrent state full of NaN, if the model has any."""
+    spec = model.recurrent_spec
+    if spec is None:
+        return None
+    cache = RecurrentCache.allocate(spec, max_num_seqs=num_slots, num_drafts=0, device=CPU)
+    cache.states.fill_(float("nan"))
+    cache.history.fill_(float("nan"))
+    return cache
 
 
 class Bench:
@@ -19,7 +31,11 @@ class Bench:
         num_blocks = num_slots * per_slot
         self.model = model
         self.kv = KVCache.allocate(
-            model.kv_spec, num_blocks=num_blocks, block_size=block_size, device=CPU
+            model.kv_spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            device=CPU,
+            recurrent=recurrent_cache(model, num_slots),
         )
         self.kv.memory.fill_(float("nan"))
         self.sequences = Sequences.allocate(

@@ -23,6 +23,7 @@ from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.kv_cache import KVCache
+from sametoken.state.recurrent import RecurrentCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.keyed import KeyedVerifier
@@ -148,9 +149,20 @@ def build(
     table = SamplingTable.allocate(shape.max_num_seqs, CPU)
     parts = Parts(sequences, table, kernels, shape)
     drafter = make_drafter(parts) if make_drafter else NoDrafter()
+    spec = model.recurrent_spec
     kv = KVCache.allocate(
-        model.kv_spec, num_blocks=shape.num_blocks, block_size=shape.block_size, device=CPU
+        model.kv_spec,
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        device=CPU,
+        recurrent=spec
+        and RecurrentCache.allocate(
+            spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU
+        ),
     )
+    if spec is not None:
+        kv.recurrent.states.fill_(float("nan"))
+        kv.recurrent.history.fill_(float("nan"))
     for cache in (kv, *drafter.kv_caches):
         cache.memory.fill_(float("nan"))
     verifier = RecordingVerifier(kernels, sequences, table)

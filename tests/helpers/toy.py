@@ -39,6 +39,8 @@ def toy_config(vocab_size: int, max_positions: int = 512) -> ModelConfig:
 class ToyModel:
     """``CausalLM`` over float64; greedy continuations are chaotic in the whole prefix."""
 
+    recurrent_spec = None
+
     def __init__(self, vocab_size: int = 11, salt: int = 1) -> None:
         self.config = toy_config(vocab_size)
         self.kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float64)

@@ -25,6 +25,7 @@ from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.prefix_cache import block_keys
 from sametoken.state import commit
 from sametoken.state.inputs import StepInputs
+from sametoken.state.recurrent import RecurrentPass
 from sametoken.verification.keyed import KeyedVerifier
 from sametoken.verification.rules import apply_rules
 
@@ -36,6 +37,12 @@ PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_c
 EAGLE_HEAD = (
     "tests/unit/drafters/test_eagle_drafter.py"
     "::test_kv_and_drafts_are_those_of_a_run_from_scratch[eagle3-3-0.0-flags4]"
+)
+ZERO_DRAFTS = (
+    "tests/regression/test_vllm_39273.py::test_a_step_without_drafts_after_accepted_drafts"
+)
+SLOT_REUSE = (
+    "tests/e2e/test_recurrent_slots.py::test_a_slot_s_next_request_sees_nothing_of_the_last"
 )
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
@@ -229,6 +236,47 @@ def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftContext, "rows_at", mutant)
 
 
+# Recurrent state
+
+
+def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
+    """It goes on from the state of its last window's first position."""
+    run_slot = RecurrentPass._run_slot
+
+    def mutant(self, layer, part, qkv, *rest):
+        if part.num_rows == 1:
+            part = replace(part, num_folded=0, num_lasting=1)
+        return run_slot(self, layer, part, qkv, *rest)
+
+    patch.setattr(RecurrentPass, "_run_slot", mutant)
+
+
+def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
+    """All that is pending is folded, as if every draft had been accepted."""
+    run_slot = RecurrentPass._run_slot
+
+    def mutant(self, layer, part, qkv, *rest):
+        if not part.starts:
+            pending = int(self.cache.num_pending[part.slot])
+            more = pending - part.num_folded
+            part = replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
+        return run_slot(self, layer, part, qkv, *rest)
+
+    patch.setattr(RecurrentPass, "_run_slot", mutant)
+
+
+def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
+    """The next request's first row goes on from the last one's state."""
+    run_slot = RecurrentPass._run_slot
+
+    def mutant(self, layer, part, qkv, *rest):
+        if part.starts and self.cache.position[part.slot] > 0:
+            part = replace(part, starts=False)
+        return run_slot(self, layer, part, qkv, *rest)
+
+    patch.setattr(RecurrentPass, "_run_slot", mutant)
+
+
 # Sampling
 
 
@@ -396,6 +444,27 @@ MUTANTS = (
         a_slot_keeps_its_drafts,
         "tests/unit/state/test_stage_commit.py::test_admission_clears_the_former_request",
         "position",
+    ),
+    Mutant(
+        "slot-0-read-on-a-zero-draft-step",
+        "vllm#39273",
+        a_step_without_drafts_does_not_fold,
+        ZERO_DRAFTS,
+        "tokens",
+    ),
+    Mutant(
+        "recurrent-state-of-rejected-drafts",
+        "vllm#39273",
+        rejected_drafts_are_folded,
+        ZERO_DRAFTS,
+        "tokens",
+    ),
+    Mutant(
+        "recurrent-state-of-a-former-request",
+        "DESIGN: recurrent state",
+        a_slot_keeps_its_recurrent_state,
+        SLOT_REUSE,
+        "tokens",
     ),
     Mutant(
         "noise-keyed-by-step-instead-of-position",

@@ -138,7 +138,9 @@ def settings(resolved: ResolvedConfig) -> dict[str, Any]:
         name: getattr(resolved, name)
         for name in ("max_model_len", "num_kv_blocks", "steps_in_flight", "kernels")
     }
-    decided |= {"weights_bytes": resolved.weights_bytes, "kv_bytes": resolved.kv_bytes}
+    decided |= {
+        name: getattr(resolved, name) for name in ("weights_bytes", "kv_bytes", "recurrent_bytes")
+    }
     decided |= {name: str(getattr(resolved, name)) for name in ("dtype", "device", "model_path")}
     return {
         "asked": asdict(resolved.config),

@@ -91,6 +91,7 @@ def explain(resolved: ResolvedConfig) -> str:
         "kernels": resolved.kernels,
         "weights_bytes": resolved.weights_bytes,
         "kv_bytes": resolved.kv_bytes,
+        "recurrent_bytes": resolved.recurrent_bytes,
     }
     width = max(map(len, settings))
     lines = []

@@ -24,6 +24,7 @@ from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.eagle_checkpoint import HeadCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.recurrent import RecurrentSpec
 
 _HEADS: dict[str, type[Eagle1Checkpoint] | type[Eagle3Checkpoint]] = {
     "eagle": Eagle1Checkpoint,
@@ -37,12 +38,14 @@ class LoadedDrafter:
 
     Attributes:
         kv_spec: what one block of its KV holds; None if it has no KV.
+        recurrent_spec: what one slot of its recurrent state holds; None if it has none.
         lookahead_slots: as the drafter's own, known before it is attached.
     """
 
     kv_spec: KVSpec | None
     lookahead_slots: int
     _attach: Callable[[KVCache | None, Coupling], Drafter]
+    recurrent_spec: RecurrentSpec | None = None
 
     def attach(self, kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
         """The drafter over KV memory of ``kv_spec``; None if there is no spec."""
@@ -136,7 +139,7 @@ def _load_draft_model(
     def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
         return DraftModelDrafter(model, _given(kv_cache), k, coupling)
 
-    return LoadedDrafter(model.kv_spec, k - 1, attach)
+    return LoadedDrafter(model.kv_spec, k - 1, attach, model.recurrent_spec)
 
 
 def _load_eagle(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:

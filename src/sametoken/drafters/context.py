@@ -19,10 +19,12 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Committed rows that a drafter with KV of its own has to run. T rows, B plan rows.
+    """Rows that a drafter with KV of its own has to run. T rows, B plan rows.
 
     Attributes:
         slots, positions: [T] int64, where the rows stand.
+        computed: [T] bool, whether the row is below ``end``. The newest token is not: the next
+            step's rows start with it again.
         source: [T] int64, each row's flat row in the step's hidden states; for the newest
             token, which the target has not run, any valid one.
         last: [B] int64, which of the T rows is each plan row's last.
@@ -31,6 +33,7 @@ class CatchUp:
 
     slots: Tensor
     positions: Tensor
+    computed: Tensor
     source: Tensor
     last: Tensor
     window: int | None
@@ -98,8 +101,8 @@ class DraftContext:
         """The live rows: positions ``start .. end - 1`` of every plan row."""
         live = self.live_rows()
         last = (self.end - self.start).cumsum(0) - 1
-        rows = self.x.rows
-        return CatchUp(rows.slots[live], rows.positions[live], live, last, window=None)
+        slots, positions = self.x.rows.slots[live], self.x.rows.positions[live]
+        return CatchUp(slots, positions, torch.ones_like(live, dtype=torch.bool), live, last, None)
 
     def catch_up_with_newest(self) -> CatchUp:
         """The live rows, and the newest token at ``end`` of every row that samples."""
@@ -109,7 +112,9 @@ class DraftContext:
         offset = torch.arange(owner.shape[0], device=owner.device) - starts[owner]
         source = (self.x.row_starts[owner] + offset).clamp(max=self.x.token_ids.shape[0] - 1)
         positions = self.start[owner] + offset
-        return CatchUp(self.slots[owner], positions, source, starts + counts - 1, window=None)
+        computed = positions < self.end[owner]
+        last = starts + counts - 1
+        return CatchUp(self.slots[owner], positions, computed, source, last, window=None)
 
     def chains(self) -> Chains:
         """Where the rows that sample go on."""
@@ -127,6 +132,12 @@ class DraftContext:
         """
         return find(self._sequences.token_ids, self.slots, self.num_tokens)
 
-    def rows_at(self, slots: Tensor, positions: Tensor, window: int | None = None) -> AttentionRows:
+    def rows_at(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        window: int | None = None,
+        committed: Tensor | None = None,
+    ) -> AttentionRows:
         """Attention rows in the drafter's own KV, which shares the slots' block tables."""
-        return self._sequences.rows_at(slots, positions, window)
+        return self._sequences.rows_at(slots, positions, window, committed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sametoken.drafters.base import Drafts, NoDrafter
@@ -47,7 +48,7 @@ class DraftModelDrafter:
         """k drafts for every row that samples; the other rows only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up_with_newest()
-        rows = context.rows_at(live.slots, live.positions, live.window)
+        rows = context.rows_at(live.slots, live.positions, live.window, live.computed)
         tokens = context.tokens_at(live.slots, live.positions)
         hidden = self._model.forward(tokens, rows, kv_cache).last
 
@@ -56,9 +57,10 @@ class DraftModelDrafter:
             return NoDrafter().propose(context)
         slots, positions = chains.slots, chains.end
         drafts = [self._choose(hidden[live.last[chains.owner]], slots, positions + 1)]
+        uncommitted = torch.zeros_like(slots, dtype=torch.bool)
         while len(drafts) < self._k:
             positions = positions + 1
-            rows = context.rows_at(slots, positions, window=1)
+            rows = context.rows_at(slots, positions, 1, uncommitted)
             hidden = self._model.forward(drafts[-1], rows, kv_cache).last
             drafts.append(self._choose(hidden, slots, positions + 1))
         return drafts_of(context, chains, drafts)

@@ -47,4 +47,12 @@ class PaddedDraftContext(DraftContext):
         source = first + offset.clamp(max=self._rows_per_plan_row - 1)
         plan_rows = torch.arange(stop.shape[0], device=stop.device)
         last = plan_rows * width + (stop - self.start - 1).clamp(min=0)
-        return CatchUp(slots.flatten(), positions.flatten(), source.flatten(), last, width)
+        computed = live & (positions < self.end[:, None])
+        return CatchUp(
+            slots.flatten(),
+            positions.flatten(),
+            computed.flatten(),
+            source.flatten(),
+            last,
+            width,
+        )

@@ -25,6 +25,7 @@ from sametoken.engine.resolve import (
     resolve_dtype,
     resolve_kv_bytes,
     resolve_max_model_len,
+    resolve_recurrent,
     resolve_sizes,
 )
 from sametoken.errors import ConfigError
@@ -41,6 +42,7 @@ from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.recurrent import RecurrentCache, RecurrentSpec
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.synthetic import make_verifier
@@ -80,7 +82,7 @@ def build_engine(
     loaded = _load(config, announce)
     resolved, memory = loaded.resolved, loaded.memory
     config = resolved.config
-    kv = _allocate_kv(loaded, loaded.target.kv_spec)
+    kv = _allocate_kv(loaded, loaded.target.kv_spec, loaded.target.recurrent_spec)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
         max_len=memory.max_model_len + loaded.num_drafts + 1,
@@ -138,6 +140,10 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         kernels, dtype, device, max_len, max_len + num_drafts + 1, config.draft_load_format
     )
     drafter = load_drafter(spec, target, placement)
+    recurrent = tuple(s for s in (target.recurrent_spec, drafter.recurrent_spec) if s is not None)
+    config, recurrent_reasons = resolve_recurrent(config, device, recurrent)
+    for name, reason in recurrent_reasons.items():
+        announce(f"{name} is {reason}")
     specs = (target.kv_spec, *((drafter.kv_spec,) if drafter.kv_spec else ()))
     budget = resolve_kv_bytes(config, device)
     memory = plan_memory(config, architecture, specs, drafter.lookahead_slots, budget)
@@ -151,9 +157,11 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=kernels.name,
-        reasons={**memory.reasons, "dtype": why},
+        reasons={**memory.reasons, **recurrent_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
+        recurrent_bytes=(config.max_num_seqs + 1)
+        * sum(one.bytes_per_slot(num_drafts) for one in recurrent),
     )
     return _Loaded(target, drafter, kernels, memory, resolved)
 
@@ -177,18 +185,28 @@ def _require_room(config: EngineConfig, num_drafts: int) -> None:
         )
 
 
-def _allocate_kv(loaded: _Loaded, spec: KVSpec) -> KVCache:
+def _allocate_kv(loaded: _Loaded, spec: KVSpec, recurrent: RecurrentSpec | None) -> KVCache:
+    config, device = loaded.resolved.config, loaded.resolved.device
+    cache = None
+    if recurrent is not None:
+        cache = RecurrentCache.allocate(
+            recurrent,
+            max_num_seqs=config.max_num_seqs,
+            num_drafts=loaded.num_drafts,
+            device=device,
+        )
     return KVCache.allocate(
         spec,
         num_blocks=loaded.memory.num_kv_blocks,
-        block_size=loaded.resolved.config.block_size,
-        device=loaded.resolved.device,
+        block_size=config.block_size,
+        device=device,
+        recurrent=cache,
     )
 
 
 def _attach_drafter(loaded: _Loaded, table: SamplingTable) -> Drafter:
     spec = loaded.drafter.kv_spec
-    kv = _allocate_kv(loaded, spec) if spec else None
+    kv = _allocate_kv(loaded, spec, loaded.drafter.recurrent_spec) if spec else None
     return loaded.drafter.attach(kv, Coupling(loaded.kernels.sample, table))
 
 
@@ -205,6 +223,6 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
-        # Of a dense decoder prefill, decode and verify are one row function.
+        # Prefill, decode and verify are one row function.
         cache_emitted_blocks=True,
     )

@@ -11,6 +11,7 @@ from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.state.kv_cache import KVSpec
+from sametoken.state.recurrent import RecurrentSpec
 
 CPU_KV_BYTES = 2**30
 
@@ -23,9 +24,11 @@ class ResolvedConfig:
     """The engine's settings with every "auto" decided.
 
     Attributes:
-        config: what the user asked, sizes of 0 replaced by the device's defaults.
+        config: what the user asked, sizes of 0 replaced by the device's defaults, and what
+            recurrent state rules out turned off.
         reasons: option name to the reason for its value, for ``--explain``.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
+        recurrent_bytes: memory of all recurrent state, which is not part of the KV's.
     """
 
     config: EngineConfig
@@ -39,6 +42,7 @@ class ResolvedConfig:
     reasons: dict[str, str]
     weights_bytes: int
     kv_bytes: int
+    recurrent_bytes: int = 0
 
     @property
     def steps_in_flight(self) -> int:
@@ -135,6 +139,31 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             "lower max_model_len",
         )
     return config.max_model_len
+
+
+def resolve_recurrent(
+    config: EngineConfig, device: torch.device, specs: tuple[RecurrentSpec, ...]
+) -> tuple[EngineConfig, dict[str, str]]:
+    """What recurrent state rules out is off, with the reason.
+
+    Args:
+        config: what was asked.
+        device: where the engine runs.
+        specs: recurrent state of the target and of a drafter; empty for dense models.
+
+    Raises:
+        UnsupportedError: captured steps, which cannot fold yet, were asked for.
+    """
+    if not specs:
+        return config, {}
+    if device.type == "cuda" and not config.enforce_eager:
+        raise UnsupportedError(
+            "models with recurrent state run without CUDA graphs only", "set enforce_eager"
+        )
+    if not config.enable_prefix_caching:
+        return config, {}
+    why = "off: a prefix's blocks hold KV, not the recurrent state at its end"
+    return replace(config, enable_prefix_caching=False), {"enable_prefix_caching": why}
 
 
 def plan_memory(

@@ -25,6 +25,8 @@ class AttentionRows:
         block_table: [S, max_blocks] int64, read-only.
         window: if given, every run of so many rows, from row 0 on, belongs to one slot. A
             hint for speed; it changes no bit.
+        committed: [T] bool, whether the row's token is committed; None: every one is. Read
+            by layers with recurrent state alone. Of one slot, committed rows come first.
     """
 
     positions: Tensor
@@ -32,6 +34,7 @@ class AttentionRows:
     kv_slots: Tensor
     block_table: Tensor
     window: int | None = None
+    committed: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,10 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` per row: [T, H] -> [T, H]."""
+        """``x / sqrt(mean(x^2) + eps) * weight`` per row: [T, H] -> [T, H].
+
+        Weights of norms, here and below, have x's dtype or are fp32.
+        """
         ...
 
     def add_rms_norm(
@@ -148,6 +154,14 @@ class Kernels(Protocol):
 
         May reuse the memory of ``x`` and ``residual``.
         """
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``rms_norm(x) * silu(gate)`` per row, rounded once: two [N, D] -> [N, D]."""
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
         ...
 
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:

@@ -43,6 +43,9 @@ class ReferenceKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)
 
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.gated_rms_norm(x, gate, weight, eps)
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -50,6 +53,9 @@ class ReferenceKernels:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return activation.silu_mul(gate_up)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return activation.sigmoid_mul(x, gate)
 
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return self.silu_mul(self.linear(x, weight))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
+from sametoken.kernels.activation import triton as activation
 from sametoken.kernels.attention import triton as attention
 from sametoken.kernels.embedding import triton as embedding
 from sametoken.kernels.gemm import triton as gemm
@@ -71,11 +72,17 @@ class TritonKernels:
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return gemm.linear_silu_mul(x, _own(weight), table=self.table)
 
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return activation.sigmoid_mul(x, gate)
+
     def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
         return embedding.embedding(token_ids, _own(weight).matrix)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.gated_rms_norm(x, gate, weight, eps)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -40,3 +40,8 @@ class Attention:
             self.qkv(x), self.shape, self.rotary, rows, kv, self.qk_norm
         )
         return self.output(self.kernels.attention(q, self.shape, rows, kv))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.qkv.nbytes + self.output.nbytes

@@ -21,3 +21,8 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return self.down(self.kernels.gated_linear(x, self.gate_up.weight))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.gate_up.nbytes + self.down.nbytes

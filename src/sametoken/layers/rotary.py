@@ -26,7 +26,8 @@ def rotary_table(
         rope: ``rope_type``, ``rope_theta`` and the type's own parameters, in transformers'
             form; type "divided" divides the default frequencies by the numbers of
             ``divisors``, one per frequency (GGUF's ``rope_freqs.weight``).
-        head_dim: elements of a head, all of them rotated.
+        head_dim: elements of a head, of which ``rope["partial_rotary_factor"]`` are rotated;
+            without that key all of them.
         max_positions: rows of the table.
         device: where the table lives.
 
@@ -42,8 +43,14 @@ def rotary_table(
 
 
 def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """[head_dim / 2] inverse frequencies and the factor on cos and sin."""
+    """[rotary_dim / 2] inverse frequencies and the factor on cos and sin."""
     rope_type = rope["rope_type"]
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
+        raise CheckpointError(
+            f"{rotary_dim} elements of a head of {head_dim} cannot be rotated in pairs",
+            "compare the checkpoint's rope settings with the original's",
+        )
     if rope_type in LENGTH_DEPENDENT_TYPES:
         raise UnsupportedError(
             f"rope type {rope_type!r} changes its frequencies with the running length, so a "
@@ -52,7 +59,7 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]
         )
     if rope_type in SCALED_TYPES:
         return _scaled(rope, head_dim)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     default = 1.0 / rope["rope_theta"] ** exponents
     if rope_type == "default":
         return default, 1.0

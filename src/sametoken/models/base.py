@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sametoken.kernels.interface import AttentionRows
 from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.recurrent import RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,12 @@ class CausalLM(Protocol):
     Attributes:
         config: the architecture.
         kv_spec: what one block of its KV holds.
+        recurrent_spec: what one slot of its recurrent state holds; None if it has none.
     """
 
     config: ModelConfig
     kv_spec: KVSpec
+    recurrent_spec: RecurrentSpec | None
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
         """[T] ids to hidden states; writes the rows' KV and reads their slots'."""

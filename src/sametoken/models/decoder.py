@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,27 +25,39 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.weights import Part, WeightReader
 from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.recurrent import RecurrentSpec
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Tables that old checkpoints carry although they follow from the config.
 DERIVED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 
 
+class Block(Protocol):
+    """A part of a layer: [T, hidden] and what else it needs to [T, hidden]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        ...
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: norm, attention, norm, MLP."""
+    """One layer: norm, attention or what stands in its place, norm, MLP."""
 
     input_norm: RMSNorm
-    attention: Attention
+    attention: Block
     post_attention_norm: RMSNorm
-    mlp: GatedMLP
+    mlp: Block
 
     @property
     def nbytes(self) -> int:
         """Bytes of the layer's matrices."""
-        linears = (self.attention.qkv, self.attention.output, self.mlp.gate_up, self.mlp.down)
-        return sum(linear.nbytes for linear in linears)
+        return self.attention.nbytes + self.mlp.nbytes
 
 
 class Decoder:
@@ -63,12 +77,19 @@ class Decoder:
     Attributes:
         embedding: token embeddings; with tied embeddings the same object as ``head``.
         head: the projection to logits.
+        recurrent_spec: what one slot of recurrent state holds; None without such layers.
+        layer_types: those of a config's ``layer_types`` that the class runs.
+        unused_prefixes: beginnings of tensor names that the class has no use for.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
         ConfigError: an auxiliary layer does not exist.
         UnsupportedError: the config asks for arithmetic that is not implemented.
     """
+
+    recurrent_spec: RecurrentSpec | None = None
+    layer_types: ClassVar[frozenset[str]] = frozenset(("full_attention",))
+    unused_prefixes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -78,7 +99,7 @@ class Decoder:
         max_positions: int,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        _require_supported(config, weights.source.location)
+        _require_supported(config, self.layer_types, weights.source.location)
         if not all(0 <= layer <= config.num_layers for layer in aux_layers):
             raise ConfigError(
                 f"auxiliary layers {aux_layers} do not all exist",
@@ -96,14 +117,18 @@ class Decoder:
             max_positions=max_positions,
             device=weights.device,
         )
-        vocabulary = Part(EMBEDDING, config.vocab_size)
+        self._prefix = self.tensor_prefix(weights)
+        vocabulary = Part(self._embedding_name, config.vocab_size)
         self.embedding = weights.packed(config.hidden_size, vocabulary)
-        self._layers = tuple(
-            self._load_layer(weights, f"model.layers.{i}", rotary) for i in range(config.num_layers)
-        )
-        self._final_norm = self._load_norm(weights, "model.norm")
+        self._layers = tuple(self._load_layer(weights, i, rotary) for i in range(config.num_layers))
+        self._final_norm = self._load_norm(weights, f"{self._prefix}.norm")
         self.head = self._load_head(weights)
-        weights.require_all_read(allowed=DERIVED_TENSORS)
+        weights.require_all_read(allowed=DERIVED_TENSORS, unused=self.unused_prefixes)
+
+    @staticmethod
+    def tensor_prefix(weights: WeightReader) -> str:
+        """What the names of all tensors but the head's begin with."""
+        return "model"
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
@@ -112,12 +137,22 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
         """[T] ids to hidden states; writes the rows' KV and reads their slots'."""
+
+        def attend(index: int, x: Tensor) -> Tensor:
+            return self._layers[index].attention(x, rows, kv.layer(index))
+
+        return self._run_layers(token_ids, attend)
+
+    def _run_layers(
+        self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
+    ) -> HiddenStates:
+        """[T] ids through all layers, ``attend`` being what mixes rows in the layer of an index."""
         residual = self.kernels.embedding(token_ids, self.embedding)
         auxiliary: dict[int, Tensor] = {}
         x = self._layers[0].input_norm(residual)
         for index, layer in enumerate(self._layers):
             self._keep(auxiliary, index, residual)
-            x = layer.attention(x, rows, kv.layer(index))
+            x = attend(index, x)
             x, residual = layer.post_attention_norm.add(x, residual)
             x, residual = self._norm_after(index).add(layer.mlp(x), residual)
         self._keep(auxiliary, len(self._layers), residual)
@@ -143,8 +178,12 @@ class Decoder:
         if index in self._aux_layers:
             auxiliary[index] = residual.clone()
 
-    def _load_layer(self, weights: WeightReader, prefix: str, rotary: RotaryTable) -> DecoderLayer:
-        config = self.config
+    @property
+    def _embedding_name(self) -> str:
+        return f"{self._prefix}.embed_tokens.weight"
+
+    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
+        config, prefix = self.config, f"{self._prefix}.layers.{index}"
         qk_norm = self.load_qk_norm(config, weights, f"{prefix}.self_attn")
         return DecoderLayer(
             self._load_norm(weights, f"{prefix}.input_layernorm"),
@@ -160,7 +199,7 @@ class Decoder:
     def _load_head(self, weights: WeightReader) -> PackedWeight:
         if self.config.tie_word_embeddings:
             if HEAD in weights:
-                weights.require_equal(EMBEDDING, HEAD)
+                weights.require_equal(self._embedding_name, HEAD)
             return self.embedding
         return weights.packed(self.config.hidden_size, Part(HEAD, self.config.vocab_size))
 
@@ -200,16 +239,19 @@ def load_attention(
 
 def load_mlp(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:
     """The MLP at ``prefix``, with gate and up fused."""
+    return load_gated_mlp(weights, prefix, config.hidden_size, config.intermediate_size)
+
+
+def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -> GatedMLP:
+    """The MLP at ``prefix``, of ``size`` elements between ``hidden`` and ``hidden``."""
     gate_up = weights.linear(
-        config.hidden_size,
-        Part(f"{prefix}.gate_proj", config.intermediate_size),
-        Part(f"{prefix}.up_proj", config.intermediate_size),
+        hidden, Part(f"{prefix}.gate_proj", size), Part(f"{prefix}.up_proj", size)
     )
-    down = weights.linear(config.intermediate_size, Part(f"{prefix}.down_proj", config.hidden_size))
+    down = weights.linear(size, Part(f"{prefix}.down_proj", hidden))
     return GatedMLP(weights.kernels, gate_up, down)
 
 
-def _require_supported(config: ModelConfig, location: str) -> None:
+def _require_supported(config: ModelConfig, known: frozenset[str], location: str) -> None:
     settings = config.extra
     windowed = settings.get("use_sliding_window", settings.get("sliding_window") is not None)
     layer_types = settings.get("layer_types") or ()
@@ -220,7 +262,7 @@ def _require_supported(config: ModelConfig, location: str) -> None:
         ),
         (settings.get("mlp_bias"), "mlp_bias=true"),
         (windowed, f"sliding_window={settings.get('sliding_window')!r}"),
-        (set(layer_types) - {"full_attention"}, f"layer_types={sorted(set(layer_types))}"),
+        (set(layer_types) - known, f"layer_types={sorted(set(layer_types))}"),
     ):
         if unsupported:
             raise UnsupportedError(f"{location}: {what} is not supported", "use another checkpoint")

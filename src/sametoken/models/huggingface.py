@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,31 @@ INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth")
 AGAIN = "download the checkpoint again"
 
+_HYBRID = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 # What transformers assumes of a key that config.json leaves out.
 _IMPLIED: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "Qwen3NextForCausalLM": _HYBRID | {"num_key_value_heads": 2},
+    "Qwen3_5ForCausalLM": _HYBRID | {"num_key_value_heads": 4},
+    "Qwen3_5ForConditionalGeneration": _HYBRID | {"num_key_value_heads": 4},
+    "Qwen3_5MoeForCausalLM": _HYBRID | {"num_key_value_heads": 2},
+    "Qwen3_5MoeForConditionalGeneration": _HYBRID | {"num_key_value_heads": 2},
 }
+# What a model that also sees says once for itself and its text decoder.
+_COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
+PARTIAL_ROTARY = frozenset(
+    name for name, keys in _IMPLIED.items() if keys.items() >= _HYBRID.items()
+)
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -78,6 +99,9 @@ def model_config(
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{location} names no architecture", 'set "architectures"')
     architecture = str(architectures[0])
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        config = text | {key: config[key] for key in _COMMON if config.get(key) is not None}
     settings = Settings(_IMPLIED.get(architecture, {}) | config, location)
     generation = Settings(generation_config, location)
     hidden_size = settings.integer("hidden_size")
@@ -90,14 +114,16 @@ def model_config(
         architecture=architecture,
         vocab_size=settings.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=settings.integer("intermediate_size"),
+        intermediate_size=settings.integer(
+            "intermediate_size", settings.get("moe_intermediate_size")
+        ),
         num_layers=settings.integer("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
         max_position_embeddings=settings.integer("max_position_embeddings"),
-        rope=_rope(settings),
+        rope=_rope(settings, rotates_parts=architecture in PARTIAL_ROTARY),
         tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
         attention_bias=bool(settings.get("attention_bias", False)),
         eos_token_ids=end_ids,
@@ -107,7 +133,7 @@ def model_config(
     )
 
 
-def _rope(settings: Settings) -> dict[str, Any]:
+def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
     """Rope settings, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(given, dict):
@@ -117,11 +143,13 @@ def _rope(settings: Settings) -> dict[str, Any]:
             f"{settings.location} has rope settings per layer type", "use another checkpoint"
         )
     partial = given.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    if partial != 1.0 and not rotates_parts:
         raise UnsupportedError(
             f"{settings.location}: partial_rotary_factor={partial!r} is not supported",
             "use a checkpoint that rotates whole heads",
         )
+    if partial != 1.0:
+        given = {**given, "partial_rotary_factor": partial}
     own = Settings(given, settings.location, "")
     rope_type = own.get("rope_type") or own.get("type") or "default"
     theta = own.number("rope_theta", settings.number("rope_theta", DEFAULT_THETA))
@@ -195,7 +223,7 @@ class SafetensorsSource:
                     f"tensor {name} of {self._files[name]} has dtype {dtype}",
                     f"use a checkpoint of unquantized weights ({', '.join(_FLOATING)})",
                 )
-            step = rows_per_chunk(shape[1] if len(shape) > 1 else 1)
+            step = rows_per_chunk(math.prod(shape[1:]))
             for first in range(0, shape[0], step):
                 yield tensor[first : first + step]
 

@@ -6,11 +6,18 @@ from sametoken.errors import UnsupportedError
 from sametoken.models.decoder import Decoder
 from sametoken.models.llama import LlamaForCausalLM
 from sametoken.models.qwen3 import Qwen3ForCausalLM
+from sametoken.models.qwen3_5 import Qwen3_5ForCausalLM
+from sametoken.models.qwen3_next import Qwen3NextForCausalLM
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForCausalLM,
 }
 
 

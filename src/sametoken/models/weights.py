@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -80,6 +80,22 @@ class WeightReader:
         """A [size] tensor such as a norm's weight."""
         return self._filled((size,), (Part(name, size),))
 
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor that stays as it is, in ``dtype``, by default the reader's."""
+        return self._filled(shape, (Part(name, shape[0]),), dtype)
+
+    def packed_stack(self, name: str, shape: tuple[int, int, int]) -> list[PackedWeight]:
+        """Each of the [E, N, K] matrices of one tensor, packed by itself."""
+        self._require_shape(name, shape)
+        packed: list[PackedWeight] = []
+        for chunk in self.source.chunks(name):
+            for matrix in chunk:
+                own = matrix.to(self.device, self.dtype, copy=True)
+                self._require_finite(own, name)
+                packed.append(self.kernels.pack(own))
+        self._read.add(name)
+        return packed
+
     def packed(self, in_features: int, *parts: Part) -> PackedWeight:
         """The parts stacked into one [sum of rows, in_features] weight.
 
@@ -92,11 +108,11 @@ class WeightReader:
 
     def linear(self, in_features: int, *parts: Part, bias: bool = False) -> Linear:
         """A projection fused of ``parts``, named without their ``.weight`` and ``.bias``."""
-        weights = (Part(f"{part.name}.weight", part.rows) for part in parts)
+        weights = (replace(part, name=f"{part.name}.weight") for part in parts)
         weight = self.packed(in_features, *weights)
         if not bias:
             return Linear(self.kernels, weight)
-        biases = tuple(Part(f"{part.name}.bias", part.rows) for part in parts)
+        biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
         rows = sum(part.rows for part in parts)
         return Linear(self.kernels, weight, self._filled((rows,), biases))
 
@@ -117,17 +133,18 @@ class WeightReader:
             )
         self._read.add(copy)
 
-    def require_all_read(self, *, allowed: tuple[str, ...]) -> None:
+    def require_all_read(self, *, allowed: tuple[str, ...], unused: tuple[str, ...] = ()) -> None:
         """Refuse a checkpoint that holds tensors which the model has no use for.
 
         Args:
             allowed: endings of names that may stay unread.
+            unused: beginnings of names that may stay unread.
 
         Raises:
             UnsupportedError: the model would silently differ from the one that was trained.
         """
         unread = sorted(set(self.source.names()) - self._read)
-        unread = [name for name in unread if not name.endswith(allowed)]
+        unread = [n for n in unread if not (n.endswith(allowed) or n.startswith(unused))]
         if unread:
             shown = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
             raise UnsupportedError(
@@ -136,11 +153,13 @@ class WeightReader:
                 "check the architecture and the bias settings in its config",
             )
 
-    def _filled(self, shape: tuple[int, ...], parts: tuple[Part, ...]) -> Tensor:
+    def _filled(
+        self, shape: tuple[int, ...], parts: tuple[Part, ...], dtype: torch.dtype | None = None
+    ) -> Tensor:
         # Checked first: a config at odds with the file must not decide what is allocated.
         for part in parts:
             self._require_shape(part.name, (part.rows, *shape[1:]))
-        destination = torch.empty(shape, dtype=self.dtype, device=self.device)
+        destination = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         first = 0
         for part in parts:
             self._fill(destination[first : first + part.rows], part)
@@ -171,14 +190,17 @@ class WeightReader:
             else:
                 destination[part.places[first:last].to(self.device)] = chunk.to(destination)
             first = last
-        low, high = torch.aminmax(destination)
+        self._require_finite(destination, part.name)
+        self._read.add(part.name)
+
+    def _require_finite(self, tensor: Tensor, name: str) -> None:
+        low, high = torch.aminmax(tensor)
         if not (math.isfinite(low) and math.isfinite(high)):
             raise CheckpointError(
-                f"tensor {part.name} of {self.source.location} holds NaN or infinite values"
-                f" in {str(self.dtype).removeprefix('torch.')}",
+                f"tensor {name} of {self.source.location} holds NaN or infinite values"
+                f" in {str(tensor.dtype).removeprefix('torch.')}",
                 "download or convert the checkpoint again",
             )
-        self._read.add(part.name)
 
 
 def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:

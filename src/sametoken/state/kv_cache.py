@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sametoken.kernels.interface import LayerKV
+from sametoken.state.recurrent import RecurrentCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,26 @@ class KVSpec:
 class KVCache:
     """KV of all layers: one tensor [num_layers, 2, num_blocks, kv_heads, block_size, head_dim].
 
-    The last block is reserved: padding rows and unassigned table entries point there.
+    The last block is reserved: padding rows and unassigned table entries point there. Layers
+    with recurrent state have none of it; theirs is in ``recurrent``, by slot.
     """
 
     memory: Tensor
+    recurrent: RecurrentCache | None = None
 
     @classmethod
     def allocate(
-        cls, spec: KVSpec, *, num_blocks: int, block_size: int, device: torch.device
+        cls,
+        spec: KVSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        recurrent: RecurrentCache | None = None,
     ) -> KVCache:
         """Room for ``num_blocks`` blocks and the reserved one."""
         shape = (spec.num_layers, 2, num_blocks + 1, spec.num_kv_heads, block_size, spec.head_dim)
-        return cls(torch.empty(shape, dtype=spec.dtype, device=device))
+        return cls(torch.empty(shape, dtype=spec.dtype, device=device), recurrent)
 
     @property
     def reserved_block(self) -> int:

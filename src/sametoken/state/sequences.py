@@ -81,11 +81,17 @@ class Sequences:
         """k, the width of the draft buffer."""
         return self.draft_ids.shape[1]
 
-    def rows_at(self, slots: Tensor, positions: Tensor, window: int | None = None) -> AttentionRows:
+    def rows_at(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        window: int | None = None,
+        committed: Tensor | None = None,
+    ) -> AttentionRows:
         """Attention rows for [T] slots and positions, addresses derived from the block table.
 
-        ``window``: as in ``AttentionRows``.
+        ``window``, ``committed``: as in ``AttentionRows``.
         """
         blocks = self.block_table[slots, positions // self.block_size]
         kv_slots = blocks * self.block_size + positions % self.block_size
-        return AttentionRows(positions, slots, kv_slots, self.block_table, window)
+        return AttentionRows(positions, slots, kv_slots, self.block_table, window, committed)

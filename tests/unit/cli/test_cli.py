@@ -44,7 +44,7 @@ class FakeLLM:
             **dict.fromkeys(
                 (
                     *("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight"),
-                    *("model_path", "kernels", "weights_bytes", "kv_bytes"),
+                    *("model_path", "kernels", "weights_bytes", "kv_bytes", "recurrent_bytes"),
                 ),
                 "resolved",
             ),

@@ -16,9 +16,11 @@ from sametoken.engine.resolve import (
     resolve_dtype,
     resolve_kv_bytes,
     resolve_max_model_len,
+    resolve_recurrent,
 )
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.state.kv_cache import KVSpec
+from sametoken.state.recurrent import RecurrentSpec
 
 MODEL = toy_config(11, max_positions=512)
 BLOCK = 16
@@ -139,3 +141,29 @@ def test_memory_for_less_than_a_block_is_refused(extra_tokens):
 def test_a_short_model_needs_no_more_than_it_has():
     short = dataclasses.replace(MODEL, max_position_embeddings=24)
     assert plan(model=short).num_kv_blocks == 4 * 2
+
+
+RECURRENT = (RecurrentSpec(1, 1, 2, 4, 4, 4, 16),)
+
+
+def test_recurrent_state_turns_prefix_caching_off_and_says_why():
+    config, reasons = resolve_recurrent(EngineConfig(), CPU, RECURRENT)
+    assert not config.enable_prefix_caching
+    assert reasons["enable_prefix_caching"].startswith("off: ")
+
+
+def test_what_is_off_already_needs_no_reason():
+    asked = EngineConfig(enable_prefix_caching=False)
+    assert resolve_recurrent(asked, CPU, RECURRENT) == (asked, {})
+
+
+def test_dense_models_keep_prefix_caching():
+    assert resolve_recurrent(EngineConfig(), CPU, ()) == (EngineConfig(), {})
+
+
+def test_captured_steps_are_refused_over_recurrent_state():
+    cuda = torch.device("cuda")
+    with pytest.raises(UnsupportedError, match="CUDA graphs"):
+        resolve_recurrent(EngineConfig(), cuda, RECURRENT)
+    config, _ = resolve_recurrent(EngineConfig(enforce_eager=True), cuda, RECURRENT)
+    assert config.enforce_eager

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
 
@@ -91,6 +91,42 @@ def test_norms(t, h, dtype, seed):
 def test_silu_mul(t, size, dtype, spread, seed):
     gate_up = normal(t, 2 * size, dtype=dtype, seed=seed) * spread
     assert_close(native.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@few
+@given(counts, st.integers(1, 130), dtypes, st.floats(0.1, 30), seeds)
+def test_gates(t, size, dtype, spread, seed):
+    x, gate = normal(t, size, dtype=dtype, seed=seed), normal(t, size, dtype=dtype, seed=seed + 1)
+    gate *= spread
+    assert_close(native.sigmoid_mul(x, gate), reference.sigmoid_mul(x, gate))
+    for weight_dtype in (dtype, FP32):
+        weight = normal(size, dtype=weight_dtype, seed=seed + 2)
+        wanted = reference.gated_rms_norm(x, gate, weight, 1e-5)
+        assert_close(native.gated_rms_norm(x, gate, weight, 1e-5), wanted, fp32=1e-4)
+    wanted = x.double() * gate.double().sigmoid()
+    assert_close(reference.sigmoid_mul(x, gate), wanted.to(dtype))
+
+
+@pytest.mark.parametrize("kernels", [native, reference])
+def test_fp32_weights_of_norms_are_not_rounded(kernels):
+    """The three norms of bf16 rows, by a weight that bf16 cannot hold."""
+    x = normal(5, 64, dtype=BF16)
+    weight = 1.0 + normal(64, dtype=BF16, seed=1).float() / 1024
+    assert not torch.equal(weight.bfloat16().float(), weight)
+    exact = reference.rms_norm(x.float(), weight, 1e-6).bfloat16()
+    assert torch.equal(kernels.rms_norm(x, weight, 1e-6), exact)
+    assert not torch.equal(kernels.rms_norm(x, weight.bfloat16(), 1e-6), exact)
+    residual = torch.zeros_like(x)
+    assert torch.equal(kernels.add_rms_norm(x.clone(), residual, weight, 1e-6)[0], exact)
+    shape = AttentionShape(2, 1, 16)
+    rotary = RotaryTable(torch.ones(9, 4), torch.zeros(9, 4))
+    kv = LayerKV(*torch.zeros(2, 2, 1, 16, 16, dtype=BF16))
+    rows = AttentionRows(torch.arange(5), torch.zeros(5).long(), torch.arange(5), torch.zeros(1, 1))
+    q_weight = weight[:16].clone()
+    q = kernels.rope_and_cache(x, shape, rotary, rows, kv, QKNorm(q_weight, q_weight, 1e-6))
+    heads = reference.rms_norm(x.float().view(-1, 16), q_weight, 1e-6).view(5, 4, 16).bfloat16()
+    assert torch.equal(q, heads[:, :2])
+    assert torch.equal(kv.keys[0, 0, :5], heads[:, 2])
 
 
 def test_silu_mul_saturates_as_the_reference():

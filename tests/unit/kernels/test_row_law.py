@@ -66,7 +66,7 @@ def test_native_logits_round_to_linear():
     assert torch.equal(kernels.logits(x, weight).bfloat16(), kernels.linear(x, weight))
 
 
-@pytest.mark.parametrize("hidden", [576, 101])
+@pytest.mark.parametrize("hidden", [576, 101, 1])
 def test_row_operations(kernels, dtype, hidden):
     x, weight = normal(300, hidden, dtype=dtype), normal(hidden, dtype=dtype, seed=1)
     residual = normal(300, hidden, dtype=dtype, seed=2)
@@ -78,6 +78,10 @@ def test_row_operations(kernels, dtype, hidden):
     assert_rows_independent(lambda x: kernels.rms_norm(x, weight, 1e-5), x)
     assert_rows_independent(added, x, residual)
     assert_rows_independent(kernels.silu_mul, torch.cat((x, residual), dim=1))
+    assert_rows_independent(kernels.sigmoid_mul, x, residual)
+    for exact in (weight, weight.float()):
+        gated = functools.partial(kernels.gated_rms_norm, weight=exact, eps=1e-5)
+        assert_rows_independent(gated, x, residual)
 
 
 def test_embedding(kernels, dtype):

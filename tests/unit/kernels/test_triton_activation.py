@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sametoken.kernels.activation import reference
-from sametoken.kernels.activation.triton import silu_mul
+from sametoken.kernels.activation.triton import sigmoid_mul, silu_mul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,3 +20,15 @@ def test_silu_mul(rows, width, dtype):
     tolerance = 1e-6 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(actual, reference.silu_mul(gate_up), rtol=tolerance, atol=tolerance)
     assert torch.equal(silu_mul(gate_up[-1:].clone()), actual[-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 97), (2, 1500)])
+def test_sigmoid_mul(rows, width, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (4 * torch.randn(2, rows, width, generator=generator)).to(dtype)
+    actual = sigmoid_mul(x.to(DEVICE), gate.to(DEVICE))
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    expected = reference.sigmoid_mul(x, gate).to(DEVICE)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(sigmoid_mul(x[-1:].to(DEVICE), gate[-1:].to(DEVICE)), actual[-1:])

@@ -58,6 +58,18 @@ def test_add_rms_norm_rounds_the_residual_once_and_works_in_place(dtype):
     assert torch.equal(normed, norm_rope.rms_norm(poisoned(total), weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 99)])
+def test_gated_rms_norm_and_fp32_weights(rows, width, dtype):
+    x, gate = noise(rows, width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1)
+    weight = noise(width, seed=2)
+    expected = reference.gated_rms_norm(x.cpu(), gate.cpu(), weight.cpu(), 1e-5).to(DEVICE)
+    actual = norm_rope.gated_rms_norm(x, gate, weight, 1e-5)
+    close(actual, expected)
+    last = norm_rope.gated_rms_norm(x[-1:].clone(), gate[-1:].clone(), weight, 1e-5)
+    assert torch.equal(last, actual[-1:])
+
+
 def test_norm_rows_know_nothing_of_each_other():
     x, residual, weight = noise(9, 99), noise(9, 99, seed=1), noise(99, seed=2)
     alone = [

@@ -98,3 +98,18 @@ def test_unknown_types_are_refused_by_name():
 def test_missing_or_bad_parameters_are_checkpoint_errors(rope):
     with pytest.raises(CheckpointError, match="rope"):
         table(rope)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3])
+def test_a_part_of_a_head(rope):
+    """A table for a quarter of a head of 64 is that of a whole head of 16."""
+    part = table({**rope, "partial_rotary_factor": 0.25}, head_dim=64)
+    whole = table(rope, head_dim=16)
+    assert torch.equal(part.cos, whole.cos)
+    assert torch.equal(part.sin, whole.sin)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.2, 1.5])
+def test_parts_that_cannot_be_rotated(factor):
+    with pytest.raises(CheckpointError, match="rotated in pairs"):
+        table({"rope_type": "default", "partial_rotary_factor": factor}, head_dim=16)

@@ -119,6 +119,39 @@ def test_impossible_settings_are_named(tmp_path, change, message):
         read(tmp_path, BASE | change)
 
 
+def test_a_nested_text_config(tmp_path):
+    """A model that also sees says dtype and tying once, for itself and its text decoder."""
+    text = {key: value for key, value in BASE.items() if key != "architectures"}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": text | {"tie_word_embeddings": False, "eos_token_id": 9},
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+        "vision_config": {"hidden_size": 3},
+    }
+    found = read(tmp_path, config)
+    assert found.architecture == "Qwen3_5ForConditionalGeneration"
+    assert found.hidden_size == BASE["hidden_size"]
+    assert (found.tie_word_embeddings, found.dtype) == (True, torch.bfloat16)
+    assert found.eos_token_ids == (9,)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, 0.25),
+        ({"partial_rotary_factor": 0.5}, 0.5),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.125}, "partial_rotary_factor": 0.5},
+            0.125,
+        ),
+    ],
+)
+def test_hybrids_rotate_a_part_of_a_head(tmp_path, given, wanted):
+    config = BASE | {"architectures": ["Qwen3NextForCausalLM"]} | given
+    assert read(tmp_path, config).rope["partial_rotary_factor"] == wanted
+
+
 def test_absent_or_malformed_config(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         read_config(tmp_path)

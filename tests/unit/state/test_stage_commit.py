@@ -117,6 +117,20 @@ def test_rejected_drafts_are_never_stored():
     assert sequences.num_computed[0] == 4
 
 
+def test_drafts_alone_are_not_committed_rows():
+    sequences = make_sequences()
+    admitted(sequences, 0, [1, 2])
+    admitted(sequences, 1, [5, 6, 7])
+    rows = (PlanRow(0, 2, 0, True), PlanRow(1, 2, 0, False))
+    first = stage(sequences, StepPlan(0, rows=rows))
+    assert first.rows.committed.tolist() == [True] * 4
+    commit(sequences, first, torch.tensor([0, 0]), torch.tensor([3, 0]))
+    publish(sequences, first, torch.tensor([[40, 41, 42]] * 2), torch.tensor([2, 0]))
+    rows = (PlanRow(0, 1, 3, True), PlanRow(1, 1, 0, True))
+    second = stage(sequences, StepPlan(1, rows=rows))
+    assert second.rows.committed.tolist() == [True, False, False, True]
+
+
 def test_admission_clears_the_former_request():
     sequences = make_sequences()
     admitted(sequences, 0, [1, 2])

@@ -3,6 +3,7 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,5 +41,38 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
         _silu_mul_kernel[grid](
             gate_up, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **overlapped(gate_up)
+        )
+    return out
+
+
+@triton.jit
+def _sigmoid_mul_kernel(
+    x,  # [T, WIDTH]
+    gate,  # [T, WIDTH]
+    out,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    g = tl.load(gate + place, inside, other=0.0).to(tl.float32)
+    value = tl.load(x + place, inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
+    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once."""
+    assert x.is_contiguous()
+    assert gate.is_contiguous()
+    assert gate.shape == x.shape
+    num_rows, width = x.shape
+    out = torch.empty_like(x)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        _sigmoid_mul_kernel[grid](
+            x, gate, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **overlapped(x)
         )
     return out

@@ -60,7 +60,8 @@ class NativeKernels:
         self._packed_bytes, self._pack = library.packed_bytes, library.pack
         self._gemm, self._embedding = library.gemm, library.embedding
         self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
-        self._silu_mul, self._rope = library.silu_mul, library.rope_and_cache
+        self._silu_mul, self._sigmoid_mul = library.silu_mul, library.sigmoid_mul
+        self._rope = library.rope_and_cache
         self._attention, self._sample = library.attention, library.sample
 
     def require(self, shape: AttentionShape) -> None:
@@ -97,20 +98,27 @@ class NativeKernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        t, h = x.shape
-        _require(x, weight.dtype)
-        out = torch.empty_like(x)
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), t, h, eps, _is_bf16(x))
-        return out
+        return self._normed(x, None, weight, eps)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        _require(gate, x.dtype)
+        return self._normed(x, gate, weight, eps)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         t, h = x.shape
-        _require(x, weight.dtype)
-        _require(residual, weight.dtype)
+        _require(x, x.dtype)
+        _require(residual, x.dtype)
         self._add_rms_norm(
-            x.data_ptr(), residual.data_ptr(), weight.data_ptr(), t, h, eps, _is_bf16(x)
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            t,
+            h,
+            eps,
+            _is_bf16(x),
+            _norm_is_bf16(weight, x),
         )
         return x, residual
 
@@ -119,6 +127,13 @@ class NativeKernels:
         _require(gate_up, gate_up.dtype)
         out = torch.empty((t, width // 2), dtype=gate_up.dtype)
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
+        return out
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        _require(x, x.dtype)
+        _require(gate, x.dtype)
+        out = torch.empty_like(x)
+        self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, _is_bf16(x))
         return out
 
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -158,6 +173,7 @@ class NativeKernels:
             rotary.cos.shape[1],
             kv.keys.shape[2],
             _is_bf16(qkv),
+            qk_norm is not None and _norm_is_bf16(qk_norm.q_weight, qkv),
         )
         return q
 
@@ -221,6 +237,23 @@ class NativeKernels:
             raise MemoryError(f"no memory to sample {count} rows")
         return out
 
+    def _normed(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        t, h = x.shape
+        _require(x, x.dtype)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            x.data_ptr(),
+            None if gate is None else gate.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            t,
+            h,
+            eps,
+            _is_bf16(x),
+            _norm_is_bf16(weight, x),
+        )
+        return out
+
     def _product(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
@@ -252,6 +285,12 @@ def _is_bf16(x: Tensor) -> bool:
     if dtype is torch.float32:
         return False
     raise UnsupportedError(f"the CPU kernels have no {dtype}", "use bfloat16 or float32")
+
+
+def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:
+    """Whether a norm's weight is bf16; it has the dtype of ``x`` or is fp32."""
+    _require(weight, torch.float32 if weight.dtype is torch.float32 else x.dtype)
+    return _is_bf16(weight)
 
 
 def _require(x: Tensor, dtype: torch.dtype) -> None:

@@ -27,10 +27,11 @@ _SIGNATURES = {
     "pack": ("ppiii", False),
     "gemm": ("ppppiiiii", False),
     "embedding": ("pppiiii", True),
-    "rms_norm": ("pppiifi", False),
-    "add_rms_norm": ("pppiifi", False),
+    "rms_norm": ("ppppiifii", False),
+    "add_rms_norm": ("pppiifii", False),
     "silu_mul": ("ppiii", False),
-    "rope_and_cache": ("ppppppppppfiiiiiii", False),
+    "sigmoid_mul": ("pppiii", False),
+    "rope_and_cache": ("ppppppppppfiiiiiiii", False),
     "attention": ("pppppppiiiiiifi", True),
     "sample": ("ppppppii", True),
 }
@@ -49,6 +50,7 @@ class NativeLibrary:
     rms_norm: Callable[..., None]
     add_rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
+    sigmoid_mul: Callable[..., None]
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]
     sample: Callable[..., int]

@@ -14,29 +14,41 @@ INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, 
     return 1.0f / sqrtf(sum_lanes(squares) / (float)size + eps);
 }
 
-INLINE void norm_row(const void *x, const void *weight, void *out, int64_t first, int64_t h,
-                     float eps, int bf16) {
+/* silu(gate) of up to 16 elements. */
+INLINE f32x16 silu_some(const void *gate, int64_t index, int64_t count, int bf16) {
+    f32x16 v = load_some(gate, index, count, bf16);
+    return v / (exp_lanes(-v) + 1.0f);
+}
+
+INLINE void norm_row(const void *x, const void *gate, const void *weight, void *out,
+                     int64_t first, int64_t h, float eps, int bf16, int weight_bf16) {
     float scale = inverse_rms(x, first, h, eps, bf16);
     for (int64_t i = 0; i < h; i += LANES) {
         f32x16 v = load_some(x, first + i, h - i, bf16) * scale;
-        store_some(out, first + i, h - i, bf16, v * load_some(weight, i, h - i, bf16));
+        v *= load_some(weight, i, h - i, weight_bf16);
+        if (gate) v *= silu_some(gate, first + i, h - i, bf16);
+        store_some(out, first + i, h - i, bf16, v);
     }
 }
 
-INLINE void rms_norm_rows(const void *x, const void *weight, void *out, int64_t t, int64_t h,
-                          float eps, const int bf16) {
+INLINE void rms_norm_rows(const void *x, const void *gate, const void *weight, void *out,
+                          int64_t t, int64_t h, float eps, const int bf16,
+                          const int weight_bf16) {
 #pragma omp parallel for schedule(static) if (t * h > PARALLEL_ELEMENTS)
-    for (int64_t row = 0; row < t; row++) norm_row(x, weight, out, row * h, h, eps, bf16);
+    for (int64_t row = 0; row < t; row++)
+        norm_row(x, gate, weight, out, row * h, h, eps, bf16, weight_bf16);
 }
 
-EXPORT void rms_norm(const void *x, const void *weight, void *out, int64_t t, int64_t h,
-                     float eps, int64_t bf16) {
-    if (bf16) rms_norm_rows(x, weight, out, t, h, eps, 1);
-    else rms_norm_rows(x, weight, out, t, h, eps, 0);
+/* norm(x), times silu(gate) if there is a gate. */
+EXPORT void rms_norm(const void *x, const void *gate, const void *weight, void *out, int64_t t,
+                     int64_t h, float eps, int64_t bf16, int64_t weight_bf16) {
+    if (!bf16) rms_norm_rows(x, gate, weight, out, t, h, eps, 0, 0);
+    else if (weight_bf16) rms_norm_rows(x, gate, weight, out, t, h, eps, 1, 1);
+    else rms_norm_rows(x, gate, weight, out, t, h, eps, 1, 0);
 }
 
 INLINE void add_rms_norm_rows(void *x, void *residual, const void *weight, int64_t t,
-                              int64_t h, float eps, const int bf16) {
+                              int64_t h, float eps, const int bf16, const int weight_bf16) {
 #pragma omp parallel for schedule(static) if (t * h > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < t; row++) {
         int64_t first = row * h;
@@ -48,16 +60,17 @@ INLINE void add_rms_norm_rows(void *x, void *residual, const void *weight, int64
         float scale = inverse_rms(residual, first, h, eps, bf16);
         for (int64_t i = 0; i < h; i += LANES) {
             f32x16 v = load_some(residual, first + i, h - i, bf16) * scale;
-            store_some(x, first + i, h - i, bf16, v * load_some(weight, i, h - i, bf16));
+            store_some(x, first + i, h - i, bf16, v * load_some(weight, i, h - i, weight_bf16));
         }
     }
 }
 
 /* residual += x, then x = norm(residual). */
 EXPORT void add_rms_norm(void *x, void *residual, const void *weight, int64_t t, int64_t h,
-                         float eps, int64_t bf16) {
-    if (bf16) add_rms_norm_rows(x, residual, weight, t, h, eps, 1);
-    else add_rms_norm_rows(x, residual, weight, t, h, eps, 0);
+                         float eps, int64_t bf16, int64_t weight_bf16) {
+    if (!bf16) add_rms_norm_rows(x, residual, weight, t, h, eps, 0, 0);
+    else if (weight_bf16) add_rms_norm_rows(x, residual, weight, t, h, eps, 1, 1);
+    else add_rms_norm_rows(x, residual, weight, t, h, eps, 1, 0);
 }
 
 INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t size,
@@ -66,9 +79,8 @@ INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t t, int64_t siz
     for (int64_t row = 0; row < t; row++) {
         int64_t first = row * 2 * size;
         for (int64_t i = 0; i < size; i += LANES) {
-            f32x16 gate = load_some(gate_up, first + i, size - i, bf16);
             f32x16 up = load_some(gate_up, first + size + i, size - i, bf16);
-            f32x16 silu = gate / (exp_lanes(-gate) + 1.0f);
+            f32x16 silu = silu_some(gate_up, first + i, size - i, bf16);
             store_some(out, row * size + i, size - i, bf16, silu * up);
         }
     }
@@ -79,15 +91,33 @@ EXPORT void silu_mul(const void *gate_up, void *out, int64_t t, int64_t size, in
     else silu_mul_rows(gate_up, out, t, size, 0);
 }
 
+INLINE void sigmoid_mul_rows(const void *x, const void *gate, void *out, int64_t t,
+                             int64_t size, const int bf16) {
+#pragma omp parallel for schedule(static) if (t * size > PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < t; row++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            f32x16 g = load_some(gate, row * size + i, size - i, bf16);
+            f32x16 v = load_some(x, row * size + i, size - i, bf16);
+            store_some(out, row * size + i, size - i, bf16, v / (exp_lanes(-g) + 1.0f));
+        }
+}
+
+/* x * sigmoid(gate). */
+EXPORT void sigmoid_mul(const void *x, const void *gate, void *out, int64_t t, int64_t size,
+                        int64_t bf16) {
+    if (bf16) sigmoid_mul_rows(x, gate, out, t, size, 1);
+    else sigmoid_mul_rows(x, gate, out, t, size, 0);
+}
+
 /* Norm (if `weight`) and rotate one head of `dim` elements from `x` to `out`. */
 INLINE void rotate_head(const void *x, int64_t x_first, void *out, int64_t out_first,
                         int64_t dim, const void *weight, float eps, const float *cos,
-                        const float *sin, int64_t half, int bf16) {
+                        const float *sin, int64_t half, int bf16, int weight_bf16) {
     float head[MAX_HEAD_DIM + LANES];
     float scale = weight ? inverse_rms(x, x_first, dim, eps, bf16) : 1.0f;
     for (int64_t i = 0; i < dim; i += LANES) {
         f32x16 v = load_some(x, x_first + i, dim - i, bf16);
-        if (weight) v = v * scale * load_some(weight, i, dim - i, bf16);
+        if (weight) v = v * scale * load_some(weight, i, dim - i, weight_bf16);
         store_some(head, i, LANES, 0, v);
     }
     for (int64_t i = 0; i < half; i += LANES) {
@@ -109,6 +139,7 @@ typedef struct {
     const void *q_weight, *k_weight;
     int64_t t, heads, kv_heads, dim, half, block_size;
     float eps;
+    int weight_bf16;
 } rope_job;
 
 INLINE void rope_row(const rope_job *job, int64_t row, const int bf16) {
@@ -118,13 +149,13 @@ INLINE void rope_row(const rope_job *job, int64_t row, const int bf16) {
     const float *sin = job->sin + job->positions[row] * job->half;
     for (int64_t head = 0; head < job->heads; head++, source += dim)
         rotate_head(job->qkv, source, job->q, (row * job->heads + head) * dim, dim,
-                    job->q_weight, job->eps, cos, sin, job->half, bf16);
+                    job->q_weight, job->eps, cos, sin, job->half, bf16, job->weight_bf16);
     int64_t block = job->kv_slots[row] / job->block_size;
     int64_t offset = job->kv_slots[row] % job->block_size;
     for (int64_t head = 0; head < job->kv_heads; head++, source += dim) {
         int64_t place = ((block * job->kv_heads + head) * job->block_size + offset) * dim;
         rotate_head(job->qkv, source, job->keys, place, dim, job->k_weight, job->eps, cos,
-                    sin, job->half, bf16);
+                    sin, job->half, bf16, job->weight_bf16);
         memcpy((char *)job->values + place * size,
                (const char *)job->qkv + (source + job->kv_heads * dim) * size, dim * size);
     }
@@ -135,10 +166,10 @@ EXPORT void rope_and_cache(const void *qkv, void *q, void *keys, void *values,
                            const int64_t *kv_slots, const void *q_weight,
                            const void *k_weight, float eps, int64_t t, int64_t heads,
                            int64_t kv_heads, int64_t dim, int64_t half, int64_t block_size,
-                           int64_t bf16) {
+                           int64_t bf16, int64_t weight_bf16) {
     rope_job job = {qkv,      q,        keys,     values, cos,   sin,      positions, kv_slots,
                     q_weight, k_weight, t,        heads,  kv_heads, dim, half,     block_size,
-                    eps};
+                    eps,      (int)weight_bf16};
 #pragma omp parallel for schedule(static) if (t * heads * dim > PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < t; row++) {
         if (bf16) rope_row(&job, row, 1);

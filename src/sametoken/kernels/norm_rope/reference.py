@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sametoken.kernels.activation.reference import silu
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -17,6 +18,11 @@ from sametoken.kernels.interface import (
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once."""
     return _normed(x.float(), weight, eps).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm(x) * silu(gate)`` of two [N, D], in fp32, rounded once."""
+    return (_normed(x.float(), weight, eps) * silu(gate)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

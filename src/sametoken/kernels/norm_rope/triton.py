@@ -29,6 +29,7 @@ _ELEMENTS_PER_WARP = 512
 def _rms_norm_kernel(
     x,  # [T, WIDTH]
     residual,  # [T, WIDTH] or None, replaced by x + residual
+    gate,  # [T, WIDTH] or None, whose silu multiplies the norm
     weight,  # [WIDTH]
     out,  # [T, WIDTH], may be x
     eps,
@@ -49,6 +50,9 @@ def _rms_norm_kernel(
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     normed = value * scale * factor
+    if gate is not None:
+        g = tl.load(gate + start + columns, inside, other=0.0).to(tl.float32)
+        normed = normed * (g / (1.0 + tl.exp(-g)))
     tl.store(out + start + columns, normed.to(out.dtype.element_ty), inside)
 
 
@@ -56,6 +60,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` per row, in fp32, rounded once: [T, H] -> [T, H]."""
     out = torch.empty_like(x)
     _launch_rms_norm(x, None, weight, out, eps)
+    return out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm(x) * silu(gate)`` of two [N, D], in fp32, rounded once."""
+    assert gate.is_contiguous()
+    assert gate.shape == x.shape
+    out = torch.empty_like(x)
+    _launch_rms_norm(x, None, weight, out, eps, gate)
     return out
 
 
@@ -69,11 +82,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _launch_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    gate: Tensor | None = None,
 ) -> None:
     num_rows, width = x.shape
     assert x.is_contiguous()
     assert _aligned(x, out, weight, x if residual is None else residual)
+    assert gate is None or _aligned(gate)
     assert weight.shape == (width,)
     assert weight.is_contiguous()
     if num_rows:
@@ -82,6 +101,7 @@ def _launch_rms_norm(
         _rms_norm_kernel[(num_rows,)](
             x,
             residual,
+            gate,
             weight,
             out,
             eps,

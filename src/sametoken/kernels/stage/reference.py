@@ -46,7 +46,7 @@ def stage(sequences: Any, plan: Tensor) -> dict[str, Any]:
         "samples": samples,
         "row_starts": row_starts,
         "token_ids": token_ids,
-        "rows": sequences.rows_at(row_slots, positions),
+        "rows": sequences.rows_at(row_slots, positions, committed=~is_draft),
         "row_owner": row_owner,
         "logits_indices": judged.nonzero().squeeze(1),
         "window_starts": window_width.cumsum(0) - window_width,

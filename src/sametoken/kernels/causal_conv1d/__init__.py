@@ -1,0 +1,1 @@
+"""The short causal convolution before the gated delta rule."""

@@ -1,0 +1,49 @@
+"""Weights of a mixture of experts, stored by expert or all in one tensor."""
+
+from __future__ import annotations
+
+from sametoken.layers.linear import Linear
+from sametoken.layers.mlp import GatedMLP
+from sametoken.layers.sparse_moe import SparseMoE
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import load_gated_mlp
+from sametoken.models.settings import Settings
+from sametoken.models.weights import Part, WeightReader
+
+
+def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
+    """The mixture of experts at ``prefix``.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    settings = Settings(config.extra, weights.source.location)
+    num_experts, top_k = settings.integer("num_experts"), settings.integer("num_experts_per_tok")
+    shared_size = settings.integer("shared_expert_intermediate_size")
+    hidden = config.hidden_size
+    return SparseMoE(
+        kernels=weights.kernels,
+        router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
+        experts=_load_experts(settings, weights, f"{prefix}.experts", hidden),
+        top_k=min(top_k, num_experts),
+        normalise=bool(settings.get("norm_topk_prob", True)),
+        shared=load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
+        shared_gate=weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
+    )
+
+
+def _load_experts(
+    settings: Settings, weights: WeightReader, prefix: str, hidden: int
+) -> tuple[GatedMLP, ...]:
+    count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
+    if f"{prefix}.gate_up_proj" not in weights:
+        return tuple(
+            load_gated_mlp(weights, f"{prefix}.{expert}", hidden, size) for expert in range(count)
+        )
+    gate_up = weights.packed_stack(f"{prefix}.gate_up_proj", (count, 2 * size, hidden))
+    down = weights.packed_stack(f"{prefix}.down_proj", (count, hidden, size))
+    kernels = weights.kernels
+    return tuple(
+        GatedMLP(kernels, Linear(kernels, first), Linear(kernels, second))
+        for first, second in zip(gate_up, down, strict=True)
+    )

@@ -1,0 +1,225 @@
+"""What hybrids of Gated DeltaNet and gated attention share (Qwen3-Next, Qwen3.5)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.kernels.interface import AttentionRows, AttentionShape, QKNorm, RotaryTable
+from sametoken.layers.gated_attention import GatedAttention
+from sametoken.layers.gated_delta_net import GatedDeltaNet
+from sametoken.layers.linear import Linear
+from sametoken.layers.norm import RMSNorm
+from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.decoder import Block, Decoder, DecoderLayer, load_mlp
+from sametoken.models.experts import load_sparse_moe
+from sametoken.models.settings import Settings
+from sametoken.models.weights import Part, WeightReader
+from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.recurrent import GatedDeltaParams, RecurrentSpec
+
+FULL, LINEAR = "full_attention", "linear_attention"
+TEXT_PREFIX = "model.language_model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixer:
+    """A layer's kind, and its index among the layers of that kind."""
+
+    is_linear: bool
+    index: int
+
+
+class HybridDecoder(Decoder, ABC):
+    """A decoder in whose ``layer_types`` some layers are Gated DeltaNet.
+
+    Norm weights are stored as their difference from 1. Tensors of a multi-token-prediction
+    head and of a vision tower are left unread. Architectures say how the projection into a
+    Gated DeltaNet block is stored.
+    """
+
+    layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        *,
+        max_positions: int,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:
+        location = weights.source.location
+        sparse = any(_is_sparse(config, index) for index in range(config.num_layers))
+        if sparse and weights.device.type != "cpu":
+            # The rows of an expert are counted on the host.
+            raise UnsupportedError(
+                f"{location}: a mixture of experts on {weights.device.type!r} is not supported",
+                "use device 'cpu', or a dense checkpoint",
+            )
+        self._spec = recurrent_spec(config, weights.dtype, location)
+        self._mixers = _mixers(config, location)
+        super().__init__(config, weights, max_positions=max_positions, aux_layers=aux_layers)
+        num_linear = self._spec.num_layers
+        self.recurrent_spec = self._spec if num_linear else None
+        self.kv_spec = KVSpec(
+            config.num_layers - num_linear, config.num_kv_heads, config.head_dim, weights.dtype
+        )
+
+    @staticmethod
+    def tensor_prefix(weights: WeightReader) -> str:
+        """The decoder's own, or what it is called inside a model that also sees."""
+        nested = f"{TEXT_PREFIX}.embed_tokens.weight" in weights
+        return TEXT_PREFIX if nested else Decoder.tensor_prefix(weights)
+
+    @staticmethod
+    @abstractmethod
+    def load_projection(
+        spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
+    ) -> Linear:
+        """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``."""
+        ...
+
+    def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
+        """[T] ids to hidden states; advances the rows' slots and writes their KV."""
+        step = kv.recurrent.begin(rows) if kv.recurrent else None
+
+        def mix(index: int, x: Tensor) -> Tensor:
+            mixer, block = self._mixers[index], self._layers[index].attention
+            if mixer.is_linear:
+                return block(x, step, mixer.index)
+            return block(x, rows, kv.layer(mixer.index))
+
+        hidden = self._run_layers(token_ids, mix)
+        if step is not None:
+            step.finish()
+        return hidden
+
+    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
+        prefix = f"{self._prefix}.layers.{index}"
+        mixer: Block
+        if self._mixers[index].is_linear:
+            mixer = self._load_gated_delta_net(weights, f"{prefix}.linear_attn")
+        else:
+            mixer = self._load_gated_attention(weights, f"{prefix}.self_attn", rotary)
+        load: Callable[[ModelConfig, WeightReader, str], Block]
+        load = load_sparse_moe if _is_sparse(self.config, index) else load_mlp
+        return DecoderLayer(
+            self._load_norm(weights, f"{prefix}.input_layernorm"),
+            mixer,
+            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
+            load(self.config, weights, f"{prefix}.mlp"),
+        )
+
+    def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
+        weight = _zero_centred(weights, f"{name}.weight", self.config.hidden_size)
+        return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
+
+    def _load_gated_delta_net(self, weights: WeightReader, prefix: str) -> GatedDeltaNet:
+        spec, hidden, fp32 = self._spec, self.config.hidden_size, torch.float32
+        heads, taps = spec.num_value_heads, (spec.conv_channels, 1, spec.conv_kernel)
+        params = GatedDeltaParams(
+            A_log=weights.tensor(f"{prefix}.A_log", (heads,), fp32),
+            dt_bias=weights.tensor(f"{prefix}.dt_bias", (heads,), fp32),
+            conv_weight=weights.tensor(f"{prefix}.conv1d.weight", taps).squeeze(1),
+            conv_bias=None,
+        )
+        return GatedDeltaNet(
+            kernels=self.kernels,
+            spec=spec,
+            projection=self.load_projection(spec, weights, prefix, hidden),
+            params=params,
+            norm_weight=weights.vector(f"{prefix}.norm.weight", spec.value_dim),
+            eps=self.config.rms_norm_eps,
+            output=weights.linear(heads * spec.value_dim, Part(f"{prefix}.out_proj", hidden)),
+        )
+
+    def _load_gated_attention(
+        self, weights: WeightReader, prefix: str, rotary: RotaryTable
+    ) -> GatedAttention:
+        config = self.config
+        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        projection = weights.linear(
+            config.hidden_size,
+            Part(f"{prefix}.q_proj", 2 * shape.q_size, _gate_first(shape)),
+            Part(f"{prefix}.k_proj", shape.kv_size),
+            Part(f"{prefix}.v_proj", shape.kv_size),
+            bias=config.attention_bias,
+        )
+        output = weights.linear(
+            shape.q_size, Part(f"{prefix}.o_proj", config.hidden_size), bias=config.attention_bias
+        )
+        qk_norm = QKNorm(
+            _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
+            _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
+            config.rms_norm_eps,
+        )
+        return GatedAttention(self.kernels, shape, projection, output, rotary, qk_norm)
+
+
+def recurrent_spec(config: ModelConfig, dtype: torch.dtype, location: str) -> RecurrentSpec:
+    """What the config's Gated DeltaNet layers need per slot.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    settings = Settings(config.extra, location, "linear_")
+    key_heads = settings.integer("num_key_heads")
+    value_heads = settings.integer("num_value_heads")
+    key_dim, value_dim = settings.integer("key_head_dim"), settings.integer("value_head_dim")
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"{location}: {value_heads} value heads over {key_heads} key heads are not possible",
+            "compare with the original checkpoint's",
+        )
+    return RecurrentSpec(
+        num_layers=sum(mixer.is_linear for mixer in _mixers(config, location)),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        conv_kernel=settings.integer("conv_kernel_dim"),
+        conv_channels=2 * key_heads * key_dim + value_heads * value_dim,
+        dtype=dtype,
+    )
+
+
+def _mixers(config: ModelConfig, location: str) -> tuple[_Mixer, ...]:
+    settings = Settings(config.extra, location)
+    interval = settings.integer("full_attention_interval", 4)
+    implied = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(config.num_layers)]
+    types = settings.get("layer_types", implied)
+    if not isinstance(types, list) or len(types) != config.num_layers:
+        raise CheckpointError(
+            f"{location}: layer_types={types!r} does not name {config.num_layers} layers",
+            "compare with the original checkpoint's",
+        )
+    return tuple(_Mixer(kind == LINEAR, types[:i].count(kind)) for i, kind in enumerate(types))
+
+
+def _is_sparse(config: ModelConfig, index: int) -> bool:
+    """Whether a layer's MLP is a mixture of experts."""
+    settings = config.extra
+    step = settings.get("decoder_sparse_step") or 1
+    dense = settings.get("mlp_only_layers") or ()
+    return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
+
+
+def _zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
+    """A norm's weight, in fp32: 1 + w rounds in 16 bits."""
+    return 1.0 + weights.vector(name, size).float()
+
+
+def _gate_first(shape: AttentionShape) -> Tensor:
+    """Where the rows of q_proj go: from [q | gate] of each head to [gate | q] of all heads."""
+    row = torch.arange(2 * shape.q_size).view(shape.num_heads, 2, shape.head_dim)
+    places = torch.empty_like(row)
+    q, gate = row.view(2, shape.num_heads, shape.head_dim).flip(0)
+    places[:, 0], places[:, 1] = q, gate
+    return places.flatten()

@@ -1,0 +1,37 @@
+"""Qwen3-Next: projections into Gated DeltaNet are interleaved by key head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sametoken.layers.linear import Linear
+from sametoken.models.hybrid import HybridDecoder
+from sametoken.models.weights import Part, WeightReader
+from sametoken.state.recurrent import RecurrentSpec
+
+
+class Qwen3NextForCausalLM(HybridDecoder):
+    """The shared hybrid with ``in_proj_qkvz`` and ``in_proj_ba``."""
+
+    @staticmethod
+    def load_projection(
+        spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
+    ) -> Linear:
+        """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``."""
+        ratio = spec.num_value_heads // spec.num_key_heads
+        values = ratio * spec.value_dim
+        qkvz = _regrouped(spec.num_key_heads, (spec.key_dim, spec.key_dim, values, values))
+        ba = _regrouped(spec.num_key_heads, (ratio, ratio))
+        return weights.linear(
+            in_features,
+            Part(f"{prefix}.in_proj_qkvz", len(qkvz), qkvz),
+            Part(f"{prefix}.in_proj_ba", len(ba), ba),
+        )
+
+
+def _regrouped(num_groups: int, sizes: tuple[int, ...]) -> Tensor:
+    """Where rows go: from parts of ``sizes`` in every group to each part of all groups."""
+    groups = torch.arange(num_groups * sum(sizes)).view(num_groups, sum(sizes))
+    stored = torch.cat([part.flatten() for part in groups.split(sizes, dim=1)])
+    return stored.argsort()

@@ -1,0 +1,234 @@
+"""Recurrent state of one model's Gated DeltaNet layers: folded by position, never undone.
+
+A slot keeps one state per layer, good for positions below ``position[slot]``, and the raw
+inputs of the rows from there on (pending). A pass whose first row of the slot stands at p0
+first runs the pending rows below p0: those are the drafts that were accepted, since p0 is
+what is computed. Rejected drafts lie at p0 and above and are never run again
+(docs/decisions/0009-fold-by-position.md; tests/unit/state/test_recurrent.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import InvariantError
+from sametoken.kernels.causal_conv1d.reference import convolve_row
+from sametoken.kernels.gated_delta_rule.layout import SlotRows, slot_rows
+from sametoken.kernels.gated_delta_rule.reference import advance, gates
+from sametoken.kernels.interface import AttentionRows
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """What a model's Gated DeltaNet layers need per slot.
+
+    Attributes:
+        num_layers: layers with recurrent state.
+        conv_kernel: K, positions that the short convolution sees, its own included.
+        conv_channels: C, width of [q | k | v] before the convolution.
+        dtype: in which raw inputs are kept; must hold the model's activations exactly.
+    """
+
+    num_layers: int
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    conv_channels: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of the folded states and of the convolutions' history, over all layers."""
+        state = 4 * self.num_value_heads * self.key_dim * self.value_dim
+        history = self.dtype.itemsize * (self.conv_kernel - 1) * self.conv_channels
+        return self.num_layers * (state + history)
+
+    def pending_bytes_per_slot(self, num_drafts: int) -> int:
+        """Bytes of the raw inputs of ``num_drafts`` rows, over all layers."""
+        row = self.dtype.itemsize * (self.conv_channels + 2 * self.num_value_heads)
+        return self.num_layers * num_drafts * row
+
+    def bytes_per_slot(self, num_drafts: int) -> int:
+        """Bytes of one slot with room for ``num_drafts`` pending rows."""
+        return self.state_bytes_per_slot + self.pending_bytes_per_slot(num_drafts)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaParams:
+    """One layer's weights between its projections.
+
+    Attributes:
+        A_log, dt_bias: [Hv].
+        conv_weight: [C, K], or [C, 1, K] as checkpoints have it.
+        conv_bias: [C] or None.
+    """
+
+    A_log: Tensor
+    dt_bias: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentCache:
+    """Recurrent state of S = max_num_seqs + 1 slots over L layers, k pending rows each.
+
+    Attributes:
+        spec: the sizes.
+        states: [L, S, Hv, Dk, Dv] fp32, all positions below ``position`` folded in.
+        history: [L, S, K - 1, C], raw inputs of the convolution at the last of them.
+        pending_qkv: [L, S, k, C], raw inputs at ``position`` and above.
+        pending_gates: [L, S, k, 2 * Hv], raw [a | b] of the same rows.
+        position: [S] int64, positions folded.
+        num_pending: [S] int64, rows that pending holds.
+    """
+
+    spec: RecurrentSpec
+    states: Tensor
+    history: Tensor
+    pending_qkv: Tensor
+    pending_gates: Tensor
+    position: Tensor
+    num_pending: Tensor
+
+    @classmethod
+    def allocate(
+        cls, spec: RecurrentSpec, *, max_num_seqs: int, num_drafts: int, device: torch.device
+    ) -> RecurrentCache:
+        """Room for ``max_num_seqs`` slots and the reserved one; slots start at position 0."""
+        lead = (spec.num_layers, max_num_seqs + 1)
+
+        def zeros(*shape: int, dtype: torch.dtype = spec.dtype) -> Tensor:
+            return torch.zeros((*lead, *shape), dtype=dtype, device=device)
+
+        counts = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        return cls(
+            spec=spec,
+            states=zeros(spec.num_value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32),
+            history=zeros(spec.conv_kernel - 1, spec.conv_channels),
+            pending_qkv=zeros(num_drafts, spec.conv_channels),
+            pending_gates=zeros(num_drafts, 2 * spec.num_value_heads),
+            position=counts,
+            num_pending=counts.clone(),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        held = (self.states, self.history, self.pending_qkv, self.pending_gates)
+        return sum(tensor.nbytes for tensor in held)
+
+    def begin(self, rows: AttentionRows) -> RecurrentPass:
+        """Find what a pass over ``rows`` folds, runs and leaves pending, from positions alone.
+
+        Raises:
+            InvariantError: a slot's rows do not follow on what is folded and pending.
+        """
+        capacity = self.pending_qkv.shape[2]
+        return RecurrentPass(self, slot_rows(rows, self.position, self.num_pending, capacity))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentPass:
+    """One forward pass over a cache: ``run`` once for every layer, then ``finish``."""
+
+    cache: RecurrentCache
+    _parts: tuple[SlotRows, ...]
+
+    def run(
+        self, layer: int, mixed_qkv: Tensor, a: Tensor, b: Tensor, params: GatedDeltaParams
+    ) -> Tensor:
+        """Convolution and gated delta rule of the pass's rows: [T, Hv * Dv].
+
+        Sums run in fp32 and round once, to the dtype of ``mixed_qkv``.
+
+        Args:
+            layer: index among the layers with recurrent state.
+            mixed_qkv: [T, C], raw projections before the convolution.
+            a, b: [T, Hv], raw gates.
+            params: the layer's weights.
+
+        Raises:
+            InvariantError: the cache cannot hold these inputs exactly.
+        """
+        spec = self.cache.spec
+        if torch.promote_types(mixed_qkv.dtype, spec.dtype) != spec.dtype:
+            raise InvariantError(f"raw inputs in {mixed_qkv.dtype} are kept in {spec.dtype}")
+        rule = _RowRule.of(spec, params)
+        raw_gates = torch.cat((a, b), dim=-1)
+        width = spec.num_value_heads * spec.value_dim
+        out = mixed_qkv.new_empty(mixed_qkv.shape[0], width)
+        for part in self._parts:
+            rows = slice(part.first_row, part.first_row + part.num_rows)
+            out[rows] = self._run_slot(layer, part, mixed_qkv[rows], raw_gates[rows], rule)
+        return out
+
+    def finish(self) -> None:
+        """Write how far each slot is folded, once all layers have run."""
+        for part in self._parts:
+            start = 0 if part.starts else self.cache.position[part.slot]
+            self.cache.position[part.slot] = start + part.num_lasting
+            self.cache.num_pending[part.slot] = part.num_pending
+
+    def _run_slot(
+        self, layer: int, part: SlotRows, qkv: Tensor, raw_gates: Tensor, rule: _RowRule
+    ) -> Tensor:
+        """The slot's pending rows, then its rows of the pass: [num_rows, Hv * Dv] fp32."""
+        cache, here = self.cache, (layer, part.slot)
+        state, history = cache.states[here], cache.history[here]
+        if part.starts:
+            state.zero_()
+            history.zero_()
+        folded, lasting = part.num_folded, part.num_lasting
+        inputs = torch.cat((history, cache.pending_qkv[here][:folded], qkv))
+        gate_inputs = torch.cat((cache.pending_gates[here][:folded], raw_gates))
+        taps = history.shape[0]
+        out = []
+        for row in range(folded + part.num_rows):
+            if row == lasting:
+                state = state.clone()
+            out.append(rule.run(state, inputs[row : row + taps + 1], gate_inputs[row]))
+        history.copy_(inputs[lasting : lasting + taps])
+        cache.pending_qkv[here][: part.num_pending] = inputs[taps + lasting :]
+        cache.pending_gates[here][: part.num_pending] = gate_inputs[lasting:]
+        return torch.stack(out[folded:])
+
+
+@dataclass(frozen=True, slots=True)
+class _RowRule:
+    """The one row function of decode, verify, fold and prefill, with a layer's weights in fp32."""
+
+    spec: RecurrentSpec
+    decay_rate: Tensor
+    dt_bias: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+
+    @classmethod
+    def of(cls, spec: RecurrentSpec, params: GatedDeltaParams) -> _RowRule:
+        by_tap = params.conv_weight.float().view(spec.conv_channels, spec.conv_kernel).t()
+        bias = params.conv_bias
+        return cls(
+            spec,
+            params.A_log.float().exp(),
+            params.dt_bias.float(),
+            by_tap.contiguous(),
+            None if bias is None else bias.float(),
+        )
+
+    def run(self, state: Tensor, window: Tensor, raw_gates: Tensor) -> Tensor:
+        """Advance ``state`` by the row at the end of [K, C] ``window``: [Hv * Dv] fp32."""
+        spec = self.spec
+        keys = spec.num_key_heads * spec.key_dim
+        mixed = convolve_row(window.float(), self.conv_weight, self.conv_bias)
+        q, k, v = mixed.tensor_split((keys, 2 * keys))
+        a, b = raw_gates.float().chunk(2)
+        log_decay, beta = gates(a, b, self.decay_rate, self.dt_bias)
+        q, k = q.view(-1, spec.key_dim), k.view(-1, spec.key_dim)
+        v = v.view(-1, spec.value_dim)
+        return advance(state, q, k, v, log_decay, beta).flatten()

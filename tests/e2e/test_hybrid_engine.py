@@ -1,0 +1,103 @@
+"""Engines built from hybrid checkpoints: the same tokens with drafts and without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.utils import logging as transformers_logging
+
+from helpers.harness import request, run
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+
+transformers_logging.disable_progress_bar()
+LINEAR, FULL = "linear_attention", "full_attention"
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "max_position_embeddings": 160,
+    "eos_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+# Repetitive, so that n-grams are found.
+PROMPTS = [[3, 1, 4] * 7, [9, 2, 6, 5, 3, 5, 8], list(range(40)), [7, 7]]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
+def checkpoint(request, tmp_path_factory):
+    torch.manual_seed(0)
+    if request.param == "qwen3_5":
+        config = Qwen3_5TextConfig(**SIZES)
+    else:
+        config = Qwen3NextConfig(**SIZES, **EXPERTS)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path)
+    return path
+
+
+def build(path, announce=lambda text: None, **options):
+    options = {
+        "model": str(path),
+        "max_num_seqs": 3,
+        "prefill_chunk_size": 16,
+        "block_size": 8,
+        "max_model_len": 96,
+    } | options
+    return build_engine(EngineConfig.from_options(**options), announce)
+
+
+def requests(temperature: float):
+    return [
+        request(f"r{i}", prompt, max_tokens=24, seed=i, temperature=temperature)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def speculative(method: str, k: int, **settings) -> dict:
+    return {"method": method, "num_speculative_tokens": k, **settings}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_no_drafter_changes_a_token(checkpoint, dtype, temperature):
+    plain = run(build(checkpoint, dtype=dtype), requests(temperature))
+    ngram = speculative("ngram", 12, prompt_lookup_min=1, prompt_lookup_max=3)
+    draft_model = speculative("draft_model", 3, model=str(checkpoint))
+    for config in (ngram, draft_model):
+        drafted = run(
+            build(checkpoint, dtype=dtype, speculative_config=config), requests(temperature)
+        )
+        assert drafted.tokens == plain.tokens
+        assert drafted.offered > 0
+    assert drafted.accepted == drafted.offered, "the target as its own draft model is right"
+
+
+def test_it_says_that_prefix_caching_is_off_and_counts_its_memory(checkpoint):
+    told = []
+    core = build(checkpoint, told.append, speculative_config=speculative("ngram", 5))
+    resolved, cache = core.resolved, core._runner.kv.recurrent
+    assert not resolved.config.enable_prefix_caching
+    assert resolved.reasons["enable_prefix_caching"].startswith("off: ")
+    assert any("enable_prefix_caching" in text for text in told)
+    assert resolved.recurrent_bytes == cache.nbytes
+    assert cache.pending_qkv.shape[2] == 5
+    assert core._runner.kv.memory.shape[0] == SIZES["layer_types"].count(FULL)

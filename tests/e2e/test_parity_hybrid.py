@@ -1,0 +1,316 @@
+"""Hybrids of Gated DeltaNet and attention compute what transformers computes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+from helpers.forward import CPU, Bench
+from sametoken.errors import UnsupportedError
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.select import select_kernels
+from sametoken.models.loader import load_model
+
+transformers_logging.disable_progress_bar()
+NUM_GREEDY = 12
+FULL, LINEAR = "full_attention", "linear_attention"
+ROPES = (
+    {"rope_type": "default"},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+)
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+TINY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+PUBLISHED_ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "rope_type": "default",
+    "rope_theta": 10_000_000,
+    "partial_rotary_factor": 0.25,
+}
+
+
+@pytest.fixture(autouse=True)
+def single_thread():
+    """Small matrices gain nothing from threads, and lose much on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def without_dense_size(sizes: dict) -> dict:
+    return {key: value for key, value in sizes.items() if key != "intermediate_size"}
+
+
+@st.composite
+def architectures(draw):
+    """A small random transformers config of one of the three text classes."""
+    config_class = draw(st.sampled_from([Qwen3NextConfig, Qwen3_5TextConfig, Qwen3_5MoeTextConfig]))
+    num_kv_heads, num_key_heads = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
+    num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 4]))
+    # Their cache cannot do without a layer of full attention.
+    others = draw(st.lists(st.sampled_from([LINEAR, LINEAR, FULL]), max_size=3))
+    kinds = draw(st.permutations([FULL, *others]))
+    own = {
+        "vocab_size": draw(st.sampled_from([61, 128])),
+        "hidden_size": draw(st.sampled_from([24, 40])),
+        "num_hidden_layers": len(kinds),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": draw(st.sampled_from([16, 24])),
+        "linear_num_key_heads": num_key_heads,
+        "linear_num_value_heads": num_key_heads * draw(st.sampled_from([1, 2, 3])),
+        "linear_key_head_dim": draw(st.sampled_from([4, 8, 12])),
+        # A head of few elements may put out next to nothing, which its norm then enlarges:
+        # transformers' own two forms of the rule differ by up to 1e-4 there.
+        "linear_value_head_dim": draw(st.sampled_from([12, 16, 20])),
+        "linear_conv_kernel_dim": draw(st.sampled_from([2, 3, 4, 5])),
+        "layer_types": kinds,
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-2])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "attention_bias": draw(st.booleans()),
+        "rope_parameters": {
+            **draw(st.sampled_from(ROPES)),
+            "rope_theta": draw(st.sampled_from([100.0, 10_000.0])),
+            "partial_rotary_factor": draw(st.sampled_from([0.25, 0.5, 1.0])),
+        },
+    }
+    if config_class is not Qwen3_5MoeTextConfig:
+        own["intermediate_size"] = draw(st.sampled_from([24, 44]))
+    if config_class is Qwen3NextConfig:
+        own |= {
+            "norm_topk_prob": draw(st.booleans()),
+            "decoder_sparse_step": draw(st.sampled_from([1, 2])),
+            "mlp_only_layers": draw(st.sampled_from([[], [0]])),
+        }
+    if config_class is not Qwen3_5TextConfig:
+        num_experts = draw(st.sampled_from([2, 5]))
+        own |= EXPERTS | {
+            "num_experts": num_experts,
+            "num_experts_per_tok": draw(st.integers(1, num_experts)),
+        }
+    return config_class(**own, max_position_embeddings=128, eos_token_id=None)
+
+
+def randomised(model, seed: int):
+    """Norms and biases away from what they begin with, gates over a useful range."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear_attn.norm.weight"):
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        elif parameter.ndim == 1 or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+        else:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def transformers_model(config, seed: int):
+    return randomised(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), seed)
+
+
+def load(path: str | Path, kernels=None):
+    return load_model(
+        path,
+        kernels=kernels or ReferenceKernels(),
+        dtype=torch.float32,
+        device=CPU,
+        max_positions=128,
+    )
+
+
+@torch.inference_mode()
+def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
+    token_ids, past = torch.tensor([token_ids]), None
+    produced: list[int] = []
+    while len(produced) < num_tokens:
+        out = model(token_ids, past_key_values=past, use_cache=True)
+        past, token_ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        produced.append(int(token_ids))
+    return produced
+
+
+def rename(directory: Path, change) -> None:
+    """Rewrite a checkpoint's tensors; ``change`` maps the dict of them to another."""
+    file = directory / "model.safetensors"
+    tensors = change(load_file(file))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+
+
+def merged_experts(tensors: dict) -> dict:
+    """Every layer's experts in two tensors, as Qwen3.5 is published."""
+    merged, stacks = {}, {}
+    for name, tensor in tensors.items():
+        base, is_expert, rest = name.partition(".mlp.experts.")
+        if not is_expert:
+            merged[name] = tensor
+            continue
+        expert, kind, _ = rest.split(".")
+        stacks.setdefault(f"{base}.mlp.experts", {})[int(expert), kind] = tensor
+    for name, parts in stacks.items():
+        count = len(parts) // 3
+        gate_up = [torch.cat((parts[i, "gate_proj"], parts[i, "up_proj"])) for i in range(count)]
+        merged[f"{name}.gate_up_proj"] = torch.stack(gate_up)
+        merged[f"{name}.down_proj"] = torch.stack([parts[i, "down_proj"] for i in range(count)])
+    return merged
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(
+    config=architectures(),
+    seed=st.integers(0, 2**20),
+    kernels=st.sampled_from([ReferenceKernels(), select_kernels(CPU)]),
+    chunks=st.lists(st.integers(1, 12), max_size=4),
+    merge=st.booleans(),
+)
+def test_random_hybrids_agree(config, seed, kernels, chunks, merge):
+    theirs = transformers_model(config, seed)
+    prompt = torch.randint(config.vocab_size, (37,)).tolist()
+    with tempfile.TemporaryDirectory() as directory:
+        theirs.save_pretrained(directory)
+        if merge:
+            rename(Path(directory), merged_experts)
+        ours = load(directory, kernels)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    found = Bench(ours).logits(prompt, chunks)
+    assert (found - expected).abs().max() < 1e-4
+    assert torch.equal(Bench(ours).logits(prompt, [1, 5, 20]), Bench(ours).logits(prompt, [1] * 36))
+    expected_ids = their_greedy(theirs, prompt, NUM_GREEDY)
+    assert Bench(ours).continue_greedily(prompt, NUM_GREEDY) == expected_ids
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_text_part_of_a_model_that_also_sees(tmp_path, sparse, tied):
+    text = without_dense_size(TINY) | EXPERTS if sparse else TINY
+    text = text | {"rope_parameters": PUBLISHED_ROPE, "tie_word_embeddings": tied}
+    if sparse:
+        config = Qwen3_5MoeConfig(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+        theirs = Qwen3_5MoeForConditionalGeneration(config)
+    else:
+        config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
+        theirs = Qwen3_5ForConditionalGeneration(config)
+    theirs = randomised(theirs, seed=1)
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "model.language_model.embed_tokens.weight" in tensors
+    assert any(name.startswith("model.visual.") for name in tensors)
+    rename(
+        tmp_path, lambda tensors: merged_experts(tensors) | {"mtp.fc.weight": torch.zeros(32, 64)}
+    )
+    ours = load(tmp_path)
+    prompt = torch.randint(61, (29,)).tolist()
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    assert (Bench(ours).logits(prompt, [7, 13]) - expected).abs().max() < 1e-4
+
+
+def test_a_config_as_qwen3_next_is_published(tmp_path):
+    """Old key names; no ``layer_types``, but an interval; a head that predicts several tokens."""
+    sizes = {key: value for key, value in TINY.items() if key != "layer_types"}
+    config = Qwen3NextConfig(**sizes | EXPERTS | {"num_hidden_layers": 5})
+    theirs = transformers_model(config, seed=2)
+    theirs.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written.pop("layer_types") == [LINEAR, LINEAR, LINEAR, FULL, LINEAR]
+    rope = written.pop("rope_parameters")
+    written |= {
+        "full_attention_interval": 4,
+        "partial_rotary_factor": rope["partial_rotary_factor"],
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None,
+        "torch_dtype": written.pop("dtype"),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    rename(tmp_path, lambda tensors: tensors | {"mtp.norm.weight": torch.zeros(32)})
+    ours = load(tmp_path)
+    prompt = torch.randint(61, (29,)).tolist()
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([prompt])).logits[0]
+    assert (Bench(ours).logits(prompt, [11]) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_has_the_same_bits_in_every_company(tmp_path, dtype):
+    """Chunks of a prompt beside another slot's rows: experts see other numbers of rows."""
+    sizes = without_dense_size(TINY) | EXPERTS
+    transformers_model(Qwen3_5MoeTextConfig(**sizes), seed=3).save_pretrained(tmp_path)
+    for kernels in (ReferenceKernels(), select_kernels(CPU)):
+        ours = load_model(tmp_path, kernels=kernels, dtype=dtype, device=CPU, max_positions=128)
+        prompt, other = torch.randint(61, (2, 70)).tolist()
+        whole = Bench(ours).logits(prompt, [])
+        assert torch.equal(Bench(ours).logits(prompt, [1] * 69), whole)
+        bench = Bench(ours, num_slots=2)
+        bench.run(prompt[:40], 0, slot=1)
+        together = run_both(bench, (other[:23], 0), (prompt[40:], 40))
+        assert torch.equal(together[23:], whole[40:])
+
+
+def run_both(bench: Bench, first: tuple[list[int], int], second: tuple[list[int], int]):
+    """Logits of rows of slot 0 and of slot 1, computed in one pass."""
+    token_ids = torch.tensor(first[0] + second[0])
+    slots = torch.tensor([0] * len(first[0]) + [1] * len(second[0]))
+    positions = [*range(first[1], first[1] + len(first[0]))]
+    positions += range(second[1], second[1] + len(second[0]))
+    rows = bench.sequences.rows_at(slots, torch.tensor(positions))
+    return bench.model.compute_logits(bench.model.forward(token_ids, rows, bench.kv).last)
+
+
+def test_an_unknown_tensor_is_refused(tmp_path):
+    transformers_model(Qwen3_5TextConfig(**TINY), seed=4).save_pretrained(tmp_path)
+    rename(tmp_path, lambda tensors: tensors | {"model.layers.0.surprise": torch.zeros(3)})
+    with pytest.raises(UnsupportedError, match="surprise"):
+        load(tmp_path)

@@ -1,0 +1,70 @@
+"""A toy target with recurrent state alone: its logits depend on every token so far."""
+
+from __future__ import annotations
+
+import torch
+
+from helpers.toy import toy_config
+from sametoken.models.base import HiddenStates
+from sametoken.state.kv_cache import KVSpec
+from sametoken.state.recurrent import GatedDeltaParams, RecurrentSpec
+
+HIDDEN = 12
+
+
+class HybridToy:
+    """``CausalLM`` of two Gated DeltaNet layers; every product runs row by row.
+
+    Args:
+        pull: how much each token prefers one successor. Strong, outputs repeat, so that
+            n-grams are found; the state makes them deviate.
+    """
+
+    def __init__(self, vocab_size: int = 11, pull: float = 0.0, seed: int = 0) -> None:
+        self.config = toy_config(vocab_size)
+        self.kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+        self.recurrent_spec = RecurrentSpec(
+            num_layers=2,
+            num_key_heads=1,
+            num_value_heads=2,
+            key_dim=4,
+            value_dim=4,
+            conv_kernel=4,
+            conv_channels=16,
+        )
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(shape, generator=generator)
+
+        self._embedding = random(vocab_size, HIDDEN)
+        self._layers = [
+            (
+                random(16 + 4, HIDDEN),
+                # A slow decay: what was folded once is seen for long.
+                GatedDeltaParams(random(2) - 3, random(2), random(16, 4), None),
+                random(HIDDEN, 8),
+            )
+            for _ in range(2)
+        ]
+        self._head = random(vocab_size, HIDDEN)
+        self._pull = pull * torch.eye(vocab_size)[torch.randperm(vocab_size, generator=generator)]
+
+    def forward(self, token_ids, rows, kv):
+        running = kv.recurrent.begin(rows)
+        x = self._embedding[token_ids]
+        for index, (projection, params, output) in enumerate(self._layers):
+            qkv, a, b = _rowwise(x, projection).split((16, 2, 2), dim=-1)
+            x = x + _rowwise(running.run(index, qkv, a, b, params), output)
+        running.finish()
+        # The last column says which successor is preferred.
+        last = torch.cat((x, token_ids[:, None].float()), dim=1)
+        return HiddenStates(last, last)
+
+    def compute_logits(self, hidden):
+        return _rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]
+
+
+def _rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    rows = [(weight * row).sum(dim=-1) for row in x]
+    return torch.stack(rows) if rows else x.new_empty(0, weight.shape[0])

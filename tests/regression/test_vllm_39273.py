@@ -1,0 +1,82 @@
+"""vllm#39273: recurrent state after a step without drafts that follows accepted drafts.
+
+There a request whose last window had accepted several drafts, and which then ran a step with
+none, read the state of its first window position instead of the last accepted one. Here there
+is no position to choose: a step folds what stands below its first row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from helpers.harness import Ran, Shape, build, request, run
+from helpers.hybrid_toy import HybridToy
+from sametoken.drafters.base import Drafts
+from sametoken.drafters.ngram import NgramDrafter
+
+K = 64
+SHAPE = Shape(
+    num_drafts=K,
+    max_num_seqs=2,
+    max_num_batched_tokens=256,
+    num_blocks=400,
+    max_model_len=256,
+    prefix_caching=False,
+    cache_emitted=False,
+)
+PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], "b": [2, 7, 1, 8, 2, 8, 1, 8], "c": [0, 10] * 6}
+
+
+class ThreeStepsThenNone(NgramDrafter):
+    """Drafts for three steps, then for one step none, and so on."""
+
+    turn = 0
+
+    def propose(self, context) -> Drafts:
+        drafts = super().propose(context)
+        self.turn += 1
+        return drafts if self.turn % 4 else Drafts(drafts.draft_ids, drafts.num_drafts * 0)
+
+
+@dataclass
+class Watched(Ran):
+    """Counts steps without drafts that follow one with at least two accepted."""
+
+    zero_after_many: int = 0
+    rejected: int = 0
+
+
+def run_watched(core, requests, limit: int) -> Watched:
+    """Drive requests to ``limit`` tokens each."""
+    watched, before = Watched(), {}
+    for item in requests:
+        core.add_request(item)
+        watched.tokens[item.request_id] = []
+    while core.has_unfinished:
+        for update in core.step():
+            name = update.request_id
+            many = before.get(name, 0) >= 2
+            watched.zero_after_many += many and update.num_drafts == 0
+            watched.rejected += update.num_drafts - update.num_accepted
+            before[name] = update.num_accepted
+            watched.tokens[name].extend(update.token_ids)
+            if len(watched.tokens[name]) >= limit:
+                del watched.tokens[name][limit:]
+                core.release(name)
+    return watched
+
+
+def test_a_step_without_drafts_after_accepted_drafts():
+    limit = 120
+    model = HybridToy(pull=9.0)
+    requests = [request(name, prompt, max_tokens=limit) for name, prompt in PROMPTS.items()]
+    plain = run(build(model, SHAPE), requests)
+    drafted = run_watched(
+        build(model, SHAPE, make_drafter=lambda parts: ThreeStepsThenNone(K, 2, 10)),
+        requests,
+        limit,
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.zero_after_many >= 3
+    assert drafted.rejected >= K
+    assert all(len(set(tokens)) > 2 for tokens in plain.tokens.values()), "nothing to get wrong"

@@ -1,0 +1,84 @@
+"""Sampled output follows the target's distribution with every drafter, through the engine.
+
+Pairs of tokens after one prompt, over many seeds: the second token of a pair comes out of a
+window that held drafts, some of them made with the target's own noise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from helpers.harness import ScriptedDrafter, Shape, build, request, run
+from helpers.toy import ToyModel
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.drafters.ngram import NgramDrafter
+from sametoken.state.kv_cache import KVCache
+
+VOCAB, SEEDS = 5, 1500
+MODEL = ToyModel(VOCAB)
+OTHER = ToyModel(VOCAB, salt=2)
+PROMPT = (1, 2, 3, 4, 1, 2, 3, 4, 0, 1, 0, 2, 0, 3, 0, 4)
+SHAPE = Shape(
+    num_drafts=2,
+    steps_in_flight=2,
+    max_num_seqs=50,
+    max_num_batched_tokens=600,
+    prefill_chunk_size=16,
+    num_blocks=400,
+    max_model_len=24,
+)
+
+
+def draft_model(model):
+    def make(parts):
+        kv = KVCache.allocate(
+            model.kv_spec, num_blocks=SHAPE.num_blocks, block_size=SHAPE.block_size, device="cpu"
+        )
+        coupling = Coupling(parts.kernels.sample, parts.table)
+        return DraftModelDrafter(model, kv, SHAPE.num_drafts, coupling)
+
+    return make
+
+
+DRAFTERS = {
+    "none": None,
+    "ngram": lambda parts: NgramDrafter(SHAPE.num_drafts, 1, 3),
+    "the target itself, with its noise": draft_model(MODEL),
+    "another model, with the target's noise": draft_model(OTHER),
+    "always wrong": lambda parts: ScriptedDrafter(parts, "wrong"),
+}
+
+
+def probabilities(tokens) -> torch.Tensor:
+    hidden = torch.tensor([[float(MODEL._hash(tokens)), 1.0]], dtype=torch.float64)
+    return MODEL.compute_logits(hidden)[0].double().softmax(0)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_pairs_of_tokens_follow_the_target(name):
+    items = [request(str(s), PROMPT, max_tokens=3, temperature=1.0, seed=s) for s in range(SEEDS)]
+    core = build(
+        MODEL, SHAPE, make_drafter=DRAFTERS[name], oracle=lambda admitted: [0] * SHAPE.max_model_len
+    )
+    ran = run(core, items, max_steps=20_000)
+    found = Counter(tuple(out[:2]) for out in ran.tokens.values())
+    expected = {
+        (a, b): SEEDS * float(first * second)
+        for a, first in enumerate(probabilities(PROMPT))
+        for b, second in enumerate(probabilities((*PROMPT, a)))
+    }
+    # Rare pairs together make one cell, as the chi-square test wants cells of five and more.
+    common = [pair for pair, count in expected.items() if count >= 5]
+    cells = [found[pair] for pair in common]
+    wanted = [expected[pair] for pair in common]
+    cells.append(SEEDS - sum(cells))
+    wanted.append(SEEDS - sum(wanted))
+    assert chisquare(cells, wanted).pvalue > 1e-4
+    assert (ran.offered > 0) == (name != "none")
+    if name == "the target itself, with its noise":
+        assert ran.accepted == ran.offered

@@ -176,6 +176,12 @@ class EngineConfig:
         return tuple(what for what, is_so in made_up.items() if is_so)
 
     @property
+    def num_drafts(self) -> int:
+        """k: drafts per step at most; 0 without speculation."""
+        speculative = self.speculative_config
+        return speculative.num_speculative_tokens if speculative else 0
+
+    @property
     def draft_load_format(self) -> str:
         """``load_format`` of the drafter: dummy if the target's is, else found from its files."""
         return DUMMY if self.load_format == DUMMY else "auto"

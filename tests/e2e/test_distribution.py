@@ -12,12 +12,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from helpers.harness import ScriptedDrafter, Shape, build, request, run
+from helpers.harness import ScriptedDrafter, Shape, build, draft_model, request, run
 from helpers.toy import ToyModel
-from sametoken.drafters.coupling import Coupling
-from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.state.kv_cache import KVCache
 
 VOCAB, SEEDS = 5, 1500
 MODEL = ToyModel(VOCAB)
@@ -34,22 +31,11 @@ SHAPE = Shape(
 )
 
 
-def draft_model(model):
-    def make(parts):
-        kv = KVCache.allocate(
-            model.kv_spec, num_blocks=SHAPE.num_blocks, block_size=SHAPE.block_size, device="cpu"
-        )
-        coupling = Coupling(parts.kernels.sample, parts.table)
-        return DraftModelDrafter(model, kv, SHAPE.num_drafts, coupling)
-
-    return make
-
-
 DRAFTERS = {
     "none": None,
     "ngram": lambda parts: NgramDrafter(SHAPE.num_drafts, 1, 3),
-    "the target itself, with its noise": draft_model(MODEL),
-    "another model, with the target's noise": draft_model(OTHER),
+    "the target itself, with its noise": lambda parts: draft_model(parts, MODEL),
+    "another model, with the target's noise": lambda parts: draft_model(parts, OTHER),
     "always wrong": lambda parts: ScriptedDrafter(parts, "wrong"),
 }
 

@@ -15,13 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from helpers.harness import Ran, ScriptedDrafter, Shape, build, collect, request, run
+from helpers.harness import Ran, ScriptedDrafter, Shape, build, collect, draft_model, request, run
 from helpers.toy import ToyModel
-from sametoken.drafters.coupling import Coupling
-from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.runner.stream import LaggingStream
-from sametoken.state.kv_cache import KVCache
 
 MODEL = ToyModel()
 SCRIPTS = ("right", "wrong", "alternating", "empty", "mixed")
@@ -51,14 +48,7 @@ def alone(prompt: tuple[int, ...], params: int) -> tuple[int, ...]:
 
 def self_drafter(parts):
     """A draft model that is the target itself, with KV of its own."""
-    kv = KVCache.allocate(
-        MODEL.kv_spec,
-        num_blocks=parts.shape.num_blocks,
-        block_size=parts.shape.block_size,
-        device=parts.sequences.num_tokens.device,
-    )
-    coupling = Coupling(parts.kernels.sample, parts.table)
-    return DraftModelDrafter(MODEL, kv, parts.shape.num_drafts, coupling)
+    return draft_model(parts, MODEL)
 
 
 def make_drafter(kind: str, seed: int = 0):

@@ -13,6 +13,8 @@ from sametoken.core.plan import Admission
 from sametoken.core.request import EngineRequest
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import Drafts, NoDrafter
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.core import EngineCore
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
@@ -123,6 +125,18 @@ class ScriptedDrafter:
             good = self.random.randint(0, len(truth))
             return (truth[:good] + wrong[good:])[: self.random.randint(0, len(truth))]
         raise ValueError(self.script)
+
+
+def draft_model(parts: Parts, model) -> DraftModelDrafter:
+    """A drafter that runs ``model`` over KV of its own, coupled with the target's noise."""
+    kv = KVCache.allocate(
+        model.kv_spec,
+        num_blocks=parts.shape.num_blocks,
+        block_size=parts.shape.block_size,
+        device=CPU,
+    )
+    coupling = Coupling(parts.kernels.sample, parts.table)
+    return DraftModelDrafter(model, kv, parts.shape.num_drafts, coupling)
 
 
 def build(

@@ -66,11 +66,10 @@ def step_traffic(resolved: ResolvedConfig) -> Traffic:
     kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
     all_kv = resolved.kv_bytes // ((resolved.num_kv_blocks + 1) * config.block_size)
     speculative = config.speculative_config
-    num_passes = speculative.num_speculative_tokens if speculative else 0
     return Traffic(
         weights=resolved.weights_bytes - looked_up * itemsize,
         draft_weights=draft_elements(speculative) * itemsize if speculative else 0,
-        kv_per_token=kv_per_token + num_passes * (all_kv - kv_per_token),
+        kv_per_token=kv_per_token + config.num_drafts * (all_kv - kv_per_token),
     )
 
 

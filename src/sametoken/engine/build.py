@@ -58,11 +58,6 @@ class _Loaded:
     memory: MemoryPlan
     resolved: ResolvedConfig
 
-    @property
-    def num_drafts(self) -> int:
-        speculative = self.resolved.config.speculative_config
-        return speculative.num_speculative_tokens if speculative else 0
-
 
 def build_engine(
     config: EngineConfig, announce: Callable[[str], None] = lambda text: None
@@ -85,8 +80,8 @@ def build_engine(
     kv = _allocate_kv(loaded, loaded.target.kv_spec, loaded.target.recurrent_spec)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
-        max_len=memory.max_model_len + loaded.num_drafts + 1,
-        num_drafts=loaded.num_drafts,
+        max_len=memory.max_model_len + config.num_drafts + 1,
+        num_drafts=config.num_drafts,
         block_size=config.block_size,
         reserved_block=kv.reserved_block,
         device=resolved.device,
@@ -103,7 +98,7 @@ def build_engine(
         launcher=EagerLauncher(),
         swap=SwapStore((kv, *drafter.kv_caches)),
         stream=CudaStream() if on_gpu else ImmediateStream() if steps == 1 else LaggingStream(),
-        ring=OutputRing.allocate(steps + 1, config.max_num_seqs, loaded.num_drafts, pinned=on_gpu),
+        ring=OutputRing.allocate(steps + 1, config.max_num_seqs, config.num_drafts, pinned=on_gpu),
     )
     runner: Runner = eager
     if on_gpu:
@@ -122,23 +117,21 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
     architecture = read_config(path, load_format=config.load_format)
     dtype, why = resolve_dtype(config, architecture.dtype)
     spec = config.speculative_config
-    num_drafts = spec.num_speculative_tokens if spec else 0
     max_len = resolve_max_model_len(config, architecture)
-    _require_room(config, num_drafts)
+    _require_room(config)
     require_drafter_fits(spec, architecture, max_len)
+    max_positions = max_len + config.num_drafts + 1
     kernels = select_kernels(device)
     target = load_model(
         path,
         kernels=kernels,
         dtype=dtype,
         device=device,
-        max_positions=max_len + num_drafts + 1,
+        max_positions=max_positions,
         aux_layers=required_aux_layers(spec, architecture),
         load_format=config.load_format,
     )
-    placement = Placement(
-        kernels, dtype, device, max_len, max_len + num_drafts + 1, config.draft_load_format
-    )
+    placement = Placement(kernels, dtype, device, max_len, max_positions, config.draft_load_format)
     drafter = load_drafter(spec, target, placement)
     recurrent = tuple(s for s in (target.recurrent_spec, drafter.recurrent_spec) if s is not None)
     config, recurrent_reasons = resolve_recurrent(config, device, recurrent)
@@ -161,7 +154,7 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         weights_bytes=target.weights_bytes,
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
         recurrent_bytes=(config.max_num_seqs + 1)
-        * sum(one.bytes_per_slot(num_drafts) for one in recurrent),
+        * sum(one.bytes_per_slot(config.num_drafts) for one in recurrent),
     )
     return _Loaded(target, drafter, kernels, memory, resolved)
 
@@ -175,12 +168,12 @@ def _with_drafter_path(config: EngineConfig, announce: Callable[[str], None]) ->
     return replace(config, speculative_config=replace(spec, model=found))
 
 
-def _require_room(config: EngineConfig, num_drafts: int) -> None:
+def _require_room(config: EngineConfig) -> None:
     """A window must fit a step beside the prefill chunk that is reserved room."""
-    if config.max_num_batched_tokens < max(config.prefill_chunk_size, num_drafts + 1):
+    if config.max_num_batched_tokens < max(config.prefill_chunk_size, config.num_drafts + 1):
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} holds neither a prefill "
-            f"chunk of {config.prefill_chunk_size} nor a window of {num_drafts + 1} rows",
+            f"chunk of {config.prefill_chunk_size} nor a window of {config.num_drafts + 1} rows",
             "raise max_num_batched_tokens or lower prefill_chunk_size",
         )
 
@@ -192,7 +185,7 @@ def _allocate_kv(loaded: _Loaded, spec: KVSpec, recurrent: RecurrentSpec | None)
         cache = RecurrentCache.allocate(
             recurrent,
             max_num_seqs=config.max_num_seqs,
-            num_drafts=loaded.num_drafts,
+            num_drafts=config.num_drafts,
             device=device,
         )
     return KVCache.allocate(
@@ -219,7 +212,7 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
         max_model_len=memory.max_model_len,
-        num_speculative_tokens=loaded.num_drafts,
+        num_speculative_tokens=config.num_drafts,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -20,6 +20,7 @@ from sametoken.state.sequences import Sequences
 from sametoken.verification.base import TokenLogprobs, Verdict
 from sametoken.verification.logits import process_logits
 from sametoken.verification.logprobs import concatenate, score_tokens
+from sametoken.verification.windows import settle, window_offsets
 
 # Bounds the logits held at once while a prompt is scored: 64 rows of 150k are 38 MB.
 _ROWS_AT_A_TIME = 64
@@ -62,21 +63,18 @@ class KeyedVerifier:
             self._table.seed[slots],
             x.rows.positions[x.logits_indices] + 1,
         )
-        offset = torch.arange(owner.shape[0], device=owner.device) - x.window_starts[owner]
-        matches = torch.where(x.samples, _leading_matches(tokens, owner, offset, x), 0)
-        # Rows after the first mismatch decided nothing: what they hold must not matter.
-        fatal = has_nan & (offset <= matches[owner])
-        poisoned = torch.zeros_like(x.slots).index_add_(0, owner, fatal.long()) > 0
-        judged = x.samples & ~poisoned
-        num_accepted = torch.where(judged, matches, 0)
-        # Rows without a window may start one past the end; they read the padding.
-        padded = torch.nn.functional.pad(tokens, (0, 1))
-        next_token = torch.where(judged, padded[x.window_starts + num_accepted], 0)
+        settled = settle(x, tokens, has_nan, _leading_matches(tokens, x))
         logprobs = None
         if scored.numel():
             num_top = self._table.num_logprobs[slots[scored]]
             logprobs = score_tokens(raw, tokens[scored], owner[scored], num_top, int(num_top.max()))
-        return Verdict(num_accepted, next_token, tokens, poisoned, logprobs)
+        return Verdict(
+            num_accepted=settled.num_accepted,
+            next_token=settled.next_token,
+            tokens=tokens,
+            poisoned=settled.poisoned,
+            logprobs=logprobs,
+        )
 
     def score_prompt(
         self, hidden: Tensor, x: StepInputs, compute_logits: Callable[[Tensor], Tensor]
@@ -101,12 +99,12 @@ class KeyedVerifier:
         return concatenate(parts)
 
 
-def _leading_matches(tokens: Tensor, owner: Tensor, offset: Tensor, x: StepInputs) -> Tensor:
+def _leading_matches(tokens: Tensor, x: StepInputs) -> Tensor:
     """[B] int64: drafts from each window's start that equal the target's token at their row.
 
-    Plan rows without a window get a meaningless number. ``owner`` and ``offset`` [L] are
-    each logits row's plan row and its place in the window.
+    Plan rows without a window get a meaningless number.
     """
+    owner, offset = x.logits_owner, window_offsets(x)
     drafts = x.token_ids[x.logits_indices].roll(-1)
     # A window's last row has no draft after it, so every window holds a mismatch.
     differs = (tokens != drafts) | (offset == x.num_drafts[owner])

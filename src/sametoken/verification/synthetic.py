@@ -21,6 +21,7 @@ from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.base import TokenLogprobs, Verdict, Verifier
 from sametoken.verification.keyed import KeyedVerifier
+from sametoken.verification.windows import settle, window_offsets
 
 
 def conditional_rates(unconditional: Sequence[float], device: torch.device) -> Tensor:
@@ -94,28 +95,19 @@ class SyntheticVerifier:
         # NaN in any row decides here: which rows emit tokens was not known to ``keyed``.
         has_nan = logits.amax(dim=-1).isnan()
         verdict = self._keyed.judge(logits, x)
-        owner = x.logits_owner
-        offset = torch.arange(owner.shape[0], device=owner.device) - x.window_starts[owner]
         drawn = synthetic_accepted(
             self._rates, self._table.seed[x.slots], x.num_tokens, x.num_drafts
         )
-        drawn = torch.where(x.samples, drawn, 0)
-        fatal = has_nan & (offset <= drawn[owner])
-        poisoned = torch.zeros_like(x.slots).index_add_(0, owner, fatal.long()) > 0
-        judged = x.samples & ~poisoned
-        num_accepted = torch.where(judged, drawn, 0)
-        # Rows without a window may start one past the end; they read the padding.
-        padded = torch.nn.functional.pad(verdict.tokens, (0, 1))
-        next_token = torch.where(judged, padded[x.window_starts + num_accepted], 0)
+        settled = settle(x, verdict.tokens, has_nan, drawn)
         # Commit makes the accepted drafts true: they are what the host must hear of.
         drafts = x.token_ids[x.logits_indices].roll(-1)
-        tokens = torch.where(offset < num_accepted[owner], drafts, verdict.tokens)
+        accepted = window_offsets(x) < settled.num_accepted[x.logits_owner]
         return replace(
             verdict,
-            num_accepted=num_accepted,
-            next_token=next_token,
-            tokens=tokens,
-            poisoned=poisoned,
+            num_accepted=settled.num_accepted,
+            next_token=settled.next_token,
+            tokens=torch.where(accepted, drafts, verdict.tokens),
+            poisoned=settled.poisoned,
         )
 
     def score_prompt(

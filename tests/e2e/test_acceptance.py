@@ -12,12 +12,11 @@ import random
 import pytest
 import torch
 
-from helpers.harness import CPU, Shape, build, request
+from helpers.harness import CPU, Shape, build, draft_model, request
 from helpers.toy import MODULUS, ToyModel
 from sametoken.core.outputs import SpeculationMetrics
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.coupling import Coupling
-from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.runner.stream import LaggingStream
 from sametoken.state.kv_cache import KVCache, KVSpec
@@ -35,9 +34,8 @@ def allocate(parts, spec: KVSpec) -> KVCache:
     )
 
 
-def self_drafter(parts) -> DraftModelDrafter:
-    coupling = Coupling(parts.kernels.sample, parts.table)
-    return DraftModelDrafter(MODEL, allocate(parts, MODEL.kv_spec), K, coupling)
+def self_drafter(parts):
+    return draft_model(parts, MODEL)
 
 
 def extended(state: int, token: int) -> int:

@@ -13,17 +13,14 @@ import pytest
 import torch
 
 from helpers.checkpoints import head_tensors, write_llama, write_speculators
-from helpers.harness import CPU, Shape, build, request
+from helpers.harness import Shape, build, draft_model, request
 from helpers.recorded import RecordedLogits
 from helpers.toy import ToyModel
 from sametoken.config import EngineConfig
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.drafters.coupling import Coupling
-from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
 from sametoken.engine.llm import LLM
 from sametoken.runner.stream import LaggingStream
-from sametoken.state.kv_cache import KVCache
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 11
@@ -147,11 +144,8 @@ class Chat:
                 return
 
 
-def self_drafter(parts) -> DraftModelDrafter:
-    kv = KVCache.allocate(
-        TOY.kv_spec, num_blocks=parts.shape.num_blocks, block_size=BLOCK_SIZE, device=CPU
-    )
-    return DraftModelDrafter(TOY, kv, K, Coupling(parts.kernels.sample, parts.table))
+def self_drafter(parts):
+    return draft_model(parts, TOY)
 
 
 @pytest.mark.parametrize("num_blocks", [30, 60])

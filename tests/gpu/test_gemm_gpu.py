@@ -111,7 +111,10 @@ def test_close_to_float64(dtype):
     assert (out.double() - exact).norm() / exact.norm() < tolerance
     full = gemm.logits(x, DeviceWeight(matrix), table=table)
     assert full.dtype == torch.float32
-    assert (full.double() - exact).norm() / exact.norm() < 1e-6
+    # The matrix unit cuts its sums off where float32 arithmetic rounds: up to 2**-24 of the sum
+    # for each of K / 16 additions of a block of products.
+    bound = 1e-6 if dtype is torch.float32 else 1544 / 16 * 2**-24
+    assert (full.double() - exact).norm() / exact.norm() < bound
 
 
 def test_float32_rows_are_equal_too():

@@ -184,7 +184,7 @@ def test_lookup(length):
     token_ids = torch.randint(0, 12, (8, 32768), generator=generator)
     slots = torch.tensor([5, 0, 7, 1])
     lengths = torch.tensor([length, max(length // 2, 1), length, max(length - 1, 1)])
-    expected = ngram_reference.lookup(token_ids[slots], lengths, min_length=2, max_length=10, k=9)
+    expected = ngram_reference.lookup(token_ids, slots, lengths, min_length=2, max_length=10, k=9)
     actual = lookup(
         token_ids.cuda(), slots.cuda(), lengths.cuda(), min_length=2, max_length=10, k=9
     )

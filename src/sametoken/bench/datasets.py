@@ -1,0 +1,155 @@
+"""Prompts people know: test sets that ship with the package, and files of one's own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from sametoken.errors import ConfigError
+
+RANDOM, SPEC_BENCH = "random", "spec-bench"
+_RANDOM_ITEMS = 1000
+_RANDOM_WORDS = "time year people way day thing man world life hand part child eye place work week"
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetItem:
+    """One conversation of a dataset.
+
+    Attributes:
+        item_id: unique within the dataset.
+        turns: what the user says, in order; at least one.
+        category: what the dataset calls this kind of question; "" if it has no kinds.
+        answer: the reference answer, if there is one.
+    """
+
+    item_id: str
+    turns: tuple[str, ...]
+    category: str = ""
+    answer: str | None = None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The first turn as a conversation for a chat template."""
+        return [{"role": "user", "content": self.turns[0]}]
+
+
+def _gsm8k(index: int, row: Mapping[str, Any]) -> DatasetItem:
+    return DatasetItem(f"gsm8k-{index}", (row["question"],), "math", row["answer"])
+
+
+def _humaneval(index: int, row: Mapping[str, Any]) -> DatasetItem:
+    asked = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
+    return DatasetItem(row["task_id"], (asked,), "code", row["canonical_solution"])
+
+
+def _turns(index: int, row: Mapping[str, Any]) -> DatasetItem:
+    """A row as FastChat's and Spec-Bench's question files have it."""
+    return DatasetItem(str(row["question_id"]), tuple(row["turns"]), row.get("category", ""))
+
+
+_SHIPPED: dict[str, Callable[[int, Mapping[str, Any]], DatasetItem]] = {
+    "gsm8k": _gsm8k,
+    "humaneval": _humaneval,
+    "mt-bench": _turns,
+}
+DATASETS = (*_SHIPPED, RANDOM, SPEC_BENCH)
+
+
+def load_dataset(
+    name: str, *, path: Path | None = None, limit: int | None = None, seed: int = 0
+) -> tuple[DatasetItem, ...]:
+    """A dataset by name, or a file of one's own.
+
+    Args:
+        name: one of ``DATASETS``; any name if ``path`` is given.
+        path: for ``spec-bench`` its ``question.jsonl``; otherwise one JSON value a line: a text,
+            or an object with ``prompt``, ``question``, ``turns`` or ``messages``.
+        limit: how many items at most, from the first on.
+        seed: of ``random``, whose items are made of common words.
+
+    Raises:
+        ConfigError: the name is unknown, or the file is missing or malformed.
+    """
+    if path is None and name not in DATASETS:
+        raise ConfigError(f"dataset {name!r} is not known", f"use one of {DATASETS}, or a file")
+    if path is None and name == SPEC_BENCH:
+        raise ConfigError("spec-bench does not ship with the package", "give its file by --path")
+    if path is not None:
+        items = _of_file(path, _turns if name == SPEC_BENCH else _of_user)
+    elif name == RANDOM:
+        items = _random_items(seed)
+    else:
+        items = _of_package(name)
+    return tuple(items if limit is None else items[:limit])
+
+
+def _of_package(name: str) -> list[DatasetItem]:
+    data = resources.files("sametoken.bench").joinpath(f"data/{name}.jsonl.gz").read_bytes()
+    rows = map(json.loads, gzip.decompress(data).decode().splitlines())
+    return [_SHIPPED[name](i, row) for i, row in enumerate(rows)]
+
+
+def _of_file(path: Path, parse: Callable[[int, Any], DatasetItem]) -> list[DatasetItem]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error})", "give a file of JSON lines"
+        ) from error
+    items = []
+    for number, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            items.append(parse(number, json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"line {number + 1} of {path} is no prompt ({error})",
+                "give a text, or an object with prompt, question, turns or messages",
+            ) from error
+    if not items:
+        raise ConfigError(f"{path} holds no prompts", "give one JSON value a line")
+    return items
+
+
+def _of_user(index: int, row: Any) -> DatasetItem:
+    if isinstance(row, str):
+        row = {"prompt": row}
+    return DatasetItem(
+        str(row.get("id", index)),
+        _user_turns(row),
+        str(row.get("category", "")),
+        row.get("answer"),
+    )
+
+
+def _user_turns(row: Mapping[str, Any]) -> tuple[str, ...]:
+    for key in ("prompt", "question"):
+        if key in row:
+            return _texts((row[key],))
+    if "messages" in row:
+        return _texts(m["content"] for m in row["messages"] if m["role"] == "user")
+    return _texts(row["turns"])
+
+
+def _texts(values: Iterable[Any]) -> tuple[str, ...]:
+    texts = tuple(values)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("no text")
+    return texts
+
+
+def _random_items(seed: int) -> list[DatasetItem]:
+    choose = random.Random(seed)
+    words: Sequence[str] = _RANDOM_WORDS.split()
+    return [
+        DatasetItem(f"random-{i}", (" ".join(choose.choices(words, k=64)),))
+        for i in range(_RANDOM_ITEMS)
+    ]

@@ -1,0 +1,76 @@
+"""Datasets by name and by file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sametoken.bench.datasets import DATASETS, load_dataset
+from sametoken.errors import ConfigError
+
+
+@pytest.mark.parametrize(("name", "count"), [("gsm8k", 1319), ("humaneval", 164), ("mt-bench", 80)])
+def test_shipped_sets_are_whole(name, count):
+    items = load_dataset(name)
+    assert len(items) == count
+    assert len({item.item_id for item in items}) == count
+    assert all(item.turns and all(item.turns) for item in items)
+
+
+def test_answers_and_turns_are_kept():
+    assert load_dataset("gsm8k", limit=1)[0].answer.endswith("#### 18")
+    assert "has_close_elements" in load_dataset("humaneval", limit=1)[0].turns[0]
+    first = load_dataset("mt-bench", limit=1)[0]
+    assert len(first.turns) == 2
+    assert first.category == "writing"
+    assert first.messages == [{"role": "user", "content": first.turns[0]}]
+
+
+def test_random_items_follow_from_the_seed():
+    assert load_dataset("random", limit=5) == load_dataset("random", limit=5)
+    assert load_dataset("random", limit=5) != load_dataset("random", limit=5, seed=1)
+
+
+def test_a_users_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [
+        "plain text",
+        {"prompt": "a", "id": "mine", "answer": "7"},
+        {"question": "b", "category": "math"},
+        {"turns": ["c", "d"]},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "e"}]},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n", encoding="utf-8")
+    items = load_dataset("custom", path=path)
+    assert [item.turns for item in items] == [("plain text",), ("a",), ("b",), ("c", "d"), ("e",)]
+    assert items[1].item_id == "mine"
+    assert items[1].answer == "7"
+    assert items[2].category == "math"
+
+
+def test_spec_bench_reads_its_file(tmp_path):
+    path = tmp_path / "question.jsonl"
+    path.write_text(json.dumps({"question_id": 81, "category": "qa", "turns": ["x"]}))
+    (item,) = load_dataset("spec-bench", path=path)
+    assert (item.item_id, item.category, item.turns) == ("81", "qa", ("x",))
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "7", "[]", '{"prompt": ""}', '{"turns": []}', '{"other": "x"}', "", "\n"]
+)
+def test_a_malformed_file_is_refused(tmp_path, content):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"bad\.jsonl"):
+        load_dataset("custom", path=path)
+
+
+def test_unknown_names_and_missing_files_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not known"):
+        load_dataset("alpaca")
+    with pytest.raises(ConfigError, match="--path"):
+        load_dataset("spec-bench")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_dataset("custom", path=tmp_path / "absent.jsonl")
+    assert "gsm8k" in DATASETS

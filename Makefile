@@ -1,11 +1,12 @@
 # make demo: answer two real prompts with and without speculation on the CPU.
 # make test: lint, types, import contracts and every CPU test.
+# make test-gpu: the tests of tests/gpu; make test-gpu-sanitizer: memcheck and racecheck.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
 
-.PHONY: demo test test-gpu lint fmt bench-cpu clean
+.PHONY: demo test test-gpu test-gpu-sanitizer lint fmt bench-cpu clean
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,10 +27,13 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest -n $(TEST_WORKERS) --ignore=tests/gpu
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup --ignore=tests/gpu
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu
+
+test-gpu-sanitizer:
+	benchmarks/sanitizer.sh
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,9 +1,9 @@
 """Time attention on the GPU at hand, for Qwen3-8B's heads, and compare bits between forms.
 
-    python benchmarks/attention_gpu.py [--quick]
+    python benchmarks/attention_gpu.py
 
 Times are of one layer inside a CUDA graph that walks over several layers' KV, so KV comes from
-memory. GB/s counts KV read once per window.
+memory. GB/s counts KV read once per window. ``decode_gpu.py`` times the same cuts in whole steps.
 """
 
 from __future__ import annotations
@@ -14,36 +14,42 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.attention.triton import SPLIT, AttentionConfig, attention, choose
+from sametoken.kernels.attention.triton import (
+    SPLIT,
+    AttentionConfig,
+    attention,
+    choose,
+    new_arrivals,
+)
+from sametoken.kernels.attention.tuning import BUSY_PROGRAMS
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
-BLOCK_SIZE = 16
+GROUP = SHAPE.num_heads // SHAPE.num_kv_heads
+BLOCK_SIZE = 64
 ROTATED_BYTES = 300 << 20
 MAX_LAYERS = 36
 TABLE_BLOCKS = 40960 // BLOCK_SIZE
-#: Positions per loop turn: part of a row's arithmetic, as the split is.
-TILES = (64, 128)
 COMPILERS = 14
 
-#: Bits are compared over these: window (None: ragged), spread, queries, warps.
-FORMS = (
-    (1, True, 16, 4), (1, False, 16, 4), (4, True, 16, 4), (4, False, 16, 8),
-    (8, True, 32, 4), (64, True, 32, 8), (64, False, 64, 8),
-    (None, False, 16, 4), (None, False, 32, 4), (None, False, 64, 8),
-)  # fmt: skip
-PREFILL = ((16, 4), (32, 4), (64, 8))
+#: Batch and window of prefill, for which time alone is of interest.
+ALONE = ((1, 512), (4, 512))
 
-#: Query tile, warps, stages and tile of the decode cuts; those of 32 queries for window 6.
-SPREAD = ((16, 4, 3, 64), (16, 4, 5, 64), (16, 4, 3, 128), (32, 4, 5, 64), (32, 4, 3, 128))
-WALK = (
-    (16, 2, 3, 64), (16, 4, 2, 64), (16, 4, 3, 64), (16, 4, 4, 64), (16, 4, 5, 64),
-    (16, 4, 2, 128), (16, 4, 3, 128), (16, 8, 3, 128),
-    (32, 4, 3, 64), (32, 4, 5, 64), (32, 4, 3, 128), (32, 8, 3, 128),
+#: Bits are compared over these: window (None: ragged) and cut.
+FORMS = (
+    (1, AttentionConfig("spread", 16, 4, 3)), (1, AttentionConfig("joined", 16, 4, 3)),
+    (1, AttentionConfig("walk", 16, 2, 2)), (4, AttentionConfig("joined", 16, 2, 2)),
+    (4, AttentionConfig("walk", 16, 8, 3)), (8, AttentionConfig("joined", 32, 4, 2)),
+    (8, AttentionConfig("walk", 32, 2, 2, kv_left=False)),
+    (64, AttentionConfig("spread", 32, 8, 3)), (64, AttentionConfig("walk", 64, 8, 3)),
+    (64, AttentionConfig("walk", 64, 4, 2, kv_left=False)),
+    (64, AttentionConfig("walk", 128, 8, 2, kv_left=False)),
+    (None, AttentionConfig("walk", 16, 4, 3)), (None, AttentionConfig("walk", 32, 4, 3)),
 )  # fmt: skip
 
 
@@ -72,6 +78,29 @@ class Scene:
         return torch.randn(size, dtype=torch.bfloat16, device="cuda"), rows
 
 
+def cuts(batch: int, window: int) -> list[AttentionConfig]:
+    """What is worth trying for a batch of windows."""
+    cut = AttentionConfig("walk", 16, 2, 2)
+    if window * GROUP > 128:
+        kv_left = [replace(cut, block_queries=32, num_warps=4, num_stages=s) for s in (3, 2)]
+        q_left = replace(cut, kv_left=False)
+        return kv_left + [
+            replace(q_left, block_queries=queries, num_warps=warps, num_stages=stages)
+            for queries, warps in ((32, 2), (64, 4), (128, 8))
+            for stages in (2, 3)
+        ]
+    shapes = [(4, 3), (4, 2), (2, 2), (2, 3)]
+    if window * GROUP > 16:
+        cut = replace(cut, block_queries=32)
+    shaped = [replace(cut, num_warps=warps, num_stages=stages) for warps, stages in shapes]
+    joined = [replace(one, form="joined") for one in shaped]
+    tiles = cut.num_tiles(batch * window, window, GROUP) * SHAPE.num_kv_heads
+    if tiles < BUSY_PROGRAMS:
+        return [replace(shaped[0], form="spread"), *joined, replace(joined[2], programs=1024)]
+    several = [replace(one, programs=count) for one in joined[1:3] for count in (1024, 2560)]
+    return [*shaped, *several]
+
+
 def microseconds(call: Callable[[LayerKV], object], layers: list[LayerKV]) -> float:
     """Time of one layer, from the best of ten replays of a graph over all layers."""
     call(layers[0])
@@ -91,20 +120,20 @@ def microseconds(call: Callable[[LayerKV], object], layers: list[LayerKV]) -> fl
     return min(times) * 1e3 / len(layers)
 
 
-def label(config: AttentionConfig) -> str:
-    form = "spread" if config.spread else "walk"
-    return f"{form} q{config.block_queries} w{config.num_warps} s{config.num_stages} t{config.tile}"
+def name_of_cut(cut: AttentionConfig) -> str:
+    left = "" if cut.kv_left else "q"
+    programs = "" if cut.programs == 2 * BUSY_PROGRAMS else f"p{min(cut.programs, 9999)}"
+    return f"{cut.form}{cut.block_queries}w{cut.num_warps}s{cut.num_stages}{left}{programs}"
 
 
-def measure(
-    scene: Scene, window: int, ragged: bool, config: AttentionConfig, bound: int | None
-) -> float | None:
+def measure(scene: Scene, window: int, cut: AttentionConfig) -> float | None:
     q, rows = scene.inputs(window)
+    arrivals = new_arrivals(q.device)
 
     def call(layer: LayerKV) -> torch.Tensor:
         return attention(
-            q, SHAPE, rows, layer,
-            window=None if ragged else window, max_seq_len=bound, config=config,
+            q, SHAPE, rows, layer, window=window, config=cut, arrivals=arrivals,
+            max_seq_len=scene.context,
         )  # fmt: skip
 
     try:
@@ -113,110 +142,56 @@ def measure(
         return None
 
 
-def decode_configs(window: int, quick: bool) -> list[AttentionConfig]:
-    wide = window * SHAPE.num_heads // SHAPE.num_kv_heads > 16
-    configs = [
-        AttentionConfig(spread, queries, warps, stages, tile=tile)
-        for spread, cuts in ((True, SPREAD), (False, WALK))
-        for queries, warps, stages, tile in cuts
-        if wide or queries == 16
-    ]
-    return [config for config in configs if not quick or config.num_stages == 5]
-
-
-def report(what: str, times: dict[AttentionConfig, float], kv_bytes: int) -> None:
-    """One line per case: the cuts of each form, the best first."""
-    cells = []
-    for spread in (True, False):
-        found = sorted((time, label(c)) for c, time in times.items() if c.spread == spread)
-        rate = f" ({kv_bytes / found[0][0] / 1e3:.0f} GB/s)" if found else "-"
-        cells.append(", ".join(f"{name} {time:.1f}" for time, name in found) + rate)
-    print(f"| {what} | {' | '.join(cells)} |", flush=True)
-
-
-def launches(quick: bool) -> list[tuple[int | None, AttentionConfig]]:
-    """Every launch this run will make, as window (None: ragged) and cut."""
-    found = [
-        (window, AttentionConfig(spread, queries, warps, 3, tile=tile))
-        for tile, (window, spread, queries, warps) in itertools.product(TILES, FORMS)
-    ]
-    found += [(window, config) for window in (1, 6) for config in decode_configs(window, quick)]
-    found += [(None, config) for config in prefill_configs()]
-    return list(dict.fromkeys(found))
-
-
-def prefill_configs() -> list[AttentionConfig]:
-    cuts = itertools.product(TILES, PREFILL)
-    return [AttentionConfig(False, queries, warps, 3, tile=tile) for tile, (queries, warps) in cuts]
-
-
-def compile_share(index: int, quick: bool) -> None:
+def compile_share(index: int) -> None:
     """Compile one share of all kernels into Triton's cache; run in its own process."""
     scene = Scene(1, 320)
-    for window, config in launches(quick)[index::COMPILERS]:
+    cases = [*itertools.product((1, 8, 64), (1, 4, 6)), *ALONE]
+    jobs = [*FORMS, *((1, cut) for case in cases for cut in cuts(*case))]
+    for window, cut in list(dict.fromkeys(jobs))[index::COMPILERS]:
         q, rows = scene.inputs(window or 64)
         with contextlib.suppress(OutOfResources):
-            attention(q, SHAPE, rows, scene.layers[0], window=window, config=config)
+            attention(q, SHAPE, rows, scene.layers[0], window=window, config=cut)
 
 
 def check_bits(context: int) -> None:
-    """Decode, verify and prefill rows of the same positions, bit for bit, per tile."""
+    """Decode, verify and prefill rows of the same positions, bit for bit."""
     scene = Scene(1, context)
     q, rows = scene.inputs(64)
-    for tile in TILES:
-        results: dict[tuple, torch.Tensor] = {}
-        for window, spread, queries, warps in FORMS:
-            config = AttentionConfig(spread, queries, warps, 3, tile=tile)
-            with contextlib.suppress(OutOfResources):
-                out = attention(q, SHAPE, rows, scene.layers[0], window=window, config=config)
-                results[window, spread, queries, warps] = out
-        first = next(iter(results.values()))
-        differing = [form for form, out in results.items() if not torch.equal(out, first)]
-        equal = f"all {len(results)} forms equal"
-        print(f"bits at context {context}, split {SPLIT}, tile {tile}: {differing or equal}")
+    results: dict[tuple, torch.Tensor] = {}
+    for window, cut in FORMS:
+        with contextlib.suppress(OutOfResources):
+            out = attention(q, SHAPE, rows, scene.layers[0], window=window, config=cut)
+            results[window, cut] = out
+    first = next(iter(results.values()))
+    differing = [
+        (window, name_of_cut(cut))
+        for (window, cut), out in results.items()
+        if not torch.equal(out, first)
+    ]
+    equal = f"all {len(results)} forms equal"
+    print(f"bits at context {context}, split {SPLIT}: {differing or equal}")
 
 
-def time_decode(quick: bool) -> None:
-    print("| case | spread, us | walk, us |\n|---|---|---|")
-    for context, batch in itertools.product((530, 4096), (1, 8, 32, 64)):
-        scene = Scene(batch, context)
-        kv_bytes = batch * context * SHAPE.kv_size * 2 * 2
-        for window in (1, 6) if batch == 32 else (1, 4, 6):
-            measured = {
-                config: measure(scene, window, False, config, context)
-                for config in decode_configs(window, quick)
-            }
-            times = {config: time for config, time in measured.items() if time is not None}
-            report(f"context {context} batch {batch} window {window}", times, kv_bytes)
-            for bound in (context, None):
-                capacity = bound or TABLE_BLOCKS * BLOCK_SIZE
-                config = choose(batch * window, SHAPE, window, capacity, torch.bfloat16)
-                time = measure(scene, window, False, config, bound)
-                print(
-                    f"chosen for window {window}, room for {capacity}: {label(config)} {time:.1f}"
-                )
-        del scene
-        torch.cuda.empty_cache()
-
-
-def time_prefill() -> None:
-    for length in (512, 2048):
-        scene = Scene(1, length)
-        flops = 2 * SHAPE.q_size * length * length
-        for config in prefill_configs():
-            time = measure(scene, length, True, config, length)
-            if time is not None:
-                rate = flops / time / 1e6
-                print(f"prefill {length}: {label(config)} {time:.1f} us, {rate:.0f} TFLOP/s")
+def time_case(batch: int, window: int, context: int) -> None:
+    """One line: the cuts, the best first."""
+    scene = Scene(batch, context)
+    times = {cut: measure(scene, window, cut) for cut in cuts(batch, window)}
+    found = sorted((time, name_of_cut(cut)) for cut, time in times.items() if time is not None)
+    rate = batch * context * SHAPE.kv_size * 2 * 2 / found[0][0] / 1e3
+    chosen = choose(batch * window, SHAPE, window, context, torch.bfloat16)
+    listed = ", ".join(f"{name} {time:.1f}" for time, name in found)
+    print(
+        f"| {batch}x{window} at {context} | {rate:.0f} | {name_of_cut(chosen)} | {listed} |",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few cuts per form")
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
     if options.compile is not None:
-        compile_share(options.compile, options.quick)
+        compile_share(options.compile)
         return
     workers = [
         subprocess.Popen([sys.executable, *sys.argv, "--compile", str(index)])
@@ -227,8 +202,12 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     check_bits(530)
     check_bits(1100)
-    time_decode(options.quick)
-    time_prefill()
+    print("| batch x window at context | GB/s | chosen | all, us |\n|---|---|---|---|")
+    for context, batch, window in itertools.product((640, 4096), (1, 8, 64), (1, 4, 6)):
+        time_case(batch, window, context)
+        torch.cuda.empty_cache()
+    for batch, window in ALONE:
+        time_case(batch, window, window)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from gemm_gpu import normal
 
-from sametoken.kernels.attention.triton import AttentionConfig, attention
+from sametoken.kernels.attention.triton import AttentionConfig, attention, new_arrivals
 from sametoken.kernels.commit.triton import judge
 from sametoken.kernels.embedding.triton import embedding
 from sametoken.kernels.gemm.triton import product
@@ -29,7 +29,8 @@ ROLES = {
     "head": GemmShape(151936, 4096, "logits"),
 }
 HIDDEN, VOCABULARY, LAYERS = 4096, 151936, 36
-CONTEXT, BLOCK_SIZE, MAX_LEN, EPS = 530, 16, 2048, 1e-6
+#: The middle of 256 tokens after 512.
+CONTEXT, BLOCK_SIZE, MAX_LEN, EPS = 640, 64, 2048, 1e-6
 REPLAYS = 7
 
 Choice = GemmConfig | AttentionConfig
@@ -92,6 +93,7 @@ class Chain:
         self.rotary = RotaryTable(angles.cos(), angles.sin())
         self.temperature = torch.zeros(batch + 1, device=device)
         self.seeds = torch.arange(batch + 1, device=device)
+        self.arrivals = new_arrivals(device)
         self.staged = self.stage()
         # What stands in for a kernel that is left out.
         rows = self.rows
@@ -118,6 +120,9 @@ class Chain:
         at = self.staged.rows
         return window_keys(logits, self.temperature, self.seeds, at.slots, at.positions)
 
+    def attend(self, q, rows, kv: LayerKV, cut: Choice) -> torch.Tensor:
+        return attention(q, SHAPE, rows, kv, window=self.window, config=cut, arrivals=self.arrivals)
+
     def step(self, choices: Choices, without: str = "") -> torch.Tensor:
         """Launch the step; its logits. ``without``: a kernel to leave out."""
         blank = self.blank.get
@@ -143,9 +148,7 @@ class Chain:
                 q = rope_and_cache(qkv, SHAPE, self.rotary, rows, kv, layer.qk_norm)
             heads = blank("attention")
             if without != "attention":
-                heads = attention(
-                    q, SHAPE, rows, kv, window=self.window, config=choices["attention"]
-                )
+                heads = self.attend(q, rows, kv, choices["attention"])
             x = multiply("o", heads, layer.matrices["o"])
             if without != "add_rms_norm":
                 x, residual = add_rms_norm(x, residual, layer.norms[1], EPS)

@@ -66,47 +66,71 @@ HEADER = """\
 |---|---|---|---|---|---|---|---|---|---|"""
 
 T = TritonConfig
+#: Bytes in flight are what a narrow weight lacks: about 1 us of latency at 4.6 TB/s is 4.6 MB,
+#: and its few programs need deep pipelines for that. Wide weights share a multiprocessor.
 UP_TO_16 = [
-    T(16, 16, 256, 2, 4),
-    T(16, 32, 256, 4, 3),
-    T(16, 32, 256, 4, 4, tma=True),
+    T(16, 64, 128, 4, 3),
     T(16, 64, 128, 4, 5),
+    T(16, 64, 128, 4, 7),
+    T(16, 64, 128, 4, 10),
+    T(16, 64, 128, 4, 8, tma=True, tma_rows=False),
     T(16, 64, 256, 4, 3, tma=True),
+    T(16, 64, 256, 4, 5, tma=True, tma_rows=False),
+    T(16, 32, 256, 4, 3),
+    T(16, 32, 256, 4, 5),
+    T(16, 32, 256, 4, 8),
+    T(16, 32, 256, 4, 6, tma=True),
+    T(16, 32, 256, 4, 8, tma=True, tma_rows=False),
+    T(16, 32, 128, 4, 10),
+    T(16, 16, 256, 2, 4),
     T(16, 128, 64, 4, 6),
     T(16, 128, 128, 4, 4, tma=True),
-    T(16, 16, 256, 2, 4, overlap=True),
-    T(16, 32, 256, 4, 3, overlap=True),
-    T(16, 64, 128, 4, 5, overlap=True, prefetch_bytes=0),
-    T(16, 64, 128, 4, 5, overlap=True, prefetch_bytes=1024),
 ]
 UP_TO_32 = [
-    T(32, 32, 256, 4, 3),
-    T(32, 32, 128, 4, 5, tma=True),
-    T(32, 64, 128, 4, 4),
+    T(32, 64, 128, 4, 3),
     T(32, 64, 128, 4, 5, tma=True),
+    T(32, 64, 128, 4, 7, tma=True),
+    T(32, 64, 128, 4, 9, tma=True),
+    T(32, 64, 128, 4, 7, tma=True, tma_rows=False),
+    T(32, 64, 256, 4, 4, tma=True),
+    T(32, 32, 256, 4, 6),
+    T(32, 32, 256, 4, 6, tma=True),
     T(32, 128, 64, 4, 5, tma=True),
-    T(32, 32, 256, 4, 3, overlap=True),
-    T(32, 64, 128, 4, 5, tma=True, overlap=True, prefetch_bytes=0),
 ]
 UP_TO_64 = [
-    T(64, 32, 128, 4, 4),
     T(64, 64, 128, 4, 3),
     T(64, 64, 128, 4, 4, tma=True),
+    T(64, 64, 128, 4, 6, tma=True),
+    T(64, 64, 128, 4, 7, tma=True),
+    T(64, 64, 256, 4, 3, tma=True),
+    T(64, 64, 64, 4, 6, tma=True),
     T(64, 128, 64, 4, 4, tma=True),
+    T(64, 128, 64, 4, 8, tma=True),
     T(32, 64, 128, 4, 4, tma=True),
-    T(64, 64, 128, 4, 4, tma=True, overlap=True, prefetch_bytes=0),
+    T(32, 64, 128, 4, 7, tma=True),
+    T(32, 64, 128, 4, 9, tma=True),
+    T(32, 64, 256, 4, 4, tma=True),
 ]
 UP_TO_128 = [
-    T(128, 32, 128, 4, 3),
-    T(128, 64, 64, 4, 5, tma=True),
-    T(128, 128, 64, 8, 4, tma=True),
+    T(64, 64, 128, 4, 3, tma=True),
     T(64, 64, 128, 4, 4, tma=True),
+    T(64, 64, 128, 4, 6, tma=True),
+    T(128, 64, 64, 4, 3, tma=True),
+    T(128, 64, 64, 4, 5, tma=True),
+    T(128, 64, 128, 4, 4, tma=True),
+    T(128, 128, 64, 8, 4, tma=True),
     T(64, 128, 64, 4, 5, tma=True),
 ]
 BEYOND = [
+    T(128, 64, 64, 4, 3, tma=True),
     T(128, 64, 64, 4, 5, tma=True),
+    T(128, 64, 64, 4, 8, tma=True),
+    T(128, 64, 128, 4, 4, tma=True),
     T(128, 128, 64, 8, 4, tma=True),
+    T(128, 128, 64, 8, 6, tma=True),
+    T(256, 64, 64, 8, 4, tma=True),
     T(256, 128, 64, 8, 3, tma=True),
+    T(256, 128, 64, 8, 4, tma=True),
     T(128, 256, 64, 8, 3, tma=True),
 ]
 
@@ -115,11 +139,18 @@ def candidates(shape: GemmShape, rows: int) -> list[GemmConfig]:
     limits = [(16, UP_TO_16), (32, UP_TO_32), (64, UP_TO_64), (128, UP_TO_128)]
     found = next((configs for limit, configs in limits if rows <= limit), BEYOND)
     out: list[GemmConfig] = [CublasConfig(), default_config(shape, rows)]
-    for config in found:
-        wide = shape.epilogue == "silu_mul" and config.block_rows * config.block_features > 1 << 14
-        if not wide and config not in out:
-            out.append(config)
+    out += [config for config in found if config not in out and fits(config, shape)]
     return out
+
+
+def fits(config: TritonConfig, shape: GemmShape) -> bool:
+    """Whether a program's tiles fit shared memory and its sums the registers."""
+    gated = shape.epilogue == "silu_mul"
+    sums = config.block_rows * config.block_features
+    stage = 2 * config.block_depth * (config.block_rows + config.block_features * (1 + gated))
+    # Narrow tiles leave shared memory before their product, so one stage needs no room.
+    stages = config.num_stages - (config.block_features < 64)
+    return stage * stages < 227 << 10 and not (gated and sums > 1 << 14)
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -186,7 +217,8 @@ def label(config: GemmConfig) -> str:
     if isinstance(config, CublasConfig):
         return "cublas"
     tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
-    flags = ("t" if config.tma else "") + (f"o{config.prefetch_bytes}" if config.overlap else "")
+    tma = ("t" if config.tma_rows else "w") if config.tma else ""
+    flags = tma + (f"o{config.prefetch_bytes}" if config.overlap else "")
     return f"{tile}w{config.num_warps}s{config.num_stages}{flags}"
 
 

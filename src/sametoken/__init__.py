@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sametoken.core.outputs import CompletionOutput, RequestOutput
     from sametoken.core.sampling_params import SamplingParams
+    from sametoken.core.structured_outputs import StructuredOutputs
     from sametoken.engine.llm import LLM
 
 # Read by torch's OpenMP runtime when it is loaded: how long an idle thread spins before it
 # sleeps. The default collapses on shared cores (docs/decisions/0005).
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -26,6 +27,7 @@ _HOMES = {
     "CompletionOutput": "sametoken.core.outputs",
     "RequestOutput": "sametoken.core.outputs",
     "SamplingParams": "sametoken.core.sampling_params",
+    "StructuredOutputs": "sametoken.core.structured_outputs",
 }
 
 

@@ -10,10 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sametoken.core.lookup_options import check_lookups
 from sametoken.errors import ConfigError
 
-METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+EXTRACT = "extract_hidden_states"
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", EXTRACT)
+# Methods whose drafter is no checkpoint of its own.
+WITHOUT_MODEL = ("ngram", "suffix", "mtp", EXTRACT)
+# Names under which vLLM knew "mtp", each for one kind of model.
+METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
 MAX_SPECULATIVE_TOKENS = 64
+MAX_MTP_TOKENS = 8
+# Fewest and most num_speculative_tokens where they are not 1..64. Extraction drafts nothing;
+# vLLM wants it to say 1.
+_NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
 KEYED, SYNTHETIC = "keyed", "synthetic"
 DUMMY = "dummy"
 DEFAULT_MODEL = "smollm2"
@@ -32,11 +42,24 @@ class SpeculativeConfig:
         ConfigError: a value is impossible or a key that the method needs is missing.
     """
 
-    method: str = option("", "ngram, draft_model, eagle3 or eagle")
-    num_speculative_tokens: int = option(0, "drafts per step at most, 1..64")
+    method: str = option(
+        "", "ngram, suffix, draft_model, eagle3, eagle, mtp or extract_hidden_states"
+    )
+    num_speculative_tokens: int = option(0, "drafts per step at most, 1..64; mtp: 1..8")
     model: str | None = option(None, "checkpoint of the drafter, for methods that load one")
     prompt_lookup_max: int = option(5, "ngram: longest suffix to match, in tokens")
     prompt_lookup_min: int = option(1, "ngram: shortest suffix to match, in tokens")
+    suffix_decoding_max_tree_depth: int = option(24, "suffix: longest match, in tokens")
+    suffix_decoding_max_cached_requests: int = option(
+        0, "suffix: earlier requests whose text is matched too, as far as 256 MiB hold them"
+    )
+    suffix_decoding_max_spec_factor: float = option(1.0, "suffix: drafts for a matched token")
+    suffix_decoding_min_token_prob: float = option(0.1, "suffix: share of matches to agree, 0..1")
+    cascade: str | None = option(
+        None, "ngram or suffix: drafts first where it matches; the method does elsewhere"
+    )
+    cascade_min_match: int = option(4, "cascade: shortest match that goes first, in tokens")
+    cascade_model_tokens: int | None = option(None, "cascade: drafts of the method itself, <= k")
     rejection_sample_method: str = option(
         KEYED, "keyed; or synthetic, which accepts drafts by chance, to measure times alone"
     )
@@ -46,6 +69,25 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = option(
         None, "synthetic: mean tokens per step instead, the target's own counted, 1..k+1"
     )
+    shared_storage_path: str | None = option(
+        None, "extract_hidden_states: directory for the shards and their manifest"
+    )
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = option(
+        None,
+        "extract_hidden_states: layers whose inputs are kept, 0..n; "
+        "default 2, n // 2 and n - 3, as EAGLE-3 reads them",
+    )
+
+    @property
+    def num_drafts(self) -> int:
+        """k: drafts per step at most; 0 for a method that proposes none."""
+        return 0 if self.method == EXTRACT else self.num_speculative_tokens
+
+    @property
+    def num_model_tokens(self) -> int:
+        """Drafts at most of the method's own drafter; a cascade's lookup may give more."""
+        own = self.cascade_model_tokens
+        return self.num_speculative_tokens if own is None else own
 
     @property
     def synthetic_rates(self) -> tuple[float, ...] | None:
@@ -67,26 +109,32 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"speculative method {self.method!r} is not known", f"use one of {METHODS}"
             )
-        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        least, most = _NUM_TOKENS.get(self.method, (1, MAX_SPECULATIVE_TOKENS))
+        if not least <= self.num_model_tokens <= most:
             raise ConfigError(
-                f"num_speculative_tokens={self.num_speculative_tokens} is not possible",
-                f"use an integer from 1 to {MAX_SPECULATIVE_TOKENS}",
+                f"num_speculative_tokens={self.num_model_tokens} is not possible with "
+                f"method {self.method!r}",
+                f"use an integer from {least} to {most}",
             )
-        if self.method != "ngram" and not self.model:
+        if self.method not in WITHOUT_MODEL and not self.model:
             raise ConfigError(f"method {self.method!r} needs a drafter", 'set "model"')
-        if self.method == "ngram" and self.model:
-            raise ConfigError("method 'ngram' loads no drafter", 'leave "model" out')
+        if self.method in WITHOUT_MODEL and self.model:
+            raise ConfigError(
+                f"method {self.method!r} loads no drafter of its own", 'leave "model" out'
+            )
         if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min={self.prompt_lookup_min} and "
                 f"prompt_lookup_max={self.prompt_lookup_max} leave nothing to match",
                 "use 1 <= min <= max",
             )
+        check_lookups(self, MAX_SPECULATIVE_TOKENS)
+        _check_extraction(self)
         _check_acceptance(self)
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
-        """From a JSON text, a mapping, or an instance.
+        """From a JSON text, a mapping, or an instance; vLLM's older names of methods are known.
 
         Raises:
             ConfigError: malformed JSON, an unknown key, or a value of the wrong type.
@@ -99,7 +147,12 @@ class SpeculativeConfig:
         for key in value:
             if key not in fields:
                 raise ConfigError(f"unknown key {key!r} in speculative config", _hint(key, fields))
-        return cls(**{key: _typed(key, fields[key].type, given) for key, given in value.items()})
+        typed = {key: _typed(key, fields[key].type, given) for key, given in value.items()}
+        method = typed.get("method", "")
+        if method == "suffix" and "num_speculative_tokens" not in typed:
+            depth = fields["suffix_decoding_max_tree_depth"]
+            typed["num_speculative_tokens"] = typed.get(depth.name, depth.default)
+        return cls(**typed | {"method": METHOD_ALIASES.get(method, method)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +186,9 @@ class EngineConfig:
         0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU"
     )
     enforce_eager: bool = option(False, "use no CUDA graphs")
+    tensor_parallel_size: int = option(
+        1, "processes that share the model, each with a part of every layer and a GPU of its own"
+    )
     load_format: str = option(
         "auto", "auto, safetensors, gguf, or dummy: random weights, to measure times"
     )
@@ -179,7 +235,7 @@ class EngineConfig:
     def num_drafts(self) -> int:
         """k: drafts per step at most; 0 without speculation."""
         speculative = self.speculative_config
-        return speculative.num_speculative_tokens if speculative else 0
+        return speculative.num_drafts if speculative else 0
 
     @property
     def draft_load_format(self) -> str:
@@ -218,16 +274,20 @@ _LIMITS = (
     ("kv_cache_memory_bytes", 1, 2**50),
     ("num_kv_blocks", 1, 2**31),
     ("steps_in_flight", 0, 3),
+    ("tensor_parallel_size", 1, 64),
 )
 
 
 # What a speculative config's fields take, by their annotation: a name and the types.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("int", (int,)),
+    "int | None": ("int", (int,)),
+    "float": ("float", (int, float)),
     "str": ("str", (str,)),
     "str | None": ("str", (str,)),
     "float | None": ("float", (int, float)),
     "tuple[float, ...] | None": ("list of numbers", (list, tuple)),
+    "tuple[int, ...] | None": ("list of numbers", (list, tuple)),
 }
 _OTHER_METHODS = ("standard", "strict", "probabilistic", "block", "fly")
 
@@ -278,6 +338,31 @@ def _check_acceptance(config: SpeculativeConfig) -> None:
         raise ConfigError(
             f"synthetic_acceptance_length={length} is not possible",
             f"use a number from 1 to {most}, the drafts and the target's own token",
+        )
+
+
+def _check_extraction(config: SpeculativeConfig) -> None:
+    layers = config.eagle_aux_hidden_state_layer_ids
+    if config.method != EXTRACT:
+        for name in ("shared_storage_path", "eagle_aux_hidden_state_layer_ids"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"method {config.method!r} takes no {name}", f"it belongs to {EXTRACT!r}"
+                )
+        return
+    if not config.shared_storage_path:
+        raise ConfigError(
+            f"method {EXTRACT!r} needs a directory to write to", 'set "shared_storage_path"'
+        )
+    if layers is not None and not (layers and all(isinstance(i, int) and i >= 0 for i in layers)):
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids={list(layers)} are no layers",
+            "give a list of integers from 0 on",
+        )
+    if config.rejection_sample_method == SYNTHETIC:
+        raise ConfigError(
+            f"method {EXTRACT!r} with synthetic acceptance would record tokens that are made up",
+            "leave rejection_sample_method out",
         )
 
 

@@ -52,8 +52,38 @@ class NumericalError(SametokenError):
     """The model produced NaN logits for one request; that request fails alone."""
 
 
+class StructuredOutputError(SametokenError):
+    """No token satisfies a request's grammar and its other parameters; it fails alone."""
+
+
 class EngineDeadError(SametokenError):
     """The engine stopped after an internal failure; unfinished requests are lost."""
+
+
+class EngineRestartingError(EngineDeadError):
+    """The engine stopped and is being started again; send the request a little later."""
+
+
+class DrainingError(SametokenError):
+    """The server lets its requests finish and takes no new ones."""
+
+
+class OverloadedError(SametokenError):
+    """Too many requests wait already; nothing of this one was begun.
+
+    Args:
+        cause: which bound was met.
+        remedy: what the user can do about it.
+        retry_after_s: when there may be room again, in seconds; an estimate.
+    """
+
+    def __init__(self, cause: str, remedy: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(cause, remedy)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[OverloadedError], tuple[str, str, float]]:  # type: ignore[override]
+        """See ``SametokenError``."""
+        return (type(self), (self.cause, self.remedy, self.retry_after_s))
 
 
 class InvariantError(SametokenError):

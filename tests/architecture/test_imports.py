@@ -12,7 +12,7 @@ import pytest
 import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
-HEAVY = ("torch", "triton", "transformers", "numpy")
+HEAVY = ("torch", "triton", "transformers", "numpy", "fastapi", "uvicorn")
 MODULES_AFTER = "import sys; print([m for m in {heavy!r} if m in sys.modules])"
 
 
@@ -39,7 +39,9 @@ def test_host_modules_load_nothing_heavy():
     assert run_python(imports + MODULES_AFTER.format(heavy=HEAVY)).strip() == "[]"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]]
+)
 def test_help_loads_nothing_heavy(arguments):
     code = (
         "import sys\n"

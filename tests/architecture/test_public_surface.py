@@ -23,6 +23,7 @@ ENGINE = {
     "max_num_batched_tokens": 2048,
     "enable_prefix_caching": True,
     "enforce_eager": False,
+    "tensor_parallel_size": 1,
     "load_format": "auto",
     "speculative_config": None,
 }
@@ -58,6 +59,8 @@ SAMPLING = {
     "detokenize": True,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
+    "num_speculative_tokens": None,
+    "structured_outputs": None,
 }
 SPECULATIVE = {
     "method": "",
@@ -65,9 +68,18 @@ SPECULATIVE = {
     "model": None,
     "prompt_lookup_max": 5,
     "prompt_lookup_min": 1,
+    "suffix_decoding_max_tree_depth": 24,
+    "suffix_decoding_max_cached_requests": 0,
+    "suffix_decoding_max_spec_factor": 1.0,
+    "suffix_decoding_min_token_prob": 0.1,
+    "cascade": None,
+    "cascade_min_match": 4,
+    "cascade_model_tokens": None,
     "rejection_sample_method": "keyed",
     "synthetic_acceptance_rates": None,
     "synthetic_acceptance_length": None,
+    "shared_storage_path": None,
+    "eagle_aux_hidden_state_layer_ids": None,
 }
 LLM_METHODS = {
     "generate": ["prompts", "sampling_params", "use_tqdm"],
@@ -92,7 +104,13 @@ def parameters(function) -> list[str]:
 
 
 def test_the_package_offers_these_names():
-    assert set(sametoken.__all__) == {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput"}
+    assert set(sametoken.__all__) == {
+        "LLM",
+        "SamplingParams",
+        "StructuredOutputs",
+        "RequestOutput",
+        "CompletionOutput",
+    }
 
 
 def test_engine_options_have_the_field_s_names_and_these_defaults():

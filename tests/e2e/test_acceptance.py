@@ -7,18 +7,16 @@ known draft of each window is spoilt: exactly the drafts before it must be accep
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from helpers.harness import CPU, Shape, build, draft_model, request
+from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
 from sametoken.core.outputs import SpeculationMetrics
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.runner.stream import LaggingStream
 from sametoken.state.kv_cache import KVCache, KVSpec
 
 VOCAB = 11
@@ -97,55 +95,7 @@ class LookaheadDrafter:
         return int(self.coupling.choose(logits, slot, torch.tensor([position])))
 
 
-def spoilt_at(num_tokens: int) -> int:
-    """Which draft of the window after so many committed tokens is wrong; K and above: none."""
-    return num_tokens % (K + 2)
-
-
-class Spoilt:
-    """Another drafter with one wrong draft in most windows."""
-
-    def __init__(self, drafter) -> None:
-        self.drafter = drafter
-        self.kv_caches = drafter.kv_caches
-        self.lookahead_slots = drafter.lookahead_slots
-        self.lookahead_tokens = drafter.lookahead_tokens
-
-    def propose(self, context):
-        committed = context.num_tokens.tolist()
-        drafts = self.drafter.propose(context)
-        for ids, num_tokens in zip(drafts.draft_ids, committed, strict=True):
-            if (at := spoilt_at(num_tokens)) < K:
-                ids[at] = (ids[at] + 1) % VOCAB
-        return drafts
-
-
 DRAFTERS = {"self": self_drafter, "lookahead": LookaheadDrafter}
-
-
-def make_stream(kind: str):
-    """The device does nothing before it is waited for, or as much as it likes."""
-    if kind == "late":
-        return LaggingStream()
-    chance = random.Random(1)
-    return LaggingStream(lambda queued: chance.randint(0, queued))
-
-
-def measure(core, items, check=lambda item, num_tokens, update: None) -> SpeculationMetrics:
-    """Run requests, checking each window, and count drafts by position."""
-    total, out = SpeculationMetrics(), {item.request_id: [] for item in items}
-    by_id = {item.request_id: item for item in items}
-    for item in items:
-        core.add_request(item)
-    while core.has_unfinished:
-        for update in core.step():
-            item, tokens = by_id[update.request_id], out[update.request_id]
-            check(item, len(item.prompt_token_ids) + len(tokens), update)
-            total = total.with_step(update.num_drafts, update.num_accepted)
-            tokens.extend(update.token_ids)
-            if len(item.prompt_token_ids) + len(tokens) >= item.max_total_tokens:
-                core.release(item.request_id)
-    return total
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -158,12 +108,12 @@ def test_exactly_the_drafts_before_the_spoilt_one_are_accepted(
     core = build(
         MODEL,
         shape,
-        make_drafter=lambda parts: Spoilt(DRAFTERS[kind](parts)),
+        make_drafter=lambda parts: Spoilt(DRAFTERS[kind](parts), K, VOCAB),
         stream=make_stream(device),
     )
 
     def check(item, num_tokens, update):
-        assert update.num_accepted == min(update.num_drafts, spoilt_at(num_tokens))
+        assert update.num_accepted == min(update.num_drafts, spoilt_at(num_tokens, K))
         first = num_tokens == len(item.prompt_token_ids)
         room = 0 if first else min(K, item.max_total_tokens - num_tokens - 1)
         assert update.num_drafts <= room

@@ -6,20 +6,14 @@ what its drafter gets accepted: that says whether the drafter's KV in those bloc
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
-import torch
 
 from helpers.checkpoints import head_tensors, write_llama, write_speculators
 from helpers.harness import Shape, build, draft_model, request
-from helpers.recorded import RecordedLogits
 from helpers.toy import ToyModel
-from sametoken.config import EngineConfig
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.build import build_engine
-from sametoken.engine.llm import LLM
+from helpers.turns import Talk, check_turns, start
 from sametoken.runner.stream import LaggingStream
 
 BLOCK_SIZE = 4
@@ -48,32 +42,13 @@ def drafters(target, tmp_path_factory):
     }
 
 
-def start(target, **options) -> tuple[LLM, RecordedLogits]:
-    """An engine behind its front, which cuts at stops and says what is kept."""
-    options = {
-        "max_model_len": 64,
-        "max_num_seqs": 4,
-        "prefill_chunk_size": 16,
-        "max_num_batched_tokens": 32,
-        "block_size": BLOCK_SIZE,
-    } | options
-    core = build_engine(EngineConfig.from_options(model=str(target), **options))
-    recorded = RecordedLogits(core._runner.verifier)
-    core._runner = dataclasses.replace(core._runner, verifier=recorded)
-    return LLM.from_engine(core, None), recorded
-
-
-def ask(llm: LLM, prompt, temperature: float, stop: tuple[int, ...] = ()):
-    params = SamplingParams(
-        temperature=temperature, seed=3, max_tokens=MAX_TOKENS, stop_token_ids=stop
-    )
-    (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
-    return output
-
-
-def stop_inside(token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The first token after the fourth that is new, to stop there."""
-    return next(((t,) for i, t in enumerate(token_ids) if i > 3 and t not in token_ids[:i]), ())
+OPTIONS = {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "prefill_chunk_size": 16,
+    "max_num_batched_tokens": 32,
+    "block_size": BLOCK_SIZE,
+}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -83,40 +58,20 @@ def test_every_turn_is_that_of_a_cold_engine(
     target, drafters, method, steps_in_flight, temperature
 ):
     options = {"speculative_config": drafters[method], "steps_in_flight": steps_in_flight}
-    llm, recorded = start(target, **options)
-    prompt = OPENING
-    num_kept = num_former = stopped = 0
-    for reply in (*REPLIES, ()):
-        plain, truth = start(target, enable_prefix_caching=False)
-        stop = stop_inside(ask(plain, prompt, temperature).outputs[0].token_ids)
-        cold, _ = start(target, enable_prefix_caching=False, **options)
-        expected = ask(cold, prompt, temperature, stop)
-        output = ask(llm, prompt, temperature, stop)
-
-        answer = output.outputs[0].token_ids
-        assert answer == ask(plain, prompt, temperature, stop).outputs[0].token_ids
-        positions = range(len(prompt), len(prompt) + len(answer))
-        for position in positions:
-            key = prompt, position
-            assert torch.equal(recorded.rows[key], truth.rows[key]), key
-
-        cached = output.metrics.num_cached_tokens
-        # All blocks whose KV must be there: the last kept token has none, unless it was
-        # followed by others that were cut.
-        assert cached // BLOCK_SIZE >= max(0, num_kept - 1) // BLOCK_SIZE
-        assert cached <= num_kept
-        assert cached > num_former or not num_former
-        hot, fresh = output.metrics.speculation, expected.metrics.speculation
+    options |= OPTIONS
+    turns = check_turns(
+        Talk(OPENING, REPLIES, MAX_TOKENS, BLOCK_SIZE, temperature),
+        hot=start(target, **options),
+        cold=lambda: start(target, enable_prefix_caching=False, **options),
+        plain=lambda: start(target, enable_prefix_caching=False, **OPTIONS),
+    )
+    for turn in turns:
+        hot, fresh = turn.hot.metrics.speculation, turn.cold.metrics.speculation
         if method == "self":
             assert hot.accepted_per_position == hot.offered_per_position
         if steps_in_flight == 1:
             assert hot == fresh
-
-        stopped += output.outputs[0].finish_reason == "stop"
-        num_former, num_kept = len(prompt), len(prompt) + len(answer)
-        prompt = (*prompt, *answer, *reply)
-    assert stopped
-    llm._engine.scheduler.check_integrity()
+    assert any(turn.hot.outputs[0].finish_reason == "stop" for turn in turns)
 
 
 class Chat:

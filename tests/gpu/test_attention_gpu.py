@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from sametoken.kernels.attention.triton import SPLIT, AttentionConfig, attention
+from sametoken.kernels.attention.triton import (
+    SPLIT,
+    AttentionConfig,
+    attention,
+    new_arrivals,
+)
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
 pytestmark = [
@@ -60,8 +67,17 @@ def window(slot, last, width):
     return [(slot, position) for position in range(last - width + 1, last + 1)]
 
 
-def cut(spread, queries=16, warps=4, stages=3, split=SPLIT):
-    return AttentionConfig(spread, queries, warps, stages, split=split)
+FORMS = ("walk", "spread", "joined")
+
+#: Queries, warps and stages of a program, and whether KV is the left operand.
+TILES = (
+    (16, 2, 2, True), (16, 2, 3, True), (16, 4, 2, True), (16, 4, 5, True), (16, 8, 3, True),
+    (32, 4, 5, True), (64, 8, 3, True), (16, 4, 2, False), (64, 4, 2, False), (128, 8, 2, False),
+)  # fmt: skip
+
+
+def cut(form, queries=16, warps=4, stages=3, split=SPLIT, kv_left=True):
+    return AttentionConfig(form, queries, warps, stages, split=split, kv_left=kv_left)
 
 
 @pytest.mark.parametrize(("block_size", "sliding_window"), [(16, None), (32, 100)])
@@ -81,18 +97,18 @@ def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_win
     options = {"sliding_window": sliding_window}
     largest = 16 if shape.head_dim == 256 else 32
     whole = [(0, position) for position in range(1100)]
-    prefill = scene.run(whole, config=cut(False, largest), **options)
+    prefill = scene.run(whole, config=cut("walk", largest), **options)
     for position in (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 700, 1099):
-        for spread in (False, True):
-            alone = scene.run([(0, position)], window=1, config=cut(spread), **options)
-            assert torch.equal(alone[0], prefill[position]), (position, spread)
+        for form in FORMS:
+            alone = scene.run([(0, position)], window=1, config=cut(form), **options)
+            assert torch.equal(alone[0], prefill[position]), (position, form)
     for last in (64, 66, 256, 258, 515, 1099):
         for width in (2, 4, 6, 17, 65):
             rows = window(0, last, min(width, last + 1))
-            for spread in (False, True):
-                verified = scene.run(rows, window=len(rows), config=cut(spread), **options)
+            for form in FORMS:
+                verified = scene.run(rows, window=len(rows), config=cut(form), **options)
                 expected = prefill[last + 1 - len(rows) : last + 1]
-                assert torch.equal(verified, expected), (last, width, spread)
+                assert torch.equal(verified, expected), (last, width, form)
     exact = torch.stack([scene.exact(0, position, sliding_window) for _, position in whole])
     assert (prefill.double() - exact).norm() / exact.norm() < 6e-3
 
@@ -101,16 +117,16 @@ def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_win
 def test_tiles_warps_and_stages_do_not_matter(split):
     scene = Scene(QWEN3)
     rows = window(0, 1000, 12)
-    expected = scene.run(rows, window=1, config=cut(True, split=split))
-    for spread in (False, True):
-        for queries, warps, stages in [(16, 4, 5), (16, 8, 3), (32, 4, 5), (64, 8, 3)]:
-            config = cut(spread, queries, warps, stages, split)
+    expected = scene.run(rows, window=1, config=cut("spread", split=split))
+    for form in FORMS:
+        for queries, warps, stages, kv_left in TILES:
+            config = cut(form, queries, warps, stages, split, kv_left)
             for width in (1, 3, 4, 12):
                 got = scene.run(rows, window=width, config=config)
                 assert torch.equal(got, expected), (config, width)
-    for queries in (16, 64):
-        got = scene.run(rows, config=cut(False, queries, 8, split=split))
-        assert torch.equal(got, expected)
+    for queries, kv_left in ((16, True), (64, True), (64, False), (128, False)):
+        got = scene.run(rows, config=cut("walk", queries, 8, 2, split, kv_left))
+        assert torch.equal(got, expected), (queries, kv_left)
 
 
 def test_place_and_company_do_not_matter():
@@ -155,8 +171,8 @@ def test_other_types(dtype):
         assert torch.equal(alone[0], prefill[position])
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_a_captured_launch_follows_lengths_and_tables(spread):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_captured_launch_follows_lengths_and_tables(form):
     scene = Scene(QWEN3)
     slots = torch.tensor([0, 1], device="cuda").repeat_interleave(4)
     positions = torch.zeros(8, dtype=torch.int64, device="cuda")
@@ -164,7 +180,7 @@ def test_a_captured_launch_follows_lengths_and_tables(spread):
     rows = AttentionRows(positions, slots, torch.zeros_like(slots), scene.table)
 
     def launch():
-        return attention(q, QWEN3, rows, scene.kv, window=4, config=cut(spread))
+        return attention(q, QWEN3, rows, scene.kv, window=4, config=cut(form))
 
     launch()
     torch.cuda.synchronize()
@@ -179,6 +195,19 @@ def test_a_captured_launch_follows_lengths_and_tables(spread):
         assert torch.equal(out, scene.run(where.tolist(), window=1))
 
 
+def test_joined_launches_merge_alike_in_whatever_order_programs_arrive():
+    scene = Scene(QWEN3)
+    where = window(0, 1099, 4) * 64
+    expected = scene.run(window(0, 1099, 4), window=4, config=cut("walk")).repeat(64, 1)
+    arrivals = new_arrivals(torch.device("cuda"))
+    for programs in (1 << 10, 1 << 11, 1 << 20):
+        config = replace(cut("joined", warps=2, stages=2), programs=programs)
+        for _ in range(20):
+            got = scene.run(where, window=4, config=config, arrivals=arrivals)
+            assert torch.equal(got, expected), programs
+        assert not arrivals.any()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sliding_window", [None, 100])
 def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(sliding_window, value):
@@ -186,7 +215,7 @@ def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(sliding_wi
     scene = Scene(QWEN3)
     rows = window(0, 310, 64) + window(1, 310, 64)
     options = {"sliding_window": sliding_window}
-    clean = scene.run(rows, window=64, config=cut(False), **options)
+    clean = scene.run(rows, window=64, config=cut("walk"), **options)
     for position in poisoned:
         scene.kv.values[scene.table[0, position // 16], :, position % 16] = value
     first = [0 if sliding_window is None else at + 1 - sliding_window for _, at in rows]
@@ -197,11 +226,11 @@ def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(sliding_wi
         ]
     )
     assert 0 < int(sees.sum()) < 64
-    for spread in (False, True):
+    for form in FORMS:
         for queries, width in [(16, 2), (16, 4), (32, 8), (32, 64)]:
-            got = scene.run(rows, window=width, config=cut(spread, queries), **options)
-            assert torch.equal(got[~sees.cuda()], clean[~sees.cuda()]), (spread, queries, width)
+            got = scene.run(rows, window=width, config=cut(form, queries), **options)
+            assert torch.equal(got[~sees.cuda()], clean[~sees.cuda()]), (form, queries, width)
             assert not got[sees.cuda()].isfinite().any()
-    ragged = scene.run(rows, config=cut(False, 32), **options)
+    ragged = scene.run(rows, config=cut("walk", 32), **options)
     assert torch.equal(ragged[~sees.cuda()], clean[~sees.cuda()])
     assert not ragged[sees.cuda()].isfinite().any()

@@ -34,6 +34,12 @@ CONFIGS = [
     TritonConfig(64, 128, 64, num_warps=4, num_stages=3),
     TritonConfig(128, 64, 64, num_warps=4, num_stages=3),
     TritonConfig(128, 128, 64, num_warps=8, num_stages=3, tma=True),
+    TritonConfig(16, 64, 64, num_warps=4, num_stages=10),
+    TritonConfig(16, 32, 256, num_warps=4, num_stages=5, tma=True, tma_rows=False),
+    TritonConfig(16, 64, 128, num_warps=4, num_stages=5, tma=True, tma_rows=False),
+    TritonConfig(32, 64, 64, num_warps=4, num_stages=9, tma=True),
+    TritonConfig(64, 64, 64, num_warps=4, num_stages=8, tma=True),
+    TritonConfig(128, 64, 128, num_warps=4, num_stages=3, tma=True),
 ]
 EPILOGUES = ["none", "bias", "silu_mul", "add", "logits"]
 ROW_COUNTS = [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 511, 512]

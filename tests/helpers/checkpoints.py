@@ -128,17 +128,19 @@ def write_speculators(
 
 
 def eagle1_tensors(
-    seed: int = 0, *, num_layers: int = 1, fc_bias: bool = False, own: bool = False
+    seed: int = 0, *, num_layers: int = 1, fc_bias: bool = False, own: bool = False, **sizes
 ) -> dict[str, torch.Tensor]:
     """A head of the first EAGLE under SafeAILab's names; ``own`` adds embedding and lm_head."""
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+    config = LLAMA | sizes
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
     for index in range(num_layers):
-        shapes |= layer_shapes(LLAMA, f"layers.{index}", HIDDEN)
+        shapes |= layer_shapes(config, f"layers.{index}", hidden)
     del shapes["layers.0.input_layernorm.weight"]
     if fc_bias:
-        shapes["fc.bias"] = (HIDDEN,)
+        shapes["fc.bias"] = (hidden,)
     if own:
-        shapes |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (VOCAB, HIDDEN))
+        shapes |= dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), (vocab, hidden))
     generator = torch.Generator().manual_seed(seed)
     return {name: random_weight(generator, *shape) for name, shape in shapes.items()}
 

@@ -50,6 +50,7 @@ class Bench:
     temperature: float = 0.0
     seed: int = 0
     spoil: float = 0.5
+    first_token: int | None = None
     drafter: object = None
     kernels: ReferenceKernels = field(default_factory=ReferenceKernels)
     counts: Counts = field(default_factory=Counts)
@@ -116,6 +117,8 @@ class Bench:
 
     def _admit_random(self, slot: int, vocab: int) -> None:
         prompt = [self.random.randrange(vocab) for _ in range(self.random.randint(1, 14))]
+        if self.first_token is not None:
+            prompt[0] = self.first_token
         others = [s for s in self.blocks if s != slot and self._shareable(s)]
         if not others or self.random.random() < 0.5:
             self.admit(slot, prompt)

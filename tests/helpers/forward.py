@@ -17,7 +17,9 @@ def recurrent_cache(model, num_slots: int) -> RecurrentCache | None:
     spec = model.recurrent_spec
     if spec is None:
         return None
-    cache = RecurrentCache.allocate(spec, max_num_seqs=num_slots, num_drafts=0, device=CPU)
+    cache = RecurrentCache.allocate(
+        spec, max_num_seqs=num_slots, num_drafts=0, device=CPU, kernels=model.kernels
+    )
     cache.states.fill_(float("nan"))
     cache.history.fill_(float("nan"))
     return cache

@@ -24,6 +24,7 @@ from sametoken.runner.stream import ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.state.history import NO_HISTORY, TokenHistory
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.recurrent import RecurrentCache
 from sametoken.state.sampling import SamplingTable
@@ -147,6 +148,7 @@ def build(
     oracle: Callable[[Admission], list[int]] | None = None,
     stream=None,
     kernels=None,
+    history: TokenHistory = NO_HISTORY,
 ) -> EngineCore:
     """Put an engine together by hand."""
     kernels = kernels or ReferenceKernels()
@@ -171,7 +173,7 @@ def build(
         device=CPU,
         recurrent=spec
         and RecurrentCache.allocate(
-            spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU
+            spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU, kernels=kernels
         ),
     )
     if spec is not None:
@@ -206,6 +208,7 @@ def build(
         swap=SwapStore((kv, *drafter.kv_caches)),
         stream=stream,
         ring=OutputRing.allocate(shape.steps_in_flight + 1, shape.max_num_seqs, k),
+        history=history,
     )
     resolved = SimpleNamespace(steps_in_flight=shape.steps_in_flight)
     core = EngineCore(resolved, Scheduler(limits), runner)

@@ -64,6 +64,9 @@ class HybridToy:
     def compute_logits(self, hidden):
         return _rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]
 
+    def compute_rank_logits(self, hidden):
+        return self.compute_logits(hidden)
+
 
 def _rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = [(weight * row).sum(dim=-1) for row in x]

@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from sametoken.core.length_bound import LenBound
+from sametoken.drafters.cascade import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.drafters.shared import SharedDrafter
+from sametoken.engine.state_writer import StateWriter, _Sequence
 from sametoken.runner import async_output, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.launch import EagerLaunch, EagerLauncher
@@ -25,11 +28,14 @@ from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.prefix_cache import block_keys
 from sametoken.state import commit
 from sametoken.state.inputs import StepInputs
-from sametoken.state.recurrent import RecurrentPass
+from sametoken.state.recurrent import RowByRowPass
+from sametoken.verification.grammar import Cursor, SlotGrammars
 from sametoken.verification.keyed import KeyedVerifier
 from sametoken.verification.rules import apply_rules
+from sametoken.verification.shared import SharedVerifier
 
 SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
+TWO_RANKS = "tests/e2e/test_tensor_parallel.py::test_the_same_tokens"
 ACCEPTANCE = (
     "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
 )
@@ -38,11 +44,32 @@ EAGLE_HEAD = (
     "tests/unit/drafters/test_eagle_drafter.py"
     "::test_kv_and_drafts_are_those_of_a_run_from_scratch[eagle3-3-0.0-flags4]"
 )
+MTP_MODULE = (
+    "tests/unit/drafters/test_mtp_drafter.py"
+    "::test_kv_and_drafts_are_those_of_a_run_from_scratch[qwen3_5-3-0.8]"
+)
+BACKUP_TOKEN = (
+    "tests/regression/test_vllm_38419.py::test_a_draft_chain_goes_on_from_the_committed_token[3]"
+)
+COPY_IN_FLIGHT = (
+    "tests/regression/test_vllm_38556.py"
+    "::test_requests_come_and_go_while_results_are_on_their_way[late]"
+)
+STALE_METADATA = "tests/regression/test_vllm_38311.py::test_every_draft_position_is_accepted[1]"
+TRIMMED_LENGTHS = (
+    "tests/regression/test_tokenspeed_318.py"
+    "::test_rejected_drafts_leave_nothing_in_the_module_s_rows[4]"
+)
 ZERO_DRAFTS = (
     "tests/regression/test_vllm_39273.py::test_a_step_without_drafts_after_accepted_drafts"
 )
 SLOT_REUSE = (
     "tests/e2e/test_recurrent_slots.py::test_a_slot_s_next_request_sees_nothing_of_the_last"
+)
+STRUCTURED = "tests/e2e/test_structured_outputs.py::test_every_drafter_leaves_every_token_alone"
+EXTRACTED = (
+    "tests/unit/engine/test_state_writer.py"
+    "::test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not"
 )
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
@@ -97,6 +124,20 @@ def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftModelDrafter, "propose", mutant)
 
 
+def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
+    """Where nothing is committed yet, if a draft was rejected."""
+    tokens_at = DraftContext.tokens_at
+
+    def mutant(self, slots, positions):
+        ends = zip(self.slots.tolist(), self.end.tolist(), strict=True)
+        optimistic = dict(zip(ends, optimistic_end(self.x).tolist(), strict=True))
+        places = zip(slots.tolist(), positions.tolist(), strict=True)
+        read = [optimistic.get(place, place[1]) for place in places]
+        return tokens_at(self, slots, torch.tensor(read, dtype=torch.int64))
+
+    patch.setattr(DraftContext, "tokens_at", mutant)
+
+
 def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     def mutant(x, hidden, start, end, num_tokens, sequences):
         end = torch.where(x.samples, optimistic_end(x), end)
@@ -114,6 +155,21 @@ def rejected_rows_reach_the_head(patch: pytest.MonkeyPatch) -> None:
     live_rows_are_all_rows(patch)
     tokens_at = DraftContext.tokens_at
     patch.setattr(DraftContext, "tokens_at", lambda *args: tokens_at(*args).clamp(min=0))
+
+
+def rows_past_the_end_are_recorded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Sequence, "cut", lambda self, num_rows: None)
+
+
+def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
+    """Those that steps in flight bring after a request has ended."""
+    add = StateWriter._add
+
+    def mutant(self, sequence, *rows):
+        sequence.ended = False
+        add(self, sequence, *rows)
+
+    patch.setattr(StateWriter, "_add", mutant)
 
 
 def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -241,19 +297,19 @@ def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
 
 def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
     """It goes on from the state of its last window's first position."""
-    run_slot = RecurrentPass._run_slot
+    run_slot = RowByRowPass._run_slot
 
     def mutant(self, layer, part, qkv, *rest):
         if part.num_rows == 1:
             part = replace(part, num_folded=0, num_lasting=1)
         return run_slot(self, layer, part, qkv, *rest)
 
-    patch.setattr(RecurrentPass, "_run_slot", mutant)
+    patch.setattr(RowByRowPass, "_run_slot", mutant)
 
 
 def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
     """All that is pending is folded, as if every draft had been accepted."""
-    run_slot = RecurrentPass._run_slot
+    run_slot = RowByRowPass._run_slot
 
     def mutant(self, layer, part, qkv, *rest):
         if not part.starts:
@@ -262,19 +318,19 @@ def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
             part = replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
         return run_slot(self, layer, part, qkv, *rest)
 
-    patch.setattr(RecurrentPass, "_run_slot", mutant)
+    patch.setattr(RowByRowPass, "_run_slot", mutant)
 
 
 def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
     """The next request's first row goes on from the last one's state."""
-    run_slot = RecurrentPass._run_slot
+    run_slot = RowByRowPass._run_slot
 
     def mutant(self, layer, part, qkv, *rest):
         if part.starts and self.cache.position[part.slot] > 0:
             part = replace(part, starts=False)
         return run_slot(self, layer, part, qkv, *rest)
 
-    patch.setattr(RecurrentPass, "_run_slot", mutant)
+    patch.setattr(RowByRowPass, "_run_slot", mutant)
 
 
 # Sampling
@@ -298,7 +354,55 @@ def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
     substitute(patch, apply_rules, mutant)
 
 
+# Grammars
+
+
+def every_row_has_the_first_row_s_mask(patch: pytest.MonkeyPatch) -> None:
+    fill = Cursor.fill
+
+    def mutant(self, masks, drafts):
+        fill(self, masks, drafts)
+        masks[1:] = masks[0]
+
+    patch.setattr(Cursor, "fill", mutant)
+
+
+def the_matcher_keeps_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    """It goes on from the drafts that were tried, accepted or not."""
+
+    def mutant(self, masks, drafts):
+        self.matcher.fill(masks, 0)
+        for row, draft in enumerate(drafts):
+            if not self.matcher.accept(draft):
+                break
+            self.position += 1
+            self.matcher.fill(masks, row + 1)
+
+    patch.setattr(Cursor, "fill", mutant)
+
+
+def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
+    admit = SlotGrammars.admit
+
+    def mutant(self, admission):
+        if admission.slot not in self._cursors:
+            admit(self, admission)
+
+    patch.setattr(SlotGrammars, "admit", mutant)
+
+
 # KV of drafters
+
+
+def a_cascade_s_model_misses_turns(patch: pytest.MonkeyPatch) -> None:
+    """Where the lookup has drafts for every row, the model's KV is left behind."""
+    propose = CascadeDrafter.propose
+
+    def mutant(self, context):
+        first = self._lookup.propose(context)
+        return first if bool(first.num_drafts.all()) else propose(self, context)
+
+    patch.setattr(CascadeDrafter, "propose", mutant)
 
 
 def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
@@ -332,6 +436,30 @@ def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SwapStore, "__init__", lambda self, caches: start(self, caches[:1]))
 
 
+def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    propose = SharedDrafter.propose
+
+    def mutant(self, context):
+        drafts = propose(self, context)
+        if self._parallel.rank == 0:
+            return drafts
+        return replace(drafts, draft_ids=(drafts.draft_ids + 1) % 7)
+
+    patch.setattr(SharedDrafter, "propose", mutant)
+
+
+def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
+    judge = SharedVerifier.judge
+
+    def mutant(self, logits, x):
+        verdict = judge(self, logits, x)
+        if self._parallel.rank == 0:
+            return verdict
+        return replace(verdict, next_token=(verdict.next_token + 1) % 7)
+
+    patch.setattr(SharedVerifier, "judge", mutant)
+
+
 MUTANTS = (
     Mutant(
         "optimistic-length-taken-for-exact",
@@ -345,6 +473,13 @@ MUTANTS = (
         "vllm#38419",
         chain_starts_at_the_optimistic_length,
         f"{ACCEPTANCE}[self-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "backup-token-from-optimistic-length-under-mtp",
+        "vllm#38419",
+        newest_token_is_read_at_the_optimistic_length,
+        BACKUP_TOKEN,
         "acceptance",
     ),
     Mutant(
@@ -369,6 +504,20 @@ MUTANTS = (
         "guard",
     ),
     Mutant(
+        "host-copy-read-in-flight-of-a-hybrid",
+        "vllm#38556",
+        copy_is_read_in_flight,
+        COPY_IN_FLIGHT,
+        "guard",
+    ),
+    Mutant(
+        "host-copy-read-in-flight-of-a-hybrid-unchecked",
+        "vllm#38556",
+        copy_is_read_in_flight_unchecked,
+        COPY_IN_FLIGHT,
+        "tokens",
+    ),
+    Mutant(
         "stale-inputs-replayed",
         "vllm#38311",
         inputs_are_replayed,
@@ -387,6 +536,13 @@ MUTANTS = (
         "vllm#38311",
         drafter_rows_are_replayed,
         f"{ACCEPTANCE}[self-1-late-0.0]",
+        "acceptance",
+    ),
+    Mutant(
+        "stale-attention-metadata-of-an-mtp-module",
+        "vllm#38311",
+        drafter_rows_are_replayed,
+        STALE_METADATA,
         "acceptance",
     ),
     Mutant(
@@ -416,6 +572,27 @@ MUTANTS = (
         lengths_are_trimmed_in_place,
         f"{ACCEPTANCE}[lookahead-1-late-0.0]",
         "acceptance",
+    ),
+    Mutant(
+        "lengths-of-an-mtp-module-not-trimmed",
+        "tokenspeed#318",
+        end_counts_rejected_drafts,
+        TRIMMED_LENGTHS,
+        "acceptance",
+    ),
+    Mutant(
+        "lengths-of-an-mtp-module-trimmed-in-place",
+        "tokenspeed#318",
+        lengths_are_trimmed_in_place,
+        TRIMMED_LENGTHS,
+        "acceptance",
+    ),
+    Mutant(
+        "rows-of-an-mtp-module-not-trimmed",
+        "tokenspeed#318",
+        rejected_rows_reach_the_head,
+        MTP_MODULE,
+        "position",
     ),
     Mutant(
         "drafter-positions-advanced-in-place",
@@ -481,11 +658,39 @@ MUTANTS = (
         "tokens",
     ),
     Mutant(
+        "grammar-mask-of-the-first-row-for-all",
+        "DESIGN: sampling",
+        every_row_has_the_first_row_s_mask,
+        f"{STRUCTURED}[right-1]",
+        "tokens",
+    ),
+    Mutant(
+        "grammar-advanced-over-rejected-drafts",
+        "DESIGN: sampling",
+        the_matcher_keeps_rejected_drafts,
+        f"{STRUCTURED}[mixed-1]",
+        "tokens",
+    ),
+    Mutant(
+        "grammar-of-a-former-request",
+        "DESIGN: sampling",
+        a_slot_keeps_its_grammar,
+        "tests/e2e/test_structured_outputs.py::test_a_slot_s_next_request_starts_its_own_grammar",
+        "tokens",
+    ),
+    Mutant(
         "prefix-key-without-lookahead",
         "docs/decisions/0003",
         prefix_keys_do_not_look_ahead,
         f"{PREFIXES}[lookahead-4]",
         "acceptance",
+    ),
+    Mutant(
+        "cascade-leaves-the-model-s-kv-behind",
+        "DESIGN: one truth",
+        a_cascade_s_model_misses_turns,
+        "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]",
+        "position",
     ),
     Mutant(
         "chunk-edge-placeholder-token",
@@ -502,10 +707,53 @@ MUTANTS = (
         "position",
     ),
     Mutant(
+        "chunk-edge-placeholder-under-an-mtp-module",
+        "DESIGN: one truth",
+        a_chunk_ends_in_a_placeholder,
+        MTP_MODULE,
+        "position",
+    ),
+    Mutant(
+        "rejected-rows-extracted",
+        "DESIGN: one truth",
+        live_rows_are_all_rows,
+        "tests/unit/drafters/test_extract_drafter.py"
+        "::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
+        "position",
+    ),
+    Mutant(
+        "rows-past-the-end-extracted",
+        "DESIGN: one truth",
+        rows_past_the_end_are_recorded,
+        EXTRACTED,
+        "position",
+    ),
+    Mutant(
+        "rows-in-flight-extracted",
+        "DESIGN: one truth",
+        rows_in_flight_are_recorded,
+        EXTRACTED,
+        "guard",
+    ),
+    Mutant(
         "drafter-kv-left-behind-by-preemption",
         "docs/decisions/0002",
         drafter_kv_is_not_swapped,
         f"{PREEMPTION}[self]",
         "acceptance",
+    ),
+    Mutant(
+        "rank-runs-drafts-of-its-own",
+        "DESIGN: one truth",
+        a_rank_runs_drafts_of_its_own,
+        f"{TWO_RANKS}[self-3-6-16]",
+        "tokens",
+    ),
+    Mutant(
+        "rank-commits-a-token-of-its-own",
+        "DESIGN: one truth",
+        rank_0_s_verdict_stays_its_own,
+        f"{TWO_RANKS}[ngram-2-6-32]",
+        "tokens",
     ),
 )

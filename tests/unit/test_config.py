@@ -8,8 +8,12 @@ import json
 import pytest
 
 from sametoken.config import (
+    EXTRACT,
+    MAX_MTP_TOKENS,
     MAX_SPECULATIVE_TOKENS,
+    METHOD_ALIASES,
     METHODS,
+    WITHOUT_MODEL,
     EngineConfig,
     SpeculativeConfig,
 )
@@ -105,11 +109,20 @@ def test_no_speculation_is_none():
     assert EngineConfig.from_options(speculative_config=None).speculative_config is None
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("k", [1, MAX_SPECULATIVE_TOKENS])
-def test_every_method_takes_1_to_64_drafts(method, k):
-    model = None if method == "ngram" else "a drafter"
-    assert SpeculativeConfig(method, k, model).num_speculative_tokens == k
+@pytest.mark.parametrize("method", [name for name in METHODS if name != EXTRACT])
+def test_every_method_takes_1_to_64_drafts_but_mtp(method):
+    model = None if method in WITHOUT_MODEL else "a drafter"
+    most = MAX_MTP_TOKENS if method == "mtp" else MAX_SPECULATIVE_TOKENS
+    for k in (1, most):
+        assert SpeculativeConfig(method, k, model).num_speculative_tokens == k
+    with pytest.raises(ConfigError, match=f"={most + 1} is not possible with method '{method}'"):
+        SpeculativeConfig(method, most + 1, model)
+
+
+@pytest.mark.parametrize("name", ["mtp", *METHOD_ALIASES])
+def test_names_that_vllm_had_for_a_method_are_known(name):
+    given = {"method": name, "num_speculative_tokens": 3}
+    assert SpeculativeConfig.parse(given) == SpeculativeConfig("mtp", 3)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +142,7 @@ def test_every_method_takes_1_to_64_drafts(method, k):
         (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min=0", "1 <= min <= max"),
         (NGRAM | {"prompt_lookup_min": 6}, "prompt_lookup_min=6", "1 <= min <= max"),
         (NGRAM | {"model": "x"}, "'ngram' loads no drafter", 'leave "model" out'),
+        (NGRAM | {"method": "mtp", "model": "x"}, "'mtp' loads no drafter", 'leave "model" out'),
         (NGRAM | {"method": "eagle3"}, "'eagle3' needs a drafter", 'set "model"'),
         (NGRAM | {"rejection_sample_method": "standard"}, "would differ from plain", "'keyed'"),
         (NGRAM | {"rejection_sample_method": "block"}, "would differ from plain", "'keyed'"),
@@ -174,6 +188,41 @@ def test_synthetic_acceptance_has_one_rate_per_draft(given, rates):
     if length := given.get("synthetic_acceptance_length"):
         assert 1 + sum(config.synthetic_rates) == pytest.approx(length)
     assert SpeculativeConfig.parse(NGRAM).synthetic_rates is None
+
+
+EXTRACTION = {"method": EXTRACT, "shared_storage_path": "a/directory"}
+
+
+@pytest.mark.parametrize("k", [{}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}])
+def test_extraction_drafts_nothing_whatever_it_is_told(k):
+    config = EngineConfig.from_options(speculative_config=EXTRACTION | k)
+    assert config.num_drafts == config.speculative_config.num_drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "cause", "remedy"),
+    [
+        ({"method": EXTRACT}, "needs a directory to write to", 'set "shared_storage_path"'),
+        (EXTRACTION | {"shared_storage_path": ""}, "needs a directory", "shared_storage_path"),
+        (EXTRACTION | {"model": "x"}, f"'{EXTRACT}' loads no", 'leave "model" out'),
+        (EXTRACTION | {"num_speculative_tokens": 2}, "=2 is not possible", "0 to 1"),
+        (EXTRACTION | {"eagle_aux_hidden_state_layer_ids": []}, "are no layers", "from 0 on"),
+        (EXTRACTION | {"eagle_aux_hidden_state_layer_ids": [-1]}, "are no layers", "from 0 on"),
+        (EXTRACTION | {"eagle_aux_hidden_state_layer_ids": [1.0]}, "are no layers", "integers"),
+        (EXTRACTION | {"eagle_aux_hidden_state_layer_ids": 2}, "wrong type", "list of numbers"),
+        (
+            EXTRACTION | {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1},
+            "tokens that are made up",
+            "leave rejection_sample_method out",
+        ),
+        (NGRAM | {"shared_storage_path": "x"}, "'ngram' takes no shared_storage_path", EXTRACT),
+        (NGRAM | {"eagle_aux_hidden_state_layer_ids": [2]}, "'ngram' takes no eagle_aux", EXTRACT),
+    ],
+)
+def test_an_extraction_that_cannot_be(value, cause, remedy):
+    with pytest.raises(ConfigError, match=cause) as caught:
+        SpeculativeConfig.parse(value)
+    assert remedy in caught.value.remedy
 
 
 def test_what_is_made_up_has_a_name():

@@ -1,1 +1,1 @@
-"""Offline measurement: latency, throughput, and how near a step comes to the memory's speed."""
+"""Measurement: engines, servers under load, sweeps, reports, accuracy."""

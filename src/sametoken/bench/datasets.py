@@ -14,7 +14,7 @@ from typing import Any
 from sametoken.errors import ConfigError
 
 RANDOM, SPEC_BENCH = "random", "spec-bench"
-_RANDOM_ITEMS = 1000
+_RANDOM_ITEMS, _RANDOM_LEN = 1000, 64
 _RANDOM_WORDS = "time year people way day thing man world life hand part child eye place work week"
 
 
@@ -63,7 +63,12 @@ DATASETS = (*_SHIPPED, RANDOM, SPEC_BENCH)
 
 
 def load_dataset(
-    name: str, *, path: Path | None = None, limit: int | None = None, seed: int = 0
+    name: str,
+    *,
+    path: Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    input_len: int = _RANDOM_LEN,
 ) -> tuple[DatasetItem, ...]:
     """A dataset by name, or a file of one's own.
 
@@ -73,6 +78,7 @@ def load_dataset(
             or an object with ``prompt``, ``question``, ``turns`` or ``messages``.
         limit: how many items at most, from the first on.
         seed: of ``random``, whose items are made of common words.
+        input_len: of ``random``, in words: about as many tokens.
 
     Raises:
         ConfigError: the name is unknown, or the file is missing or malformed.
@@ -84,7 +90,7 @@ def load_dataset(
     if path is not None:
         items = _of_file(path, _turns if name == SPEC_BENCH else _of_user)
     elif name == RANDOM:
-        items = _random_items(seed)
+        items = _random_items(seed, _RANDOM_ITEMS if limit is None else limit, input_len)
     else:
         items = _of_package(name)
     return tuple(items if limit is None else items[:limit])
@@ -146,10 +152,10 @@ def _texts(values: Iterable[Any]) -> tuple[str, ...]:
     return texts
 
 
-def _random_items(seed: int) -> list[DatasetItem]:
+def _random_items(seed: int, count: int, input_len: int) -> list[DatasetItem]:
     choose = random.Random(seed)
     words: Sequence[str] = _RANDOM_WORDS.split()
     return [
-        DatasetItem(f"random-{i}", (" ".join(choose.choices(words, k=64)),))
-        for i in range(_RANDOM_ITEMS)
+        DatasetItem(f"random-{i}", (" ".join(choose.choices(words, k=input_len)),))
+        for i in range(count)
     ]

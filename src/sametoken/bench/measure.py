@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from sametoken.bench.trace import Trace
 from sametoken.core.outputs import SpeculationMetrics
 from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.engine.core import EngineCore
@@ -31,6 +32,7 @@ class RequestRecord:
         first, last: when its first and its last tokens arrived.
         num_first: tokens that arrived first.
         num_emitted: tokens that have arrived.
+        trace: its tokens by window, if they are kept.
     """
 
     prompt_len: int
@@ -40,6 +42,7 @@ class RequestRecord:
     last: float = 0.0
     num_first: int = 0
     num_emitted: int = 0
+    trace: Trace | None = None
 
     @property
     def time_to_first_token(self) -> float:
@@ -81,6 +84,7 @@ class Run:
         seconds: from the first request to the last token.
         requests: in the order of arrival.
         steps: in the order of settlement.
+        start: when the first request was handed over.
         speculation: counters of decode windows; the steps that end prompts offer no drafts.
     """
 
@@ -88,6 +92,7 @@ class Run:
     seconds: float = 0.0
     requests: list[RequestRecord] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
+    start: float = 0.0
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     def steady_steps(self) -> list[tuple[float, StepRecord]]:
@@ -107,6 +112,7 @@ def measure(
     requests: Sequence[EngineRequest],
     concurrency: int,
     *,
+    num_traced: int = 0,
     advance: Callable[[], None] = lambda: None,
     clock: Clock = time.perf_counter,
 ) -> Run:
@@ -116,6 +122,7 @@ def measure(
         engine: idle before and after.
         requests: with the length limit as their only end.
         concurrency: at least 1.
+        num_traced: of how many requests, from the first on, the windows are kept.
         advance: called whenever a request is done.
         clock: seconds.
 
@@ -127,11 +134,13 @@ def measure(
     waiting = deque(requests)
     running: dict[str, RequestRecord] = {}
     run = Run(batch=min(concurrency, len(requests)))
-    start = clock()
+    run.start = clock()
     while waiting or running:
         while waiting and len(running) < concurrency:
             request = waiting.popleft()
             running[request.request_id] = record = _record(request, clock())
+            if len(run.requests) < num_traced:
+                record.trace = Trace(request.request_id)
             run.requests.append(record)
             engine.add_request(request)
         updates = engine.step()
@@ -142,7 +151,7 @@ def measure(
             del running[request_id]
             engine.release(request_id)
             advance()
-    run.seconds = max((record.last for record in run.requests), default=start) - start
+    run.seconds = max((record.last for record in run.requests), default=run.start) - run.start
     while engine.has_unfinished:
         engine.step()
     return run
@@ -167,6 +176,9 @@ def _note_step(
         record = running[update.request_id]
         context += record.prompt_len + record.num_emitted
         emitted = min(len(update.token_ids), record.output_len - record.num_emitted)
+        if record.trace is not None:
+            kept = update.token_ids[:emitted]
+            record.trace.add(kept, update.num_drafts, update.num_accepted)
         if record.num_emitted:
             run.speculation = run.speculation.with_step(update.num_drafts, update.num_accepted)
         else:

@@ -18,6 +18,7 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import read_config
+from sametoken.models.settings import Settings
 
 # Many times what caches hold, and at 5 TB/s long enough that starting a kernel costs nothing.
 CUDA_BYTES = 4 << 30
@@ -36,21 +37,30 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a decode step must read.
+    """Bytes that a decode step must move: recurrent state is written too, all else is read.
 
     Attributes:
         weights: matrices of the target, once.
         draft_weights: matrices of the drafter, once per draft pass, all passes together.
         kv_per_token: KV of one committed token, the drafter's once per pass.
+        recurrent_per_request: recurrent state of one request, read and written once; a
+            drafter's is read once more by each further pass.
     """
 
     weights: int
     draft_weights: int
     kv_per_token: int
+    recurrent_per_request: int = 0
 
-    def step_bytes(self, context: float) -> float:
-        """Bytes of a step whose requests have ``context`` committed tokens together."""
-        return self.weights + self.draft_weights + self.kv_per_token * context
+    def step_bytes(self, context: float, num_requests: float) -> float:
+        """Bytes of a step.
+
+        Args:
+            context: committed tokens of the step's requests together.
+            num_requests: how many they are.
+        """
+        weights = self.weights + self.draft_weights
+        return weights + self.kv_per_token * context + self.recurrent_per_request * num_requests
 
 
 def step_traffic(resolved: ResolvedConfig) -> Traffic:
@@ -61,20 +71,26 @@ def step_traffic(resolved: ResolvedConfig) -> Traffic:
     """
     model, config = resolved.model, resolved.config
     itemsize = resolved.dtype.itemsize
-    # Rows of an embedding are looked up; the matrix is read only where it is the head too.
-    looked_up = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    kv_per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
-    all_kv = resolved.kv_bytes // ((resolved.num_kv_blocks + 1) * config.block_size)
+    # Rows of an embedding are looked up; the matrix is read only where it is the head too, and
+    # of several ranks each has its part of the head beside the embedding.
+    is_read = model.tie_word_embeddings and config.tensor_parallel_size == 1
+    looked_up = 0 if is_read else model.vocab_size * model.hidden_size
+    memory, k = resolved.request_memory, config.num_drafts
     speculative = config.speculative_config
     return Traffic(
         weights=resolved.weights_bytes - looked_up * itemsize,
-        draft_weights=draft_elements(speculative) * itemsize if speculative else 0,
-        kv_per_token=kv_per_token + config.num_drafts * (all_kv - kv_per_token),
+        draft_weights=draft_elements(speculative, model) * itemsize if speculative else 0,
+        kv_per_token=memory.kv_per_token + k * memory.draft_kv_per_token,
+        recurrent_per_request=2 * memory.recurrent_state + (k + 1) * memory.draft_recurrent,
     )
 
 
-def draft_elements(config: SpeculativeConfig) -> int:
+def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> int:
     """Elements of all matrices that drafting k tokens reads; 0 for prompt lookup.
+
+    Args:
+        config: how drafts are made.
+        target: the target's architecture, which a multi-token-prediction module shares.
 
     Raises:
         CheckpointError: the drafter's config.json cannot be read.
@@ -93,6 +109,9 @@ def draft_elements(config: SpeculativeConfig) -> int:
         one_pass = _layers(head.layer, 2 * head.layer.hidden_size)
         # Only the first pass reads the target's states and so the fusion.
         return fusion + k * (one_pass + _head(head.layer, head.draft_vocab_size))
+    if config.method == "mtp":
+        fusion = 2 * target.hidden_size**2
+        return k * (fusion + _gated_layer(target) + _head(target, target.vocab_size))
     return 0
 
 
@@ -100,6 +119,18 @@ def _layers(model: ModelConfig, attention_width: int) -> int:
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = attention_width * (q_size + 2 * kv_size) + q_size * model.hidden_size
     return model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
+
+
+def _gated_layer(model: ModelConfig) -> int:
+    """One layer of gated attention; of a mixture of experts, what one row reads."""
+    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = model.hidden_size * (3 * q_size + 2 * kv_size)
+    settings = Settings(model.extra, model.architecture)
+    if not settings.get("num_experts"):
+        return attention + 3 * model.hidden_size * model.intermediate_size
+    routed = settings.integer("num_experts_per_tok") * settings.integer("moe_intermediate_size")
+    width = 3 * (routed + settings.integer("shared_expert_intermediate_size"))
+    return attention + model.hidden_size * (width + settings.integer("num_experts") + 1)
 
 
 def _head(model: ModelConfig, vocab_size: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sametoken.bench.measure import measure
+from sametoken.bench.prompts import dataset_prompts
 from sametoken.bench.report import Summary, summarise
 from sametoken.bench.roofline import Bandwidth, Traffic, read_bandwidth, step_traffic
 from sametoken.bench.workload import RequestSource, Workload, read_prompts
@@ -15,8 +16,8 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.engine.resolve import ResolvedConfig, resolve_device
-from sametoken.engine.tokenizer import load_tokenizer_of
-from sametoken.errors import ConfigError
+from sametoken.engine.tokenizer import Tokenizer, load_tokenizer_of
+from sametoken.errors import CheckpointError, ConfigError
 
 _WARMUP_TOKENS = 16
 
@@ -44,6 +45,7 @@ class Session:
         workload: Workload,
         *,
         prompts: Path | None = None,
+        dataset: tuple[str, Path | None] | None = None,
         announce: Callable[[str], None] = lambda text: None,
         bandwidth_bytes: int | None = None,
     ) -> Session:
@@ -53,6 +55,7 @@ class Session:
             config: the engine's options.
             workload: what will be asked.
             prompts: a file for ``read_prompts``, in place of random prompts.
+            dataset: name and file for ``load_dataset``, in place of random prompts.
             announce: told in a line of whatever takes long or lowers the numbers.
             bandwidth_bytes: as in ``read_bandwidth``.
 
@@ -72,6 +75,9 @@ class Session:
         engine = build_engine(config, announce)
         if prompts is not None:
             workload = replace(workload, prompts=_read(prompts, engine.resolved))
+        if dataset is not None:
+            tokenizer = tokenizer_or_none(engine.resolved)
+            workload = replace(workload, prompts=dataset_prompts(*dataset, tokenizer))
         _require_fit(workload, engine.resolved, announce)
         return cls(
             workload=workload,
@@ -80,6 +86,17 @@ class Session:
             _engine=engine,
             _source=RequestSource(workload, engine.resolved.model.vocab_size),
         )
+
+    def with_workload(self, workload: Workload) -> Session:
+        """The same engine and prompts, asked with other lengths, concurrency or sampling.
+
+        Raises:
+            ConfigError: the workload does not fit the engine.
+        """
+        workload = replace(workload, prompts=self.workload.prompts)
+        _require_fit(workload, self.resolved, lambda text: None)
+        source = RequestSource(workload, self.resolved.model.vocab_size)
+        return replace(self, workload=workload, _source=source)
 
     @property
     def resolved(self) -> ResolvedConfig:
@@ -92,6 +109,7 @@ class Session:
         sizes: Sequence[int],
         *,
         warmup: int = 1,
+        num_traced: int = 0,
         advance: Callable[[], None] = lambda: None,
     ) -> Summary:
         """Measure at one concurrency.
@@ -100,6 +118,7 @@ class Session:
             concurrency: requests at once.
             sizes: requests of each run, one run after the other.
             warmup: batches with short outputs that run before and are not counted.
+            num_traced: of how many requests of the last run tokens and windows are kept.
             advance: called whenever a measured request is done.
 
         Raises:
@@ -109,10 +128,27 @@ class Session:
         for _ in range(warmup):
             measure(self._engine, self._source.take(concurrency, short), concurrency)
         runs = [
-            measure(self._engine, self._source.take(size), concurrency, advance=advance)
+            measure(
+                self._engine,
+                self._source.take(size),
+                concurrency,
+                num_traced=num_traced,
+                advance=advance,
+            )
             for size in sizes
         ]
-        return summarise(concurrency, runs, self.traffic, self.bandwidth)
+        summary = summarise(concurrency, runs, self.traffic, self.bandwidth)
+        traces = [record.trace for record in runs[-1].requests if record.trace is not None]
+        tokenizer = tokenizer_or_none(self.resolved) if traces else None
+        return replace(summary, traces=tuple(trace.as_json(tokenizer) for trace in traces))
+
+
+def tokenizer_or_none(resolved: ResolvedConfig) -> Tokenizer | None:
+    """The model's tokenizer; None where it has none, for then token ids are shown."""
+    try:
+        return load_tokenizer_of(resolved.config, resolved.model_path)
+    except CheckpointError:
+        return None
 
 
 def _read(path: Path, resolved: ResolvedConfig) -> tuple[tuple[int, ...], ...]:

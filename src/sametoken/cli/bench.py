@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sametoken.bench.workload import PRESETS, Workload
+from sametoken.cli.bench_report import report
+from sametoken.cli.bench_serve import serve
+from sametoken.cli.bench_sweep import sweep
+from sametoken.cli.memory import memory_report
 from sametoken.cli.options import engine_options, with_options
+from sametoken.cli.wide import wide_console
 from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.core.lookup_options import LOOKUPS
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +32,12 @@ Model = Annotated[str, typer.Argument(help="checkpoint directory, GGUF file, or 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 _SHOWN_POSITIONS = 8
 
-bench = typer.Typer(help="Measure the engine offline.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(
+    help="Measure the engine, or a server that runs.", no_args_is_help=True, rich_markup_mode=None
+)
+bench.command()(serve)
+bench.command()(sweep)
+bench.command()(report)
 
 
 def _asked(
@@ -55,13 +66,29 @@ def _asked(
     """The options that describe what is asked; both commands have them."""
 
 
+def _kept(
+    *,
+    trace: Annotated[
+        int, typer.Option(min=0, help="requests whose tokens and windows are kept")
+    ] = 1,
+    output: Annotated[Path | None, typer.Option(help="also write the JSON object here")] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(help="gsm8k, humaneval, mt-bench, spec-bench or custom [default: random]"),
+    ] = None,
+    path: Annotated[Path | None, typer.Option(help="file of spec-bench or custom")] = None,
+) -> None:
+    """More of them: where prompts come from, and what is kept."""
+
+
 _ASKED = list(inspect.signature(_asked, eval_str=True).parameters.values())
+_KEPT = list(inspect.signature(_kept, eval_str=True).parameters.values())
 # A repeated prompt would skip its prefill.
 _ENGINE = engine_options(enable_prefix_caching=False)
 
 
 @bench.command()
-@with_options(_ASKED, _ENGINE)
+@with_options(_ASKED, _KEPT, _ENGINE)
 def latency(
     model: Model = DEFAULT_MODEL,
     num_iters: Annotated[int, typer.Option(min=1, help="batches to measure")] = 3,
@@ -73,16 +100,31 @@ def latency(
 
 
 @bench.command()
-@with_options(_ASKED, _ENGINE)
+@with_options(_ASKED, _KEPT, _ENGINE)
 def throughput(
     model: Model = DEFAULT_MODEL,
     num_prompts: Annotated[int, typer.Option(min=1, help="requests to measure")] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="runs of so many, for the spread")] = 1,
     json_output: AsJson = False,
     **options: Any,
 ) -> None:
     """Run a stream of requests: when one is done, the next begins."""
     title = f"throughput, {num_prompts} requests"
-    _bench(title, model, options, json_output, lambda c: [num_prompts])
+    _bench(title, model, options, json_output, lambda c: [num_prompts] * repeats)
+
+
+@bench.command()
+@with_options(_ENGINE)
+def memory(model: Model = DEFAULT_MODEL, json_output: AsJson = False, **options: Any) -> None:
+    """Count the memory of weights and requests; nothing is loaded, config.json is enough."""
+    from rich.console import Console
+
+    from sametoken.bench.memory import measure_memory
+
+    status = Console(stderr=True, highlight=False, soft_wrap=True)
+    config = EngineConfig.from_options(model=model, **options)
+    found = measure_memory(config, status.print)
+    typer.echo(json.dumps(found.as_json()) if json_output else memory_report(found))
 
 
 def _bench(
@@ -95,14 +137,19 @@ def _bench(
     from rich.console import Console
     from rich.progress import Progress
 
+    from sametoken.bench.document import offline_document
+    from sametoken.bench.files import write_json
     from sametoken.bench.session import Session
 
     asked = {parameter.name: options.pop(parameter.name) for parameter in _ASKED}
+    kept = {parameter.name: options.pop(parameter.name) for parameter in _KEPT}
     workload = _workload(asked, options)
     prompts = Path(asked["prompts"]) if asked["prompts"] else None
     status = Console(stderr=True, highlight=False, soft_wrap=True)
     config = EngineConfig.from_options(model=model, **options)
-    session = Session.open(config, workload, prompts=prompts, announce=status.print)
+    session = Session.open(
+        config, workload, prompts=prompts, dataset=_dataset(asked, kept), announce=status.print
+    )
     total = sum(sum(sizes(concurrency)) for concurrency in workload.concurrency)
     with Progress(console=status) as progress:
         task = progress.add_task("requests", total=total)
@@ -111,17 +158,49 @@ def _bench(
                 concurrency,
                 sizes(concurrency),
                 warmup=asked["warmup"],
+                num_traced=kept["trace"],
                 advance=lambda: progress.advance(task),
             )
             for concurrency in workload.concurrency
         ]
+    more = {name: asked[name] for name in ("preset", "warmup")} | {"dataset": kept["dataset"]}
+    document = offline_document(title, session, summaries, more)
+    if kept["output"] is not None:
+        write_json(kept["output"], document)
     if json_output:
-        typer.echo(json.dumps(_as_json(title, asked, session, summaries)))
+        typer.echo(json.dumps(document))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     for line in _heading(title, session):
         console.print(line, markup=False)
     console.print(_table(summaries))
+    for line in _findings(session, summaries):
+        console.print(line, markup=False)
+
+
+def _findings(session: Session, summaries: Sequence[Summary]) -> Iterator[str]:
+    """Acceptance in one line for each concurrency, with what is wrong with it."""
+    from sametoken.bench.acceptance import one_line
+
+    speculative = session.resolved.config.speculative_config
+    if speculative is None or not speculative.num_drafts or speculative.synthetic_rates:
+        return
+    for summary in summaries:
+        line = one_line(summary.speculation, trained=speculative.method not in LOOKUPS)
+        yield f"acceptance at {summary.concurrency} at once: {line}"
+
+
+def _dataset(asked: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[str, Path | None] | None:
+    """The dataset that is asked for, with its file; None for prompts from elsewhere.
+
+    Raises:
+        ConfigError: prompts are given in two ways.
+    """
+    if kept["dataset"] is None and kept["path"] is None:
+        return None
+    if asked["prompts"]:
+        raise ConfigError("prompts come from a file and from a dataset", "give one of them")
+    return kept["dataset"] or "custom", kept["path"]
 
 
 def _workload(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Workload:
@@ -148,24 +227,6 @@ def _workload(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Workload:
                 f"concurrency={given['concurrency']!r} is not a list of numbers", "give 1,8,64"
             ) from error
     return dataclasses.replace(PRESETS[preset] if preset else Workload(), **given)
-
-
-def _as_json(
-    title: str, asked: Mapping[str, Any], session: Session, summaries: Sequence[Summary]
-) -> dict[str, Any]:
-    from sametoken.bench.report import environment, settings
-
-    workload = dataclasses.asdict(session.workload) | {"prompts": len(session.workload.prompts)}
-    return {
-        "benchmark": title,
-        "synthetic": list(session.resolved.config.synthetic),
-        "workload": workload | {name: asked[name] for name in ("preset", "warmup")},
-        "settings": settings(session.resolved),
-        "environment": environment(session.resolved.device),
-        "bandwidth": dataclasses.asdict(session.bandwidth),
-        "traffic": dataclasses.asdict(session.traffic),
-        "results": [dataclasses.asdict(summary) for summary in summaries],
-    }
 
 
 def _heading(title: str, session: Session) -> list[str]:

@@ -12,10 +12,15 @@ import typer
 from typer.core import TyperGroup
 
 import sametoken
+from sametoken.cli.audit import audit
+from sametoken.cli.batch import batch
 from sametoken.cli.bench import bench
 from sametoken.cli.demo import demo
 from sametoken.cli.env import env
+from sametoken.cli.eval import evaluate
 from sametoken.cli.generate import generate
+from sametoken.cli.serve import serve
+from sametoken.cli.train import train
 from sametoken.errors import SametokenError
 
 INTERRUPTED = 130
@@ -56,9 +61,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(no_args_is_help=True)(generate)
+app.command(no_args_is_help=True)(serve)
+app.command(no_args_is_help=True)(batch)
+app.command(no_args_is_help=True)(audit)
 app.command()(demo)
+app.command(name="eval", no_args_is_help=True)(evaluate)
 app.command()(env)
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
 
 
 def _show_version(wanted: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
@@ -58,15 +58,29 @@ def engine_options(**defaults: Any) -> list[inspect.Parameter]:
     Args:
         defaults: what a command has in place of them.
     """
-    hints = typing.get_type_hints(EngineConfig)
+    return options_of(EngineConfig, _NOT_OPTIONS, **defaults)
+
+
+def options_of(
+    config: type[Any], leave_out: Sequence[str] = (), **defaults: Any
+) -> list[inspect.Parameter]:
+    """One option per field of a dataclass whose fields are made by ``config.option``.
+
+    Args:
+        config: the dataclass.
+        leave_out: fields that are no options.
+        defaults: what a command has in place of the dataclass's own.
+    """
+    hints = typing.get_type_hints(config)
     parameters = []
-    for field in dataclasses.fields(EngineConfig):
-        if field.name in _NOT_OPTIONS:
+    for field in dataclasses.fields(config):
+        if field.name in leave_out:
             continue
-        kind = hints[field.name]
+        kind, default = hints[field.name], defaults.get(field.name, field.default)
         if kind == (SpeculativeConfig | None):
             kind = str | None
-        default = defaults.get(field.name, field.default)
+        if kind == tuple[str, ...]:
+            kind, default = list[str], list(default)
         parameters.append(_parameter(field.name, kind, default, field.metadata["help"]))
     return parameters
 

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sametoken.config import EngineConfig
 from sametoken.core.outputs import RequestOutput, SpeculationMetrics
 
 if TYPE_CHECKING:
     from sametoken.engine.resolve import ResolvedConfig
 
 _SHOWN_POSITIONS = 8
-_RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
 
 
 def tokens_per_second(output: RequestOutput) -> float:
@@ -82,20 +80,12 @@ def as_json(output: RequestOutput, synthetic: Sequence[str] = ()) -> dict[str, A
 
 def explain(resolved: ResolvedConfig) -> str:
     """Every setting, one a line, with the reason where the engine chose."""
-    settings = {name: getattr(resolved.config, name) for name in EngineConfig.__slots__}
-    settings |= {name: getattr(resolved, name) for name in _RESOLVED}
-    settings |= {
-        "synthetic": ", ".join(resolved.config.synthetic) or "nothing",
-        "model": resolved.model_path,
-        "architecture": resolved.model.architecture,
-        "kernels": resolved.kernels,
-        "weights_bytes": resolved.weights_bytes,
-        "kv_bytes": resolved.kv_bytes,
-        "recurrent_bytes": resolved.recurrent_bytes,
-    }
-    width = max(map(len, settings))
-    lines = []
-    for name, value in settings.items():
-        reason = resolved.reasons.get(name)
-        lines.append(f"{name:<{width}}  {value}" + (f"  ({reason})" if reason else ""))
-    return "\n".join(lines)
+    from sametoken.engine.summary import explanation
+
+    settings = explanation(resolved)
+    width = max(len(setting.name) for setting in settings)
+    return "\n".join(
+        f"{setting.name:<{width}}  {setting.value}"
+        + (f"  ({setting.reason})" if setting.reason else "")
+        for setting in settings
+    )

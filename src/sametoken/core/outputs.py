@@ -26,7 +26,8 @@ class RowResult:
         num_drafts: drafts really offered, 0..draft_limit.
         num_accepted: accepted drafts, 0..num_drafts; the bonus token is not counted.
         token_ids: accepted drafts and the next token; empty for a row that does not sample.
-        poisoned: the row's logits held NaN; its tokens and counts are meaningless.
+        poisoned: the row cannot be judged; its tokens and counts are meaningless.
+        stuck: it is poisoned since no token was allowed, not since its logits held NaN.
         logprobs: one entry per token of ``token_ids`` if the request asked for them.
         prompt_logprobs: entries for prompt positions ``first + 1 ..`` of this chunk, where
             ``first`` is the chunk's first position, if the request asked for them.
@@ -36,6 +37,7 @@ class RowResult:
     num_accepted: int
     token_ids: tuple[int, ...]
     poisoned: bool = False
+    stuck: bool = False
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
 

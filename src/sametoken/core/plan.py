@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sametoken.core.sampling_params import SamplingParams
+from sametoken.core.structured_outputs import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Admission:
         params: sampling parameters with ``seed`` resolved to a number.
         stop_token_ids: EOS and stop ids; masked while ``min_tokens`` is not reached.
         bad_words_token_ids: token sequences that may not be completed.
+        grammar: what the output must match.
+        request_id: whose slot it is, for whoever follows plans on the host.
     """
 
     slot: int
@@ -26,6 +29,8 @@ class Admission:
     params: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sametoken.core.outputs import PositionLogprobs
 from sametoken.core.sampling_params import SamplingParams
+from sametoken.core.structured_outputs import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,9 @@ class EngineRequest:
         max_total_tokens: prompt and output together never exceed this.
         stop_token_ids: EOS and stop ids, masked until ``min_tokens`` are out.
         bad_words_token_ids: token sequences that may not be completed.
+        grammar: what ``params.structured_outputs`` compiles to.
         max_drafts: this request's own limit on drafts per step; None means k.
+        use_prefix_cache: whether it takes cached blocks, and leaves its own to others.
     """
 
     request_id: str
@@ -28,7 +31,9 @@ class EngineRequest:
     max_total_tokens: int
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     max_drafts: int | None = None
+    use_prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,8 @@ class RequestUpdate:
         num_drafts, num_accepted: of this step's window.
         samples: whether the step reached the end of the prompt and so emitted tokens.
         num_cached: prompt positions that the prefix cache supplied.
-        poisoned: the logits held NaN; ``token_ids`` is empty and the request is released.
+        poisoned: the row cannot be judged; ``token_ids`` is empty and the request is released.
+        stuck: it is poisoned since no token was allowed, not since its logits held NaN.
         logprobs: one entry per token of ``token_ids``, if asked for.
         prompt_logprobs: entries of prompt positions, in order, if asked for; the first
             prompt token has none.
@@ -53,5 +59,6 @@ class RequestUpdate:
     samples: bool
     num_cached: int
     poisoned: bool = False
+    stuck: bool = False
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sametoken.core.structured_outputs import StructuredOutputs
 from sametoken.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -26,6 +27,9 @@ class SamplingParams:
         logprobs, prompt_logprobs: candidates to report per position; 0 reports the chosen one.
         logit_bias: added to the logits of these ids.
         allowed_token_ids: every other id is masked.
+        structured_outputs: the form that the text must have.
+        num_speculative_tokens: this request's own limit on drafts per step, up to the
+            engine's; 0 decodes plainly, None takes the engine's. It changes no token.
 
     Raises:
         RequestError: a value is out of range or two contradict each other.
@@ -54,6 +58,8 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -66,6 +72,9 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
         self._check_sequences()
+        structured = self.structured_outputs
+        fits = structured is None or isinstance(structured, StructuredOutputs)
+        _require(fits, "structured_outputs", structured, "give StructuredOutputs")
 
     @property
     def greedy(self) -> bool:
@@ -99,6 +108,9 @@ class SamplingParams:
             _require(fits, "max_tokens", self.max_tokens, "use at least 1, or None for no limit")
         fits = _is_int(self.min_tokens) and self.min_tokens >= 0
         _require(fits, "min_tokens", self.min_tokens, "use 0 or more")
+        own = self.num_speculative_tokens
+        fits = own is None or (_is_int(own) and own >= 0)
+        _require(fits, "num_speculative_tokens", own, "use None, 0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}",

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from sametoken.config import SpeculativeConfig
+from sametoken.config import EXTRACT, SpeculativeConfig
+from sametoken.core.lookup_options import LOOKUPS
 from sametoken.drafters.base import Drafter, NoDrafter
+from sametoken.drafters.cascade import CascadeDrafter
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
 from sametoken.drafters.eagle import EagleDrafter
+from sametoken.drafters.extract import extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
+from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.ngram import select_lookup
+from sametoken.kernels.suffix import select_search
+from sametoken.kernels.suffix.layout import Limits
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.eagle_checkpoint import HeadCheckpoint
 from sametoken.models.loader import load_model, read_config
+from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.state.history import NO_HISTORY, TokenHistory
 from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.recurrent import RecurrentSpec
 
-_HEADS: dict[str, type[Eagle1Checkpoint] | type[Eagle3Checkpoint]] = {
+_HEADS: dict[str, type[Eagle1Checkpoint] | type[Eagle3Checkpoint] | type[MTPCheckpoint]] = {
     "eagle": Eagle1Checkpoint,
     "eagle3": Eagle3Checkpoint,
+    "mtp": MTPCheckpoint,
 }
+
+_HISTORY_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +51,14 @@ class LoadedDrafter:
         kv_spec: what one block of its KV holds; None if it has no KV.
         recurrent_spec: what one slot of its recurrent state holds; None if it has none.
         lookahead_slots: as the drafter's own, known before it is attached.
+        history: texts of earlier requests that it reads; whoever admits requests keeps it.
     """
 
     kv_spec: KVSpec | None
     lookahead_slots: int
     _attach: Callable[[KVCache | None, Coupling], Drafter]
     recurrent_spec: RecurrentSpec | None = None
+    history: TokenHistory = NO_HISTORY
 
     def attach(self, kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
         """The drafter over KV memory of ``kv_spec``; None if there is no spec."""
@@ -60,7 +73,8 @@ class Placement:
         kernels, dtype, device: as the target's.
         max_model_len: the longest request, in tokens.
         max_positions: rows of rotary tables: ``max_model_len`` and drafts beyond it.
-        load_format: of the drafter's own checkpoint.
+        load_format: of the drafter's checkpoint.
+        target_path: the target's checkpoint, which may hold the drafter too.
     """
 
     kernels: Kernels
@@ -69,19 +83,34 @@ class Placement:
     max_model_len: int
     max_positions: int
     load_format: str = "auto"
+    target_path: Path = Path()
 
 
-def required_aux_layers(spec: SpeculativeConfig | None, target: ModelConfig) -> tuple[int, ...]:
+def required_aux_layers(
+    spec: SpeculativeConfig | None,
+    target: ModelConfig,
+    target_path: Path = Path(),
+    load_format: str = "auto",
+) -> tuple[int, ...]:
     """The target's layers whose inputs the drafter reads; known before the target is loaded.
 
+    Args:
+        spec: what was asked.
+        target: the target's architecture.
+        target_path, load_format: as in ``Placement``.
+
     Raises:
-        CheckpointError: the head's config.json is missing or malformed.
+        CheckpointError: the head's config.json is missing or malformed, or the target's
+            checkpoint holds no head.
         UnsupportedError: the method or the head is not implemented.
         DrafterMismatchError: the head was trained for another target.
+        ConfigError: states of layers that the target does not have were asked for.
     """
+    if spec is not None and spec.method == EXTRACT:
+        return extracted_layers(spec, target.num_layers)
     if spec is None or spec.method not in _HEADS:
         return ()
-    return _fitting_head(spec, target).aux_layers(target.num_layers)
+    return _fitting_head(spec, target, target_path, load_format).aux_layers(target.num_layers)
 
 
 def require_drafter_fits(
@@ -107,25 +136,50 @@ def load_drafter(
         UnsupportedError: the method or the checkpoint is not implemented.
         DrafterMismatchError: the drafter does not fit the target.
     """
-    if spec is None:
+    if spec is None or spec.method == EXTRACT:
         return LoadedDrafter(None, 0, lambda kv_cache, coupling: NoDrafter())
-    if spec.method == "ngram":
-        drafter = NgramDrafter(
-            spec.num_speculative_tokens,
-            spec.prompt_lookup_min,
-            spec.prompt_lookup_max,
-            select_lookup(placement.device),
-        )
-        return LoadedDrafter(None, 0, lambda kv_cache, coupling: drafter)
-    if spec.method == "draft_model":
-        return _load_draft_model(spec, target, placement)
-    return _load_eagle(spec, target, placement)
+    if spec.method in LOOKUPS:
+        drafter, history = _lookup(spec.method, spec, placement, min_match=1)
+        return LoadedDrafter(None, 0, lambda kv_cache, coupling: drafter, history=history)
+    load = _load_draft_model if spec.method == "draft_model" else _load_head
+    model = load(spec, target, placement)
+    if spec.cascade is None:
+        return model
+    lookup, history = _lookup(spec.cascade, spec, placement, min_match=spec.cascade_min_match)
+
+    def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
+        return CascadeDrafter(lookup, model.attach(kv_cache, coupling))
+
+    return replace(model, _attach=attach, history=history)
+
+
+def _lookup(
+    method: str, spec: SpeculativeConfig, placement: Placement, *, min_match: int
+) -> tuple[Drafter, TokenHistory]:
+    """A drafter that matches text, and the earlier texts that it reads."""
+    k, device = spec.num_speculative_tokens, placement.device
+    if method == "ngram":
+        shortest = max(spec.prompt_lookup_min, min_match)
+        longest = max(spec.prompt_lookup_max, shortest)
+        return NgramDrafter(k, shortest, longest, select_lookup(device)), NO_HISTORY
+    limits = Limits.of(
+        k,
+        depth=spec.suffix_decoding_max_tree_depth,
+        min_match=min_match,
+        factor=spec.suffix_decoding_max_spec_factor,
+        min_prob=spec.suffix_decoding_min_token_prob,
+        device=device,
+    )
+    room = _HISTORY_BYTES // (placement.max_positions * torch.int64.itemsize)
+    num_texts = min(spec.suffix_decoding_max_cached_requests, room)
+    history = TokenHistory.allocate(num_texts, placement.max_positions, device)
+    return SuffixDrafter(limits, history, select_search(device)), history
 
 
 def _load_draft_model(
     spec: SpeculativeConfig, target: CausalLM, placement: Placement
 ) -> LoadedDrafter:
-    k = spec.num_speculative_tokens
+    k = spec.num_model_tokens
     model = load_model(
         Path(spec.model or ""),
         kernels=placement.kernels,
@@ -142,14 +196,15 @@ def _load_draft_model(
     return LoadedDrafter(model.kv_spec, k - 1, attach, model.recurrent_spec)
 
 
-def _load_eagle(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
-    k = spec.num_speculative_tokens
+def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
+    k = spec.num_model_tokens
     if not isinstance(target, Decoder):
         raise UnsupportedError(
-            f"{target.config.architecture} keeps no states for an EAGLE head",
+            f"{target.config.architecture} keeps no states for a draft head",
             "use another speculative method",
         )
-    head = _fitting_head(spec, target.config, placement.load_format).load(
+    checkpoint = _fitting_head(spec, target.config, placement.target_path, placement.load_format)
+    head = checkpoint.load(
         target,
         kernels=placement.kernels,
         dtype=placement.dtype,
@@ -164,9 +219,10 @@ def _load_eagle(spec: SpeculativeConfig, target: CausalLM, placement: Placement)
 
 
 def _fitting_head(
-    spec: SpeculativeConfig, target: ModelConfig, load_format: str = "auto"
+    spec: SpeculativeConfig, target: ModelConfig, target_path: Path, load_format: str
 ) -> HeadCheckpoint:
-    checkpoint = _HEADS[spec.method](Path(spec.model or ""), load_format=load_format)
+    directory = target_path if spec.model is None else Path(spec.model)
+    checkpoint = _HEADS[spec.method](directory, load_format=load_format)
     checkpoint.require_fit(target)
     return checkpoint
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from sametoken.drafters.base import Drafts
-from sametoken.drafters.context import Chains, DraftContext
+from sametoken.drafters.context import DraftContext
+from sametoken.kernels.draft_rows.layout import Chains
 
 
 def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Drafts:
@@ -15,9 +16,12 @@ def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Dr
     Args:
         context: the step's context.
         chains: the plan rows that sample.
-        tokens: one [R] int64 per draft position.
+        tokens: one [R] int64 for each of the k draft positions.
     """
-    batch, k = context.slots.shape[0], context.max_num_drafts
-    draft_ids = torch.zeros((batch, k), dtype=torch.int64, device=context.slots.device)
-    draft_ids[chains.owner, : len(tokens)] = torch.stack(tokens, dim=1)
-    return Drafts(draft_ids, context.samples * len(tokens))
+    drafted = torch.stack(tokens, dim=1)
+    num_drafts = context.samples * len(tokens)
+    if chains.owner is None:
+        return Drafts(drafted, num_drafts)
+    draft_ids = drafted.new_zeros(context.slots.shape[0], len(tokens))
+    draft_ids[chains.owner] = drafted
+    return Drafts(draft_ids, num_drafts)

@@ -9,49 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from sametoken.kernels.draft_rows.layout import CatchUp, Chains
 from sametoken.kernels.interface import AttentionRows
 from sametoken.models.base import HiddenStates
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sequences import Sequences
 
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUp:
-    """Rows that a drafter with KV of its own has to run. T rows, B plan rows.
-
-    Attributes:
-        slots, positions: [T] int64, where the rows stand.
-        computed: [T] bool, whether the row is below ``end``. The newest token is not: the next
-            step's rows start with it again.
-        source: [T] int64, each row's flat row in the step's hidden states; for the newest
-            token, which the target has not run, any valid one.
-        last: [B] int64, which of the T rows is each plan row's last.
-        window: rows per plan row if it is the same for all.
-    """
-
-    slots: Tensor
-    positions: Tensor
-    computed: Tensor
-    source: Tensor
-    last: Tensor
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Chains:
-    """The plan rows that go on to a next window, and where their drafts start.
-
-    Attributes:
-        owner: [R] int64, plan rows.
-        slots: [R] int64.
-        end: [R] int64, the position of the newest committed token.
-    """
-
-    owner: Tensor
-    slots: Tensor
-    end: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +62,39 @@ class DraftContext:
         return (self.x.rows.positions < self.end[self.x.row_owner]).nonzero().squeeze(1)
 
     def catch_up(self) -> CatchUp:
-        """The live rows: positions ``start .. end - 1`` of every plan row."""
+        """The live rows of every plan row, each with the token after it (draft heads)."""
         live = self.live_rows()
-        last = (self.end - self.start).cumsum(0) - 1
         slots, positions = self.x.rows.slots[live], self.x.rows.positions[live]
-        return CatchUp(slots, positions, torch.ones_like(live, dtype=torch.bool), live, last, None)
+        rows = self.rows_at(slots, positions)
+        last = (self.end - self.start).cumsum(0) - 1
+        return CatchUp(self.tokens_at(slots, positions + 1), rows, live, self._chains(last))
 
     def catch_up_with_newest(self) -> CatchUp:
-        """The live rows, and the newest token at ``end`` of every row that samples."""
+        """The live rows, and the newest token at ``end`` of every row that samples.
+
+        Each with its own token (draft models).
+        """
         counts = self.end + self.samples - self.start
         owner = torch.repeat_interleave(counts)
         starts = counts.cumsum(0) - counts
         offset = torch.arange(owner.shape[0], device=owner.device) - starts[owner]
         source = (self.x.row_starts[owner] + offset).clamp(max=self.x.token_ids.shape[0] - 1)
-        positions = self.start[owner] + offset
-        computed = positions < self.end[owner]
-        last = starts + counts - 1
-        return CatchUp(self.slots[owner], positions, computed, source, last, window=None)
+        slots, positions = self.slots[owner], self.start[owner] + offset
+        rows = self.rows_at(slots, positions, committed=positions < self.end[owner])
+        tokens = self.tokens_at(slots, positions)
+        return CatchUp(tokens, rows, source, self._chains(starts + counts - 1))
 
-    def chains(self) -> Chains:
-        """Where the rows that sample go on."""
+    def advanced(self, chains: Chains) -> Chains:
+        """The chains one position on."""
+        rows = self.rows_at(chains.rows.slots, chains.following, 1, chains.rows.committed)
+        return Chains(chains.owner, chains.last, rows, chains.following + 1)
+
+    def _chains(self, last: Tensor) -> Chains:
+        """Where the rows that sample go on; ``last`` is [B], each plan row's last row."""
         owner = self.samples.nonzero().squeeze(1)
-        return Chains(owner, self.slots[owner], self.end[owner])
+        end, uncommitted = self.end[owner], torch.zeros_like(owner, dtype=torch.bool)
+        rows = self.rows_at(self.slots[owner], end, 1, uncommitted)
+        return Chains(owner, last[owner], rows, end + 1)
 
     def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Committed tokens of [T] slots and positions, as a copy. Positions < num_tokens."""

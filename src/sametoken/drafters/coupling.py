@@ -36,7 +36,7 @@ class Coupling:
         parameters: the slots' parameters, read anew at every choice.
     """
 
-    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     parameters: SamplingView
 
     def choose(
@@ -52,4 +52,4 @@ class Coupling:
                 stand for; None: column i is token i.
         """
         temperature, seed = self.parameters.temperature, self.parameters.seed
-        return self.sample(logits, temperature[slots], seed[slots], positions, token_ids)
+        return self.sample(logits, temperature, seed, positions, token_ids, slots)

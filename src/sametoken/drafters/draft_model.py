@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sametoken.drafters.base import Drafts, NoDrafter
@@ -10,6 +9,7 @@ from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.errors import DrafterMismatchError
+from sametoken.kernels.draft_rows.layout import Chains
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.state.kv_cache import KVCache
 
@@ -48,25 +48,20 @@ class DraftModelDrafter:
         """k drafts for every row that samples; the other rows only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up_with_newest()
-        rows = context.rows_at(live.slots, live.positions, live.window, live.computed)
-        tokens = context.tokens_at(live.slots, live.positions)
-        hidden = self._model.forward(tokens, rows, kv_cache).last
-
-        chains = context.chains()
-        if not chains.owner.numel():
+        hidden = self._model.forward(live.token_ids, live.rows, kv_cache).last
+        chains = live.chains
+        if not chains.last.numel():
             return NoDrafter().propose(context)
-        slots, positions = chains.slots, chains.end
-        drafts = [self._choose(hidden[live.last[chains.owner]], slots, positions + 1)]
-        uncommitted = torch.zeros_like(slots, dtype=torch.bool)
+        drafts = [self._choose(hidden[chains.last], chains)]
         while len(drafts) < self._k:
-            positions = positions + 1
-            rows = context.rows_at(slots, positions, 1, uncommitted)
-            hidden = self._model.forward(drafts[-1], rows, kv_cache).last
-            drafts.append(self._choose(hidden, slots, positions + 1))
+            chains = context.advanced(chains)
+            hidden = self._model.forward(drafts[-1], chains.rows, kv_cache).last
+            drafts.append(self._choose(hidden, chains))
         return drafts_of(context, chains, drafts)
 
-    def _choose(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        return self._coupling.choose(self._model.compute_logits(hidden), slots, positions)
+    def _choose(self, hidden: Tensor, chains: Chains) -> Tensor:
+        logits = self._model.compute_logits(hidden)
+        return self._coupling.choose(logits, chains.rows.slots, chains.following)
 
 
 def require_fit(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> None:

@@ -8,6 +8,7 @@ from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
+from sametoken.kernels.draft_rows.layout import Chains
 from sametoken.models.eagle import EagleHead
 from sametoken.state.kv_cache import KVCache
 
@@ -44,27 +45,20 @@ class EagleDrafter:
         """k drafts for every row that samples; the other rows only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up()
-        states = self._head.forward(
-            context.tokens_at(live.slots, live.positions + 1),
-            self._head.target_states(context.hidden, live.source),
-            context.rows_at(live.slots, live.positions, live.window),
-            kv_cache,
-        )
-        chains = context.chains()
-        if not chains.owner.numel():
+        given = self._head.target_states(context.hidden, live.source)
+        states = self._head.forward(live.token_ids, given, live.rows, kv_cache)
+        chains = live.chains
+        if not chains.last.numel():
             return NoDrafter().propose(context)
-        last_rows = live.last[chains.owner]
-        last, hidden = states.last[last_rows], states.feedback[last_rows]
-        slots, positions = chains.slots, chains.end
-        tokens = [self._choose(last, slots, positions + 1)]
+        states = states.at(chains.last)
+        tokens = [self._choose(states.last, chains)]
         while len(tokens) < self._k:
-            rows = context.rows_at(slots, positions, window=1)
-            states = self._head.forward(tokens[-1], hidden, rows, kv_cache)
-            positions = positions + 1
-            hidden = states.feedback
-            tokens.append(self._choose(states.last, slots, positions + 1))
+            states = self._head.forward(tokens[-1], states.feedback, chains.rows, kv_cache)
+            chains = context.advanced(chains)
+            tokens.append(self._choose(states.last, chains))
         return drafts_of(context, chains, tokens)
 
-    def _choose(self, last: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+    def _choose(self, last: Tensor, chains: Chains) -> Tensor:
         logits = self._head.compute_logits(last)
-        return self._coupling.choose(logits, slots, positions, self._head.token_ids)
+        slots, token_ids = chains.rows.slots, self._head.token_ids
+        return self._coupling.choose(logits, slots, chains.following, token_ids)

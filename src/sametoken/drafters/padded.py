@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from sametoken.drafters.context import CatchUp, Chains, DraftContext
+from sametoken.drafters.context import DraftContext
+from sametoken.kernels.draft_rows import DraftRowKernels, select_draft_rows
+from sametoken.kernels.draft_rows.layout import CatchUp, Chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,40 +18,28 @@ class PaddedDraftContext(DraftContext):
     """
 
     def catch_up(self) -> CatchUp:
-        """The live rows: positions ``start .. end - 1`` of every plan row."""
-        return self._spans(self.end, self._rows_per_plan_row)
+        """The live rows of every plan row, each with the token after it."""
+        return self._catch_up(with_newest=False)
 
     def catch_up_with_newest(self) -> CatchUp:
-        """The live rows, and the newest token at ``end`` of every row that samples."""
-        return self._spans(self.end + self.samples, self._rows_per_plan_row + 1)
+        """The live rows and the newest token of rows that sample, each with its own token."""
+        return self._catch_up(with_newest=True)
 
-    def chains(self) -> Chains:
-        """Where the rows that sample go on; the others stand in the reserved slot."""
-        owner = torch.arange(self.slots.shape[0], device=self.slots.device)
-        slots = torch.where(self.samples, self.slots, self._sequences.reserved_slot)
-        return Chains(owner, slots, torch.where(self.samples, self.end, 0))
+    def advanced(self, chains: Chains) -> Chains:
+        """The chains one position on."""
+        return self._kernels.advanced(self._sequences, chains)
 
     @property
-    def _rows_per_plan_row(self) -> int:
-        return self.x.token_ids.shape[0] // self.slots.shape[0]
+    def _kernels(self) -> DraftRowKernels:
+        return select_draft_rows(self.slots.device)
 
-    def _spans(self, stop: Tensor, width: int) -> CatchUp:
-        """Positions ``start .. stop - 1`` of every plan row, laid out ``width`` rows each."""
-        offset = torch.arange(width, device=stop.device)
-        positions = self.start[:, None] + offset
-        live = positions < stop[:, None]
-        slots = torch.where(live, self.slots[:, None], self._sequences.reserved_slot)
-        positions = torch.where(live, positions, 0)
-        first = self.x.row_starts[:-1, None]
-        source = first + offset.clamp(max=self._rows_per_plan_row - 1)
-        plan_rows = torch.arange(stop.shape[0], device=stop.device)
-        last = plan_rows * width + (stop - self.start - 1).clamp(min=0)
-        computed = live & (positions < self.end[:, None])
-        return CatchUp(
-            slots.flatten(),
-            positions.flatten(),
-            computed.flatten(),
-            source.flatten(),
-            last,
-            width,
+    def _catch_up(self, *, with_newest: bool) -> CatchUp:
+        return self._kernels.catch_up(
+            self._sequences,
+            self.slots,
+            self.start,
+            self.end,
+            self.samples,
+            rows_per_plan_row=self.x.token_ids.shape[0] // self.slots.shape[0],
+            with_newest=with_newest,
         )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from sametoken.config import EngineConfig
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
@@ -16,13 +18,19 @@ from sametoken.drafters.build import (
     required_aux_layers,
 )
 from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.shared import share_drafter
 from sametoken.engine.core import EngineCore
+from sametoken.engine.extraction import Extraction, open_extraction
+from sametoken.engine.ranks import Ranks, start_ranks
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
     MemoryPlan,
     ResolvedConfig,
     plan_memory,
+    require_ranks,
     resolve_device,
     resolve_dtype,
+    resolve_extraction,
     resolve_kv_bytes,
     resolve_max_model_len,
     resolve_recurrent,
@@ -31,13 +39,13 @@ from sametoken.engine.resolve import (
 from sametoken.errors import ConfigError
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.select import select_kernels
+from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.embedded import resolve_model
 from sametoken.models.loader import load_model, read_config
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.launch import EagerLauncher
 from sametoken.runner.step import Runner, StepRunner
-from sametoken.runner.stream import CudaStream, ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
@@ -45,7 +53,29 @@ from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.recurrent import RecurrentCache, RecurrentSpec
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.verification.shared import share_verifier
 from sametoken.verification.synthetic import make_verifier
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be built, found possible as far as configs tell.
+
+    Attributes:
+        config: sizes decided, the drafter's path in place of its name.
+        path: the target's checkpoint.
+        dtype: of weights and activations, and why.
+        aux_layers: the target's layers whose inputs the drafter reads.
+        reasons: what was turned off, and why.
+    """
+
+    config: EngineConfig
+    device: torch.device
+    path: Path
+    architecture: ModelConfig
+    dtype: tuple[torch.dtype, str]
+    aux_layers: tuple[int, ...]
+    reasons: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +87,7 @@ class _Loaded:
     kernels: Kernels
     memory: MemoryPlan
     resolved: ResolvedConfig
+    extraction: Extraction
 
 
 def build_engine(
@@ -73,9 +104,37 @@ def build_engine(
         CheckpointError: a checkpoint is missing or broken.
         UnsupportedError: an architecture, method or device is not implemented.
         DrafterMismatchError: the drafter does not fit the target.
+        EngineDeadError: another rank of the model failed for another reason.
     """
-    loaded = _load(config, announce)
-    resolved, memory = loaded.resolved, loaded.memory
+    asked = _examine(config, announce)
+    ranks = start_ranks(replace(asked.config, model=str(asked.path)), asked.device)
+    with ranks.stopped_by_errors():
+        loaded = _load(asked, ranks, announce)
+        eager, runner = _assemble(loaded, ranks, announce)
+        scheduler = Scheduler(_limits(loaded, eager.drafter))
+        return EngineCore(loaded.resolved, scheduler, ranks.lead(runner), loaded.extraction)
+
+
+def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
+    """The runner of a rank that follows another's plans; arguments are that rank's.
+
+    Raises:
+        SametokenError: as in ``build_engine``.
+    """
+    asked = _examine(config, _say_nothing)
+    _, runner = _assemble(_load(asked, ranks, _say_nothing), ranks, _say_nothing)
+    return runner
+
+
+def _say_nothing(text: str) -> None:
+    """Rank 0 has said it."""
+
+
+def _assemble(
+    loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]
+) -> tuple[StepRunner, Runner]:
+    """The runner of eager verbs, and the one to use."""
+    resolved, memory, parallel = loaded.resolved, loaded.memory, ranks.parallel
     config = resolved.config
     kv = _allocate_kv(loaded, loaded.target.kv_spec, loaded.target.recurrent_spec)
     sequences = Sequences.allocate(
@@ -87,40 +146,55 @@ def build_engine(
         device=resolved.device,
     )
     table = SamplingTable.allocate(config.max_num_seqs, resolved.device)
-    drafter = _attach_drafter(loaded, table)
+    drafter = loaded.extraction.wrap(_attach_drafter(loaded, table))
     steps, on_gpu = resolved.steps_in_flight, resolved.device.type == "cuda"
+    verifier = make_verifier(config.speculative_config, loaded.kernels, sequences, table)
     eager = StepRunner(
         sequences=sequences,
         model=loaded.target,
         kv=kv,
-        verifier=make_verifier(config.speculative_config, loaded.kernels, sequences, table),
-        drafter=drafter,
+        verifier=share_verifier(verifier, parallel),
+        drafter=share_drafter(drafter, config.num_drafts, parallel),
         launcher=EagerLauncher(),
         swap=SwapStore((kv, *drafter.kv_caches)),
-        stream=CudaStream() if on_gpu else ImmediateStream() if steps == 1 else LaggingStream(),
+        stream=ranks.stream(resolved.device, steps),
         ring=OutputRing.allocate(steps + 1, config.max_num_seqs, config.num_drafts, pinned=on_gpu),
+        history=loaded.drafter.history,
     )
-    runner: Runner = eager
-    if on_gpu:
-        # Triton is part of CUDA builds of torch alone.
-        from sametoken.engine.build_gpu import graphed
+    if not on_gpu:
+        return eager, eager
+    # Triton is part of CUDA builds of torch alone.
+    from sametoken.engine.build_gpu import graphed
 
-        runner = graphed(eager, table, loaded.kernels, resolved, announce)
-    return EngineCore(resolved, Scheduler(_limits(loaded, drafter)), runner)
+    return eager, graphed(eager, table, loaded.kernels, resolved, parallel, announce)
 
 
-def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
+def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
     device = resolve_device(config)
     config = resolve_sizes(config, device)
     config = _with_drafter_path(config, announce)
-    path = resolve_model(config.model, announce)
+    path = Path(resolve_model(config.model, announce))
     architecture = read_config(path, load_format=config.load_format)
-    dtype, why = resolve_dtype(config, architecture.dtype)
+    dtype = resolve_dtype(config, architecture.dtype)
     spec = config.speculative_config
     max_len = resolve_max_model_len(config, architecture)
     _require_room(config)
+    require_ranks(config, architecture, device)
     require_drafter_fits(spec, architecture, max_len)
+    config, reasons = resolve_extraction(config, device)
+    layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
+    return _Asked(config, device, path, architecture, dtype, layers, reasons)
+
+
+def _load(asked: _Asked, ranks: Ranks, announce: Callable[[str], None]) -> _Loaded:
+    config, device, path, architecture = asked.config, asked.device, asked.path, asked.architecture
+    dtype, why = asked.dtype
+    # Rank 0 drafts for all, and alone keeps what drafting needs.
+    spec = config.speculative_config if ranks.parallel.rank == 0 else None
+    layers = asked.aux_layers if ranks.parallel.rank == 0 else ()
+    max_len = resolve_max_model_len(config, architecture)
     max_positions = max_len + config.num_drafts + 1
+    extraction = open_extraction(spec, path, architecture, layers, dtype)
     kernels = select_kernels(device)
     target = load_model(
         path,
@@ -128,35 +202,48 @@ def _load(config: EngineConfig, announce: Callable[[str], None]) -> _Loaded:
         dtype=dtype,
         device=device,
         max_positions=max_positions,
-        aux_layers=required_aux_layers(spec, architecture),
+        aux_layers=layers,
         load_format=config.load_format,
+        parallel=ranks.parallel,
     )
-    placement = Placement(kernels, dtype, device, max_len, max_positions, config.draft_load_format)
+    placement = Placement(
+        kernels, dtype, device, max_len, max_positions, config.draft_load_format, path
+    )
     drafter = load_drafter(spec, target, placement)
     recurrent = tuple(s for s in (target.recurrent_spec, drafter.recurrent_spec) if s is not None)
-    config, recurrent_reasons = resolve_recurrent(config, device, recurrent)
-    for name, reason in recurrent_reasons.items():
+    config, recurrent_reasons = resolve_recurrent(config, recurrent)
+    off_reasons = asked.reasons | recurrent_reasons
+    for name, reason in off_reasons.items():
         announce(f"{name} is {reason}")
     specs = (target.kv_spec, *((drafter.kv_spec,) if drafter.kv_spec else ()))
-    budget = resolve_kv_bytes(config, device)
-    memory = plan_memory(config, architecture, specs, drafter.lookahead_slots, budget)
+    recurrent_bytes = (config.max_num_seqs + 1) * sum(
+        one.bytes_per_slot(config.num_drafts) for one in recurrent
+    )
+    budget = ranks.least(resolve_kv_bytes(config, device, recurrent_bytes))
+    memory = ranks.same(plan_memory(config, architecture, specs, drafter.lookahead_slots, budget))
     block_bytes = sum(one.bytes_per_block(config.block_size) for one in specs)
     resolved = ResolvedConfig(
         config=config,
-        model_path=Path(path),
+        model_path=path,
         model=architecture,
         dtype=dtype,
         device=device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=kernels.name,
-        reasons={**memory.reasons, **recurrent_reasons, "dtype": why},
+        reasons={**memory.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
-        recurrent_bytes=(config.max_num_seqs + 1)
-        * sum(one.bytes_per_slot(config.num_drafts) for one in recurrent),
+        recurrent_bytes=recurrent_bytes,
+        request_memory=RequestMemory.of(
+            config.num_drafts,
+            target.kv_spec,
+            target.recurrent_spec,
+            drafter.kv_spec,
+            drafter.recurrent_spec,
+        ),
     )
-    return _Loaded(target, drafter, kernels, memory, resolved)
+    return _Loaded(target, drafter, kernels, memory, resolved, extraction)
 
 
 def _with_drafter_path(config: EngineConfig, announce: Callable[[str], None]) -> EngineConfig:
@@ -187,6 +274,7 @@ def _allocate_kv(loaded: _Loaded, spec: KVSpec, recurrent: RecurrentSpec | None)
             max_num_seqs=config.max_num_seqs,
             num_drafts=config.num_drafts,
             device=device,
+            kernels=loaded.kernels,
         )
     return KVCache.allocate(
         spec,

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.triton import TritonKernels
+from sametoken.layers.parallel import TensorParallel
 from sametoken.runner.graphed import GraphedRunner
 from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
 from sametoken.runner.padded import PaddedJudge, PaddedStep
+from sametoken.runner.shared_judge import SharedJudge
 from sametoken.runner.step import Runner, StepRunner
 from sametoken.runner.synthetic import SyntheticJudge
-from sametoken.state.padded import judge_and_commit
+from sametoken.state.padded import judge, judge_and_commit
 from sametoken.state.sampling import SamplingTable
 from sametoken.verification.synthetic import conditional_rates
 
@@ -24,6 +26,7 @@ def graphed(
     table: SamplingTable,
     kernels: Kernels,
     resolved: ResolvedConfig,
+    parallel: TensorParallel,
     announce: Callable[[str], None],
 ) -> Runner:
     """The runner of a GPU: graphs over the eager verbs, unless ``enforce_eager``.
@@ -33,6 +36,7 @@ def graphed(
         table: sampling parameters by slot.
         kernels: the engine's bundle, whose choices are proven first.
         resolved: the engine's settings.
+        parallel: the ranks that share the model; all of them capture the same graphs.
         announce: told what was proven and captured, and at what cost.
     """
     assert isinstance(kernels, TritonKernels)
@@ -49,7 +53,13 @@ def graphed(
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")
     step = PaddedStep(
-        eager.sequences, eager.model, eager.kv, table, eager.drafter, _judge(resolved, table)
+        eager.sequences,
+        eager.model,
+        eager.kv,
+        table,
+        eager.drafter,
+        _judge(resolved, table, parallel),
+        parallel,
     )
     graphs = StepGraphs(step, windows, chunks)
     report = graphs.capture_all()
@@ -60,11 +70,13 @@ def graphed(
     return GraphedRunner(eager, graphs)
 
 
-def _judge(resolved: ResolvedConfig, table: SamplingTable) -> PaddedJudge:
+def _judge(resolved: ResolvedConfig, table: SamplingTable, parallel: TensorParallel) -> PaddedJudge:
     speculative = resolved.config.speculative_config
     if speculative is None or speculative.synthetic_rates is None:
-        return judge_and_commit
-    return SyntheticJudge(conditional_rates(speculative.synthetic_rates, resolved.device), table)
+        return judge_and_commit if parallel.size == 1 else SharedJudge(judge, parallel)
+    rates = conditional_rates(speculative.synthetic_rates, resolved.device)
+    synthetic = SyntheticJudge(rates, table)
+    return synthetic if parallel.size == 1 else SharedJudge(synthetic.verdict, parallel)
 
 
 def window_buckets(max_num_seqs: int) -> tuple[int, ...]:

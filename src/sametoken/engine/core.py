@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sametoken.core.request import EngineRequest, RequestUpdate
+from sametoken.engine.extraction import Extraction, NoExtraction
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import EngineDeadError
 from sametoken.runner.async_output import PendingOutput
@@ -15,10 +16,17 @@ from sametoken.scheduler.scheduler import Scheduler
 class EngineCore:
     """Token ids in, token ids out, with up to ``steps_in_flight`` steps enqueued at once."""
 
-    def __init__(self, resolved: ResolvedConfig, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self,
+        resolved: ResolvedConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        extraction: Extraction | None = None,
+    ) -> None:
         self.resolved = resolved
         self.scheduler = scheduler
         self._runner = runner
+        self._extraction = extraction or NoExtraction()
         self._in_flight: deque[PendingOutput] = deque()
         self._failure: BaseException | None = None
 
@@ -37,15 +45,21 @@ class EngineCore:
         self._require_alive()
         self.scheduler.add(request)
 
-    def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
+    def release(
+        self, request_id: str, num_kept_tokens: int | None = None, *, aborted: bool = False
+    ) -> None:
         """End a request, finished or aborted; unknown ids are ignored.
 
         Args:
             request_id: whom to end.
             num_kept_tokens: tokens of prompt and output that were not cut, whose KV may
                 serve later prompts; None if that is not known.
+            aborted: it was ended before its time.
         """
         self.scheduler.release(request_id, num_kept_tokens)
+        self._extraction.end(request_id, num_kept_tokens, aborted=aborted)
+        if self._failure is None:
+            self._flush_at_rest()
 
     def step(self) -> tuple[RequestUpdate, ...]:
         """Enqueue the next step; settle the oldest once enough are in flight.
@@ -67,10 +81,19 @@ class EngineCore:
         plan = self.scheduler.plan()
         if plan is not None:
             self._in_flight.append(self._runner.submit(plan))
+            self._extraction.launch(plan)
         may_plan_on = plan is not None and len(self._in_flight) < self.resolved.steps_in_flight
         if may_plan_on or not self._in_flight:
             return ()
-        return self.scheduler.settle(self._in_flight.popleft().wait())
+        result = self._in_flight.popleft().wait()
+        self._extraction.settle(result)
+        updates = self.scheduler.settle(result)
+        self._flush_at_rest()
+        return updates
+
+    def _flush_at_rest(self) -> None:
+        if not self.has_unfinished:
+            self._extraction.flush()
 
     def _require_alive(self) -> None:
         if self._failure is not None:

@@ -10,6 +10,8 @@ from typing import Any
 from sametoken.core.request import EngineRequest
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.seeds import derive_seed
+from sametoken.core.structured_outputs import Grammar
+from sametoken.engine.grammar import GrammarCompiler
 from sametoken.engine.tokenizer import Tokenizer
 from sametoken.errors import RequestError
 from sametoken.verification.admission import require_choosable
@@ -53,6 +55,7 @@ class InputProcessor:
         vocab_size: the model's; every token id lies below.
         max_model_len: prompt and output together, in tokens.
         eos_token_ids: tokens that end a completion unless ``ignore_eos`` is set.
+        num_speculative_tokens: k; a request may ask for as many drafts or fewer.
         seed: requests without a seed draw theirs from this one, in order.
     """
 
@@ -63,13 +66,16 @@ class InputProcessor:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        num_speculative_tokens: int,
         seed: int,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
+        self._grammars: GrammarCompiler | None = None
         # Index 0 of derive_seed is the seed itself, so the draws start at 1.
         self._draws = itertools.count(1)
 
@@ -97,6 +103,8 @@ class InputProcessor:
             max_total_tokens=limit,
             stop_token_ids=stop_ids,
             bad_words_token_ids=bad_words,
+            grammar=self._grammar(params),
+            max_drafts=params.num_speculative_tokens,
         )
         seed = params.seed
         if seed is None:
@@ -192,6 +200,12 @@ class InputProcessor:
         self._check_ids("logit_bias", tuple(params.logit_bias or {}))
         if params.stop:
             self._require_tokenizer("a stop string")
+        own, most = params.num_speculative_tokens, self._num_speculative_tokens
+        if own is not None and own > most:
+            raise RequestError(
+                f"num_speculative_tokens={own} is above the engine's {most}",
+                f"use 0 to {most}, or None for the engine's own",
+            )
 
     def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
         for token_id in token_ids:
@@ -215,6 +229,23 @@ class InputProcessor:
                 if token_ids and token_ids not in sequences:
                     sequences.append(token_ids)
         return tuple(sequences)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what ``process`` would take long for: it is kept. Any thread may call this.
+
+        Raises:
+            RequestError: the grammar cannot be honoured.
+        """
+        self._grammar(params)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """What ``structured_outputs`` compiles to. The compiler is made for the first one."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            tokenizer = self._require_tokenizer("structured_outputs")
+            self._grammars = GrammarCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
+        return self._grammars.compile(params.structured_outputs)
 
 
 def _ids(values: tuple[int, ...] | list[int] | None) -> tuple[int, ...]:

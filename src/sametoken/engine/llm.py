@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from sametoken.core.outputs import RequestOutput, SpeculationMetrics
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
+from sametoken.engine.generation_defaults import default_sampling_params
 from sametoken.engine.input_processor import (
     InputProcessor,
     ProcessedRequest,
@@ -23,10 +23,9 @@ from sametoken.engine.input_processor import (
 )
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.engine.tokenizer import Messages, Tokenizer, load_tokenizer_of
-from sametoken.errors import CheckpointError, RequestError, SametokenError
+from sametoken.engine.tokenizer import Messages, Tokenizer, all_eos_ids, load_tokenizer_of
+from sametoken.errors import RequestError, SametokenError
 
-_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
 _logger = logging.getLogger("sametoken")
 
 
@@ -66,16 +65,14 @@ class LLM:
 
     def _start(self, engine: EngineCore, tokenizer: Tokenizer | None) -> None:
         model = engine.resolved.model
-        eos = model.eos_token_ids
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
         self._engine = engine
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=model.vocab_size,
             max_model_len=engine.resolved.max_model_len,
-            eos_token_ids=eos,
+            eos_token_ids=all_eos_ids(model.eos_token_ids, tokenizer),
+            num_speculative_tokens=engine.resolved.config.num_drafts,
             seed=engine.resolved.config.seed,
         )
         self._outputs = OutputProcessor(tokenizer)
@@ -109,15 +106,7 @@ class LLM:
         Raises:
             CheckpointError: the file is not a JSON object.
         """
-        path = self.resolved.model_path / "generation_config.json"
-        if not path.is_file():
-            return SamplingParams()
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            chosen = {name: values.get(name) for name in _GENERATION_DEFAULTS}
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is not a JSON object", "repair or delete it") from error
-        return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
+        return default_sampling_params(self.resolved.model_path)
 
     def generate(
         self,
@@ -189,7 +178,7 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request where it stands; its output says ``"abort"``. Unknown ids are ignored."""
         processed = self._outputs.abort(request_id, time.monotonic())
-        self._collect(processed.outputs, processed.released)
+        self._collect(processed.outputs, processed.released, aborted=True)
 
     def _run(
         self,
@@ -268,9 +257,15 @@ class LLM:
         processed = self._outputs.process(updates, time.monotonic())
         self._collect(processed.outputs, processed.released)
 
-    def _collect(self, outputs: Sequence[RequestOutput], released: Mapping[str, int]) -> None:
+    def _collect(
+        self,
+        outputs: Sequence[RequestOutput],
+        released: Mapping[str, int],
+        *,
+        aborted: bool = False,
+    ) -> None:
         for request_id, num_kept_tokens in released.items():
-            self._engine.release(request_id, num_kept_tokens)
+            self._engine.release(request_id, num_kept_tokens, aborted=aborted)
         for output in outputs:
             self._latest[output.request_id] = output
             if output.finished:

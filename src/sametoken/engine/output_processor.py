@@ -16,7 +16,7 @@ from sametoken.engine.detokenizer import Detokenizer, make_detokenizer
 from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.engine.stop_strings import StopMatch, StopStrings
 from sametoken.engine.tokenizer import Tokenizer
-from sametoken.errors import NumericalError
+from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,7 @@ class _Completion:
     def take(self, update: RequestUpdate) -> None:
         """Add the update's tokens up to the first that ends the completion."""
         if update.poisoned:
-            self._error = NumericalError(
-                "the model's logits were NaN", "check the checkpoint, or use dtype float32"
-            )
+            self._error = _failure(update)
             self.end("error")
             return
         for offset, token_id in enumerate(update.token_ids):
@@ -259,3 +257,15 @@ class _Completion:
 
     def _held_back(self) -> str:
         return self._detokenizer.finish() if self._detokenizer else ""
+
+
+def _failure(update: RequestUpdate) -> SametokenError:
+    """Why a poisoned request failed."""
+    if update.stuck:
+        return StructuredOutputError(
+            "no token satisfies the grammar of structured_outputs and the other parameters",
+            "loosen the grammar, or drop min_tokens, bad_words or allowed_token_ids",
+        )
+    return NumericalError(
+        "the model's logits were NaN", "check the checkpoint, or use dtype float32"
+    )

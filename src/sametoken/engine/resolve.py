@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from sametoken.config import EngineConfig
+from sametoken.config import EXTRACT, EngineConfig
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
+from sametoken.models.tensor_parallel import require_divisible
 from sametoken.state.kv_cache import KVSpec
 from sametoken.state.recurrent import RecurrentSpec
 
@@ -29,6 +31,7 @@ class ResolvedConfig:
         reasons: option name to the reason for its value, for ``--explain``.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
         recurrent_bytes: memory of all recurrent state, which is not part of the KV's.
+        request_memory: what one request takes of both.
     """
 
     config: EngineConfig
@@ -43,6 +46,7 @@ class ResolvedConfig:
     weights_bytes: int
     kv_bytes: int
     recurrent_bytes: int = 0
+    request_memory: RequestMemory = field(default_factory=RequestMemory)
 
     @property
     def steps_in_flight(self) -> int:
@@ -94,23 +98,54 @@ def resolve_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
     )
 
 
-def resolve_kv_bytes(config: EngineConfig, device: torch.device) -> int:
-    """KV memory in bytes, once all weights are loaded.
+def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Refuse ranks that the model, the drafter or the machine has no place for.
 
     Raises:
-        ConfigError: the weights leave nothing of the share that may be used.
+        ConfigError: the model cannot be divided so, or there are fewer GPUs.
+        UnsupportedError: the architecture or the method is not implemented for several ranks.
+    """
+    size, spec = config.tensor_parallel_size, config.speculative_config
+    require_divisible(model, size)
+    if size == 1:
+        return
+    if spec is not None and spec.method == "eagle":
+        raise UnsupportedError(
+            f"tensor_parallel_size={size} with method 'eagle' is not implemented: the head uses "
+            "the target's lm_head, of which a rank holds a part",
+            "use eagle3 or another method, or tensor_parallel_size=1",
+        )
+    if device.type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs as many GPUs, and there are "
+            f"{torch.cuda.device_count()}",
+            "use a smaller size",
+        )
+
+
+def resolve_kv_bytes(config: EngineConfig, device: torch.device, recurrent_bytes: int = 0) -> int:
+    """KV memory in bytes, once all weights are loaded.
+
+    Args:
+        config: what was asked.
+        device: where the engine runs.
+        recurrent_bytes: what recurrent state will take of a GPU's memory.
+
+    Raises:
+        ConfigError: weights and recurrent state leave nothing of the share that may be used.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cpu":
         return CPU_KV_BYTES
     free, total = torch.cuda.mem_get_info(device)
-    left = free - int(total * (1 - config.gpu_memory_utilization)) - GPU_RESERVE_BYTES
+    unused = int(total * (1 - config.gpu_memory_utilization))
+    left = free - unused - GPU_RESERVE_BYTES - recurrent_bytes
     if left <= 0:
         raise ConfigError(
-            f"{free} free bytes leave no KV memory at gpu_memory_utilization="
-            f"{config.gpu_memory_utilization}",
-            "raise gpu_memory_utilization or use a smaller model",
+            f"{free} free bytes, {recurrent_bytes} of them for recurrent state, leave no KV memory "
+            f"at gpu_memory_utilization={config.gpu_memory_utilization}",
+            "raise gpu_memory_utilization, lower max_num_seqs, or use a smaller model",
         )
     return left
 
@@ -141,26 +176,32 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
+def resolve_extraction(
+    config: EngineConfig, device: torch.device
+) -> tuple[EngineConfig, dict[str, str]]:
+    """What extracting hidden states rules out is off, with the reason."""
+    spec = config.speculative_config
+    if spec is None or spec.method != EXTRACT:
+        return config, {}
+    reasons = {}
+    if config.enable_prefix_caching:
+        reasons["enable_prefix_caching"] = "off: states of cached positions are not computed"
+    if device.type == "cuda" and not config.enforce_eager:
+        reasons["enforce_eager"] = "on: states are copied out of eager steps"
+    eager = config.enforce_eager or device.type == "cuda"
+    return replace(config, enable_prefix_caching=False, enforce_eager=eager), reasons
+
+
 def resolve_recurrent(
-    config: EngineConfig, device: torch.device, specs: tuple[RecurrentSpec, ...]
+    config: EngineConfig, specs: tuple[RecurrentSpec, ...]
 ) -> tuple[EngineConfig, dict[str, str]]:
     """What recurrent state rules out is off, with the reason.
 
     Args:
         config: what was asked.
-        device: where the engine runs.
         specs: recurrent state of the target and of a drafter; empty for dense models.
-
-    Raises:
-        UnsupportedError: captured steps, which cannot fold yet, were asked for.
     """
-    if not specs:
-        return config, {}
-    if device.type == "cuda" and not config.enforce_eager:
-        raise UnsupportedError(
-            "models with recurrent state run without CUDA graphs only", "set enforce_eager"
-        )
-    if not config.enable_prefix_caching:
+    if not specs or not config.enable_prefix_caching:
         return config, {}
     why = "off: a prefix's blocks hold KV, not the recurrent state at its end"
     return replace(config, enable_prefix_caching=False), {"enable_prefix_caching": why}
@@ -195,7 +236,8 @@ def plan_memory(
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     else:
-        num_blocks = min(budget // block_bytes, most_useful)
+        # A model without any attention has no KV, and blocks of it cost nothing.
+        num_blocks = min(budget // block_bytes, most_useful) if block_bytes else most_useful
         reasons["num_kv_blocks"] = f"{num_blocks * block_bytes} of {budget} bytes"
     longest = num_blocks * block_size - extra_tokens
     if longest < max_len:

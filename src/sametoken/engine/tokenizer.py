@@ -37,7 +37,18 @@ class Tokenizer:
         return token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text; special tokens written out in it count as such."""
+        """Token ids of a text; special tokens written out in it count as such.
+
+        Raises:
+            RequestError: the text holds a lone surrogate, half of a character.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text holds a lone surrogate at character {error.start}",
+                "give valid Unicode text",
+            ) from error
         return tuple(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -79,6 +90,12 @@ class Tokenizer:
                 'give a list of {"role": ..., "content": ...}',
             ) from error
         return text
+
+
+def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Ids that end a text: the model's, and the tokenizer's if it names another."""
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(dict.fromkeys((*model_ids, *(() if own is None else (own,)))))
 
 
 def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | None:

@@ -8,6 +8,7 @@ with each other in bits; one engine uses one bundle throughout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,11 +108,19 @@ class PackedWeight(Protocol):
     def nbytes(self) -> int: ...
 
 
+class PackedExperts(Protocol):
+    """The matrices of a layer's experts in the layout their kernels want."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Kernels(Protocol):
     """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
 
-    Activations have the model's dtype (bf16 or fp32) and are contiguous; sums run in fp32
-    and round once at the end.
+    Activations have the model's dtype (bf16 or fp32) and are contiguous, but for parts of a
+    fused projection, whose rows may lie apart: ``qkv`` and ``gate``. Sums run in fp32 and
+    round once at the end.
     """
 
     name: str
@@ -157,7 +166,10 @@ class Kernels(Protocol):
         ...
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``rms_norm(x) * silu(gate)`` per row, rounded once: two [N, D] -> [N, D]."""
+        """``rms_norm(x) * silu(gate)`` per head, rounded once: two [T, H * D] -> [T, H * D].
+
+        ``weight`` is [D].
+        """
         ...
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -168,6 +180,30 @@ class Kernels(Protocol):
         """``silu(gate) * up`` of [T, 2I] = [gate | up] = ``linear(x, weight)`` -> [T, I].
 
         Gate and up are rounded to x's dtype before the product.
+        """
+        ...
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
+    ) -> PackedExperts:
+        """Take over E experts' [gate | up] and down; the caller drops its own references."""
+        ...
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by falling weight.
+
+        Weights are softmax probabilities, divided by their sum if ``normalise``, rounded to
+        the dtype of ``logits``. Of equal ones the lowest id comes first.
+        """
+        ...
+
+    def mix_experts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Weighted sum of ``linear(gated_linear(x, gate_up), down)`` of each row's experts.
+
+        Added in fp32, in an order that the row alone decides, and rounded once: [T, H] ->
+        [T, H]. ``chosen`` and ``weights`` as ``route`` gives them.
         """
         ...
 
@@ -203,6 +239,7 @@ class Kernels(Protocol):
         seeds: Tensor,
         positions: Tensor,
         token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
         """Keyed sampling (docs/lossless.md): [L, V'] fp32 -> [L] int64.
 
@@ -210,6 +247,7 @@ class Kernels(Protocol):
         ``temperature`` is 0; equal values: lowest id. ``temperature`` [L] fp32, ``seeds``
         [L] int64, ``positions`` [L] int64 (of the token being chosen). ``token_ids`` [V']
         int64, ascending, says which token each column stands for, as if all other tokens
-        had -inf; None: column i is token i. Writes none of them.
+        had -inf; None: column i is token i. With ``slots`` [L] int64, ``temperature`` and
+        ``seeds`` are [S], and row l takes those of ``slots[l]``. Writes none of them.
         """
         ...

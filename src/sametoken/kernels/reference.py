@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from sametoken.kernels.activation import reference as activation
 from sametoken.kernels.attention import reference as attention
+from sametoken.kernels.experts import reference as experts_reference
+from sametoken.kernels.experts.reference import SeparateExperts
 from sametoken.kernels.gemm import reference as gemm
 from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
     LayerKV,
+    PackedExperts,
     PackedWeight,
     QKNorm,
     RotaryTable,
@@ -60,6 +65,19 @@ class ReferenceKernels:
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return self.silu_mul(self.linear(x, weight))
 
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
+    ) -> SeparateExperts:
+        return SeparateExperts(tuple(gate_up), tuple(down))
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return experts_reference.route(logits, top_k, normalise)
+
+    def mix_experts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        return experts_reference.mix(self, x, experts, chosen, weights)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -83,8 +101,9 @@ class ReferenceKernels:
         seeds: Tensor,
         positions: Tensor,
         token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
-        return sampling.sample(logits, temperature, seeds, positions, token_ids)
+        return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)
 
 
 def _own(weight: PackedWeight) -> PlainWeight:

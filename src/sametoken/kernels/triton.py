@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from sametoken.errors import UnsupportedError
 from sametoken.kernels.activation import triton as activation
 from sametoken.kernels.attention import triton as attention
 from sametoken.kernels.embedding import triton as embedding
+from sametoken.kernels.experts import triton as experts_triton
+from sametoken.kernels.experts.triton import StackedExperts
 from sametoken.kernels.gemm import triton as gemm
 from sametoken.kernels.gemm.proof import ProvenTable
 from sametoken.kernels.gemm.selfcheck import GemmReport
@@ -19,6 +21,7 @@ from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
     LayerKV,
+    PackedExperts,
     PackedWeight,
     QKNorm,
     RotaryTable,
@@ -41,6 +44,7 @@ class TritonKernels:
     def __init__(self, table: TuningTable | None = None) -> None:
         self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
         self._matrices: dict[tuple[int, ...], Tensor] = {}
+        self._arrivals: Tensor | None = None
 
     def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
         """Compare the chosen GEMMs with the canonical one on this chip, for packed weights.
@@ -89,6 +93,21 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
 
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
+    ) -> StackedExperts:
+        stacks = (torch.stack([_own(one).matrix for one in each]) for each in (gate_up, down))
+        return StackedExperts(*stacks)
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return experts_triton.route(logits, top_k, normalise)
+
+    def mix_experts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        assert isinstance(experts, StackedExperts)
+        return experts_triton.mix(x, experts, chosen, weights)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -103,7 +122,10 @@ class TritonKernels:
     def attention(
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
-        return attention.attention(q, shape, rows, kv, window=rows.window)
+        # Made by the first call, which precedes every capture; one stream runs all launches.
+        if self._arrivals is None:
+            self._arrivals = attention.new_arrivals(q.device)
+        return attention.attention(q, shape, rows, kv, window=rows.window, arrivals=self._arrivals)
 
     def sample(
         self,
@@ -112,8 +134,9 @@ class TritonKernels:
         seeds: Tensor,
         positions: Tensor,
         token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
-        return sampling.sample(logits, temperature, seeds, positions, token_ids)
+        return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)
 
 
 def _own(weight: PackedWeight) -> gemm.DeviceWeight:

@@ -14,14 +14,15 @@ from sametoken.kernels.interface import (
     QKNorm,
     RotaryTable,
 )
-from sametoken.layers.linear import Linear
+from sametoken.layers.linear import Linear, Projection
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One attention block.
+    """One attention block, or the heads of it that are on this rank.
 
     Attributes:
+        shape: head counts of this rank.
         qkv: fused projection to [q | k | v].
         output: projection of the heads back to the hidden size.
         qk_norm: per-head norm of q and k before RoPE, if the architecture has one.
@@ -30,7 +31,7 @@ class Attention:
     kernels: Kernels
     shape: AttentionShape
     qkv: Linear
-    output: Linear
+    output: Projection
     rotary: RotaryTable
     qk_norm: QKNorm | None = None
 

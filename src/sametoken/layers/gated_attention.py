@@ -38,7 +38,7 @@ class GatedAttention:
         """[T, hidden] -> [T, hidden]; writes the rows' KV before any row reads it."""
         shape = self.shape
         sizes = (shape.q_size, shape.q_size + 2 * shape.kv_size)
-        gate, qkv = (part.contiguous() for part in self.projection(x).split(sizes, dim=-1))
+        gate, qkv = self.projection(x).split(sizes, dim=-1)
         q = self.kernels.rope_and_cache(qkv, shape, self.rotary, rows, kv, self.qk_norm)
         attended = self.kernels.attention(q, shape, rows, kv)
         return self.output(self.kernels.sigmoid_mul(attended, gate))

@@ -42,14 +42,9 @@ class GatedDeltaNet:
         """
         heads, width = self.spec.num_value_heads, self.spec.num_value_heads * self.spec.value_dim
         sizes = (self.spec.conv_channels, width, heads, heads)
-        parts = self.projection(x).split(sizes, dim=-1)
-        mixed_qkv, z, b, a = (part.contiguous() for part in parts)
+        mixed_qkv, z, b, a = self.projection(x).split(sizes, dim=-1)
         attended = step.run(layer, mixed_qkv, a, b, self.params)
-        by_head = (-1, self.spec.value_dim)
-        normed = self.kernels.gated_rms_norm(
-            attended.view(by_head), z.view(by_head), self.norm_weight, self.eps
-        )
-        return self.output(normed.view(x.shape[0], width))
+        return self.output(self.kernels.gated_rms_norm(attended, z, self.norm_weight, self.eps))
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sametoken.kernels.interface import Kernels
-from sametoken.layers.linear import Linear
+from sametoken.layers.linear import Linear, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class GatedMLP:
 
     kernels: Kernels
     gate_up: Linear
-    down: Linear
+    down: Projection
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""

@@ -78,3 +78,7 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] (after the final norm) to [L, V] fp32."""
         ...
+
+    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
+        """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
+        ...

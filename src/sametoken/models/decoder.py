@@ -21,9 +21,10 @@ from sametoken.kernels.interface import (
 from sametoken.layers.attention import Attention
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.parallel import gather_columns
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.weights import Part, WeightReader
+from sametoken.models.weights import Part, Split, WeightReader
 from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.recurrent import RecurrentSpec
 
@@ -75,11 +76,13 @@ class Decoder:
             that enters the final norm. EAGLE-3 in SafeAILab's and vLLM's code counts so.
 
     Attributes:
-        embedding: token embeddings; with tied embeddings the same object as ``head``.
-        head: the projection to logits.
+        embedding: token embeddings, whole on every rank.
+        head: the projection to logits, or this rank's rows of it; with tied embeddings and one
+            rank the same object as ``embedding``.
         recurrent_spec: what one slot of recurrent state holds; None without such layers.
         layer_types: those of a config's ``layer_types`` that the class runs.
         unused_prefixes: beginnings of tensor names that the class has no use for.
+        tensor_parallel: whether several ranks can run the class together.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
@@ -90,6 +93,7 @@ class Decoder:
     recurrent_spec: RecurrentSpec | None = None
     layer_types: ClassVar[frozenset[str]] = frozenset(("full_attention",))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
+    tensor_parallel: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ class Decoder:
         max_positions: int,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        _require_supported(config, self.layer_types, weights.source.location)
+        require_supported(config, self.layer_types, weights.source.location)
         if not all(0 <= layer <= config.num_layers for layer in aux_layers):
             raise ConfigError(
                 f"auxiliary layers {aux_layers} do not all exist",
@@ -107,9 +111,13 @@ class Decoder:
             )
         self.config = config
         self.kv_spec = KVSpec(
-            config.num_layers, config.num_kv_heads, config.head_dim, weights.dtype
+            config.num_layers,
+            config.num_kv_heads // weights.parallel.size,
+            config.head_dim,
+            weights.dtype,
         )
         self.kernels: Kernels = weights.kernels
+        self._parallel = weights.parallel
         self._aux_layers = aux_layers
         rotary = rotary_table(
             config.rope,
@@ -161,6 +169,10 @@ class Decoder:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] (after the final norm) to [L, V] fp32."""
+        return gather_columns(self._parallel, self.compute_rank_logits(hidden))
+
+    def compute_rank_logits(self, hidden: Tensor) -> Tensor:
+        """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
         return self.kernels.logits(hidden, self.head)
 
     @property
@@ -197,11 +209,15 @@ class Decoder:
         return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
 
     def _load_head(self, weights: WeightReader) -> PackedWeight:
+        name = HEAD
         if self.config.tie_word_embeddings:
             if HEAD in weights:
                 weights.require_equal(self._embedding_name, HEAD)
-            return self.embedding
-        return weights.packed(self.config.hidden_size, Part(HEAD, self.config.vocab_size))
+            if weights.parallel.size == 1:
+                return self.embedding
+            name = self._embedding_name
+        part = Part(name, self.config.vocab_size, split=Split.ROWS)
+        return weights.packed(self.config.hidden_size, part)
 
 
 def load_attention(
@@ -213,7 +229,7 @@ def load_attention(
     *,
     in_features: int | None = None,
 ) -> Attention:
-    """The attention block at ``prefix``, with q, k and v fused.
+    """The attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
 
     Args:
         config: head counts and whether projections have biases.
@@ -223,17 +239,19 @@ def load_attention(
         qk_norm: the norm of q and k, if there is one.
         in_features: width of the block's input; default the hidden size.
     """
-    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    size = weights.parallel.size
+    whole = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    shape = AttentionShape(config.num_heads // size, config.num_kv_heads // size, config.head_dim)
     weights.kernels.require(shape)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
-        Part(f"{prefix}.q_proj", shape.q_size),
-        Part(f"{prefix}.k_proj", shape.kv_size),
-        Part(f"{prefix}.v_proj", shape.kv_size),
+        Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
+        Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
+        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
         bias=config.attention_bias,
     )
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
-    output = weights.linear(shape.q_size, output_part, bias=config.attention_bias)
+    output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
 
 
@@ -245,13 +263,25 @@ def load_mlp(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedML
 def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -> GatedMLP:
     """The MLP at ``prefix``, of ``size`` elements between ``hidden`` and ``hidden``."""
     gate_up = weights.linear(
-        hidden, Part(f"{prefix}.gate_proj", size), Part(f"{prefix}.up_proj", size)
+        hidden,
+        Part(f"{prefix}.gate_proj", size, split=Split.ROWS),
+        Part(f"{prefix}.up_proj", size, split=Split.ROWS),
     )
-    down = weights.linear(size, Part(f"{prefix}.down_proj", hidden))
+    down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
     return GatedMLP(weights.kernels, gate_up, down)
 
 
-def _require_supported(config: ModelConfig, known: frozenset[str], location: str) -> None:
+def require_supported(config: ModelConfig, known: frozenset[str], location: str) -> None:
+    """Refuse a config that asks for arithmetic which the decoder does not implement.
+
+    Args:
+        config: the architecture.
+        known: the ``layer_types`` that can be run.
+        location: the checkpoint, for messages.
+
+    Raises:
+        UnsupportedError: it does.
+    """
     settings = config.extra
     windowed = settings.get("use_sliding_window", settings.get("sliding_window") is not None)
     layer_types = settings.get("layer_types") or ()

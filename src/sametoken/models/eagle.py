@@ -24,6 +24,11 @@ class HeadStates:
     last: Tensor
     feedback: Tensor
 
+    def at(self, rows: Tensor) -> HeadStates:
+        """Copies of the given rows, [R] int64."""
+        last = self.last[rows]
+        return HeadStates(last, last if self.feedback is self.last else self.feedback[rows])
+
 
 class EagleHead(Protocol):
     """A draft head: row p holds the token at p + 1 and a state of p, and predicts p + 2."""

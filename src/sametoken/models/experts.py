@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sametoken.layers.linear import Linear
-from sametoken.layers.mlp import GatedMLP
+from sametoken.kernels.interface import PackedExperts
 from sametoken.layers.sparse_moe import SparseMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import load_gated_mlp
@@ -34,16 +33,13 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
 
 def _load_experts(
     settings: Settings, weights: WeightReader, prefix: str, hidden: int
-) -> tuple[GatedMLP, ...]:
+) -> PackedExperts:
     count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
-    if f"{prefix}.gate_up_proj" not in weights:
-        return tuple(
-            load_gated_mlp(weights, f"{prefix}.{expert}", hidden, size) for expert in range(count)
-        )
-    gate_up = weights.packed_stack(f"{prefix}.gate_up_proj", (count, 2 * size, hidden))
-    down = weights.packed_stack(f"{prefix}.down_proj", (count, hidden, size))
-    kernels = weights.kernels
-    return tuple(
-        GatedMLP(kernels, Linear(kernels, first), Linear(kernels, second))
-        for first, second in zip(gate_up, down, strict=True)
+    if f"{prefix}.gate_up_proj" in weights:
+        gate_up = weights.packed_stack(f"{prefix}.gate_up_proj", (count, 2 * size, hidden))
+        down = weights.packed_stack(f"{prefix}.down_proj", (count, hidden, size))
+        return weights.kernels.pack_experts(gate_up, down)
+    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
+    return weights.kernels.pack_experts(
+        [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]
     )

@@ -194,15 +194,20 @@ def read_json_object(path: Path) -> dict[str, Any]:
 class SafetensorsSource:
     """The safetensors files of a directory, single or sharded.
 
+    Args:
+        directory: the checkpoint's.
+        prefix: only tensors whose names begin so are there.
+
     Raises:
         CheckpointError: no weights, only pickled ones, a shard missing, or a file truncated.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, prefix: str = "") -> None:
         self.location = str(directory)
         self._files: dict[str, Path] = {}
         for path in _safetensors_files(directory):
-            self._files.update(dict.fromkeys(_names_of(path), path))
+            names = (name for name in _names_of(path) if name.startswith(prefix))
+            self._files.update(dict.fromkeys(names, path))
 
     def names(self) -> Collection[str]:
         """Names as they stand in the files."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.errors import CheckpointError
 from sametoken.kernels.interface import AttentionRows, AttentionShape, QKNorm, RotaryTable
 from sametoken.layers.gated_attention import GatedAttention
 from sametoken.layers.gated_delta_net import GatedDeltaNet
@@ -56,13 +56,6 @@ class HybridDecoder(Decoder, ABC):
         aux_layers: tuple[int, ...] = (),
     ) -> None:
         location = weights.source.location
-        sparse = any(_is_sparse(config, index) for index in range(config.num_layers))
-        if sparse and weights.device.type != "cpu":
-            # The rows of an expert are counted on the host.
-            raise UnsupportedError(
-                f"{location}: a mixture of experts on {weights.device.type!r} is not supported",
-                "use device 'cpu', or a dense checkpoint",
-            )
         self._spec = recurrent_spec(config, weights.dtype, location)
         self._mixers = _mixers(config, location)
         super().__init__(config, weights, max_positions=max_positions, aux_layers=aux_layers)
@@ -107,19 +100,16 @@ class HybridDecoder(Decoder, ABC):
         if self._mixers[index].is_linear:
             mixer = self._load_gated_delta_net(weights, f"{prefix}.linear_attn")
         else:
-            mixer = self._load_gated_attention(weights, f"{prefix}.self_attn", rotary)
-        load: Callable[[ModelConfig, WeightReader, str], Block]
-        load = load_sparse_moe if _is_sparse(self.config, index) else load_mlp
+            mixer = load_gated_attention(self.config, weights, f"{prefix}.self_attn", rotary)
         return DecoderLayer(
             self._load_norm(weights, f"{prefix}.input_layernorm"),
             mixer,
             self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
-            load(self.config, weights, f"{prefix}.mlp"),
+            load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
         )
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
-        weight = _zero_centred(weights, f"{name}.weight", self.config.hidden_size)
-        return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
+        return load_norm(self.config, weights, name)
 
     def _load_gated_delta_net(self, weights: WeightReader, prefix: str) -> GatedDeltaNet:
         spec, hidden, fp32 = self._spec, self.config.hidden_size, torch.float32
@@ -140,27 +130,42 @@ class HybridDecoder(Decoder, ABC):
             output=weights.linear(heads * spec.value_dim, Part(f"{prefix}.out_proj", hidden)),
         )
 
-    def _load_gated_attention(
-        self, weights: WeightReader, prefix: str, rotary: RotaryTable
-    ) -> GatedAttention:
-        config = self.config
-        shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
-        projection = weights.linear(
-            config.hidden_size,
-            Part(f"{prefix}.q_proj", 2 * shape.q_size, _gate_first(shape)),
-            Part(f"{prefix}.k_proj", shape.kv_size),
-            Part(f"{prefix}.v_proj", shape.kv_size),
-            bias=config.attention_bias,
-        )
-        output = weights.linear(
-            shape.q_size, Part(f"{prefix}.o_proj", config.hidden_size), bias=config.attention_bias
-        )
-        qk_norm = QKNorm(
-            _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
-            _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
-            config.rms_norm_eps,
-        )
-        return GatedAttention(self.kernels, shape, projection, output, rotary, qk_norm)
+
+def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
+    """The norm ``name`` over the hidden size."""
+    weight = _zero_centred(weights, f"{name}.weight", config.hidden_size)
+    return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
+
+
+def load_gated_attention(
+    config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
+) -> GatedAttention:
+    """The attention block at ``prefix``, with gate, q, k and v fused."""
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    weights.kernels.require(shape)
+    projection = weights.linear(
+        config.hidden_size,
+        Part(f"{prefix}.q_proj", 2 * shape.q_size, _gate_first(shape)),
+        Part(f"{prefix}.k_proj", shape.kv_size),
+        Part(f"{prefix}.v_proj", shape.kv_size),
+        bias=config.attention_bias,
+    )
+    output = weights.linear(
+        shape.q_size, Part(f"{prefix}.o_proj", config.hidden_size), bias=config.attention_bias
+    )
+    qk_norm = QKNorm(
+        _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
+        _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
+        config.rms_norm_eps,
+    )
+    return GatedAttention(weights.kernels, shape, projection, output, rotary, qk_norm)
+
+
+def load_layer_mlp(config: ModelConfig, weights: WeightReader, prefix: str, index: int) -> Block:
+    """The MLP at ``prefix`` as the layer of that index has it: dense, or a mixture of experts."""
+    load: Callable[[ModelConfig, WeightReader, str], Block]
+    load = load_sparse_moe if _is_sparse(config, index) else load_mlp
+    return load(config, weights, prefix)
 
 
 def recurrent_spec(config: ModelConfig, dtype: torch.dtype, location: str) -> RecurrentSpec:

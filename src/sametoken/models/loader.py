@@ -10,6 +10,7 @@ import torch
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.kernels.interface import Kernels
+from sametoken.layers.parallel import ALONE, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.dummy import dummy_reader
@@ -17,6 +18,7 @@ from sametoken.models.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.host_memory import returned_at_once
 from sametoken.models.huggingface import HuggingFaceCheckpoint
 from sametoken.models.registry import model_class
+from sametoken.models.tensor_parallel import require_divisible
 from sametoken.models.weights import TensorSource, WeightReader
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", DUMMY)
@@ -86,6 +88,7 @@ def load_model(
     max_positions: int,
     aux_layers: tuple[int, ...] = (),
     load_format: str = "auto",
+    parallel: TensorParallel = ALONE,
 ) -> Decoder:
     """Load a checkpoint; memory peaks at its packed weights and one fused matrix.
 
@@ -97,20 +100,23 @@ def load_model(
         max_positions: positions 0 .. max_positions - 1 can be run.
         aux_layers: see ``Decoder``.
         load_format: as in ``open_checkpoint``; "dummy" makes random weights.
+        parallel: the ranks among which the weights are divided.
 
     Raises:
         CheckpointError: something is missing, truncated, corrupt, of a wrong shape, or NaN.
         UnsupportedError: the architecture, a setting or a dtype is not implemented.
-        ConfigError: ``max_positions``, ``aux_layers`` or ``load_format`` is impossible.
+        ConfigError: ``max_positions``, ``aux_layers`` or ``load_format`` is impossible, or the
+            ranks cannot divide the model.
     """
     if max_positions < 1:
         raise ConfigError(f"max_positions={max_positions} is not possible", "use at least 1")
     checkpoint = open_checkpoint(path, load_format=load_format)
     architecture = model_class(checkpoint.config.architecture)
+    require_divisible(checkpoint.config, parallel.size)
     if load_format == DUMMY:
-        weights = dummy_reader(Path(path), kernels, dtype, device)
+        weights = dummy_reader(Path(path), kernels, dtype, device, parallel=parallel)
     else:
-        weights = WeightReader(checkpoint.open_tensors(), kernels, dtype, device)
+        weights = WeightReader(checkpoint.open_tensors(), kernels, dtype, device, parallel)
     return architecture(
         checkpoint.config, weights, max_positions=max_positions, aux_layers=aux_layers
     )

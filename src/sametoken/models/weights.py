@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.kernels.interface import Kernels, PackedWeight
-from sametoken.layers.linear import Linear
+from sametoken.layers.linear import Linear, Projection, RowParallelLinear
+from sametoken.layers.parallel import ALONE, TensorParallel
 
 CHUNK_ELEMENTS = 1 << 20
 
@@ -44,33 +46,72 @@ class TensorSource(Protocol):
         ...
 
 
+class Split(Enum):
+    """What of a tensor each of several ranks holds: all, or an equal run of rows or columns."""
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A tensor that becomes ``rows`` rows of a fused weight.
 
     Attributes:
+        rows: of the whole tensor, as the checkpoint has it.
         places: [rows] int64, a permutation on the host: row i of the tensor becomes row
-            ``places[i]``. None: row i.
+            ``places[i]``. None: row i. Only of a tensor that is not split.
+        split: how ranks divide the tensor among them.
     """
 
     name: str
     rows: int
     places: Tensor | None = None
+    split: Split = Split.WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The rows and columns of a tensor that one rank holds; of a vector only rows count."""
+
+    rows: range
+    columns: range
+
+    def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
+        """Copy what the share has of a chunk whose row 0 is the tensor's row ``first``."""
+        begin = max(self.rows.start, first)
+        end = min(self.rows.stop, first + chunk.shape[0])
+        if begin < end:
+            wanted = chunk[begin - first : end - first]
+            if chunk.dim() > 1:
+                wanted = wanted[:, self.columns.start : self.columns.stop]
+            destination[begin - self.rows.start : end - self.rows.start].copy_(wanted)
+
+
+def _of_rank(whole: range, parallel: TensorParallel) -> range:
+    size = len(whole) // parallel.size
+    return whole[parallel.rank * size : (parallel.rank + 1) * size]
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
     """Reads tensors, checks them, and packs them for one bundle of kernels.
 
+    Shapes that callers give are the checkpoint's; of a split tensor this rank's share is
+    read, and the shape of what is returned is the share's.
+
     Attributes:
         dtype: what every weight is converted to.
         device: where every weight goes.
+        parallel: the ranks that divide split tensors among them.
     """
 
     source: TensorSource
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device
+    parallel: TensorParallel = ALONE
     _read: set[str] = field(default_factory=set)
 
     def __contains__(self, name: str) -> bool:
@@ -116,6 +157,15 @@ class WeightReader:
         rows = sum(part.rows for part in parts)
         return Linear(self.kernels, weight, self._filled((rows,), biases))
 
+    def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
+        """A projection whose input the ranks divide among them; its output is whole."""
+        if self.parallel.size == 1:
+            return self.linear(in_features, part, bias=bias)
+        split = replace(part, name=f"{part.name}.weight", split=Split.COLUMNS)
+        weight = self.packed(in_features, split)
+        added = self.vector(f"{part.name}.bias", part.rows) if bias else None
+        return RowParallelLinear(self.kernels, self.parallel, weight, added)
+
     def require_equal(self, name: str, copy: str) -> None:
         """Refuse a checkpoint whose second copy of a tied tensor differs from the first.
 
@@ -159,12 +209,24 @@ class WeightReader:
         # Checked first: a config at odds with the file must not decide what is allocated.
         for part in parts:
             self._require_shape(part.name, (part.rows, *shape[1:]))
-        destination = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        shares = [self._share(part, shape) for part in parts]
+        rows = sum(len(share.rows) for share in shares)
+        row_shape = shape[1:] if len(shape) == 1 else (len(shares[0].columns), *shape[2:])
+        destination = torch.empty((rows, *row_shape), dtype=dtype or self.dtype, device=self.device)
         first = 0
-        for part in parts:
-            self._fill(destination[first : first + part.rows], part)
-            first += part.rows
+        for part, share in zip(parts, shares, strict=True):
+            self._fill(destination[first : first + len(share.rows)], part, share)
+            first += len(share.rows)
         return destination
+
+    def _share(self, part: Part, shape: tuple[int, ...]) -> Share:
+        """This rank's share of a tensor of ``part.rows`` rows of ``shape[1:]``."""
+        rows, columns = range(part.rows), range(shape[1] if len(shape) > 1 else 1)
+        if part.split is Split.ROWS:
+            rows = _of_rank(rows, self.parallel)
+        elif part.split is Split.COLUMNS:
+            columns = _of_rank(columns, self.parallel)
+        return Share(rows, columns)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self:
@@ -180,15 +242,15 @@ class WeightReader:
                 "check that config and weights belong together",
             )
 
-    def _fill(self, destination: Tensor, part: Part) -> None:
+    def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
         """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
         first = 0
         for chunk in self.source.chunks(part.name):
             last = first + chunk.shape[0]
-            if part.places is None:
-                destination[first:last].copy_(chunk)
-            else:
+            if part.places is not None:
                 destination[part.places[first:last].to(self.device)] = chunk.to(destination)
+            else:
+                share.copy(destination, chunk, first)
             first = last
         self._require_finite(destination, part.name)
         self._read.add(part.name)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sametoken.core.outputs import PositionLogprobs, RowResult, StepResult
 from sametoken.core.plan import StepPlan
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.runner.outcome import NUM_COUNTS
+from sametoken.runner.outcome import NUM_COUNTS, SOUND, STUCK
 from sametoken.runner.stream import Event
 from sametoken.state.upload import to_host
 from sametoken.verification.base import TokenLogprobs
@@ -106,7 +106,8 @@ class HostBuffer:
                     num_drafts=num_drafts,
                     num_accepted=num_accepted,
                     token_ids=emitted,
-                    poisoned=bool(poisoned),
+                    poisoned=poisoned != SOUND,
+                    stuck=poisoned == STUCK,
                     logprobs=None if chosen is None else chosen[: len(emitted)],
                     prompt_logprobs=prompt_logprobs[order[b]],
                 )
@@ -192,3 +193,7 @@ class PendingOutput:
         result = self.buffer.read(self.plan, self.order)
         self.ring.release(self.buffer)
         return result
+
+    def discard(self) -> None:
+        """Free the buffer unread, for a rank whose results nobody wants."""
+        self.ring.release(self.buffer)

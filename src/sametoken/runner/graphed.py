@@ -116,6 +116,7 @@ def needs_processing(admission: Admission) -> bool:
         or bool(params.logit_bias)
         or params.allowed_token_ids is not None
         or bool(admission.bad_words_token_ids)
+        or admission.grammar is not None
         or params.min_tokens > 0
         or params.logprobs is not None
         or params.prompt_logprobs is not None

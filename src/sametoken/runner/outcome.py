@@ -11,6 +11,9 @@ from sametoken.verification.base import Verdict
 #: Columns before the window's tokens: step_id, num_drafts, num_accepted, poisoned.
 NUM_COUNTS = 4
 
+#: Values of the column ``poisoned``; 1 is NaN, STUCK a window without an allowed token.
+SOUND, STUCK = 0, 2
+
 
 def pack(x: StepInputs, verdict: Verdict, window: int) -> Tensor:
     """[B, 4 + window] int64: the counts of each plan row, then its window's tokens.
@@ -19,7 +22,8 @@ def pack(x: StepInputs, verdict: Verdict, window: int) -> Tensor:
     Of the tokens, the first ``num_accepted + 1`` of a row that samples mean something.
     """
     step_id = torch.full_like(x.slots, x.step_id)
-    columns = (step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned.long())
+    poisoned = torch.where(verdict.stuck, STUCK, verdict.poisoned.long())
+    columns = (step_id, x.num_drafts, verdict.num_accepted, poisoned)
     counts = torch.stack(columns, dim=1)
     offset = torch.arange(window, device=x.slots.device)
     # A window may be narrower, and the last may be none: such columns read any token.

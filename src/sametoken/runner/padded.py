@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.padded import PaddedDraftContext
+from sametoken.kernels.outcome.triton import pack
 from sametoken.kernels.sampling.triton import window_keys
+from sametoken.layers.parallel import ALONE, TensorParallel, gather_columns
 from sametoken.models.base import CausalLM, HiddenStates
 from sametoken.state.inputs import StepInputs
 from sametoken.state.kv_cache import KVCache
@@ -56,6 +57,7 @@ class PaddedStep:
     table: SamplingTable
     drafter: Drafter
     judge: PaddedJudge = judge_and_commit
+    parallel: TensorParallel = ALONE
 
     def layout(self, batch: int, chunk: int) -> FixedLayout:
         """The index tensors of a bucket, made before it is captured.
@@ -90,8 +92,13 @@ class PaddedStep:
         return self._settle(layout.inputs(x), x, hidden, keys, step_id)
 
     def _keys(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        logits = self.model.compute_logits(hidden)
-        return window_keys(logits, self.table.temperature, self.table.seed, slots, positions)
+        """[L, tiles] keys of all tokens; each rank makes those of its own columns."""
+        logits = self.model.compute_rank_logits(hidden)
+        first_id = self.parallel.rank * logits.shape[1]
+        keys = window_keys(
+            logits, self.table.temperature, self.table.seed, slots, positions, first_id
+        )
+        return gather_columns(self.parallel, keys)
 
     def _settle(
         self,
@@ -104,8 +111,9 @@ class PaddedStep:
         """Judge, commit and propose; returns the outcome."""
         window = keys.shape[0] // x.slots.shape[0]
         verdict, lengths = self.judge(self.sequences, keys, x, window)
-        counts = (step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned.long())
-        outcome = torch.cat((torch.stack(counts, dim=1), verdict.tokens), dim=1)
+        outcome = pack(
+            step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned, verdict.tokens
+        )
         context = PaddedDraftContext(
             inputs,
             hidden,

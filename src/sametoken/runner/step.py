@@ -15,6 +15,7 @@ from sametoken.runner.outcome import pack
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
 from sametoken.state.commit import admit, assign_blocks, commit, publish
+from sametoken.state.history import NO_HISTORY, TokenHistory
 from sametoken.state.inputs import stage
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.sequences import Sequences
@@ -42,6 +43,7 @@ class StepRunner:
         swap: KV of preempted requests.
         stream: what the work is enqueued on.
         ring: host memory for results.
+        history: texts of earlier requests, for drafters that read them.
     """
 
     sequences: Sequences
@@ -53,6 +55,7 @@ class StepRunner:
     swap: SwapStore
     stream: Stream
     ring: OutputRing
+    history: TokenHistory = NO_HISTORY
 
     def submit(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a step; its result is read later from the returned output."""
@@ -89,6 +92,7 @@ class StepRunner:
         """Apply what a plan changes before its rows run, in the order of its fields."""
         self.swap.move_out(plan)
         for admission in plan.admissions:
+            self.history.keep(self.sequences, admission.slot)
             admit(self.sequences, admission)
             self.verifier.admit(admission)
         for assignment in plan.block_assignments:

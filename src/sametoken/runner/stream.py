@@ -7,6 +7,7 @@ host plans against results that do not exist yet, exactly as on an asynchronous 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -14,6 +15,9 @@ from typing import Protocol
 import torch
 
 Work = Callable[[], None]
+
+#: Between two looks at the device, far below the time of a step.
+_POLL_S = 2e-5
 
 
 class Event(Protocol):
@@ -88,9 +92,30 @@ class CudaStream:
     def submit(self, work: Work) -> Event:
         """Enqueue the work's kernels and mark their end."""
         work()
-        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        end.record()
-        return _RecordedEvent(end)
+        return _RecordedEvent(_mark())
+
+
+class WatchedCudaStream:
+    """The current CUDA stream, where kernels may wait for other processes.
+
+    Args:
+        check: called now and then while the end of work is waited for; raises if the end will
+            never come.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def submit(self, work: Work) -> Event:
+        """Enqueue the work's kernels and mark their end."""
+        work()
+        return _WatchedEvent(_mark(), self._check)
+
+
+def _mark() -> torch.cuda.Event:
+    end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    end.record()
+    return end
 
 
 class _RecordedEvent:
@@ -99,3 +124,14 @@ class _RecordedEvent:
 
     def wait(self) -> None:
         self._end.synchronize()
+
+
+class _WatchedEvent:
+    def __init__(self, end: torch.cuda.Event, check: Callable[[], None]) -> None:
+        self._end = end
+        self._check = check
+
+    def wait(self) -> None:
+        while not self._end.query():  # type: ignore[no-untyped-call]
+            self._check()
+            time.sleep(_POLL_S)

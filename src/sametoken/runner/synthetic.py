@@ -28,7 +28,12 @@ class SyntheticJudge:
     def __call__(
         self, sequences: Sequences, keys: Tensor, x: PaddedInputs, window: int
     ) -> tuple[Judgement, PaddedLengths]:
-        """Judge as ``judge_and_commit`` does, then replace the verdict by the drawn one."""
+        """Judge by chance, then commit."""
+        verdict = self.verdict(keys, x, window)
+        return verdict, commit(sequences, x, verdict.num_accepted, verdict.next_token)
+
+    def verdict(self, keys: Tensor, x: PaddedInputs, window: int) -> Judgement:
+        """Judge as ``kernels.commit.judge`` does, then replace the verdict by the drawn one."""
         judged = judge(keys, x, window)
         seeds = self.table.seed[x.slots]
         accepted = synthetic_accepted(self.rates, seeds, x.num_tokens, x.num_drafts)
@@ -38,5 +43,4 @@ class SyntheticJudge:
         offset = torch.arange(window, device=accepted.device)
         tokens = torch.where(offset < accepted[:, None], following, judged.tokens)
         next_token = tokens.gather(1, accepted[:, None]).squeeze(1)
-        verdict = replace(judged, tokens=tokens, num_accepted=accepted, next_token=next_token)
-        return verdict, commit(sequences, x, accepted, next_token)
+        return replace(judged, tokens=tokens, num_accepted=accepted, next_token=next_token)

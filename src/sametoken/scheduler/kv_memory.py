@@ -22,8 +22,8 @@ class KVMemory:
         self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
-        """Keys under which the blocks of a prompt are cached."""
-        if not self._limits.enable_prefix_caching:
+        """Keys under which the blocks of a prompt are cached; none if it keeps out."""
+        if not (self._limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
         return block_keys(
             request.prompt_token_ids, self._limits.block_size, self._limits.lookahead_tokens
@@ -34,8 +34,8 @@ class KVMemory:
 
         Log-probabilities of prompt tokens need the hidden state of every position.
         """
-        caching = self._limits.enable_prefix_caching
-        return caching and request.request.params.prompt_logprobs is None
+        asked, caching = request.request, self._limits.enable_prefix_caching
+        return caching and asked.use_prefix_cache and asked.params.prompt_logprobs is None
 
     def cached_prefix(self, request: RequestState) -> tuple[int, ...]:
         """Cached blocks of a prompt; its last token is always left to compute."""
@@ -110,7 +110,8 @@ class KVMemory:
                 f"its prompt has {request.prompt_len}, and {request.num_settled} are settled"
             )
         limits = self._limits
-        if not (limits.enable_prefix_caching and limits.cache_emitted_blocks):
+        may_cache = limits.enable_prefix_caching and limits.cache_emitted_blocks
+        if not (may_cache and request.request.use_prefix_cache):
             return
         tokens = (*request.request.prompt_token_ids, *request.emitted)[:num_kept_tokens]
         keys = block_keys(tokens, limits.block_size, limits.lookahead_tokens)

@@ -96,6 +96,8 @@ class PlanDraft:
                 params=asked.params,
                 stop_token_ids=asked.stop_token_ids,
                 bad_words_token_ids=asked.bad_words_token_ids,
+                grammar=asked.grammar,
+                request_id=asked.request_id,
             )
         )
 

@@ -63,6 +63,11 @@ class Scheduler:
         self._decodes_yield = False
 
     @property
+    def limits(self) -> SchedulerLimits:
+        """The bounds of every plan."""
+        return self._limits
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether anything is left to plan or to settle, released requests' steps included."""
         requests = self._waiting or self._running or self._swapped
@@ -77,6 +82,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that were never admitted."""
         return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of requests that were never admitted."""
+        return sum(request.prompt_len for request in self._waiting.values())
 
     @property
     def num_swapped(self) -> int:
@@ -369,7 +379,7 @@ class Scheduler:
             return None
         if result.poisoned:
             self.release(request.request.request_id)
-            return poisoned_update(request, row)
+            return poisoned_update(request, row, result)
         return settled_update(request, row, result)
 
     @staticmethod

@@ -33,8 +33,8 @@ def settled_update(request: RequestState, row: PlanRow, result: RowResult) -> Re
     )
 
 
-def poisoned_update(request: RequestState, row: PlanRow) -> RequestUpdate:
-    """The news that a request's logits held NaN, nothing of its verdict included."""
+def poisoned_update(request: RequestState, row: PlanRow, result: RowResult) -> RequestUpdate:
+    """The news that a request's row cannot be judged, and why; nothing else of its verdict."""
     return RequestUpdate(
         request_id=request.request.request_id,
         token_ids=(),
@@ -43,6 +43,7 @@ def poisoned_update(request: RequestState, row: PlanRow) -> RequestUpdate:
         samples=row.samples,
         num_cached=request.num_cached,
         poisoned=True,
+        stuck=result.stuck,
     )
 
 

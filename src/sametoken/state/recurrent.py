@@ -9,7 +9,10 @@ what is computed. Rejected drafts lie at p0 and above and are never run again
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +20,10 @@ from torch import Tensor
 from sametoken.errors import InvariantError
 from sametoken.kernels.causal_conv1d.reference import convolve_row
 from sametoken.kernels.gated_delta_rule.layout import SlotRows, slot_rows
+from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows
 from sametoken.kernels.gated_delta_rule.reference import advance, gates
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.native.bundle import NativeKernels, part_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,32 @@ class GatedDeltaParams:
     conv_bias: Tensor | None
 
 
+class RecurrentPass(Protocol):
+    """One forward pass over a cache: ``run`` once for every layer, then ``finish``."""
+
+    def run(
+        self, layer: int, mixed_qkv: Tensor, a: Tensor, b: Tensor, params: GatedDeltaParams
+    ) -> Tensor:
+        """Convolution and gated delta rule of the pass's rows: [T, Hv * Dv].
+
+        Sums run in fp32 and round once, to the dtype of ``mixed_qkv``.
+
+        Args:
+            layer: index among the layers with recurrent state.
+            mixed_qkv: [T, C], raw projections before the convolution; rows may lie apart.
+            a, b: [T, Hv], raw gates; rows may lie apart.
+            params: the layer's weights.
+
+        Raises:
+            InvariantError: the cache cannot hold these inputs exactly.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Settle how far each slot is folded, once all layers have run."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentCache:
     """Recurrent state of S = max_num_seqs + 1 slots over L layers, k pending rows each.
@@ -86,6 +117,7 @@ class RecurrentCache:
         pending_gates: [L, S, k, 2 * Hv], raw [a | b] of the same rows.
         position: [S] int64, positions folded.
         num_pending: [S] int64, rows that pending holds.
+        open_pass: begins a pass over rows: by kernels in C or on a GPU, or row by row in PyTorch.
     """
 
     spec: RecurrentSpec
@@ -95,12 +127,27 @@ class RecurrentCache:
     pending_gates: Tensor
     position: Tensor
     num_pending: Tensor
+    open_pass: Callable[[RecurrentCache, AttentionRows], RecurrentPass]
 
     @classmethod
     def allocate(
-        cls, spec: RecurrentSpec, *, max_num_seqs: int, num_drafts: int, device: torch.device
+        cls,
+        spec: RecurrentSpec,
+        *,
+        max_num_seqs: int,
+        num_drafts: int,
+        device: torch.device,
+        kernels: Kernels | None = None,
     ) -> RecurrentCache:
-        """Room for ``max_num_seqs`` slots and the reserved one; slots start at position 0."""
+        """Room for ``max_num_seqs`` slots and the reserved one; slots start at position 0.
+
+        Args:
+            spec: the sizes.
+            max_num_seqs: slots, without the reserved one.
+            num_drafts: k, pending rows of a slot.
+            device: where the memory is.
+            kernels: the model's bundle; without one, a CPU runs row by row in PyTorch.
+        """
         lead = (spec.num_layers, max_num_seqs + 1)
 
         def zeros(*shape: int, dtype: torch.dtype = spec.dtype) -> Tensor:
@@ -115,6 +162,7 @@ class RecurrentCache:
             pending_gates=zeros(num_drafts, 2 * spec.num_value_heads),
             position=counts,
             num_pending=counts.clone(),
+            open_pass=_select_pass(device, kernels),
         )
 
     @property
@@ -127,35 +175,94 @@ class RecurrentCache:
         """Find what a pass over ``rows`` folds, runs and leaves pending, from positions alone.
 
         Raises:
-            InvariantError: a slot's rows do not follow on what is folded and pending.
+            InvariantError: a slot's rows do not follow on what is folded and pending; a GPU
+                gives NaN for them instead.
         """
-        capacity = self.pending_qkv.shape[2]
-        return RecurrentPass(self, slot_rows(rows, self.position, self.num_pending, capacity))
+        return self.open_pass(self, rows)
+
+
+def _select_pass(
+    device: torch.device, kernels: Kernels | None
+) -> Callable[[RecurrentCache, AttentionRows], RecurrentPass]:
+    if device.type != "cuda":
+        if isinstance(kernels, NativeKernels):
+            return partial(NativePass.begin, kernels)
+        return RowByRowPass.begin
+    # Triton is part of CUDA builds of torch alone.
+    from sametoken.state.recurrent_device import DevicePass
+
+    return DevicePass.begin
+
+
+def _parts_of(cache: RecurrentCache, rows: AttentionRows) -> tuple[SlotRows, ...]:
+    return slot_rows(rows, cache.position, cache.num_pending, cache.pending_qkv.shape[2])
+
+
+def _settle(cache: RecurrentCache, parts: tuple[SlotRows, ...]) -> None:
+    """Write how far each slot is folded."""
+    for part in parts:
+        start = 0 if part.starts else cache.position[part.slot]
+        cache.position[part.slot] = start + part.num_lasting
+        cache.num_pending[part.slot] = part.num_pending
 
 
 @dataclass(frozen=True, slots=True)
-class RecurrentPass:
-    """One forward pass over a cache: ``run`` once for every layer, then ``finish``."""
+class NativePass:
+    """``RecurrentPass`` by the C kernel, for CPUs.
 
+    Attributes:
+        table: ``part_table`` of the pass.
+    """
+
+    kernels: NativeKernels
     cache: RecurrentCache
+    table: Tensor
     _parts: tuple[SlotRows, ...]
+
+    @classmethod
+    def begin(
+        cls, kernels: NativeKernels, cache: RecurrentCache, rows: AttentionRows
+    ) -> NativePass:
+        """As ``RecurrentCache.begin``."""
+        parts = _parts_of(cache, rows)
+        return cls(kernels, cache, part_table(parts), parts)
 
     def run(
         self, layer: int, mixed_qkv: Tensor, a: Tensor, b: Tensor, params: GatedDeltaParams
     ) -> Tensor:
-        """Convolution and gated delta rule of the pass's rows: [T, Hv * Dv].
+        """As ``RecurrentPass.run``."""
+        cache, raw = self.cache, RawRows(mixed_qkv, a, b)
+        if mixed_qkv.dtype != cache.spec.dtype:
+            raise InvariantError(f"raw inputs in {mixed_qkv.dtype} are kept in {cache.spec.dtype}")
+        memory = LayerMemory(
+            cache.states[layer],
+            cache.history[layer],
+            cache.pending_qkv[layer],
+            cache.pending_gates[layer],
+        )
+        return self.kernels.gated_delta(self.table, cache.spec, params, raw, memory)
 
-        Sums run in fp32 and round once, to the dtype of ``mixed_qkv``.
+    def finish(self) -> None:
+        """As ``RecurrentPass.finish``."""
+        _settle(self.cache, self._parts)
 
-        Args:
-            layer: index among the layers with recurrent state.
-            mixed_qkv: [T, C], raw projections before the convolution.
-            a, b: [T, Hv], raw gates.
-            params: the layer's weights.
 
-        Raises:
-            InvariantError: the cache cannot hold these inputs exactly.
-        """
+@dataclass(frozen=True, slots=True)
+class RowByRowPass:
+    """``RecurrentPass`` in plain PyTorch: the kernels' reference, and the path without them."""
+
+    cache: RecurrentCache
+    _parts: tuple[SlotRows, ...]
+
+    @classmethod
+    def begin(cls, cache: RecurrentCache, rows: AttentionRows) -> RowByRowPass:
+        """As ``RecurrentCache.begin``."""
+        return cls(cache, _parts_of(cache, rows))
+
+    def run(
+        self, layer: int, mixed_qkv: Tensor, a: Tensor, b: Tensor, params: GatedDeltaParams
+    ) -> Tensor:
+        """As ``RecurrentPass.run``."""
         spec = self.cache.spec
         if torch.promote_types(mixed_qkv.dtype, spec.dtype) != spec.dtype:
             raise InvariantError(f"raw inputs in {mixed_qkv.dtype} are kept in {spec.dtype}")
@@ -169,11 +276,8 @@ class RecurrentPass:
         return out
 
     def finish(self) -> None:
-        """Write how far each slot is folded, once all layers have run."""
-        for part in self._parts:
-            start = 0 if part.starts else self.cache.position[part.slot]
-            self.cache.position[part.slot] = start + part.num_lasting
-            self.cache.num_pending[part.slot] = part.num_pending
+        """As ``RecurrentPass.finish``."""
+        _settle(self.cache, self._parts)
 
     def _run_slot(
         self, layer: int, part: SlotRows, qkv: Tensor, raw_gates: Tensor, rule: _RowRule

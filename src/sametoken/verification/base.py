@@ -43,8 +43,9 @@ class Verdict:
             only for rows that sample.
         tokens: [L] int64, the target's own token at every window row; the first
             ``num_accepted + 1`` of a window are emitted.
-        poisoned: [B] bool, NaN in the logits of a row that decided: 0..num_accepted. What
-            rejected rows hold must not matter.
+        poisoned: [B] bool, NaN in the logits of a row that decided, 0..num_accepted, or no
+            token allowed there. What rejected rows hold must not matter.
+        stuck: [B] bool, no token allowed; these are poisoned too.
         logprobs: for every window row of the requests that asked (the host keeps those of
             emitted tokens), or None if no request of the step asked.
     """
@@ -53,6 +54,7 @@ class Verdict:
     next_token: Tensor
     tokens: Tensor
     poisoned: Tensor
+    stuck: Tensor
     logprobs: TokenLogprobs | None = None
 
 

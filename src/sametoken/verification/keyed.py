@@ -18,9 +18,10 @@ from sametoken.state.inputs import StepInputs
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.base import TokenLogprobs, Verdict
+from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.logits import process_logits
 from sametoken.verification.logprobs import concatenate, score_tokens
-from sametoken.verification.windows import settle, window_offsets
+from sametoken.verification.windows import deciding, settle, window_offsets
 
 # Bounds the logits held at once while a prompt is scored: 64 rows of 150k are 38 MB.
 _ROWS_AT_A_TIME = 64
@@ -39,10 +40,12 @@ class KeyedVerifier:
         self._kernels = kernels
         self._sequences = sequences
         self._table = table
+        self._grammars = SlotGrammars(sequences)
 
     def admit(self, admission: Admission) -> None:
         """Take up a slot's sampling parameters."""
         self._table.admit(admission)
+        self._grammars.admit(admission)
 
     def judge(self, logits: Tensor, x: StepInputs) -> Verdict:
         """Choose the target's token at every window row and count the drafts equal to it.
@@ -56,14 +59,15 @@ class KeyedVerifier:
         has_nan = logits.amax(dim=-1).isnan()
         scored = (self._table.num_logprobs[slots] >= 0).nonzero().squeeze(1)
         raw = logits[scored]
-        process_logits(logits, x, self._sequences, self._table)
+        stuck = process_logits(logits, x, self._sequences, self._table, self._grammars)
         tokens = self._kernels.sample(
             logits,
             self._table.temperature[slots],
             self._table.seed[slots],
             x.rows.positions[x.logits_indices] + 1,
         )
-        settled = settle(x, tokens, has_nan, _leading_matches(tokens, x))
+        matches = _leading_matches(tokens, x, stuck)
+        settled = settle(x, tokens, has_nan | stuck, matches)
         logprobs = None
         if scored.numel():
             num_top = self._table.num_logprobs[slots[scored]]
@@ -73,6 +77,7 @@ class KeyedVerifier:
             next_token=settled.next_token,
             tokens=tokens,
             poisoned=settled.poisoned,
+            stuck=deciding(x, stuck, matches),
             logprobs=logprobs,
         )
 
@@ -99,14 +104,16 @@ class KeyedVerifier:
         return concatenate(parts)
 
 
-def _leading_matches(tokens: Tensor, x: StepInputs) -> Tensor:
+def _leading_matches(tokens: Tensor, x: StepInputs, stuck: Tensor) -> Tensor:
     """[B] int64: drafts from each window's start that equal the target's token at their row.
 
-    Plan rows without a window get a meaningless number.
+    A draft before a stuck row counts as the mismatch: it is emitted as the next token, and
+    the request fails at the next window's start, as it would without drafts. Plan rows
+    without a window get a meaningless number.
     """
     owner, offset = x.logits_owner, window_offsets(x)
     drafts = x.token_ids[x.logits_indices].roll(-1)
     # A window's last row has no draft after it, so every window holds a mismatch.
-    differs = (tokens != drafts) | (offset == x.num_drafts[owner])
+    differs = (tokens != drafts) | (offset == x.num_drafts[owner]) | stuck.roll(-1)
     candidates = torch.where(differs, offset, x.num_drafts[owner])
     return x.num_drafts.scatter_reduce(0, owner, candidates, "amin")

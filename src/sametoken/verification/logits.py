@@ -1,8 +1,8 @@
 """Logits processing: every window row with its own accepted prefix.
 
 The order is vLLM's: allowed ids, bad words, min_tokens, logit_bias, repetition, frequency
-and presence penalties, temperature, min_p, top_k, top_p. Rows of requests that use none of
-these are neither read nor written.
+and presence penalties, temperature, min_p, top_k, top_p. Grammars come after the penalties.
+Rows of requests that use none of these are neither read nor written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.rules import apply_rules
 from sametoken.verification.truncation import truncate
 
@@ -21,8 +22,12 @@ _ROWS_AT_A_TIME = 16
 
 
 def process_logits(
-    logits: Tensor, x: StepInputs, sequences: Sequences, table: SamplingTable
-) -> None:
+    logits: Tensor,
+    x: StepInputs,
+    sequences: Sequences,
+    table: SamplingTable,
+    grammars: SlotGrammars | None = None,
+) -> Tensor:
     """Apply the requests' parameters to a step's logits, in place.
 
     Temperature enters only as far as the cuts need it; the division itself is the
@@ -33,9 +38,17 @@ def process_logits(
         x: the step's inputs.
         sequences: the committed tokens, before the step's commit.
         table: the slots' parameters.
+        grammars: the slots' grammars, which take up committed tokens here; None for none.
+
+    Returns:
+        [L] bool: rows of a grammar that have no token left.
     """
     if table.rules:
         _apply_slot_rules(logits, x, sequences, table)
+    if grammars is None:
+        stuck = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+    else:
+        stuck = grammars.mask(logits, x)
     slots = x.slots[x.logits_owner]
     cut = (table.min_p > 0) | (table.top_k > 0) | (table.top_p < 1)
     # Greedy rows keep their best token through any cut.
@@ -45,6 +58,7 @@ def process_logits(
         at = slots[some]
         parameters = (table.temperature[at], table.min_p[at], table.top_k[at], table.top_p[at])
         logits[some] = truncate(logits[some], *parameters)
+    return stuck
 
 
 def _apply_slot_rules(

@@ -61,11 +61,13 @@ def _mask(
 
     stuck = window.amax(dim=-1) == _FORBIDDEN
     for row in stuck.nonzero().flatten().tolist():
-        masked = rules.banned_ids.tolist() + (stop_ids.tolist() if row < early_rows else [])
-        window[row, _lowest_permitted(rules.allowed_ids, set(masked), window.shape[1])] = 0.0
+        masked = (rules.banned_ids, stop_ids) if row < early_rows else (rules.banned_ids,)
+        lowest = _lowest_permitted(rules.allowed_ids, torch.cat(masked), window.shape[1])
+        window[row, lowest] = 0.0
 
 
-def _lowest_permitted(allowed_ids: Tensor | None, masked: set[int], vocab_size: int) -> int:
+def _lowest_permitted(allowed_ids: Tensor | None, masked_ids: Tensor, vocab_size: int) -> int:
+    masked = set(masked_ids.tolist())
     candidates = range(vocab_size) if allowed_ids is None else allowed_ids.tolist()
     for token_id in candidates:
         if token_id not in masked:

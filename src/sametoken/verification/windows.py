@@ -16,7 +16,7 @@ class Settled:
 
     Attributes:
         num_accepted, next_token: int64, 0 for poisoned rows and rows that do not sample.
-        poisoned: bool, NaN in a row that decided.
+        poisoned: bool, a row that decided is unsound.
     """
 
     num_accepted: Tensor
@@ -30,20 +30,32 @@ def window_offsets(x: StepInputs) -> Tensor:
     return torch.arange(owner.shape[0], device=owner.device) - x.window_starts[owner]
 
 
-def settle(x: StepInputs, tokens: Tensor, has_nan: Tensor, matches: Tensor) -> Settled:
+def deciding(x: StepInputs, rows: Tensor, matches: Tensor) -> Tensor:
+    """[B] bool: windows in which one of ``rows`` decides.
+
+    Rows after the first mismatch decide nothing: what they hold must not matter.
+
+    Args:
+        x: the step's inputs.
+        rows: [L] bool.
+        matches: [B] int64, matching drafts; ignored for rows that do not sample.
+    """
+    owner = x.logits_owner
+    fatal = rows & (window_offsets(x) <= matches[owner])
+    return torch.zeros_like(x.slots).index_add_(0, owner, fatal.long()) > 0
+
+
+def settle(x: StepInputs, tokens: Tensor, unsound: Tensor, matches: Tensor) -> Settled:
     """End each window after its matching drafts.
 
     Args:
         x: the step's inputs.
         tokens: [L] int64, the target's own tokens.
-        has_nan: [L] bool, rows whose logits held NaN.
+        unsound: [L] bool, rows whose logits held NaN or left no token.
         matches: [B] int64, drafts to accept; ignored for rows that do not sample.
     """
-    owner = x.logits_owner
     matches = torch.where(x.samples, matches, 0)
-    # Rows after the first mismatch decided nothing: what they hold must not matter.
-    fatal = has_nan & (window_offsets(x) <= matches[owner])
-    poisoned = torch.zeros_like(x.slots).index_add_(0, owner, fatal.long()) > 0
+    poisoned = deciding(x, unsound, matches)
     judged = x.samples & ~poisoned
     num_accepted = torch.where(judged, matches, 0)
     # Rows without a window may start one past the end; they read the padding.

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sametoken.bench.measure import RequestRecord, Run, StepRecord
-from sametoken.bench.report import environment, percentile, summarise
+from sametoken.bench.percentiles import percentile
+from sametoken.bench.report import environment, summarise
 from sametoken.bench.roofline import Bandwidth, Traffic
 from sametoken.core.outputs import SpeculationMetrics
 
@@ -86,3 +87,21 @@ def test_the_environment_says_where_and_when():
     facts = environment(torch.device("cpu"))
     assert {"date", "sametoken", "torch", "device", "threads"} <= facts.keys()
     assert json.dumps(facts)
+
+
+def test_every_run_and_every_request_is_kept():
+    slow, fast = a_run((0.1, 0.1)), a_run((0.01, 0.01))
+    slow.start = fast.start = -0.5
+    summary = summarise(2, [slow, fast], TRAFFIC, BANDWIDTH)
+    assert [run.tokens_per_second for run in summary.runs] == [
+        pytest.approx(14 / slow.seconds),
+        pytest.approx(14 / fast.seconds),
+    ]
+    assert [run.step_median for run in summary.runs] == [pytest.approx(100.0), pytest.approx(10.0)]
+    assert summary.runs[0].ttft_p99 == pytest.approx(100.0)
+    assert [times.run for times in summary.timeline] == [0, 0, 1, 1]
+    times = summary.timeline[0]
+    assert (times.arrival, times.first) == (0.5, pytest.approx(0.6))
+    assert times.last == pytest.approx(slow.seconds + 0.5)
+    assert (times.prompt_len, times.output_len) == (5, 7)
+    assert summary.traces == ()

@@ -7,14 +7,16 @@ import json
 import pytest
 import torch
 
-from helpers.checkpoints import LLAMA, write_llama
+from helpers.checkpoints import HIDDEN, LLAMA, write_llama
+from helpers.hybrids import EXPERTS, hybrid_config
 from sametoken.bench.roofline import draft_elements, read_bandwidth, step_traffic
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
-from sametoken.models.loader import load_model
+from sametoken.models.loader import load_model, read_config
+from sametoken.models.mtp_checkpoint import MTPCheckpoint
 
 CPU = torch.device("cpu")
 OPTIONS = {
@@ -31,6 +33,11 @@ def write_config(directory, **changes):
     return directory
 
 
+def elements(method: str, k: int, path) -> int:
+    """Of a drafter whose checkpoint is its own, which serves any target."""
+    return draft_elements(SpeculativeConfig(method, k, str(path)), read_config(path))
+
+
 def head_bytes(head, layers):
     linears = [layer for one in layers for layer in (one.attention.qkv, one.attention.output)]
     linears += [layer for one in layers for layer in (one.mlp.gate_up, one.mlp.down)]
@@ -43,21 +50,34 @@ def test_a_drafter_s_weights_are_read_once_per_pass(tmp_path, k):
     model = write_config(tmp_path / "d", num_hidden_layers=2)
     draft = load_model(model, **OPTIONS, load_format="dummy")
     one_pass = draft.weights_bytes - draft.embedding.nbytes
-    assert 4 * draft_elements(SpeculativeConfig("draft_model", k, str(model))) == k * one_pass
+    assert 4 * elements("draft_model", k, model) == k * one_pass
 
     path = write_config(tmp_path / "e1", num_hidden_layers=1)
     eagle = Eagle1Checkpoint(path, load_format="dummy").load(target, **OPTIONS)
     one_pass = head_bytes(eagle, eagle.layers) + eagle.fc.nbytes
-    assert 4 * draft_elements(SpeculativeConfig("eagle", k, str(path))) == k * one_pass
+    assert 4 * elements("eagle", k, path) == k * one_pass
 
     path = write_config(tmp_path / "e3", num_hidden_layers=1, draft_vocab_size=9)
     eagle3 = Eagle3Checkpoint(path, load_format="dummy").load(target, **OPTIONS)
     step = k * head_bytes(eagle3, [eagle3]) + eagle3.fc.nbytes
-    assert 4 * draft_elements(SpeculativeConfig("eagle3", k, str(path))) == step
+    assert 4 * elements("eagle3", k, path) == step
 
 
-def test_prompt_lookup_reads_no_weights():
-    assert draft_elements(SpeculativeConfig("ngram", 5)) == 0
+@pytest.mark.parametrize(("kind", "experts_left"), [("qwen3_5", 0), ("qwen3_next", 2)])
+def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_left):
+    config = hybrid_config(kind)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = load_model(tmp_path, **OPTIONS, load_format="dummy")
+    head = MTPCheckpoint(tmp_path, load_format="dummy").load(target, **OPTIONS)
+    # Of four experts a row reads two.
+    unread = 4 * experts_left * 3 * HIDDEN * EXPERTS["moe_intermediate_size"]
+    one_pass = head.fc.nbytes + head.layer.nbytes + head.lm_head.nbytes - unread
+    mtp = SpeculativeConfig("mtp", 3)
+    assert 4 * draft_elements(mtp, target.config) == 3 * one_pass
+
+
+def test_prompt_lookup_reads_no_weights(tmp_path):
+    assert draft_elements(SpeculativeConfig("ngram", 5), read_config(write_config(tmp_path))) == 0
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -69,8 +89,35 @@ def test_a_step_reads_all_matrices_but_a_table_that_is_only_looked_up(tmp_path, 
     table = 0 if tied else LLAMA["vocab_size"] * LLAMA["hidden_size"] * 4
     assert traffic.weights == resolved.weights_bytes - table
     assert traffic.kv_per_token * resolved.config.block_size == resolved.kv_bytes // 5
-    assert traffic.step_bytes(10) - traffic.step_bytes(0) == 10 * traffic.kv_per_token
+    assert traffic.step_bytes(10, 2) - traffic.step_bytes(0, 2) == 10 * traffic.kv_per_token
+    assert traffic.recurrent_per_request == 0
     assert traffic.draft_weights == 0
+
+
+@pytest.mark.parametrize("drafts_itself", [False, True])
+def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
+    tmp_path, drafts_itself
+):
+    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+    spec = SpeculativeConfig("draft_model", 2, str(tmp_path)) if drafts_itself else None
+    config = EngineConfig(
+        str(tmp_path),
+        load_format="dummy",
+        max_num_seqs=1,
+        num_kv_blocks=4,
+        max_model_len=32,
+        speculative_config=spec,
+    )
+    core = build_engine(config)
+    traffic, kv = step_traffic(core.resolved), core._runner.kv
+    states = kv.recurrent.states[:, 0].nbytes + kv.recurrent.history[:, 0].nbytes
+    models = 2 if drafts_itself else 1
+    pending = kv.recurrent.pending_qkv[:, 0].nbytes + kv.recurrent.pending_gates[:, 0].nbytes
+    further = 3 * (states + pending) if drafts_itself else 0
+    assert traffic.recurrent_per_request == 2 * states + further
+    assert traffic.step_bytes(0, 3) - traffic.step_bytes(0, 1) == 2 * (2 * states + further)
+    per_token = kv.memory.nbytes // (5 * core.resolved.config.block_size)
+    assert traffic.kv_per_token == per_token * (1 + 2 * (models - 1))
 
 
 def test_a_drafter_s_kv_is_read_once_per_pass(tmp_path):

@@ -24,7 +24,7 @@ def target(tmp_path):
 
 
 def open_session(target, workload, **options):
-    kinds = ("prompts", "announce")
+    kinds = ("prompts", "dataset", "announce")
     own = {name: options.pop(name) for name in kinds if name in options}
     config = EngineConfig.from_options(model=target, load_format="dummy", **options)
     return Session.open(config, workload, bandwidth_bytes=SMALL, **own)
@@ -71,3 +71,32 @@ def test_prompts_of_a_file(target, tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=cause):
             open_session(target, Workload(output_len=4), prompts=path)
+
+
+def test_another_workload_keeps_engine_and_prompts(target, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("[1, 2, 3]")
+    session = open_session(target, Workload(output_len=4), prompts=path)
+    other = session.with_workload(Workload(output_len=9))
+    assert other.resolved is session.resolved
+    assert other.workload.prompts == ((1, 2, 3),)
+    assert other.run(1, [1]).num_tokens == 9
+    with pytest.raises(ConfigError, match="longer than max_model_len=64"):
+        session.with_workload(Workload(output_len=90))
+
+
+def test_traces_are_of_the_last_run(target):
+    session = open_session(target, Workload(input_len=8, output_len=6, concurrency=(2,)))
+    assert session.run(2, [2]).traces == ()
+    summary = session.run(2, [2, 3], num_traced=2)
+    assert len(summary.traces) == 2
+    assert all(len(trace["token_ids"]) == 6 for trace in summary.traces)
+    # Without a tokenizer the ids are the text.
+    (trace, _) = summary.traces
+    assert trace["texts"][0] == f"{trace['token_ids'][0]} "
+    assert int(trace["request"].removeprefix("bench-")) >= 4
+
+
+def test_a_dataset_needs_a_tokenizer(target):
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        open_session(target, Workload(output_len=4), dataset=("gsm8k", None))

@@ -119,3 +119,31 @@ def test_wrong_use_exits_with_2(arguments, monkeypatch):
     result = run(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
+
+
+def test_repeats_traces_and_the_file_are_kept(target, tmp_path):
+    output = tmp_path / "kept" / "run.json"
+    arguments = ("--num-prompts", "2", "--repeats", "3", "--trace", "2", "--output", str(output))
+    result = run("throughput", target, *SMALL, *arguments)
+    assert result.exit_code == 0, result.output
+    (numbers,) = json.loads(output.read_text())["results"]
+    assert [one["num_tokens"] for one in numbers["runs"]] == [12, 12, 12]
+    assert numbers["num_tokens"] == 36
+    assert len(numbers["timeline"]) == 6
+    assert [len(trace["token_ids"]) for trace in numbers["traces"]] == [6, 6]
+
+
+def test_prompts_come_from_one_place(target, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("[1, 2, 3]")
+    result = run("latency", target, *SMALL, "--prompts", str(path), "--dataset", "gsm8k")
+    assert result.exit_code == 2
+    assert "give one of them" in result.stderr
+
+
+def test_real_acceptance_is_put_into_words(target):
+    result = run("latency", target, *SMALL, "--speculative-config", json.dumps(NGRAM))
+    assert result.exit_code == 0, result.output
+    assert "acceptance at 1 at once: " in result.stdout
+    result = run("latency", target, *SMALL, "--speculative-config", json.dumps(SYNTHETIC))
+    assert "acceptance at" not in result.stdout

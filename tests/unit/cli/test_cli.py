@@ -24,6 +24,7 @@ from sametoken.core.outputs import (
 )
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.llm import LLM
+from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import NumericalError, UnsupportedError
 
 SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -41,6 +42,7 @@ class FakeLLM:
             config=config,
             reasons={"dtype": "the checkpoint is fp32"},
             model=SimpleNamespace(architecture="LlamaForCausalLM"),
+            request_memory=RequestMemory(),
             **dict.fromkeys(
                 (
                     *("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight"),

@@ -19,12 +19,15 @@ from helpers.checkpoints import (
     write_safeailab,
 )
 from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.hybrids import FULL, write_hybrid
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
+from sametoken.drafters.cascade import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.ngram import NgramDrafter
+from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.errors import CheckpointError, DrafterMismatchError, InvariantError, UnsupportedError
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model, read_config
@@ -92,6 +95,62 @@ def test_an_eagle_head(tmp_path, target_directory, method, wanted, k):
     assert isinstance(bench.drafter, EagleDrafter)
     assert bench.drafter.lookahead_slots == loaded.lookahead_slots
     bench.run(5, VOCAB, lambda context, drafts: None)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_module_in_the_target_s_own_checkpoint(tmp_path, k):
+    directory = write_hybrid(tmp_path, layer_types=[FULL] * 4)
+    spec = spec_of("mtp", None, k)
+    assert required_aux_layers(spec, read_config(directory), directory) == ()
+    target = load_target(directory)
+    loaded = load_drafter(spec, target, dataclasses.replace(PLACEMENT, target_path=directory))
+    bench = Bench(target, k)
+    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    assert isinstance(bench.drafter, EagleDrafter)
+    assert bench.drafter.lookahead_slots == loaded.lookahead_slots
+    bench.run(5, VOCAB, lambda context, drafts: None)
+
+
+@pytest.mark.parametrize("cached", [0, 5])
+def test_suffix_decoding_and_the_texts_it_reads(target_directory, cached):
+    spec = dataclasses.replace(spec_of("suffix"), suffix_decoding_max_cached_requests=cached)
+    loaded = load_drafter(spec, load_target(target_directory), PLACEMENT)
+    assert loaded.kv_spec is None
+    assert loaded.history.texts.shape == (cached, MAX_LEN)
+    bench = Bench(load_target(target_directory), 3)
+    bench.drafter = loaded.attach(None, bench.coupling)
+    assert isinstance(bench.drafter, SuffixDrafter)
+    bench.run(5, VOCAB, lambda context, drafts: None)
+
+
+@pytest.mark.parametrize(("cascade", "cached"), [("ngram", 0), ("suffix", 4)])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_cascade_before_a_model(tmp_path, target_directory, method, cascade, cached):
+    head = write_safeailab(tmp_path / "head", head_tensors())
+    spec = dataclasses.replace(
+        spec_of(method, target_directory if method == "draft_model" else head, k=6),
+        cascade=cascade,
+        cascade_model_tokens=3,
+        suffix_decoding_max_cached_requests=cached,
+    )
+    layers = required_aux_layers(spec, read_config(target_directory))
+    target = load_target(target_directory, layers)
+    loaded = load_drafter(spec, target, PLACEMENT)
+    assert loaded.history.texts.shape[0] == cached
+    bench = Bench(target, 6)
+    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    assert isinstance(bench.drafter, CascadeDrafter)
+    assert bench.drafter.lookahead_slots == loaded.lookahead_slots <= 2
+    bench.run(8, VOCAB, lambda context, drafts: None)
+
+
+def test_a_target_without_such_a_module_is_refused(target_directory):
+    target = load_target(target_directory)
+    placement = dataclasses.replace(PLACEMENT, target_path=target_directory)
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
+        required_aux_layers(spec_of("mtp"), target.config, target_directory)
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM"):
+        load_drafter(spec_of("mtp"), target, placement)
 
 
 def test_drafters_for_other_targets_are_refused(tmp_path, target_directory):

@@ -14,20 +14,21 @@ from helpers.checkpoints import (
     write_llama,
     write_speculators,
 )
-from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench
-from sametoken.drafters.eagle import EagleDrafter
-from sametoken.kernels.interface import AttentionRows
+from helpers.drafting import CPU, MAX_LEN
+from helpers.head_drafting import (
+    check_everything_is_accepted,
+    check_from_scratch,
+    check_lookahead_slots,
+    head_bench,
+)
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.base import HiddenStates
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import load_model
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.kv_cache import KVSpec
 
 KERNELS = ReferenceKernels()
-ONE_SLOT = torch.tensor([list(range(MAX_LEN // BLOCK_SIZE))])
-
-
 OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": MAX_LEN}
 EAGLE1, EAGLE3 = "eagle", "eagle3"
 
@@ -40,45 +41,6 @@ def load_both(directory, version: str, seed: int, **flags):
         return target, Eagle1Checkpoint(head).load(target, **OPTIONS)
     head = write_speculators(directory / "head", head_tensors(seed, **flags), **flags)
     return target, Eagle3Checkpoint(head).load(target, **OPTIONS)
-
-
-def eagle_bench(target, head, k: int, **options) -> Bench:
-    bench = Bench(target, k, **options)
-    bench.drafter = EagleDrafter(head, bench.allocate(head.kv_spec), k, bench.coupling)
-    return bench
-
-
-def alone(first: int, count: int) -> AttentionRows:
-    positions = torch.arange(first, first + count)
-    return AttentionRows(positions, torch.zeros_like(positions), positions, ONE_SLOT)
-
-
-def fresh_kv(spec: KVSpec) -> KVCache:
-    num_blocks = ONE_SLOT.shape[1]
-    return KVCache.allocate(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=CPU)
-
-
-def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool):
-    """KV below ``end`` and k drafts, by one pass over the committed tokens of one slot."""
-    committed = torch.tensor(bench.tokens(slot))
-    target_kv, kv = fresh_kv(bench.target.kv_spec), fresh_kv(head.kv_spec)
-    hidden = bench.target.forward(committed[:end], alone(0, end), target_kv)
-    given = head.target_states(hidden, torch.arange(end))
-    states = head.forward(committed[1 : end + 1], given, alone(0, end), kv)
-    found = kv.memory[:, :, :-1].permute(0, 1, 2, 4, 3, 5).flatten(2, 3)[:, :, :end].clone()
-    drafts: list[int] = []
-    while samples and len(drafts) < bench.k:
-        position = end + len(drafts)
-        slots, positions = torch.tensor([slot]), torch.tensor([position + 1])
-        logits = head.compute_logits(states.last[-1:])
-        if head.token_ids is not None:
-            full = logits.new_full((1, VOCAB), -torch.inf)
-            full[:, head.token_ids] = logits
-            logits = full
-        token = bench.coupling.choose(logits, slots, positions)
-        drafts.append(int(token))
-        states = head.forward(token, states.feedback[-1:].clone(), alone(position, 1), kv)
-    return found, drafts
 
 
 @pytest.mark.parametrize(
@@ -95,38 +57,15 @@ def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool):
 def test_kv_and_drafts_are_those_of_a_run_from_scratch(tmp_path, version, k, temperature, flags):
     """To the bit: a rejected row, a stale state or a wrong position would show."""
     target, head = load_both(tmp_path, version, k, **flags)
-    bench = eagle_bench(target, head, k, seed=k, temperature=temperature)
-
-    def check(context, drafts):
-        (cache,) = bench.drafter.kv_caches
-        for b, slot in enumerate(context.slots.tolist()):
-            end, samples = int(context.end[b]), bool(context.samples[b])
-            kv, expected = from_scratch(bench, head, slot, end, samples)
-            assert torch.equal(bench.cached(cache, slot, end), kv)
-            assert drafts.draft_ids[b, : int(drafts.num_drafts[b])].tolist() == expected
-
-    bench.run(24, VOCAB, check)
-    assert bench.counts.cached
+    bench = head_bench(target, head, k, seed=k, temperature=temperature)
+    check_from_scratch(bench, head, steps=24, vocab=VOCAB)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("version", [EAGLE1, EAGLE3])
 def test_it_writes_no_further_than_it_says(tmp_path, version, k):
     target, head = load_both(tmp_path, version, 1)
-    bench = eagle_bench(target, head, k, seed=5)
-    assert bench.drafter.lookahead_slots == max(k - 2, 0)
-
-    def check(context, drafts):
-        (cache,) = bench.drafter.kv_caches
-        for b, slot in enumerate(context.slots.tolist()):
-            written = int(context.end[b])
-            if context.samples[b]:
-                written = int(context.num_tokens[b]) + k - 2
-            keys = bench.cached(cache, slot, MAX_LEN)[0, 0, :, 0, 0]
-            assert not keys[:written].isnan().any()
-            assert keys[written:].isnan().all()
-
-    bench.run(15, VOCAB, check)
+    check_lookahead_slots(head_bench(target, head, k, seed=5), steps=15, vocab=VOCAB)
 
 
 class MarkovTarget:
@@ -180,10 +119,8 @@ def markov_eagle1(directory, target: MarkovTarget, reads: str):
 
 
 def accept_everything(target: MarkovTarget, head, temperature: float) -> None:
-    bench = eagle_bench(target, head, 4, seed=7, temperature=temperature, spoil=0.0)
-    bench.run(45, HIDDEN, lambda context, drafts: None)
-    assert bench.counts.offered > 30
-    assert bench.counts.accepted == bench.counts.offered
+    bench = head_bench(target, head, 4, seed=7, temperature=temperature, spoil=0.0)
+    check_everything_is_accepted(bench, steps=45, vocab=HIDDEN)
 
 
 @pytest.mark.parametrize(

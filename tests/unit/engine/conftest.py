@@ -123,7 +123,9 @@ class ScriptedEngine:
         self._live[request.request_id] = deque(self.windows[len(self.requests)])
         self.requests.append(request)
 
-    def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
+    def release(
+        self, request_id: str, num_kept_tokens: int | None = None, *, aborted: bool = False
+    ) -> None:
         self.released.append(request_id)
         self.num_kept[request_id] = num_kept_tokens
         self._live.pop(request_id, None)

@@ -8,6 +8,7 @@ import pytest
 
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.seeds import derive_seed
+from sametoken.core.structured_outputs import StructuredOutputs
 from sametoken.engine.input_processor import InputProcessor, PromptTokens
 from sametoken.errors import RequestError
 
@@ -17,7 +18,12 @@ MAX_LEN = 32
 
 def make(tokenizer, seed=7):
     return InputProcessor(
-        tokenizer, vocab_size=VOCAB, max_model_len=MAX_LEN, eos_token_ids=(0, 5), seed=seed
+        tokenizer,
+        vocab_size=VOCAB,
+        max_model_len=MAX_LEN,
+        eos_token_ids=(0, 5),
+        num_speculative_tokens=4,
+        seed=seed,
     )
 
 
@@ -177,3 +183,31 @@ def test_the_user_s_parameters_are_left_as_they_were(tokenizer):
     processed = make(tokenizer).process("r", PromptTokens(None, (1,)), params)
     assert dataclasses.asdict(params) == before
     assert processed.params is params
+
+
+def test_all_completions_share_what_structured_outputs_compile_to(tokenizer):
+    inputs = make(tokenizer)
+    form = StructuredOutputs(regex="[a-z]+")
+    processed = process(inputs, n=2, structured_outputs=form)
+    first, second = (completion.grammar for completion in processed.completions)
+    assert first is second
+    assert first.new_matcher() is not second.new_matcher()
+    assert process(inputs).completions[0].grammar is None
+
+
+def test_structured_outputs_that_cannot_be_served_are_refused_before_any_work(tokenizer):
+    with pytest.raises(RequestError, match="regex is not valid"):
+        process(make(tokenizer), structured_outputs=StructuredOutputs(regex="(a"))
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        process(make(None), structured_outputs=StructuredOutputs(regex="a"))
+
+
+@pytest.mark.parametrize("own", [None, 0, 1, 4])
+def test_a_request_chooses_its_number_of_drafts(tokenizer, own):
+    (completion,) = process(make(tokenizer), num_speculative_tokens=own).completions
+    assert completion.max_drafts == own
+
+
+def test_more_drafts_than_the_engine_s_are_refused(tokenizer):
+    with pytest.raises(RequestError, match="num_speculative_tokens=5 is above the engine's 4"):
+        process(make(tokenizer), num_speculative_tokens=5)

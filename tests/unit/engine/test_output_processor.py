@@ -30,6 +30,7 @@ class Run:
             vocab_size=len(tokenizer.hf),
             max_model_len=MAX_LEN,
             eos_token_ids=(EOS,),
+            num_speculative_tokens=0,
             seed=0,
         )
         self.outputs = OutputProcessor(tokenizer)

@@ -147,23 +147,33 @@ RECURRENT = (RecurrentSpec(1, 1, 2, 4, 4, 4, 16),)
 
 
 def test_recurrent_state_turns_prefix_caching_off_and_says_why():
-    config, reasons = resolve_recurrent(EngineConfig(), CPU, RECURRENT)
+    config, reasons = resolve_recurrent(EngineConfig(), RECURRENT)
     assert not config.enable_prefix_caching
     assert reasons["enable_prefix_caching"].startswith("off: ")
 
 
 def test_what_is_off_already_needs_no_reason():
     asked = EngineConfig(enable_prefix_caching=False)
-    assert resolve_recurrent(asked, CPU, RECURRENT) == (asked, {})
+    assert resolve_recurrent(asked, RECURRENT) == (asked, {})
 
 
 def test_dense_models_keep_prefix_caching():
-    assert resolve_recurrent(EngineConfig(), CPU, ()) == (EngineConfig(), {})
+    assert resolve_recurrent(EngineConfig(), ()) == (EngineConfig(), {})
 
 
-def test_captured_steps_are_refused_over_recurrent_state():
-    cuda = torch.device("cuda")
-    with pytest.raises(UnsupportedError, match="CUDA graphs"):
-        resolve_recurrent(EngineConfig(), cuda, RECURRENT)
-    config, _ = resolve_recurrent(EngineConfig(enforce_eager=True), cuda, RECURRENT)
-    assert config.enforce_eager
+def test_recurrent_state_comes_out_of_what_a_gpu_leaves_for_kv(monkeypatch):
+    free, total = 60 * 2**30, 80 * 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    config, cuda = EngineConfig(gpu_memory_utilization=0.9), torch.device("cuda")
+    plain = resolve_kv_bytes(config, cuda)
+    assert resolve_kv_bytes(config, cuda, 10**9) == plain - 10**9
+    with pytest.raises(ConfigError, match="for recurrent state") as caught:
+        resolve_kv_bytes(config, cuda, plain)
+    assert "lower max_num_seqs" in caught.value.remedy
+    asked = dataclasses.replace(config, kv_cache_memory_bytes=7)
+    assert resolve_kv_bytes(asked, cuda, 10**9) == 7
+
+
+def test_a_model_without_attention_has_as_many_blocks_as_are_useful():
+    none = dataclasses.replace(SPEC, num_layers=0)
+    assert plan(specs=(none,)).num_kv_blocks == 4 * 512 // BLOCK

@@ -96,8 +96,9 @@ def test_silu_mul(t, size, dtype, spread, seed):
 @few
 @given(counts, st.integers(1, 130), dtypes, st.floats(0.1, 30), seeds)
 def test_gates(t, size, dtype, spread, seed):
-    x, gate = normal(t, size, dtype=dtype, seed=seed), normal(t, size, dtype=dtype, seed=seed + 1)
-    gate *= spread
+    """The gate is a part of a wider projection."""
+    x = normal(t, size, dtype=dtype, seed=seed)
+    gate = (spread * normal(t, size + 3, dtype=dtype, seed=seed + 1))[:, 3:]
     assert_close(native.sigmoid_mul(x, gate), reference.sigmoid_mul(x, gate))
     for weight_dtype in (dtype, FP32):
         weight = normal(size, dtype=weight_dtype, seed=seed + 2)
@@ -239,6 +240,15 @@ def test_sample_of_mapped_columns_is_that_of_the_whole_vocabulary(rows, columns,
     found = native.sample(logits, *parameters, token_ids)
     assert torch.equal(found, native.sample(full, *parameters))
     assert torch.equal(found, reference.sample(logits, *parameters, token_ids))
+
+
+def test_sample_with_parameters_by_slot():
+    logits, temperature, seeds, positions = sampling_inputs(7, 300, 5)
+    slots = torch.tensor([6, 0, 3, 3])
+    rows = logits[:4], temperature[slots], seeds[slots], positions[:4]
+    for kernels in (native, reference):
+        found = kernels.sample(logits[:4], temperature, seeds, positions[:4], None, slots)
+        assert torch.equal(found, kernels.sample(*rows))
 
 
 def test_native_refuses_a_map_that_does_not_fit_the_columns():

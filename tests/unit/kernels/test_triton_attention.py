@@ -6,15 +6,25 @@ are compared closely here and by their bits on the chip (tests/gpu/test_attentio
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sametoken.errors import InvariantError
-from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
+from sametoken.kernels.attention.triton import (
+    AttentionConfig,
+    attention,
+    choose,
+    new_arrivals,
+)
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
-WALK = AttentionConfig(False, 16, num_warps=4, num_stages=2, split=32, tile=16)
-SPREAD = AttentionConfig(True, 16, num_warps=4, num_stages=2, split=32, tile=16)
+WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2, split=32, tile=16)
+SPREAD = replace(WALK, form="spread")
+JOINED = replace(WALK, form="joined")
+#: Every form, and either operand order with the form that uses it most.
+CUTS = (WALK, SPREAD, JOINED, replace(WALK, kv_left=False), replace(JOINED, kv_left=False))
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
 BLOCK_SIZE = 16
 
@@ -80,7 +90,7 @@ def assert_close(got, expected, tolerance=2e-6):
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("config", [WALK, SPREAD])
+@pytest.mark.parametrize("config", CUTS)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -92,13 +102,13 @@ def assert_close(got, expected, tolerance=2e-6):
 )
 def test_odd_head_counts_and_sizes(shape, config):
     block_queries = 32 if shape.num_heads == 18 else 16
-    cut = AttentionConfig(config.spread, block_queries, 4, 2, split=32, tile=16)
+    cut = replace(config, block_queries=block_queries)
     scene = Scene(shape, [70, 33])
     where = [(0, 69), (1, 31), (0, 0)]
     assert_close(*run(scene, where, window=1, config=cut))
 
 
-@pytest.mark.parametrize("config", [WALK, SPREAD])
+@pytest.mark.parametrize("config", CUTS)
 @pytest.mark.parametrize(("last", "block_size"), [(14, 16), (31, 24), (32, 16), (66, 24)])
 def test_windows_across_every_edge(last, block_size, config):
     scene = Scene(SHAPE, [70, 70], block_size=block_size)
@@ -106,10 +116,12 @@ def test_windows_across_every_edge(last, block_size, config):
     assert_close(*run(scene, where, window=3, config=config))
 
 
-@pytest.mark.parametrize(("block_queries", "spread"), [(16, True), (16, False), (64, False)])
-def test_a_window_longer_than_a_query_tile(block_queries, spread):
+@pytest.mark.parametrize(
+    ("block_queries", "config"), [(16, SPREAD), (16, JOINED), (16, WALK), (64, WALK), (32, JOINED)]
+)
+def test_a_window_longer_than_a_query_tile(block_queries, config):
     scene = Scene(SHAPE, [40])
-    cut = AttentionConfig(spread, block_queries, 4, 2, split=32, tile=16)
+    cut = replace(config, block_queries=block_queries)
     assert_close(*run(scene, window_rows(0, 37, 19), window=19, config=cut))
 
 
@@ -119,7 +131,7 @@ def test_ragged_rows_find_their_slots_on_the_device():
     assert_close(*run(scene, where, config=WALK))
 
 
-@pytest.mark.parametrize("config", [WALK, SPREAD])
+@pytest.mark.parametrize("config", CUTS)
 @pytest.mark.parametrize("sliding_window", [1, 7, 40])
 def test_sliding_window(sliding_window, config):
     scene = Scene(SHAPE, [90])
@@ -127,9 +139,9 @@ def test_sliding_window(sliding_window, config):
     assert_close(*run(scene, where, window=4, sliding_window=sliding_window, config=config))
 
 
-@pytest.mark.parametrize("config", [WALK, SPREAD])
-def test_padding_rows_disturb_nobody_and_fewer_lanes_than_splits_suffice(config, monkeypatch):
-    monkeypatch.setattr("sametoken.kernels.attention.triton.BUSY_PROGRAMS", 4)
+@pytest.mark.parametrize("config", CUTS)
+def test_padding_rows_disturb_nobody_and_fewer_lanes_than_splits_suffice(config):
+    config = replace(config, programs=8)
     scene = Scene(SHAPE, [100])
     padding = scene.table.shape[0] - 1
     q, rows = scene.rows([(0, 99), (padding, 0), (padding, 0)])
@@ -155,7 +167,9 @@ def test_unread_kv_may_be_anything():
 @pytest.mark.parametrize(
     ("sliding_window", "poisoned"), [(None, (38, 40)), (3, (34, 38)), (3, (33, 40))]
 )
-@pytest.mark.parametrize(("config", "value"), [(WALK, torch.nan), (SPREAD, torch.inf)])
+@pytest.mark.parametrize(
+    ("config", "value"), [(WALK, torch.nan), (SPREAD, torch.inf), (JOINED, torch.nan)]
+)
 def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(
     config, value, sliding_window, poisoned
 ):
@@ -209,19 +223,19 @@ def test_max_seq_len_bounds_the_launch_not_the_result():
 def test_chosen_form_follows_the_shapes_alone():
     shape = AttentionShape(32, 8, 128)
     bf16 = torch.bfloat16
-    assert choose(1, shape, 1, 4096, bf16).spread
+    assert choose(1, shape, 1, 4096, bf16).form == "joined"
     assert choose(1, shape, 1, 4096, bf16).block_queries == 16
-    assert not choose(1, shape, 1, 128, bf16).spread
-    assert not choose(128, shape, 1, 4096, bf16).spread
-    assert not choose(512, shape, None, 4096, bf16).spread
+    assert choose(1, shape, 1, 128, bf16).form == "walk"
+    assert choose(128, shape, 1, 4096, bf16).form == "walk"
+    assert choose(512, shape, None, 4096, bf16).form == "walk"
     assert choose(512, shape, None, 4096, bf16).block_queries == 32
     assert choose(6, shape, 6, 4096, bf16).block_queries == 32
     for window in (1, 4, 6):
-        assert choose(8 * window, shape, window, 4096, bf16).spread
-        assert not choose(64 * window, shape, window, 4096, bf16).spread
+        assert choose(8 * window, shape, window, 4096, bf16).form == "joined"
+        assert choose(64 * window, shape, window, 4096, bf16).form == "walk"
     assert choose(4, AttentionShape(48, 1, 64), 4, 64, bf16).block_queries >= 48
-    assert choose(128, shape, 4, 4096, bf16).spread
-    assert not choose(128, shape, 4, 40960, bf16).spread
+    assert choose(128, shape, 4, 4096, bf16).form == "joined"
+    assert choose(128, shape, 4, 40960, bf16).form == "walk"
 
 
 def test_impossible_launches_are_refused():
@@ -238,3 +252,41 @@ def test_no_rows_give_no_rows():
     nothing = AttentionRows(rows.positions[:0], rows.slots[:0], rows.kv_slots[:0], scene.table)
     for window in (None, 1, 4):
         assert attention(q[:0], SHAPE, nothing, scene.kv, window=window).shape == (0, 64)
+
+
+def test_the_last_program_of_a_tile_leaves_its_counter_at_zero(monkeypatch):
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(tensor, *size, **options):
+        made = new_empty(tensor, *size, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    scene = Scene(SHAPE, [100, 40])
+    arrivals = new_arrivals(torch.device("cpu"))
+    where = window_rows(0, 97, 5) + window_rows(1, 12, 5)
+    for programs in (1, 8, 1000):
+        config = replace(JOINED, programs=programs)
+        got, expected = run(scene, where, window=5, config=config, arrivals=arrivals)
+        assert_close(got, expected)
+        assert not arrivals.any()
+
+
+def test_a_tile_is_not_written_before_its_last_split_arrived():
+    scene = Scene(SHAPE, [100])
+    arrivals = new_arrivals(torch.device("cpu"))
+    # Of one query tile a program too few can arrive, so nobody is the last.
+    arrivals[1] = -1
+    got, expected = run(scene, [(0, 99)], window=1, config=JOINED, arrivals=arrivals)
+    heads = SHAPE.num_heads // SHAPE.num_kv_heads * SHAPE.head_dim
+    assert_close(got[:, :heads], expected[:, :heads])
+    assert arrivals[1] == 3
+    with pytest.raises(AssertionError):
+        assert_close(got[:, heads:], expected[:, heads:])
+
+
+def test_joined_launches_need_counters_enough():
+    scene = Scene(SHAPE, [20])
+    few = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(AssertionError):
+        run(scene, [(0, 3)], window=1, config=JOINED, arrivals=few)

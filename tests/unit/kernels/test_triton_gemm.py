@@ -55,6 +55,7 @@ def test_linear_reads_nothing_outside_odd_shapes(rows, features, depth, dtype):
         TritonConfig(32, 16, 64, num_warps=4, num_stages=2),
         TritonConfig(16, 32, 32, num_warps=4, num_stages=2, tma=True),
         TritonConfig(64, 64, 32, num_warps=8, num_stages=3, tma=True),
+        TritonConfig(16, 32, 32, num_warps=4, num_stages=2, tma=True, tma_rows=False),
     ],
 )
 @pytest.mark.parametrize("epilogue", ["none", "bias", "silu_mul", "add", "logits"])

@@ -59,13 +59,18 @@ def test_add_rms_norm_rounds_the_residual_once_and_works_in_place(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 99)])
-def test_gated_rms_norm_and_fp32_weights(rows, width, dtype):
-    x, gate = noise(rows, width, dtype=dtype), noise(rows, width, dtype=dtype, seed=1)
+@pytest.mark.parametrize(("rows", "heads", "width"), [(1, 1, 64), (3, 5, 99), (2, 32, 8)])
+def test_gated_rms_norm_and_fp32_weights(rows, heads, width, dtype):
+    """The gate is a part of a wider projection."""
+    x = noise(rows, heads * width, dtype=dtype)
+    gate = noise(rows, heads * width + 7, dtype=dtype, seed=1)[:, 3:-4]
     weight = noise(width, seed=2)
     expected = reference.gated_rms_norm(x.cpu(), gate.cpu(), weight.cpu(), 1e-5).to(DEVICE)
     actual = norm_rope.gated_rms_norm(x, gate, weight, 1e-5)
     close(actual, expected)
+    by_head = (x.view(-1, width), gate.reshape(-1, width))
+    heads_alone = reference.gated_rms_norm(*(t.cpu() for t in by_head), weight.cpu(), 1e-5)
+    close(heads_alone.view(x.shape).to(DEVICE), expected)
     last = norm_rope.gated_rms_norm(x[-1:].clone(), gate[-1:].clone(), weight, 1e-5)
     assert torch.equal(last, actual[-1:])
 
@@ -105,12 +110,14 @@ def empty_kv(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> Laye
         (AttentionShape(4, 2, 16), 8, 4),
         (AttentionShape(9, 3, 24), 12, 3),
         (AttentionShape(10, 10, 20), 5, 4),
+        (AttentionShape(4, 1, 256), 32, 4),
     ],
 )
 def test_rope_and_cache(shape, half, block_size, with_norm, dtype):
+    """The rows are a part of a wider projection's."""
     kv_slots = [block_size * 4 + 1, 2, block_size * 2, 0, block_size * 3 - 1]
     rows = attention_rows(kv_slots)
-    qkv = noise(5, shape.q_size + 2 * shape.kv_size, dtype=dtype)
+    qkv = noise(5, 16 + shape.q_size + 2 * shape.kv_size, dtype=dtype)[:, 16:]
     angles = noise(40, half, seed=1)
     rotary = RotaryTable(poisoned(angles.cos()), poisoned(angles.sin()))
     weights = [noise(shape.head_dim, dtype=dtype, seed=seed) for seed in (2, 3)]

@@ -94,6 +94,19 @@ def test_mapped_columns_choose_what_the_whole_vocabulary_chooses(columns, vocab_
     assert torch.equal(found, reference.sample(logits, *chosen, token_ids))
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_parameters_by_slot_are_those_of_each_row(mapped):
+    generator = torch.Generator().manual_seed(3)
+    logits = (3 * torch.randn(4, 1030, generator=generator)).to(DEVICE)
+    token_ids = torch.arange(7, 7 + 2 * 1030, 2, device=DEVICE) if mapped else None
+    slots = torch.tensor([4, 0, 2, 4], device=DEVICE)
+    temperature, seeds, positions = parameters(5)
+    wanted = reference.sample(logits, temperature[slots], seeds[slots], positions[:4], token_ids)
+    for kernels in (sampling, reference):
+        found = kernels.sample(logits, temperature, seeds, positions[:4], token_ids, slots)
+        assert torch.equal(found, wanted)
+
+
 @triton.jit
 def words_of_kernel(token_ids, words, seed, position, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
@@ -191,3 +204,28 @@ def test_parameters_are_found_by_slot():
     )
     expected = reference.sample(logits, temperature[slots], seeds[slots], positions + 1)
     assert torch.equal(tokens, expected)
+
+
+def test_keys_of_runs_of_columns_side_by_side_are_those_of_all_tokens():
+    """Ranks that share a model each make the keys of their own tokens."""
+    logits = torch.randn(4, 2400, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    logits[0, [5, 1205]] = 9.0
+    logits[3, 2000] = torch.nan
+    temperature, seeds, positions = parameters(4)
+    slots = torch.arange(4, device=DEVICE)
+    runs = [
+        sampling.window_keys(
+            logits[:, first : first + 1200].contiguous(),
+            temperature,
+            seeds,
+            slots,
+            positions,
+            first,
+        )
+        for first in (0, 1200)
+    ]
+    whole = sampling.window_keys(logits, temperature, seeds, slots, positions)
+    tokens, poisoned = sampling.best_tokens(torch.cat(runs, dim=1))
+    expected_tokens, expected_poisoned = sampling.best_tokens(whole)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(poisoned, expected_poisoned)

@@ -11,7 +11,7 @@ from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.heads import OPTIONS, SharedTarget
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models.dummy import SCALE, DummySource
+from sametoken.models.dummy import SCALE, VOCABULARY_SCALE, DummySource
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import load_model, read_config
@@ -42,15 +42,25 @@ def test_values_depend_on_the_name_alone():
     assert not torch.equal(tensor("a", 5, 7), tensor("b", 5, 7))
 
 
-def test_matrices_are_about_0_norms_about_1_and_biases_about_0():
-    matrix, norm, bias = (
-        tensor("m.weight", 400, 50),
-        tensor("n.weight", 2000),
-        tensor("n.bias", 2000),
-    )
-    for values, centre in ((matrix, 0.0), (norm, 1.0), (bias, 0.0)):
-        assert values.mean().item() == pytest.approx(centre, abs=0.005)
-        assert values.std().item() == pytest.approx(SCALE, rel=0.1)
+@pytest.mark.parametrize(
+    ("name", "shape", "centre", "scale"),
+    [
+        ("m.weight", (400, 50), 0.0, SCALE),
+        ("n.weight", (2000,), 1.0, SCALE),
+        ("n.bias", (2000,), 0.0, SCALE),
+        ("model.embed_tokens.weight", (400, 50), 0.0, VOCABULARY_SCALE),
+        ("lm_head.weight", (400, 50), 0.0, VOCABULARY_SCALE),
+    ],
+)
+def test_values_are_about_0_those_of_norms_about_1(name, shape, centre, scale):
+    values = tensor(name, *shape)
+    assert values.mean().item() == pytest.approx(centre, abs=scale / 10)
+    assert values.std().item() == pytest.approx(scale, rel=0.1)
+
+
+def test_the_head_holds_the_embedding_s_values():
+    embedding = tensor("model.embed_tokens.weight", VOCAB, HIDDEN)
+    assert torch.equal(tensor("lm_head.weight", VOCAB, HIDDEN), embedding)
 
 
 def test_large_tensors_come_in_bounded_chunks_that_differ():

@@ -17,13 +17,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench
+from helpers.gguf_files import convert
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models import weights
 from sametoken.models.loader import load_model, read_config
 
 transformers_logging.disable_progress_bar()
-F32 = GGMLQuantizationType.F32
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LLAMA3 = {
     "rope_type": "llama3",
@@ -57,54 +57,6 @@ def make_model(config_class, **options):
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     return model.eval()
-
-
-def interleaved(rows, num_heads):
-    """As llama.cpp's converter reorders the rows of q and k of a Llama model."""
-    return (
-        rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(rows.shape)
-    )
-
-
-def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_tensors=()):
-    """Write a transformers model as llama.cpp's converter would."""
-    config = model.config
-    writer = GGUFWriter(path, arch)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_array("tokenizer.ggml.tokens", [str(i) for i in range(config.vocab_size)])
-    for key, add, value in metadata:
-        getattr(writer, add)(key, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    if arch == "qwen3":
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        data = tensor.numpy()
-        if arch == "llama" and ".q_proj." in name:
-            data = interleaved(data, config.num_attention_heads)
-        if arch == "llama" and ".k_proj." in name:
-            data = interleaved(data, config.num_key_value_heads)
-        own_type = tensor_type if data.ndim == 2 else F32
-        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(new_name, quantize(data, own_type), raw_dtype=own_type)
-    for name, data in extra_tensors:
-        writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def load(path):

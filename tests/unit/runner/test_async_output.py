@@ -17,7 +17,12 @@ from sametoken.verification.base import Verdict
 
 
 def outcome(
-    num_drafts: list[int], samples: list[bool], num_accepted: list[int], tokens: list[int]
+    num_drafts: list[int],
+    samples: list[bool],
+    num_accepted: list[int],
+    tokens: list[int],
+    poisoned: tuple[bool, ...] | None = None,
+    stuck: tuple[bool, ...] | None = None,
 ) -> torch.Tensor:
     """A packed verdict of step 7 whose windows hold ``tokens`` side by side."""
     batch = len(num_drafts)
@@ -34,7 +39,8 @@ def outcome(
         num_accepted=torch.tensor(num_accepted),
         next_token=zeros,
         tokens=torch.tensor(tokens),
-        poisoned=torch.zeros(batch, dtype=torch.bool),
+        poisoned=torch.tensor(poisoned or (False,) * batch),
+        stuck=torch.tensor(stuck or (False,) * batch),
     )
     return pack(StepInputs(**named), verdict, window=4)
 
@@ -52,6 +58,16 @@ def test_emitted_tokens_are_the_accepted_drafts_and_the_next_token():
     assert [row.token_ids for row in result.rows] == [(10, 11), (), (20, 21)]
     assert [row.num_drafts for row in result.rows] == [3, 0, 1]
     assert [row.num_accepted for row in result.rows] == [1, 0, 1]
+
+
+def test_a_poisoned_row_says_why():
+    buffer = HostBuffer.allocate(4, 3)
+    tokens = [10, 11, 12, 13, 20, 21]
+    flags = {"poisoned": (True, False, True), "stuck": (False, False, True)}
+    buffer.copy_from(outcome([3, 0, 1], [True, False, True], [0, 0, 0], tokens, **flags), 0)
+    rows = buffer.read(PLAN, IN_ORDER).rows
+    assert [row.poisoned for row in rows] == [True, False, True]
+    assert [row.stuck for row in rows] == [False, False, True]
 
 
 def test_reading_before_the_copy_landed_raises():

@@ -31,13 +31,15 @@ def make_scheduler(**overrides):
     return Scheduler(make_limits(**overrides))
 
 
-def make_request(name, prompt, max_total=None, max_drafts=None, **params):
+def make_request(name, prompt, max_total=None, max_drafts=None, cached=True, **params):
     """``prompt`` is token ids, or a length for a prompt like no other."""
     if isinstance(prompt, int):
         prompt = tuple(sum(map(ord, name)) + 1000 * i for i in range(prompt))
     total = len(prompt) + 8 if max_total is None else max_total
     sampling = SamplingParams(temperature=0.0, **params)
-    return EngineRequest(name, tuple(prompt), sampling, total, max_drafts=max_drafts)
+    return EngineRequest(
+        name, tuple(prompt), sampling, total, max_drafts=max_drafts, use_prefix_cache=cached
+    )
 
 
 def result_of(plan, accept=0, poisoned=()):

@@ -94,6 +94,25 @@ def test_without_prefix_caching_nothing_is_shared(kit):
     assert scheduler.prefix_cache_queries == 0
 
 
+def test_a_request_may_keep_out_of_the_prefix_cache(kit):
+    scheduler = kit.scheduler()
+    prompt = tuple(range(9))
+    scheduler.add(kit.request("alone", prompt, cached=False))
+    kit.step(scheduler)
+    kit.step(scheduler)
+    scheduler.release("alone", 10)
+    scheduler.add(kit.request("other", prompt))
+    plan, _ = kit.step(scheduler)
+    assert plan.admissions[0].num_cached == 0, "it left nothing"
+    scheduler.add(kit.request("late", prompt))
+    scheduler.add(kit.request("again", prompt, cached=False))
+    assert scheduler.num_waiting_tokens == 18
+    plan, _ = kit.step(scheduler)
+    assert [admission.num_cached for admission in plan.admissions] == [8, 0]
+    assert scheduler.prefix_cache_queries == 18
+    assert scheduler.num_waiting_tokens == 0
+
+
 def test_a_released_prefix_is_kept_until_its_blocks_are_needed(kit):
     scheduler = kit.scheduler(num_blocks=8, prefill_chunk_size=16)
     scheduler.add(kit.request("a", PROMPT, max_total=14))

@@ -6,7 +6,7 @@ position, of which the accepted one is kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from sametoken.errors import InvariantError
 from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
 
 CPU = torch.device("cpu")
@@ -75,22 +76,29 @@ def run(cache: RecurrentCache, rows: list[Row]) -> torch.Tensor:
     return torch.stack(out)
 
 
-def empty(num_drafts: int) -> RecurrentCache:
-    cache = RecurrentCache.allocate(SPEC, max_num_seqs=NUM_SLOTS, num_drafts=num_drafts, device=CPU)
+def empty(num_drafts: int, kernels=None) -> RecurrentCache:
+    cache = RecurrentCache.allocate(
+        SPEC, max_num_seqs=NUM_SLOTS, num_drafts=num_drafts, device=CPU, kernels=kernels
+    )
     # What nobody has written must not matter.
     for held in (cache.states, cache.history, cache.pending_qkv, cache.pending_gates):
         held.fill_(float("nan"))
     return cache
 
 
+def plain_like(cache: RecurrentCache) -> RecurrentCache:
+    """For committed rows alone, run by the same pass."""
+    return replace(empty(0), open_pass=cache.open_pass)
+
+
 @dataclass
 class Columns:
     """The simple way: every row leaves a state of its own, and one of them is gone on from."""
 
-    column: RecurrentCache = field(default_factory=lambda: empty(0))
+    column: RecurrentCache
 
     def copy(self) -> Columns:
-        one = empty(0)
+        one = plain_like(self.column)
         for name in ("states", "history", "position", "num_pending"):
             getattr(one, name).copy_(getattr(self.column, name))
         return Columns(one)
@@ -110,9 +118,9 @@ class Slot:
     """A sequence in a slot, and what both oracles make of it."""
 
     index: int
+    plain: RecurrentCache
+    columns: Columns
     tokens: list[int] = field(default_factory=list)
-    plain: RecurrentCache = field(default_factory=lambda: empty(0))
-    columns: Columns = field(default_factory=Columns)
 
     def rows(self, num_committed: int, drafts: list[int], new_tokens: list[int]) -> list[Row]:
         """Rows at the end of the sequence; the committed ones bring ``new_tokens``."""
@@ -157,7 +165,8 @@ def play(cache: RecurrentCache, num_drafts: int, slots: dict[int, Slot], step: l
     rows, parts = [], []
     for one in {one["slot"]: one for one in step}.values():
         if one["reuse"] or one["slot"] not in slots:
-            slots[one["slot"]] = Slot(one["slot"])
+            plain, columns = plain_like(cache), Columns(plain_like(cache))
+            slots[one["slot"]] = Slot(one["slot"], plain, columns)
         generator = torch.Generator().manual_seed(one["seed"])
         counts = {"none": 0, "one": 1, "some": (num_drafts + 1) // 2, "all": num_drafts}
         width = min(counts[one["num_drafts"]], num_drafts)
@@ -171,10 +180,16 @@ def play(cache: RecurrentCache, num_drafts: int, slots: dict[int, Slot], step: l
         slot.check(own, out, accepted)
 
 
+both_passes = pytest.mark.parametrize(
+    "kernels", [None, NativeKernels()], ids=["row by row", "native"]
+)
+
+
+@both_passes
 @given(num_drafts=st.sampled_from([0, 1, 3, 7]), steps=steps)
 @settings(max_examples=25, deadline=None)
-def test_every_row_and_state_is_that_of_plain_rows_and_of_columns(num_drafts, steps):
-    cache, slots = empty(num_drafts), {}
+def test_every_row_and_state_is_that_of_plain_rows_and_of_columns(kernels, num_drafts, steps):
+    cache, slots = empty(num_drafts, kernels), {}
     for step in steps:
         play(cache, num_drafts, slots, step)
     for slot in slots.values():
@@ -183,9 +198,10 @@ def test_every_row_and_state_is_that_of_plain_rows_and_of_columns(num_drafts, st
         slot.check_folded(cache)
 
 
+@both_passes
 @pytest.mark.parametrize("accepted", [0.0, 0.3, 1.0])
-def test_a_window_of_64_drafts_and_then_a_step_without_any(accepted):
-    cache, slots = empty(64), {}
+def test_a_window_of_64_drafts_and_then_a_step_without_any(kernels, accepted):
+    cache, slots = empty(64, kernels), {}
     prompt = {"slot": 1, "reuse": False, "num_committed": 5, "accepted": accepted, "seed": 1}
     play(cache, 64, slots, [{**prompt, "num_drafts": "none"}])
     for seed in (2, 3):
@@ -198,9 +214,10 @@ def test_a_window_of_64_drafts_and_then_a_step_without_any(accepted):
     slots[1].check_folded(cache)
 
 
-def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing():
+@both_passes
+def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing(kernels):
     """A draft model's own drafts: pass by pass behind a newest token that comes once more."""
-    cache, plain = empty(4), empty(0)
+    cache, plain = empty(4, kernels), empty(0, kernels)
     committed = [Row(0, p, p, True) for p in range(3)]
     run(cache, [*committed, Row(0, 3, 3, False)])
     folded = cache.states[:, 0].clone()
@@ -211,12 +228,13 @@ def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing():
     assert all(torch.equal(row, true) for row, true in zip(chain, expected[4:], strict=True))
 
     again = run(cache, [Row(0, 3, 3, True), Row(0, 4, 20, True)])
-    other = empty(0)
+    other = empty(0, kernels)
     true = [run(other, [Row(0, p, t, True)])[:, 0] for p, t in enumerate([0, 1, 2, 3, 20])]
     assert torch.equal(again, torch.stack(true[3:], dim=1))
     assert torch.equal(cache.states[:, 0], other.states[:, 0])
 
 
+@both_passes
 @pytest.mark.parametrize(
     "rows",
     [
@@ -227,16 +245,19 @@ def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing():
         pytest.param([Row(1, 5, 1, True)], id="a slot that nobody began"),
     ],
 )
-def test_rows_that_do_not_follow_are_refused(rows):
-    cache = empty(4)
+def test_rows_that_do_not_follow_are_refused(rows, kernels):
+    cache = empty(4, kernels)
     run(cache, [Row(0, p, p, p < 3) for p in range(7)])
     with pytest.raises(InvariantError, match="do not follow"):
         cache.begin(attention_rows(rows))
 
 
-def test_inputs_that_the_cache_would_round_are_refused():
+@both_passes
+def test_inputs_that_the_cache_would_round_are_refused(kernels):
     spec = RecurrentSpec(1, **HEADS, conv_kernel=4, conv_channels=32, dtype=torch.bfloat16)
-    cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=0, device=CPU)
+    cache = RecurrentCache.allocate(
+        spec, max_num_seqs=1, num_drafts=0, device=CPU, kernels=kernels
+    )
     running = cache.begin(attention_rows([Row(0, 0, 1, True)]))
     raw = torch.zeros(1, 32)
     with pytest.raises(InvariantError, match="are kept in"):

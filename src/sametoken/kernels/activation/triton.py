@@ -48,31 +48,40 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 @triton.jit
 def _sigmoid_mul_kernel(
     x,  # [T, WIDTH]
-    gate,  # [T, WIDTH]
+    gate,  # [T, WIDTH], rows gate_stride apart
     out,  # [T, WIDTH]
+    gate_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    place = tl.program_id(0).to(tl.int64) * WIDTH + columns
-    g = tl.load(gate + place, inside, other=0.0).to(tl.float32)
+    place = row * WIDTH + columns
+    g = tl.load(gate + row * gate_stride + columns, inside, other=0.0).to(tl.float32)
     value = tl.load(x + place, inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
     tl.store(out + place, value.to(out.dtype.element_ty), inside)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once."""
+    """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once; rows of gate may lie apart."""
     assert x.is_contiguous()
-    assert gate.is_contiguous()
+    assert gate.stride(1) == 1
     assert gate.shape == x.shape
     num_rows, width = x.shape
     out = torch.empty_like(x)
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
         _sigmoid_mul_kernel[grid](
-            x, gate, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **overlapped(x)
+            x,
+            gate,
+            out,
+            gate.stride(0),
+            WIDTH=width,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **overlapped(x),
         )
     return out

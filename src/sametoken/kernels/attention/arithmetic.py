@@ -1,5 +1,10 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
-"""The arithmetic of attention that every launch form shares, so that bits agree."""
+"""The arithmetic of attention that every launch form shares, so that bits agree.
+
+Accumulators hold queries along one axis and elements of a head along the other. Which comes
+first, KV_LEFT, says whether KV or the queries are the left operand of the matrix products: it
+moves numbers between registers and changes none of them.
+"""
 
 from __future__ import annotations
 
@@ -46,66 +51,148 @@ def of_turn(turn, position):
 
 
 @triton.jit
-def split_result(
-    q,  # [BLOCK_DIM, queries]
-    position,  # [queries] int64, -1 for queries that take no part
-    split,
+def per_query(x, KV_LEFT: tl.constexpr):
+    """[queries] in the shape that broadcasts over the accumulators' other axis."""
+    return x[None, :] if KV_LEFT else x[:, None]
+
+
+@triton.jit
+def per_element(x, KV_LEFT: tl.constexpr):
+    """[elements], or [positions] beside queries, in the shape that broadcasts over queries."""
+    return x[:, None] if KV_LEFT else x[None, :]
+
+
+@triton.jit
+def empty_split(BLOCK_DIM: tl.constexpr, QUERIES: tl.constexpr, KV_LEFT: tl.constexpr):
+    """Weighted values, total weights and highest scores before the first position."""
+    acc = tl.zeros([BLOCK_DIM, QUERIES] if KV_LEFT else [QUERIES, BLOCK_DIM], tl.float32)
+    totals = tl.zeros([16, QUERIES] if KV_LEFT else [QUERIES, 16], tl.float32)
+    return acc, totals, tl.full([QUERIES], float("-inf"), tl.float32)
+
+
+@triton.jit
+def block_of(table, begin, stop, BLOCK_SIZE: tl.constexpr):
+    """The block of a tile's first position; any if the tile does not exist.
+
+    Asked for one tile ahead, it never stands between a tile's loads and the pipeline.
+    """
+    return tl.load(table + begin // BLOCK_SIZE, mask=begin < stop, other=0)
+
+
+@triton.jit
+def with_tile(
+    state,  # of empty_split
+    q,  # [BLOCK_DIM, queries] or [queries, BLOCK_DIM]
+    position,  # [queries] int32, -1 for queries that take no part
+    begin,  # the tile's first position
+    stop,  # no query sees this position or one beyond
+    block,  # of block_of
     table,  # [max_blocks] int64: the slot's blocks
     keys,
     values,
     block_stride,
-    position_stride,
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    KV_LEFT: tl.constexpr,
 ):
-    """One split's weighted values [BLOCK_DIM, queries], total weight and highest score.
+    """Add one tile of positions to a split's weighted values, total weights and peaks.
 
-    Tiles that a row cannot see leave its numbers as they are, to the bit, so the rows it is
+    A tile that a row cannot see leaves its numbers as they are, to the bit, so the rows it is
     computed beside do not matter. Positions that no row here can see are not read at all.
-    KV is the left operand of both products: a few queries then still fill the matrix unit.
     """
-    BLOCK_DIM: tl.constexpr = q.shape[0]
-    QUERIES: tl.constexpr = q.shape[1]
-    dim = tl.arange(0, BLOCK_DIM)
-    ones = tl.full([16, TILE], 1.0, q.dtype)
-    acc = tl.zeros([BLOCK_DIM, QUERIES], tl.float32)
-    # Weights are totalled by the matrix unit, in the order of the positions; tl.sum would
-    # add in an order that follows the query tile.
-    totals = tl.zeros([16, QUERIES], tl.float32)
-    peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    stop = tl.minimum((split + 1) * SPLIT, tl.max(position) + 1).to(tl.int32)
-    for begin in tl.range(split * SPLIT, stop, TILE):
-        at = begin + tl.arange(0, TILE)
-        block = tl.load(table + at // BLOCK_SIZE, mask=at < stop, other=0)
-        offset = block * block_stride + (at % BLOCK_SIZE) * position_stride
-        seen = at < stop
-        if SLIDING_WINDOW:
-            seen = seen & (at > lowest_of(position) - SLIDING_WINDOW)
-        kv_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(keys + offset[:, None] + dim[None, :], mask=kv_mask, other=0)
-        scores = tl.dot(k, q, input_precision="ieee")
-        visible = at[:, None] <= position[None, :]
-        if SLIDING_WINDOW:
-            visible = visible & (at[:, None] > position[None, :] - SLIDING_WINDOW)
-        scores = tl.where(visible, scores, float("-inf"))
+    acc, totals, peak = state
+    KV_AXIS: tl.constexpr = 0 if KV_LEFT else 1
+    dim = tl.arange(0, acc.shape[KV_AXIS])
+    at = begin + tl.arange(0, TILE)
+    seen = at < stop
+    start, offset = _places(at, seen, begin, block, table, block_stride, HEAD_DIM, BLOCK_SIZE, TILE)
+    if SLIDING_WINDOW:
+        seen = seen & (at > lowest_of(position) - SLIDING_WINDOW)
+    k_mask = seen[:, None] & (dim < HEAD_DIM)[None, :]
+    k = tl.load(keys + start + (offset[:, None] + dim[None, :]), mask=k_mask, other=0)
+    scores = tl.dot(k, q, input_precision="ieee") if KV_LEFT else _right(q, k)
+    where, limit = per_element(at, KV_LEFT), per_query(position, KV_LEFT)
+    visible = where <= limit
+    if SLIDING_WINDOW:
+        visible = visible & (where > limit - SLIDING_WINDOW)
+    scores = tl.where(visible, scores, float("-inf"))
 
-        new_peak = tl.maximum(peak, tl.max(scores, 0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2((scores - base[None, :]) * scale).to(q.dtype)
-        shrink = tl.exp2((peak - base) * scale)
-        v = tl.load(values + offset[:, None] + dim[None, :], mask=kv_mask, other=0)
-        acc = tl.dot(v.T, weights, acc * shrink[None, :], input_precision="ieee")
-        totals = tl.dot(ones, weights, totals * shrink[None, :], input_precision="ieee")
-        peak = new_peak
-    return acc, tl.max(totals, 0), peak
+    new_peak = tl.maximum(peak, tl.max(scores, KV_AXIS))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2((scores - per_query(base, KV_LEFT)) * scale).to(q.dtype)
+    shrink = per_query(tl.exp2((peak - base) * scale), KV_LEFT)
+    # Of the accumulators' shape: as a left operand V must come with its elements first.
+    v_at = per_query(offset, KV_LEFT) + per_element(dim, KV_LEFT)
+    v_mask = per_query(seen, KV_LEFT) & per_element(dim < HEAD_DIM, KV_LEFT)
+    v = tl.load(values + start + v_at, mask=v_mask, other=0)
+    acc, totals = _accumulated(acc * shrink, totals * shrink, weights, v, KV_LEFT)
+    return acc, totals, new_peak
 
 
 @triton.jit
-def merged(acc, total, peak, part, scale):
+def _places(
+    at,
+    seen,
+    begin,
+    block,
+    table,
+    block_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Where a tile's positions lie in memory: a start for all, and from there on [TILE]."""
+    if BLOCK_SIZE % TILE == 0:
+        # One block holds the tile, so one scalar says where it is.
+        start = block * block_stride + begin % BLOCK_SIZE * HEAD_DIM
+        offset = tl.arange(0, TILE) * HEAD_DIM
+    else:
+        start = block * 0
+        blocks = tl.load(table + at // BLOCK_SIZE, mask=seen, other=0)
+        offset = blocks * block_stride + at % BLOCK_SIZE * HEAD_DIM
+    return start, offset
+
+
+@triton.jit
+def _right(q, k):
+    return tl.dot(q, k.T, input_precision="ieee")
+
+
+@triton.jit
+def _accumulated(acc, totals, weights, v, KV_LEFT: tl.constexpr):
+    """Add weighted values and weights.
+
+    Weights are totalled by the matrix unit, in the order of the positions; tl.sum would add
+    in an order that follows the query tile.
+    """
+    if KV_LEFT:
+        ones = tl.full([16, v.shape[1]], 1.0, v.dtype)
+        acc = tl.dot(v, weights, acc, input_precision="ieee")
+        totals = tl.dot(ones, weights, totals, input_precision="ieee")
+    else:
+        ones = tl.full([v.shape[0], 16], 1.0, v.dtype)
+        acc = tl.dot(weights, v, acc, input_precision="ieee")
+        totals = tl.dot(weights, ones, totals, input_precision="ieee")
+    return acc, totals
+
+
+@triton.jit
+def total_of(totals, KV_LEFT: tl.constexpr):
+    """Each query's total weight: the matrix unit gave it sixteen times."""
+    return tl.max(totals, 0 if KV_LEFT else 1)
+
+
+@triton.jit
+def end_of(position, split, SPLIT: tl.constexpr):
+    """The first position of a split that no query sees, or where the split ends."""
+    return tl.minimum((split + 1) * SPLIT, tl.max(position) + 1).to(tl.int32)
+
+
+@triton.jit
+def merged(acc, total, peak, part, scale, KV_LEFT: tl.constexpr):
     """Add a split's partial result to that of the splits before it.
 
     The multiply-adds are explicit: left to the compiler, they could be contracted one way in
@@ -117,11 +204,11 @@ def merged(acc, total, peak, part, scale):
     old = tl.exp2((peak - base) * scale)
     new = tl.exp2((peak_split - base) * scale)
     total = tl.fma(total, old, total_split * new)
-    acc = tl.fma(acc, old[None, :], acc_split * new[None, :])
+    acc = tl.fma(acc, per_query(old, KV_LEFT), acc_split * per_query(new, KV_LEFT))
     return acc, total, new_peak
 
 
 @triton.jit
-def normalised(acc, total):
+def normalised(acc, total, KV_LEFT: tl.constexpr):
     """Weighted values over total weight; queries that took no part have none and give 0."""
-    return acc / tl.where(total == 0.0, 1.0, total)[None, :]
+    return acc / per_query(tl.where(total == 0.0, 1.0, total), KV_LEFT)

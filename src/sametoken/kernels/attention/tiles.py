@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sametoken.kernels.attention.arithmetic import per_element, per_query
+
 
 @triton.jit
 def tile_rows(width, TILE_ROWS: tl.constexpr):
@@ -25,17 +27,25 @@ def tile_queries(
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
+    KV_LEFT: tl.constexpr,
 ):
     """Rows x heads of one tile along one axis; absent ones repeat the first row, at -1.
 
-    Returns each query's row, whether it is present, its position, its index in
-    [num_rows * heads], and the mask of its elements [BLOCK_DIM, queries].
+    Returns each query's row, whether it is present, its position (int32), its index in
+    [num_rows * heads] from the tile's first one on (int32), that first one (int64), and the
+    elements' places in [heads, HEAD_DIM] from there on with their mask, both in the shape of
+    the accumulators.
     """
     query = tl.arange(0, BLOCK_QUERIES)
     row = first + query // GROUP
     present = (row < stop) & (query < BLOCK_QUERIES // GROUP * GROUP)
     row = tl.where(present, row, first)
-    position = tl.where(present, tl.load(positions + row), -1)
-    index = (row * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * GROUP + query % GROUP
-    mask = present[None, :] & (tl.arange(0, BLOCK_DIM) < HEAD_DIM)[:, None]
-    return row, present, position, index, mask
+    position = tl.where(present, tl.load(positions + row), -1).to(tl.int32)
+    # A wide scalar and narrow vectors: wide vectors would fill the registers.
+    heads = tl.num_programs(1) * GROUP
+    first_index = first.to(tl.int64) * heads + tl.program_id(1) * GROUP
+    index = (row - first) * heads + query % GROUP
+    dim = per_element(tl.arange(0, BLOCK_DIM), KV_LEFT)
+    at = per_query(index, KV_LEFT) * HEAD_DIM + dim
+    mask = per_query(present, KV_LEFT) & (dim < HEAD_DIM)
+    return row, present, position, index, first_index, at, mask

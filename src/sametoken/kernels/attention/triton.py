@@ -4,14 +4,12 @@
 A row's KV is cut into splits of a fixed size, anchored at position 0. Each split gives a
 partial result (weighted values, their total weight, the highest score), and partial results
 are merged in the order of the splits. Whether one program walks the splits of its rows
-("walk") or many programs take one split each and a second kernel merges ("spread") is a
-matter of speed: both run ``arithmetic``, so the bits agree, for every query tile
-and every window (tests/gpu/test_attention_gpu.py).
+("walk"), or many programs take one split each and a second kernel merges ("spread") or the
+last of them does ("joined"), is a matter of speed: all run ``arithmetic``, so the bits agree,
+for every query tile and every window (tests/gpu/test_attention_gpu.py).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,48 +18,38 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.kernels.attention.arithmetic import (
-    merged,
+    empty_split,
     next_turn,
     normalised,
     of_turn,
+    per_element,
+    per_query,
     split_range,
-    split_result,
 )
+from sametoken.kernels.attention.splits import merged_parts, split_result, walked
 from sametoken.kernels.attention.tiles import tile_queries, tile_rows
+from sametoken.kernels.attention.tuning import (
+    MAX_JOINED,
+    SPLIT,
+    AttentionConfig,
+    Form,
+    choose,
+)
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
-#: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
-SPLIT = 128
-
-#: Programs that keep the chip busy, two per multiprocessor; from there on rows walk.
-BUSY_PROGRAMS = 264
-
-#: Bytes of partial results that a launch may need at most; beyond, rows walk.
-MAX_PARTIAL_BYTES = 1 << 29
+__all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose", "new_arrivals"]
 
 LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    """How a launch is cut up. Only ``split`` and ``tile`` take part in a row's bits.
+def new_arrivals(device: torch.device) -> Tensor:
+    """Counters of the joined form, [MAX_JOINED] int32: zero between launches.
 
-    Attributes:
-        spread: one program per split and a merging kernel, rather than one that walks.
-        block_queries: rows x query heads per program, a power of two from 16.
-        num_warps: warps per program.
-        num_stages: depth of the load pipeline; odd, for block table and KV share it.
-        split: positions per split, a multiple of ``tile``.
-        tile: positions per loop turn.
+    Launches of one stream may share them, for each leaves them as it found them. Allocate
+    them before a capture: zeroed in one, they would be zeroed again by every replay.
     """
-
-    spread: bool
-    block_queries: int
-    num_warps: int
-    num_stages: int
-    split: int = SPLIT
-    tile: int = 64
+    return torch.zeros(MAX_JOINED, dtype=torch.int32, device=device)
 
 
 def attention(
@@ -74,6 +62,7 @@ def attention(
     max_seq_len: int | None = None,
     sliding_window: int | None = None,
     config: AttentionConfig | None = None,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Attention of [T, H, D] queries over their slots' KV: [T, H * D] in q's dtype.
 
@@ -90,9 +79,11 @@ def attention(
             table has room for.
         sliding_window: if given, a row sees its last so many positions only.
         config: how to cut the launch up; chosen from the shapes by default.
+        arrivals: ``new_arrivals`` of this stream; without them the joined form makes its own.
 
     Raises:
-        InvariantError: the spread form without a window, or rows that windows do not divide.
+        InvariantError: a form of spread splits without a window, or rows that windows do
+            not divide.
     """
     num_rows, block_size = q.shape[0], kv.keys.shape[2]
     capacity = rows.block_table.shape[1] * block_size
@@ -103,36 +94,19 @@ def attention(
     if not num_rows:
         return out
     config = config or choose(num_rows, shape, window, max_seq_len, q.dtype)
-    if window is None and config.spread:
+    if window is None and config.form != "walk":
         raise InvariantError("attention over ragged rows has the walk form only")
     assert q.is_contiguous()
     assert kv.keys.stride() == kv.values.stride()
-    assert kv.keys.stride(3) == 1
+    assert kv.keys.stride()[2:] == (shape.head_dim, 1)
     assert rows.block_table.stride(1) == 1
     assert config.split % config.tile == 0
-    _launch(q, shape, rows, kv, out, window, max_seq_len, sliding_window or 0, config)
+    if config.form == "joined" and arrivals is None:
+        arrivals = new_arrivals(q.device)
+    _launch(
+        q, shape, rows, kv, out, window, max_seq_len, sliding_window or 0, config, arrivals
+    )  # fmt: skip
     return out
-
-
-def choose(
-    num_rows: int, shape: AttentionShape, window: int | None, max_seq_len: int, dtype: torch.dtype
-) -> AttentionConfig:
-    """How to cut up a launch of at least one row, from its shapes."""
-    group = shape.num_heads // shape.num_kv_heads
-    width = window or num_rows
-    largest = 16 if dtype == torch.float32 else 32
-    queries = min(largest, triton.next_power_of_2(width * group))
-    queries = max(16, triton.next_power_of_2(group), queries)
-    tiles = num_rows // width * triton.cdiv(width, queries // group)
-    busy = tiles * shape.num_kv_heads >= BUSY_PROGRAMS
-    partial_bytes = 4 * num_rows * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
-    fits = partial_bytes <= MAX_PARTIAL_BYTES
-    spread = window is not None and not busy and max_seq_len > SPLIT and fits
-    if spread:
-        return AttentionConfig(True, queries, 4, num_stages=5 if shape.head_dim <= 128 else 3)
-    # Walking programs fill the chip by themselves: small tiles do with half the warps.
-    small = queries == 16 and dtype != torch.float32
-    return AttentionConfig(False, queries, 2 if small else 4, num_stages=2 if small else 3)
 
 
 def _launch(
@@ -145,64 +119,51 @@ def _launch(
     max_seq_len: int,
     sliding_window: int,
     config: AttentionConfig,
+    arrivals: Tensor | None,
 ) -> None:
     num_rows, group = q.shape[0], shape.num_heads // shape.num_kv_heads
     width = window or num_rows
-    tiles = num_rows // width * triton.cdiv(width, config.block_queries // group)
+    tiles = config.num_tiles(num_rows, width, group)
     scale = shape.scale * LOG2_E
-    inputs = (
-        q,
-        kv.keys,
-        kv.values,
-        rows.positions,
-        rows.slots,
-        rows.block_table,
-        width,
-        rows.block_table.stride(0),
-        kv.keys.stride(0),
-        kv.keys.stride(1),
-        kv.keys.stride(2),
-        scale,
-    )
-    constants = {
-        "GROUP": group,
+    strides = (rows.block_table.stride(0), *kv.keys.stride()[:2])
+    where = (rows.positions, rows.slots, rows.block_table, width)
+    inputs = (q, kv.keys, kv.values, *where, *strides, scale)
+    sizes = {
         "HEAD_DIM": shape.head_dim,
         "BLOCK_DIM": max(16, triton.next_power_of_2(shape.head_dim)),
-        "BLOCK_SIZE": kv.keys.shape[2],
-        "BLOCK_QUERIES": config.block_queries,
         "SPLIT": config.split,
-        "TILE": config.tile,
         "SLIDING_WINDOW": sliding_window,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
         **overlapped(q),
     }
-    if not config.spread:
+    constants = sizes | {
+        "GROUP": group,
+        "BLOCK_SIZE": kv.keys.shape[2],
+        "BLOCK_QUERIES": config.block_queries,
+        "TILE": config.tile,
+        "KV_LEFT": config.kv_left,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.form == "walk":
         grid = (tiles, shape.num_kv_heads)
         _walk_kernel[grid](*inputs, out, RAGGED=window is None, **constants)
         return
     max_splits = triton.cdiv(max_seq_len, config.split)
-    lanes = min(max_splits, triton.cdiv(2 * BUSY_PROGRAMS, tiles * shape.num_kv_heads))
+    lanes = config.num_lanes(tiles * shape.num_kv_heads, max_splits)
     size = (num_rows, shape.num_heads, max_splits)
     sums = q.new_empty(*size, shape.head_dim, dtype=torch.float32)
     stats = q.new_empty(*size, 2, dtype=torch.float32)
+    joined = config.form == "joined"
+    if joined:
+        assert arrivals is not None
+        assert tiles * shape.num_kv_heads <= len(arrivals)
     _spread_kernel[(tiles, shape.num_kv_heads, lanes)](
-        *inputs, sums, stats, max_splits, **constants
+        *inputs, sums, stats, max_splits, out, arrivals if joined else None, **constants
     )
-    _merge_kernel[(num_rows, shape.num_heads)](
-        sums,
-        stats,
-        rows.positions,
-        out,
-        max_splits,
-        scale,
-        HEAD_DIM=shape.head_dim,
-        BLOCK_DIM=constants["BLOCK_DIM"],
-        SPLIT=config.split,
-        SLIDING_WINDOW=sliding_window,
-        num_warps=1,
-        **overlapped(q),
-    )
+    if not joined:
+        _merge_kernel[(num_rows, shape.num_heads)](
+            sums, stats, rows.positions, out, max_splits, scale, num_warps=1, **sizes
+        )
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -217,7 +178,6 @@ def _walk_kernel(
     table_stride,
     block_stride,
     head_stride,
-    position_stride,
     scale,
     out,  # [num_rows, heads, HEAD_DIM]
     RAGGED: tl.constexpr,
@@ -229,49 +189,49 @@ def _walk_kernel(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    KV_LEFT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_earlier(OVERLAP)
     first, stop = tile_rows(width, BLOCK_QUERIES // GROUP)
-    row, present, position, index, mask = tile_queries(
-        positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES
+    row, present, position, _index, first_index, at, mask = tile_queries(
+        positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT
     )
-    dim = tl.arange(0, BLOCK_DIM)[:, None]
-    at = index[None, :] * HEAD_DIM + dim
-    q_tile = tl.load(q + at, mask=mask, other=0)
+    q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
+    out += first_index * HEAD_DIM
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
 
-    owner = tl.load(slots + row)
+    if RAGGED:
+        owner = tl.load(slots + row)
     turn = tl.min(position) * 0 - 1
     while turn <= tl.max(position):
-        acc = tl.zeros([BLOCK_DIM, BLOCK_QUERIES], tl.float32)
-        total = tl.zeros([BLOCK_QUERIES], tl.float32)
-        peak = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
         of_now = of_turn(turn, position)
-        start = first
-        while start < stop:
-            slot = tl.load(slots + start)
-            following = stop
-            if RAGGED:
+        if RAGGED:
+            acc, _totals, _peak = empty_split(BLOCK_DIM, BLOCK_QUERIES, KV_LEFT)
+            total = tl.zeros([BLOCK_QUERIES], tl.float32)
+            start = first
+            while start < stop:
+                slot = tl.load(slots + start)
                 others = present & (row > start) & (owner != slot)
                 following = tl.min(tl.where(others, row, stop))
-            mine = present & (row >= start) & (row < following)
-            limit = tl.where(mine, of_now, -1)
-            table = block_table + slot * table_stride
-            first_split, last_split = split_range(limit, SPLIT, SLIDING_WINDOW)
-            for split in range(first_split, last_split + 1):
-                part = split_result(
-                    q_tile, limit, split, table, keys, values, block_stride, position_stride,
-                    scale, HEAD_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW,
+                mine = present & (row >= start) & (row < following)
+                result = walked(
+                    q_tile, tl.where(mine, of_now, -1), block_table + slot * table_stride,
+                    keys, values, block_stride, scale,
+                    HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
                 )  # fmt: skip
-                result = merged(acc, total, peak, part, scale)
-                acc = tl.where(mine[None, :], result[0], acc)
+                acc = tl.where(per_query(mine, KV_LEFT), result[0], acc)
                 total = tl.where(mine, result[1], total)
-                peak = tl.where(mine, result[2], peak)
-            start = following
-        result = normalised(acc, total).to(out.dtype.element_ty)
-        tl.store(out + at, result, mask=mask & (of_now >= 0)[None, :])
+                start = following
+        else:
+            acc, total = walked(
+                q_tile, of_now, block_table + tl.load(slots + first) * table_stride,
+                keys, values, block_stride, scale,
+                HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
+            )  # fmt: skip
+        result = normalised(acc, total, KV_LEFT).to(out.dtype.element_ty)
+        tl.store(out + at, result, mask=mask & per_query(of_now >= 0, KV_LEFT))
         turn = next_turn(turn, position, acc)
 
 
@@ -287,11 +247,12 @@ def _spread_kernel(
     table_stride,
     block_stride,
     head_stride,
-    position_stride,
     scale,
     sums,  # [num_rows, heads, max_splits, HEAD_DIM] fp32
     stats,  # [num_rows, heads, max_splits, 2] fp32: total weight, highest score
     max_splits,
+    out,  # as for _walk_kernel, written if there are arrivals
+    arrivals,  # [query tiles * kv_heads] int32, zero before and after; None: another launch merges
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -300,15 +261,19 @@ def _spread_kernel(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    KV_LEFT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_earlier(OVERLAP)
     first, stop = tile_rows(width, BLOCK_QUERIES // GROUP)
-    _, _, position, index, mask = tile_queries(
-        positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES
+    _row, _present, position, index, first_index, at, mask = tile_queries(
+        positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT
     )
-    dim = tl.arange(0, BLOCK_DIM)[:, None]
-    q_tile = tl.load(q + index[None, :] * HEAD_DIM + dim, mask=mask, other=0)
+    q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
+    out += first_index * HEAD_DIM
+    sums += first_index * max_splits * HEAD_DIM
+    stats += first_index * max_splits * 2
+    dim = per_element(tl.arange(0, BLOCK_DIM), KV_LEFT)
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
     table = block_table + tl.load(slots + first) * table_stride
@@ -318,12 +283,13 @@ def _spread_kernel(
     while split <= last_split:
         of_now = of_turn(turn, position)
         acc, total, peak = split_result(
-            q_tile, of_now, split, table, keys, values, block_stride, position_stride,
-            scale, HEAD_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW,
+            q_tile, of_now, split, table, keys, values, block_stride, scale,
+            HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         part = index * max_splits + split
         stored = of_now >= 0
-        tl.store(sums + part[None, :] * HEAD_DIM + dim, acc, mask=mask & stored[None, :])
+        part_at = per_query(part, KV_LEFT) * HEAD_DIM + dim
+        tl.store(sums + part_at, acc, mask=mask & per_query(stored, KV_LEFT))
         tl.store(stats + part * 2, total, mask=stored)
         tl.store(stats + part * 2 + 1, peak, mask=stored)
         turn = next_turn(turn, position, acc)
@@ -331,11 +297,32 @@ def _spread_kernel(
         turn = tl.where(finished, -1, turn)
         split = tl.where(finished, split + tl.num_programs(2), split)
 
+    if arrivals is not None:
+        expected = tl.minimum(last_split - first_split + 1, tl.num_programs(2))
+        if tl.program_id(2) < expected:
+            arrival = arrivals + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            if _is_last(arrival, expected):
+                acc, total = merged_parts(
+                    sums, stats, index, position, max_splits, scale,
+                    HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, KV_LEFT,
+                )  # fmt: skip
+                result = normalised(acc, total, KV_LEFT).to(out.dtype.element_ty)
+                tl.store(out + at, result, mask=mask)
+                tl.store(arrival, 0)
+
+
+@triton.jit
+def _is_last(arrival, expected):
+    """Count this program; whether all others had arrived, whose stores are then visible."""
+    # The count releases the stores of all threads, so none may still be ahead of its own.
+    tl.debug_barrier()
+    return tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == expected - 1
+
 
 @triton.jit(do_not_specialize=["max_splits"])
 def _merge_kernel(
-    sums,  # [num_rows, heads, max_splits, HEAD_DIM] fp32
-    stats,  # [num_rows, heads, max_splits, 2] fp32: total weight, highest score
+    sums,  # as for _spread_kernel
+    stats,
     positions,  # [num_rows] int64
     out,  # [num_rows, heads, HEAD_DIM]
     max_splits,
@@ -348,35 +335,16 @@ def _merge_kernel(
 ):
     wait_for_earlier(OVERLAP)
     query = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    index = query + tl.arange(0, 1)
-    dim = tl.arange(0, BLOCK_DIM)
-    acc = tl.zeros([BLOCK_DIM, 1], tl.float32)
-    total = tl.zeros([1], tl.float32)
-    peak = tl.full([1], float("-inf"), tl.float32)
-    position = tl.load(positions + tl.program_id(0) + tl.arange(0, 1))
-    first, last = split_range(position, SPLIT, SLIDING_WINDOW)
-    for split in range(first, last + 1, 4):
-        # Four loads in flight, then four merges in order; absent splits change nothing.
-        part_0 = _partial(sums, stats, index, split, last, max_splits, dim, HEAD_DIM)
-        part_1 = _partial(sums, stats, index, split + 1, last, max_splits, dim, HEAD_DIM)
-        part_2 = _partial(sums, stats, index, split + 2, last, max_splits, dim, HEAD_DIM)
-        part_3 = _partial(sums, stats, index, split + 3, last, max_splits, dim, HEAD_DIM)
-        acc, total, peak = merged(acc, total, peak, part_0, scale)
-        acc, total, peak = merged(acc, total, peak, part_1, scale)
-        acc, total, peak = merged(acc, total, peak, part_2, scale)
-        acc, total, peak = merged(acc, total, peak, part_3, scale)
+    sums += query * max_splits * HEAD_DIM
+    stats += query * max_splits * 2
+    position = tl.load(positions + tl.program_id(0) + tl.arange(0, 1)).to(tl.int32)
+    acc, total = merged_parts(
+        sums, stats, tl.arange(0, 1), position, max_splits, scale,
+        HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, True,
+    )  # fmt: skip
+    dim = tl.arange(0, BLOCK_DIM)[:, None]
     tl.store(
-        out + index[None, :] * HEAD_DIM + dim[:, None],
-        normalised(acc, total).to(out.dtype.element_ty),
-        mask=(dim < HEAD_DIM)[:, None],
+        out + query * HEAD_DIM + dim,
+        normalised(acc, total, True).to(out.dtype.element_ty),
+        mask=dim < HEAD_DIM,
     )
-
-
-@triton.jit
-def _partial(sums, stats, index, split, last, max_splits, dim, HEAD_DIM: tl.constexpr):
-    at = index * max_splits + split
-    mask = (split <= last) & (dim < HEAD_DIM)[:, None]
-    acc = tl.load(sums + at[None, :] * HEAD_DIM + dim[:, None], mask=mask, other=0)
-    total = tl.load(stats + at * 2, mask=split <= last, other=0)
-    peak = tl.load(stats + at * 2 + 1, mask=split <= last, other=float("-inf"))
-    return acc, total, peak

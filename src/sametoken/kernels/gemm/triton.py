@@ -134,7 +134,8 @@ def _triton_product(
         return out
     x_tiles = w_tiles = None
     if config.tma:
-        x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
+        if config.tma_rows:
+            x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
         w_tiles = TensorDescriptor.from_tensor(matrix, [config.block_features, config.block_depth])
     programs = triton.cdiv(rows, config.block_rows) * triton.cdiv(
         out_features, config.block_features
@@ -155,6 +156,7 @@ def _triton_product(
         EPILOGUE=epilogue,
         OVERLAP=config.overlap,
         PREFETCH_BYTES=min(config.prefetch_bytes, in_features * x.element_size()) // 16 * 16,
+        PIECES=max(1, 32 * config.num_warps // config.block_features),
         EVEN_DEPTH=in_features % config.block_depth == 0,
         BLOCK_ROWS=config.block_rows,
         BLOCK_FEATURES=config.block_features,
@@ -168,7 +170,7 @@ def _triton_product(
 def _product_kernel(
     x,  # [rows, in_features]
     weight,  # [out_features, in_features]; [2 * out_features, in_features] for silu_mul
-    x_tiles,  # tensor descriptors of both, or None: load through pointers
+    x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
     w_tiles,
     operand,  # bias [out_features], residual [rows, out_features], or None
     out,  # [rows, out_features]
@@ -178,6 +180,7 @@ def _product_kernel(
     EPILOGUE: tl.constexpr,
     OVERLAP: tl.constexpr,
     PREFETCH_BYTES: tl.constexpr,
+    PIECES: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
@@ -195,7 +198,8 @@ def _product_kernel(
 
     if OVERLAP:
         present = feature < out_features
-        _start_early(tl.where(present, w_row, weight), half, EPILOGUE, PREFETCH_BYTES)
+        w_start = tl.where(present, w_row, weight)
+        _start_early(w_start, half, EPILOGUE, PREFETCH_BYTES, PIECES)
 
     acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
     up = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
@@ -203,18 +207,13 @@ def _product_kernel(
     w_at = w_row[:, None] + depth[None, :]
     for k in tl.range(0, in_features, BLOCK_DEPTH):
         inside = k + depth < in_features
-        if x_tiles is not None:
-            x_tile = x_tiles.load([first_row, k])
-            w_tile = w_tiles.load([first_feature, k])
-        else:
-            x_tile = _tile(x_at + k, row < rows, inside, EVEN_DEPTH)
-            w_tile = _tile(w_at + k, feature < out_features, inside, EVEN_DEPTH)
+        x_tile = _tile(x_tiles, first_row, x_at, k, row < rows, inside, EVEN_DEPTH)
+        present = feature < out_features
+        w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
         acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
         if EPILOGUE == "silu_mul":
-            if x_tiles is not None:
-                w_tile = w_tiles.load([out_features + first_feature, k])
-            else:
-                w_tile = _tile(w_at + half + k, feature < out_features, inside, EVEN_DEPTH)
+            first_up = out_features + first_feature
+            w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
             up = tl.dot(w_tile, x_tile.T, up, input_precision="ieee")
 
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
@@ -231,32 +230,49 @@ def _product_kernel(
 
 
 @triton.jit
-def _tile(at, present, inside, EVEN_DEPTH: tl.constexpr):
+def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
     """Rows that are present, [rows, depth]; the rest of the tile is zero and adds nothing."""
+    if tiles is not None:
+        return tiles.load([first, k])
     if EVEN_DEPTH:
-        return tl.load(at, mask=present[:, None], other=0)
-    return tl.load(at, mask=present[:, None] & inside[None, :], other=0)
+        return tl.load(at + k, mask=present[:, None], other=0)
+    return tl.load(at + k, mask=present[:, None] & inside[None, :], other=0)
 
 
 @triton.jit
-def _start_early(w_row, half, EPILOGUE: tl.constexpr, PREFETCH_BYTES: tl.constexpr):
+def _start_early(
+    w_row, half, EPILOGUE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PIECES: tl.constexpr
+):
     """Fetch weights while the kernel in front still computes the activations."""
     cuda.gdc_launch_dependents()
     if PREFETCH_BYTES:
-        _prefetch(w_row, PREFETCH_BYTES)
+        _prefetch(w_row, PREFETCH_BYTES, PIECES)
         if EPILOGUE == "silu_mul":
-            _prefetch(w_row + half, PREFETCH_BYTES)
+            _prefetch(w_row + half, PREFETCH_BYTES, PIECES)
     cuda.gdc_wait()
 
 
 @triton.jit
-def _prefetch(rows, BYTES: tl.constexpr):
-    """Ask L2 for the first BYTES of each row: [n] pointers, 16-byte aligned."""
+def _prefetch(w_row, BYTES: tl.constexpr, PIECES: tl.constexpr):
+    """Ask L2 for the first BYTES of each row: [n] pointers, 16-byte aligned.
+
+    In a piece a thread where pieces fit: threads beyond the rows would ask for the same again.
+    """
+    if BYTES % (16 * PIECES) == 0:
+        piece = tl.arange(0, PIECES)[None, :] * (BYTES // PIECES)
+        _ask_l2(w_row[:, None].to(tl.int64) + piece, BYTES // PIECES)
+    else:
+        _ask_l2(w_row.to(tl.int64), BYTES)
+
+
+@triton.jit
+def _ask_l2(at, BYTES: tl.constexpr):
+    """Ask L2 for BYTES from each of these addresses on."""
     tl.inline_asm_elementwise(
         "{ .reg .b64 source; cvta.to.global.u64 source, $1; "
         f"cp.async.bulk.prefetch.L2.global [source], {BYTES}; mov.u32 $0, 0; }}",
         "=r,l",
-        [rows.to(tl.int64)],
+        [at],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -47,6 +47,7 @@ class TritonConfig:
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
         tma: load tiles through tensor descriptors.
+        tma_rows: with ``tma``, the activations' tiles too; otherwise those through pointers.
         overlap: start before the kernel in front ends (programmatic dependent launch,
             compute capability 9.0 and up).
         prefetch_bytes: with ``overlap``, how much of each weight row to ask into L2
@@ -61,6 +62,7 @@ class TritonConfig:
     tma: bool = False
     overlap: bool = False
     prefetch_bytes: int = 8192
+    tma_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) * silu(gate)`` of two [N, D], in fp32, rounded once."""
-    return (_normed(x.float(), weight, eps) * silu(gate)).to(x.dtype)
+    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    normed = _normed(x.float().unflatten(-1, (-1, weight.shape[0])), weight, eps)
+    return (normed.flatten(1) * silu(gate)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

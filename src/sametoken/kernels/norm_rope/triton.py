@@ -23,13 +23,13 @@ from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
 _MAX_HEADS_PER_PROGRAM = 8
 _ELEMENTS_PER_WARP = 512
+_GATED_ELEMENTS = 1024
 
 
 @triton.jit
 def _rms_norm_kernel(
     x,  # [T, WIDTH]
     residual,  # [T, WIDTH] or None, replaced by x + residual
-    gate,  # [T, WIDTH] or None, whose silu multiplies the norm
     weight,  # [WIDTH]
     out,  # [T, WIDTH], may be x
     eps,
@@ -49,11 +49,7 @@ def _rms_norm_kernel(
         tl.store(residual + start + columns, total, inside)
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
-    normed = value * scale * factor
-    if gate is not None:
-        g = tl.load(gate + start + columns, inside, other=0.0).to(tl.float32)
-        normed = normed * (g / (1.0 + tl.exp(-g)))
-    tl.store(out + start + columns, normed.to(out.dtype.element_ty), inside)
+    tl.store(out + start + columns, (value * scale * factor).to(out.dtype.element_ty), inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,12 +59,61 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+@triton.jit
+def _gated_rms_norm_kernel(
+    x,  # [T, HEADS, D]
+    gate,  # [T, HEADS, D], rows gate_stride apart
+    weight,  # [D]
+    out,  # [T, HEADS, D]
+    gate_stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < HEADS) & (column < D)
+    factor = tl.load(weight + column, column < D, other=0.0).to(tl.float32)
+    wait_for_earlier(OVERLAP)
+    at = (row * HEADS + head) * D + column
+    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + head * D + column, inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+    normed = value * scale * factor * (g / (1.0 + tl.exp(-g)))
+    tl.store(out + at, normed.to(out.dtype.element_ty), inside)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) * silu(gate)`` of two [N, D], in fp32, rounded once."""
-    assert gate.is_contiguous()
-    assert gate.shape == x.shape
+    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    num_rows, dim = x.shape[0], weight.shape[0]
+    heads = x.shape[1] // dim
+    assert x.is_contiguous()
+    assert gate.stride(1) == 1
+    assert gate.shape == x.shape == (num_rows, heads * dim)
+    assert weight.is_contiguous()
+    assert _aligned(x, weight)
     out = torch.empty_like(x)
-    _launch_rms_norm(x, None, weight, out, eps, gate)
+    block = triton.next_power_of_2(dim)
+    group = min(triton.next_power_of_2(heads), max(_GATED_ELEMENTS // block, 1))
+    if num_rows:
+        _gated_rms_norm_kernel[(num_rows, triton.cdiv(heads, group))](
+            x,
+            gate,
+            weight,
+            out,
+            gate.stride(0),
+            eps,
+            HEADS=heads,
+            D=dim,
+            GROUP=group,
+            BLOCK=block,
+            num_warps=4,
+            **overlapped(x),
+        )
     return out
 
 
@@ -82,17 +127,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def _launch_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    out: Tensor,
-    eps: float,
-    gate: Tensor | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float
 ) -> None:
     num_rows, width = x.shape
     assert x.is_contiguous()
     assert _aligned(x, out, weight, x if residual is None else residual)
-    assert gate is None or _aligned(gate)
     assert weight.shape == (width,)
     assert weight.is_contiguous()
     if num_rows:
@@ -101,7 +140,6 @@ def _launch_rms_norm(
         _rms_norm_kernel[(num_rows,)](
             x,
             residual,
-            gate,
             weight,
             out,
             eps,
@@ -159,7 +197,7 @@ def _norm_and_rotate(
 
 @triton.jit
 def _rope_and_cache_kernel(
-    qkv,  # [T, (Q + 2 * KV) * D]
+    qkv,  # [T, (Q + 2 * KV) * D], rows qkv_stride apart
     q_out,  # [T, Q, D]
     keys,  # [num_blocks, KV, BLOCK_SIZE, D]
     values,  # [num_blocks, KV, BLOCK_SIZE, D]
@@ -169,6 +207,7 @@ def _rope_and_cache_kernel(
     kv_slots,  # [T]
     q_weight,  # [D] or None
     k_weight,  # [D] or None
+    qkv_stride,
     eps,
     Q: tl.constexpr,
     KV: tl.constexpr,
@@ -187,7 +226,7 @@ def _rope_and_cache_kernel(
     row = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1)
     head = tl.arange(0, HEADS)[:, None]
-    source = qkv + row * (Q + 2 * KV) * D
+    source = qkv + row * qkv_stride
     position = tl.load(positions + row)
     cos += position * HALF
     sin += position * HALF
@@ -224,13 +263,17 @@ def rope_and_cache(
     kv: LayerKV,
     qk_norm: QKNorm | None,
 ) -> Tensor:
-    """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim]."""
+    """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim].
+
+    Rows of ``qkv`` may lie apart.
+    """
     num_rows, half = qkv.shape[0], rotary.cos.shape[1]
     num_kv_heads, block_size, head_dim = kv.keys.shape[1:]
     assert qkv.shape[1] == shape.q_size + 2 * shape.kv_size
     assert (num_kv_heads, head_dim) == (shape.num_kv_heads, shape.head_dim)
     assert 2 * half <= head_dim
-    for tensor in (qkv, rotary.cos, rotary.sin, rows.positions, rows.kv_slots, kv.keys, kv.values):
+    assert qkv.stride(1) == 1
+    for tensor in (rotary.cos, rotary.sin, rows.positions, rows.kv_slots, kv.keys, kv.values):
         assert tensor.is_contiguous()
     assert _aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
 
@@ -249,6 +292,7 @@ def rope_and_cache(
             rows.kv_slots,
             qk_norm.q_weight if qk_norm else None,
             qk_norm.k_weight if qk_norm else None,
+            qkv.stride(0),
             qk_norm.eps if qk_norm else 0.0,
             Q=shape.num_heads,
             KV=num_kv_heads,

@@ -27,6 +27,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     token_ids: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
 
@@ -36,10 +37,13 @@ def sample(
         seeds: [L] int64, 0..2^63-1.
         positions: [L] int64, absolute position of the token being chosen.
         token_ids: [V'] int64, ascending: the token of each column; None: column i is token i.
+        slots: [L] int64: row l takes temperature and seed, then [S], of ``slots[l]``.
 
     Returns:
         [L] int64; of equal values the lowest id.
     """
+    if slots is not None:
+        temperature, seeds = temperature[slots], seeds[slots]
     columns = logits.argmax(dim=-1)
     vocab_size = logits.shape[1] if token_ids is None else int(token_ids[-1]) + 1
     noisy = (temperature > 0).nonzero().squeeze(1)

@@ -124,6 +124,7 @@ def _tile_keys_kernel(
     token_ids,  # [VOCAB_SIZE], ascending, or None: column i is token i
     keys,  # [L, NUM_TILES]
     POSITION_OFFSET: tl.constexpr,
+    FIRST_ID: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -143,13 +144,13 @@ def _tile_keys_kernel(
             position = tl.load(positions + row) + POSITION_OFFSET
             seed = tl.load(seeds + owner)
             if token_ids is None:
-                words = philox_words(seed, position, first_id, BLOCK)
+                words = philox_words(seed, position, FIRST_ID + first_id, BLOCK)
             else:
                 mapped = tl.load(token_ids + ids, ids < VOCAB_SIZE, other=0)
                 words = philox_words_of(seed, position, mapped)
             # Has the order of value / divisor + noise, without the division.
             value = tl.fma(gumbel_noise(words), divisor, value)
-    tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, first_id, BLOCK))
+    tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, FIRST_ID + first_id, BLOCK))
 
 
 @triton.jit
@@ -180,6 +181,7 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     token_ids: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
 
@@ -189,11 +191,12 @@ def sample(
         seeds: [L] int64, 0..2^63-1.
         positions: [L] int64, absolute position of the token being chosen.
         token_ids: [V'] int64, ascending: the token of each column; None: column i is token i.
+        slots: [L] int64: row l takes temperature and seed, then [S], of ``slots[l]``.
 
     Returns:
         [L] int64; of equal values the lowest id.
     """
-    keys = _tile_keys(logits, temperature, seeds, None, positions, 0, token_ids)
+    keys = _tile_keys(logits, temperature, seeds, slots, positions, 0, token_ids)
     return best_tokens(keys, token_ids)[0]
 
 
@@ -208,7 +211,12 @@ def greedy_keys(logits: Tensor) -> Tensor:
 
 
 def window_keys(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, slots: Tensor, positions: Tensor
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first_id: int = 0,
 ) -> Tensor:
     """First half of ``sample`` with parameters by slot: one launch, nothing gathered before.
 
@@ -218,11 +226,14 @@ def window_keys(
         seeds: [S] int64.
         slots: [L] int64, the slot of each row.
         positions: [L] int64, of the row itself; the token being chosen stands one later.
+        first_id: the token that column 0 stands for, a multiple of 4. Keys of several runs of
+            columns side by side are those of all their tokens.
 
     Returns:
         [L, tiles] int64 keys for ``best_tokens`` or ``commit.judge``.
     """
-    return _tile_keys(logits, temperature, seeds, slots, positions, 1)
+    assert first_id % 4 == 0
+    return _tile_keys(logits, temperature, seeds, slots, positions, 1, first_id=first_id)
 
 
 def best_tokens(keys: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -256,6 +267,7 @@ def _tile_keys(
     positions: Tensor | None,
     position_offset: int,
     token_ids: Tensor | None = None,
+    first_id: int = 0,
 ) -> Tensor:
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
@@ -274,6 +286,7 @@ def _tile_keys(
             token_ids,
             keys,
             POSITION_OFFSET=position_offset,
+            FIRST_ID=first_id,
             VOCAB_SIZE=vocab_size,
             NUM_TILES=num_tiles,
             BLOCK=block,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -72,6 +73,7 @@ def _stage_kernel(
     staged_positions,  # [B, R]
     staged_slots,  # [B, R]
     staged_kv_slots,  # [B, R]
+    staged_committed,  # [B, R] bool
     token_stride,
     draft_stride,
     table_stride,
@@ -113,6 +115,7 @@ def _stage_kernel(
     tl.store(staged_positions + flat, position, inside)
     tl.store(staged_slots + flat, row_slot, inside)
     tl.store(staged_kv_slots + flat, kv_slot, inside)
+    tl.store(staged_committed + flat, row < query, inside)
 
 
 def stage_windows(
@@ -157,6 +160,7 @@ def _stage(
     # Each by itself: a part of a larger tensor may be unaligned, and cost a compilation more.
     num_tokens, num_computed, staged_query, num_drafts = (slots.new_empty(batch) for _ in range(4))
     token_ids, positions, row_slots, kv_slots = (slots.new_empty(batch * rows) for _ in range(4))
+    committed = slots.new_empty(batch * rows, dtype=torch.bool)
     block = min(triton.next_power_of_2(rows), _MAX_BLOCK)
     _stage_kernel[(batch, triton.cdiv(rows, block))](
         slots,
@@ -177,6 +181,7 @@ def _stage(
         positions,
         row_slots,
         kv_slots,
+        committed,
         sequences.token_ids.stride(0),
         sequences.draft_ids.stride(0),
         sequences.block_table.stride(0),
@@ -194,5 +199,5 @@ def _stage(
         num_drafts=num_drafts,
         samples=samples,
         token_ids=token_ids,
-        rows=AttentionRows(positions, row_slots, kv_slots, sequences.block_table, rows),
+        rows=AttentionRows(positions, row_slots, kv_slots, sequences.block_table, rows, committed),
     )

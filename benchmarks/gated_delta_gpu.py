@@ -1,0 +1,205 @@
+"""Microseconds and GB/s of Gated DeltaNet's layer operation inside a CUDA graph, by tile.
+
+    python benchmarks/gated_delta_gpu.py [--json FILE]
+
+Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. A graph runs the
+operation (both launches) over the states of at least 24 layers, more where few slots would let
+them stay in L2. Windows fold all drafts of the window before, as if every one were accepted.
+GB/s counts one read and one write of the states; 100 % is a copy of 1 GiB on the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from sametoken.kernels.gated_delta_rule.triton import (
+    LayerMemory,
+    RawRows,
+    RuleTile,
+    advance,
+    plan_runs,
+)
+from sametoken.kernels.interface import AttentionRows
+from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+
+HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
+CHANNELS, LAYERS, REPLAYS = 8192, 24, 20
+STATE_BYTES = 4 * 32 * 128 * 128
+# Several times L2.
+LEAST_BYTES = 256 << 20
+TILES = (
+    RuleTile(8, 1, None),
+    RuleTile(8, 1, 96),
+    RuleTile(16, 1, None),
+    RuleTile(16, 1, 168),
+    RuleTile(16, 1, 144),
+    RuleTile(16, 2, None),
+    RuleTile(32, 1, None),
+    RuleTile(32, 2, None),
+    RuleTile(32, 4, None),
+    RuleTile(64, 4, None),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    batch: int
+    rows: int
+    prefill: bool = False
+
+    @property
+    def layers(self) -> int:
+        return max(LAYERS, -(-LEAST_BYTES // (self.batch * STATE_BYTES)))
+
+
+CASES = (
+    *(Case(f"c={batch} w={rows}", batch, rows) for batch in (1, 8, 64) for rows in (1, 4)),
+    Case("512 rows", 1, 512, prefill=True),
+    Case("4 x 512", 4, 512, prefill=True),
+)
+
+
+def seconds(launch: Callable[[], object]) -> float:
+    """Of one replay of a graph of ``launch``, the least of several."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return min(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a copy of 1 GiB, reads and writes together."""
+    source = torch.ones(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+
+
+class Layers:
+    """States of many layers, and one pass over them."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, drafts = case, 0 if case.prefill else case.rows - 1
+        self.spec = RecurrentSpec(
+            case.layers, **HEADS, conv_kernel=4, conv_channels=CHANNELS, dtype=torch.bfloat16
+        )
+        self.cache = RecurrentCache.allocate(
+            self.spec, max_num_seqs=case.batch, num_drafts=drafts, device=torch.device("cuda")
+        )
+        self.reset()
+        slots = torch.arange(case.batch, device="cuda").repeat_interleave(case.rows)
+        place = torch.arange(case.rows, device="cuda").repeat(case.batch)
+        committed = place < (case.rows if case.prefill else 1)
+        folded = 512
+        self.start = torch.full_like(self.cache.position, folded)
+        self.pending = torch.full_like(self.cache.num_pending, drafts)
+        positions = folded + drafts + place
+        self.rows = AttentionRows(positions, slots, slots, slots[None], case.rows, committed)
+        width = CHANNELS + 4096 + 64
+        projected = torch.randn(len(slots), width, device="cuda").bfloat16()
+        qkv, _, b, a = projected.split((CHANNELS, 4096, 32, 32), dim=-1)
+        self.raw = RawRows(qkv, a, b)
+        weight = torch.randn(CHANNELS, 4, device="cuda").bfloat16()
+        heads = torch.randn(2, 32, device="cuda")
+        self.params = GatedDeltaParams(heads[0] - 3, heads[1], weight, None)
+
+    def reset(self) -> Layers:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.cache.states.zero_()
+        for held in (self.cache.history, self.cache.pending_qkv, self.cache.pending_gates):
+            held.normal_(generator=generator)
+        return self
+
+    def run(self, tile: RuleTile) -> torch.Tensor:
+        """One pass; the counts begin anew, so that every replay finds what the first found."""
+        cache = self.cache
+        cache.position.copy_(self.start)
+        cache.num_pending.copy_(self.pending)
+        most = cache.pending_qkv.shape[2]
+        runs = plan_runs(self.rows, cache.position, cache.num_pending, most)
+        for layer in range(self.case.layers):
+            held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
+            memory = LayerMemory(*(one[layer] for one in held))
+            out = advance(runs, self.spec, self.params, self.raw, memory, tile)
+        return out
+
+
+def require_equal_rule(layers: Layers) -> None:
+    """Refuse to time a tile that computes something else."""
+    expected = layers.reset().run(TILES[0]).float()
+    assert expected.isfinite().all()
+    for tile in TILES[1:]:
+        found = layers.reset().run(tile).float()
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+
+
+def name_of(tile: RuleTile) -> str:
+    registers = tile.max_registers or "-"
+    return f"{tile.value_columns:3} columns, {tile.num_warps} warps, {registers!s:>3} registers"
+
+
+def measured() -> dict[str, dict[str, float]]:
+    """Seconds per layer by tile and case."""
+    table: dict[str, dict[str, float]] = {name_of(tile): {} for tile in TILES}
+    require_equal_rule(Layers(Case("check", 2, 4)))
+    for case in CASES:
+        layers = Layers(case)
+        for tile in TILES:
+            try:
+                taken = seconds(lambda layers=layers, tile=tile: layers.run(tile))
+            except OutOfResources as error:
+                print(f"{name_of(tile)}, {case.name}: does not fit: {error}", flush=True)
+                continue
+            table[name_of(tile)][case.name] = taken / case.layers
+        del layers
+        torch.cuda.empty_cache()
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e9:.0f} GB/s")
+    table = measured()
+    print("\nus per layer\n" + " " * 36 + "".join(f"{case.name:>11}" for case in CASES))
+    for tile, times in table.items():
+        cells = (f"{1e6 * times[c.name]:11.2f}" if c.name in times else 11 * " " for c in CASES)
+        print(f"{tile:36}" + "".join(cells))
+    decode = [case for case in CASES if not case.prefill]
+    print("\nGB/s of states, % of the copy\n" + " " * 36 + "".join(f"{c.name:>14}" for c in decode))
+    for tile, times in table.items():
+        cells = []
+        for case in decode:
+            rate = 2 * case.batch * STATE_BYTES / times.get(case.name, float("inf"))
+            cells.append(f"{rate / 1e9:8.0f} {100 * rate / bandwidth:4.0f}%")
+        print(f"{tile:36}" + "".join(cells))
+    if options.json:
+        figures = {"copy_bytes_per_second": bandwidth, "seconds_per_layer": table}
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Does speculation change a token, and why are drafts refused? For this engine and any server."""

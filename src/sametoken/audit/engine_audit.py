@@ -1,0 +1,201 @@
+"""Audit this engine: the same requests without and with speculation, in several companies."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from sametoken.audit.answers import Answers, Ask
+from sametoken.audit.compare import Comparison, compare, compare_logits
+from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
+from sametoken.audit.engine_runs import RunSettings, run_asks
+from sametoken.audit.text_defects import TextDefect, text_defects
+from sametoken.audit.verdict import Verdict
+from sametoken.config import EngineConfig
+from sametoken.core.lookup_options import LOOKUPS
+from sametoken.engine.build import build_engine
+from sametoken.engine.core import EngineCore
+from sametoken.errors import ConfigError
+
+Build = Callable[[EngineConfig], EngineCore]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditSettings:
+    """What an audit runs.
+
+    Attributes:
+        concurrency: requests at once.
+        num_alone: requests that also run one at a time.
+        diagnose: also measure why drafts are refused.
+        stop_token_ids: ids that end an answer beside the model's own.
+    """
+
+    concurrency: int = 8
+    num_alone: int = 8
+    diagnose: bool = True
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Answers of plain decoding.
+
+    Attributes:
+        answers: at the audit's concurrency.
+        top: the same with the best candidates of every position.
+        noise: the largest difference of a log-probability between two companies.
+        repeats: plain decoding against itself.
+    """
+
+    answers: Answers
+    top: Answers
+    noise: float
+    repeats: tuple[Comparison, ...]
+
+
+def audit_engine(
+    config: EngineConfig,
+    asks: Sequence[Ask],
+    settings: AuditSettings,
+    *,
+    templated: Sequence[Ask] = (),
+    announce: Callable[[str], None] = lambda text: None,
+    build: Build = build_engine,
+) -> Verdict:
+    """Run every ask plainly and with speculation, and compare.
+
+    Args:
+        config: with the speculation to audit.
+        asks: what is asked.
+        settings: how.
+        templated: the asks with the chat template, if they were made without it.
+        announce: told in one line what runs.
+        build: makes an engine.
+
+    Raises:
+        ConfigError: there is no speculation to audit, or it is synthetic.
+        RequestError: an ask is longer than the engine allows.
+        CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
+    """
+    speculative = config.speculative_config
+    if speculative is None:
+        raise ConfigError("there is no speculation to audit", "give --speculative-config")
+    if config.synthetic:
+        raise ConfigError(
+            f"an audit of {' and '.join(config.synthetic)} says nothing", "use real ones"
+        )
+    announce("plain decoding")
+    plain = build(replace(config, speculative_config=None))
+    baseline = _baseline(plain, asks, settings)
+    del plain
+    gc.collect()
+    announce(f"speculation by {speculative.method}")
+    core = build(config)
+    eos = _eos(core, settings)
+    runs = {
+        name: run_asks(core, asks, how, eos)
+        for name, how in _variants(settings, config.num_drafts).items()
+    }
+    alone = asks[: settings.num_alone]
+    runs["one at a time"] = run_asks(core, alone, RunSettings(1), eos)
+    top = run_asks(core, asks, RunSettings(settings.concurrency, top=True), eos)
+    comparisons = [
+        compare(name, baseline.answers, found, noise=baseline.noise, margins=baseline.top)
+        for name, found in runs.items()
+    ]
+    comparisons.append(compare_logits("logits of accepted rows", baseline.top, top))
+    diagnosis = None
+    if settings.diagnose:
+        announce("drafting some windows afresh")
+        trained = speculative.method not in LOOKUPS
+        diagnosis = _diagnosis(core, asks, runs, templated, settings, trained=trained)
+    return Verdict(
+        subject=f"{config.model} with {speculative.method}, k={config.num_drafts}",
+        baseline=f"{config.model}, plain",
+        comparisons=tuple(comparisons),
+        repeats=baseline.repeats,
+        noise=baseline.noise,
+        defects=_defects(baseline.answers, runs["as configured"]),
+        diagnosis=diagnosis,
+    )
+
+
+def _variants(settings: AuditSettings, k: int) -> dict[str, RunSettings]:
+    fewer = max(1, settings.concurrency // 2)
+    return {
+        "as configured": RunSettings(settings.concurrency),
+        f"shuffled, {fewer} at once": RunSettings(fewer, shuffled=True),
+        f"k={max(1, k // 2)}": RunSettings(settings.concurrency, max_drafts=max(1, k // 2)),
+    }
+
+
+def _baseline(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) -> Baseline:
+    eos = _eos(core, settings)
+    answers = run_asks(core, asks, RunSettings(settings.concurrency), eos)
+    top = run_asks(core, asks, RunSettings(settings.concurrency, top=True), eos)
+    alone = run_asks(core, asks[: settings.num_alone], RunSettings(1, top=True), eos)
+    noise = largest_difference(top, alone)
+    repeats = (
+        compare("plain, again", answers, top, noise=noise, margins=top),
+        compare("plain, one at a time", answers, alone, noise=noise, margins=top),
+    )
+    return Baseline(answers, top, noise, repeats)
+
+
+def largest_difference(one: Answers, other: Answers) -> float:
+    """The largest difference of a candidate's log-probability over equal beginnings."""
+    largest = 0.0
+    for name, answer in other.items():
+        pairs = zip(one[name].tokens, answer.tokens, one[name].top, answer.top, strict=False)
+        for mine, theirs, top, their_top in pairs:
+            known = dict(top)
+            differences = [abs(known[t] - p) for t, p in their_top if t in known]
+            largest = max(largest, *differences) if differences else largest
+            if mine != theirs:
+                break
+    return largest
+
+
+def _defects(baseline: Answers, found: Answers) -> tuple[TextDefect, ...]:
+    return tuple(
+        defect
+        for name, answer in found.items()
+        if answer.tokens != baseline[name].tokens
+        for defect in text_defects(name, baseline[name], answer)
+    )
+
+
+def _diagnosis(
+    core: EngineCore,
+    asks: Sequence[Ask],
+    runs: dict[str, Answers],
+    templated: Sequence[Ask],
+    settings: AuditSettings,
+    *,
+    trained: bool,
+) -> Diagnosis:
+    eos, some = _eos(core, settings), asks[: max(settings.num_alone, 4 * settings.concurrency)]
+    profiles = {
+        "running": profile_of(runs["as configured"]),
+        "alone": profile_of(runs["one at a time"]),
+        "one draft": profile_of(
+            run_asks(core, some, RunSettings(settings.concurrency, max_drafts=1), eos)
+        ),
+    }
+    if any(ask.temperature for ask in some):
+        greedy = [replace(ask, temperature=0.0) for ask in some]
+        profiles["greedy"] = profile_of(
+            run_asks(core, greedy, RunSettings(settings.concurrency), eos)
+        )
+    if templated:
+        profiles["templated"] = profile_of(
+            run_asks(core, templated, RunSettings(settings.concurrency), eos)
+        )
+    replays = replay(core, asks, runs["as configured"])
+    return diagnose(profiles, replays, trained=trained)
+
+
+def _eos(core: EngineCore, settings: AuditSettings) -> frozenset[int]:
+    return frozenset((*core.resolved.model.eos_token_ids, *settings.stop_token_ids))

@@ -1,0 +1,185 @@
+"""Audit a server against another one, or against this engine.
+
+Each side is asked twice first: what a server does not repeat by itself is not blamed on
+speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from sametoken.audit.answers import Answers, Ask
+from sametoken.audit.compare import SAMPLED, TIE, Comparison, compare, first_difference
+from sametoken.audit.diagnosis import Diagnosis
+from sametoken.audit.servers import Server, ask_server, read_counters
+from sametoken.audit.text_defects import REPEATED, TextDefect, text_defects
+from sametoken.audit.verdict import Verdict
+from sametoken.bench.acceptance import Profile, profile_findings
+from sametoken.bench.scrape import ACCEPTED_PER_POSITION, Counters
+
+#: A larger difference of log-probabilities is no rounding: bf16 logits near 32 step by 1/8.
+MOST_NOISE = 0.25
+#: A flip needs a margin of twice the noise at most; the largest seen is not the largest there is.
+MARGIN_OVER_NOISE = 4
+
+AskAll = Callable[[Sequence[Ask]], Answers]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a comparison.
+
+    Attributes:
+        name: in words.
+        ask: answers all asks.
+        counters: the side's speculation counters, if it has any.
+        text_of: text of one of its token ids, for a side whose tokens are ids.
+    """
+
+    name: str
+    ask: AskAll
+    counters: Callable[[], Counters | None] = lambda: None
+    text_of: Callable[[int], str] = str
+
+
+def server_side(server: Server, concurrency: int) -> Side:
+    """A server as a side."""
+    return Side(
+        server.root,
+        lambda asks: ask_server(server, asks, concurrency=concurrency),
+        lambda: read_counters(server),
+    )
+
+
+def audit_sides(
+    subject: Side,
+    baseline: Side,
+    asks: Sequence[Ask],
+    *,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Ask both sides twice and compare.
+
+    Args:
+        subject: the side with speculation.
+        baseline: the side without it.
+        asks: what is asked.
+        announce: told in one line what runs.
+
+    Raises:
+        RequestError: as ``ask_server``.
+    """
+    announce(f"asking {baseline.name} twice")
+    truth, again = baseline.ask(asks), baseline.ask(asks)
+    announce(f"asking {subject.name} twice")
+    before = subject.counters()
+    found, found_again = subject.ask(asks), subject.ask(asks)
+    after = subject.counters()
+    if not _has_ids(found):
+        truth, again = (_in_words(answers, baseline.text_of) for answers in (truth, again))
+    noise = kernel_noise((truth, again), ((found, found_again), (truth, found)))
+    sampled = frozenset(ask.name for ask in asks if ask.temperature)
+
+    def against(name: str, one: Answers, other: Answers) -> Comparison:
+        return compare(name, one, other, noise=noise, sampled=sampled)
+
+    speculation = against("speculation", truth, found)
+    return Verdict(
+        subject=subject.name,
+        baseline=baseline.name,
+        comparisons=(
+            speculation,
+            against("speculation, again", truth, found_again),
+        ),
+        repeats=(
+            against("baseline against itself", truth, again),
+            against("subject against itself", found, found_again),
+        ),
+        noise=noise,
+        defects=_defects(speculation, truth, found),
+        diagnosis=_diagnosis(before, after),
+    )
+
+
+def _defects(comparison: Comparison, truth: Answers, found: Answers) -> tuple[TextDefect, ...]:
+    """Defects that a near tie does not explain; other samples may well end elsewhere."""
+    return tuple(
+        defect
+        for divergence in comparison.divergences
+        if divergence.kind != TIE
+        for defect in text_defects(
+            divergence.request, truth[divergence.request], found[divergence.request]
+        )
+        if divergence.kind != SAMPLED or defect.kind == REPEATED
+    )
+
+
+def kernel_noise(
+    repeats: tuple[Answers, Answers], crossed: Sequence[tuple[Answers, Answers]]
+) -> float | None:
+    """How far log-probabilities of equal contexts lie apart where no draft was ever judged.
+
+    That is everywhere in the baseline's two runs, and at the first token of any other two:
+    it comes from the prompt alone. Never above ``MOST_NOISE``.
+
+    Args:
+        repeats: the baseline, asked twice.
+        crossed: other pairs of runs.
+
+    Returns:
+        ``MARGIN_OVER_NOISE`` times the largest difference; None if there is none to see.
+    """
+    differences = [*_differences(*repeats)]
+    for one, other in crossed:
+        differences.extend(_differences(one, other, most=1))
+    if not differences:
+        return None
+    return min(MARGIN_OVER_NOISE * max(differences), MOST_NOISE)
+
+
+def _differences(one: Answers, other: Answers, most: int | None = None) -> Iterator[float]:
+    """Differences of candidates' log-probabilities over the answers' equal beginnings."""
+    for name, answer in other.items():
+        equal = first_difference(one[name], answer)
+        end = len(answer.tokens) if equal is None else equal + 1
+        shown = zip(one[name].top[:end], answer.top[:end], strict=False)
+        for top, their_top in islice(shown, most):
+            known = dict(top)
+            yield from (abs(known[t] - p) for t, p in their_top if t in known)
+
+
+def _has_ids(answers: Answers) -> bool:
+    return all(isinstance(token, int) for answer in answers.values() for token in answer.tokens)
+
+
+def _in_words(answers: Answers, text_of: Callable[[int], str]) -> Answers:
+    """Answers whose tokens are texts, for a server that gives no ids."""
+
+    def word(token: int | str) -> str:
+        return text_of(token) if isinstance(token, int) else token
+
+    return {
+        name: replace(
+            answer,
+            tokens=tuple(map(word, answer.tokens)),
+            top=tuple(tuple((word(t), p) for t, p in top) for top in answer.top),
+        )
+        for name, answer in answers.items()
+    }
+
+
+def _diagnosis(before: Counters | None, after: Counters | None) -> Diagnosis | None:
+    """Acceptance of the audit's own requests, as far as counters tell it."""
+    if before is None or after is None:
+        return None
+    counted = after.since(before)
+    speculation = counted.speculation()
+    if counted.went_back or speculation is None:
+        return None
+    by_position = counted.positions.get(ACCEPTED_PER_POSITION, {})
+    accepted = tuple(int(by_position[i]) for i in sorted(by_position))
+    judged = (speculation["num_steps"], *accepted[:-1])[: len(accepted)]
+    profile = Profile(judged, accepted)
+    return Diagnosis({"running": profile}, (), profile_findings(profile, trained=True))

@@ -1,0 +1,233 @@
+"""Several measurements side by side: what a report shows, with the numbers as they were kept.
+
+A *run* is one file, or a directory of them. A *series* is one engine of a run: model, drafts,
+tensor parallelism. A *cell* is one series under one workload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import sametoken
+from sametoken.bench.files import read_json
+from sametoken.errors import ConfigError
+
+HIGHER, LOWER = "higher", "lower"
+THROUGHPUT, LATENCY, SPECULATION = "throughput", "latency", "speculation"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number of a result.
+
+    Attributes:
+        name: its key in results.
+        label, unit: as people read them.
+        better: ``HIGHER`` or ``LOWER``.
+        group: the view that shows it.
+    """
+
+    name: str
+    label: str
+    unit: str
+    better: str
+    group: str
+
+
+_TIMES = {
+    "ttft": "time to first token",
+    "tpot": "time per later token",
+    "itl": "time between events",
+    "e2e": "time of an answer",
+}
+METRICS = (
+    Metric("tokens_per_second", "output tokens", "tokens/s", HIGHER, THROUGHPUT),
+    Metric("decode_tokens_per_second", "decode steps alone", "tokens/s", HIGHER, THROUGHPUT),
+    Metric("total_tokens_per_second", "prompt and output", "tokens/s", HIGHER, THROUGHPUT),
+    Metric("requests_per_second", "requests", "1/s", HIGHER, THROUGHPUT),
+    Metric("goodput", "goodput", "1/s", HIGHER, THROUGHPUT),
+    Metric("num_failed", "failed requests", "", LOWER, THROUGHPUT),
+    *(
+        Metric(f"{name}_{kind}", f"{label}, {kind}", "ms", LOWER, LATENCY)
+        for name, label in _TIMES.items()
+        for kind in ("mean", "median", "p90", "p99")
+    ),
+    Metric("step_median", "decode step, median", "ms", LOWER, LATENCY),
+    Metric("step_p99", "decode step, p99", "ms", LOWER, LATENCY),
+    Metric("floor_fraction", "share of the memory's speed", "", HIGHER, LATENCY),
+    Metric("acceptance_length", "acceptance length", "tokens/step", HIGHER, SPECULATION),
+    Metric("tokens_per_step", "tokens per request and step", "", HIGHER, SPECULATION),
+)
+#: What tells series apart, and what tells workloads apart; by name, with a label.
+ENGINE = {
+    "model": "model",
+    "drafter": "drafter",
+    "num_speculative_tokens": "k",
+    "tensor_parallel_size": "TP",
+    "dtype": "dtype",
+}
+WORKLOAD = {
+    "benchmark": "benchmark",
+    "dataset": "prompts",
+    "input_len": "input",
+    "output_len": "output",
+    "concurrency": "at once",
+    "request_rate": "requests/s",
+    "temperature": "temperature",
+}
+_PLAIN, _UNKNOWN = "none", "unknown drafter"
+
+
+def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[str, Any]:
+    """What a report of these runs holds, as values that JSON knows.
+
+    Args:
+        sources: files that ``bench`` wrote, or directories of ``bench sweep``; the first is
+            what the others are compared with.
+        labels: their names, in the same order; by default those of the files.
+
+    Raises:
+        ConfigError: a file cannot be read or is no measurement, or the labels do not fit.
+    """
+    if labels and len(labels) != len(sources):
+        raise ConfigError(
+            f"{len(labels)} labels were given for {len(sources)} runs", "give one for each"
+        )
+    names = list(labels) or _unique([source.stem for source in sources])
+    if len(set(names)) != len(names):
+        raise ConfigError("two runs have the same label", "give different ones")
+    runs, cells, failures = [], [], []
+    for name, source in zip(names, sources, strict=True):
+        documents = _documents(source)
+        done = [document for document in documents if "results" in document]
+        failures += [_failure(name, document) for document in documents if "error" in document]
+        if not done and not failures:
+            raise ConfigError(f"{source} holds no results", "give what bench wrote")
+        runs.append(_run(name, done))
+        cells += [cell for document in done for cell in _cells(name, document)]
+    return {
+        "sametoken": sametoken.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "metrics": [asdict(metric) for metric in METRICS],
+        "engine": ENGINE,
+        "workload": WORKLOAD,
+        "runs": runs,
+        "cells": cells,
+        "failures": failures,
+    }
+
+
+def _documents(source: Path) -> list[dict[str, Any]]:
+    if not source.is_dir():
+        return [read_json(source)]
+    return [read_json(path) for path in sorted(source.glob("*.json"))]
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, numbered where they repeat."""
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})"
+        for i, name in enumerate(names)
+    ]
+
+
+def _failure(run: str, document: Mapping[str, Any]) -> dict[str, str]:
+    """A cell of a sweep that has no result."""
+    cell = document.get("cell", {})
+    drafter, k = _drafts(cell.get("speculative_config"))
+    about = {"model": cell.get("model"), "drafter": drafter, "num_speculative_tokens": k}
+    about |= {name: cell.get(name) for name in ("output_len", "concurrency", "temperature")}
+    names = ENGINE | WORKLOAD
+    words = [f"{names[name]} {value}" for name, value in about.items() if value is not None]
+    return {"run": run, "cell": ", ".join(words), "error": str(document["error"])}
+
+
+def _run(name: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the documents of a run say of where they come from."""
+    environments = [document.get("environment", {}) for document in documents]
+    synthetic = [what for document in documents for what in document.get("synthetic", ())]
+    return {
+        "label": name,
+        "synthetic": list(dict.fromkeys(synthetic)),
+        "environment": {
+            key: _spelled(environments, key)
+            for key in ("device", "sametoken", "torch", "platform", "date")
+        },
+        "settings": [document.get("settings", {}) for document in documents[:1]],
+    }
+
+
+def _spelled(environments: Sequence[Mapping[str, Any]], key: str) -> str | None:
+    values = list(dict.fromkeys(str(e[key]) for e in environments if e.get(key) is not None))
+    if key == "date" and len(values) > 1:
+        return f"{min(values)} to {max(values)}"
+    return ", ".join(values) or None
+
+
+def _cells(run: str, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    try:
+        return [_cell(run, document, result) for result in document["results"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"run {run!r} is no measurement ({type(error).__name__}: {error})",
+            "give what bench latency, throughput, serve or sweep wrote",
+        ) from error
+
+
+def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    asked, workload = document["settings"]["asked"], document["workload"]
+    resolved = document["settings"].get("resolved", document["settings"].get("server", {}))
+    drafter, k = _drafts(asked.get("speculative_config"))
+    if drafter == _PLAIN and result.get("acceptance_per_position"):
+        # Another's server, which counts drafts and does not say who made them.
+        drafter, k = _UNKNOWN, len(result["acceptance_per_position"])
+    names = [metric.name for metric in METRICS if result.get(metric.name) is not None]
+    return {
+        "run": run,
+        "engine": {
+            "model": Path(asked["model"]).name,
+            "drafter": drafter,
+            "num_speculative_tokens": k,
+            "tensor_parallel_size": asked.get("tensor_parallel_size", 1),
+            "dtype": resolved.get("dtype"),
+        },
+        "workload": {
+            "benchmark": document["benchmark"],
+            "dataset": workload.get("dataset")
+            or ("a file" if workload.get("prompts") else "random"),
+            "input_len": None if workload.get("dataset") else workload.get("input_len"),
+            "output_len": workload.get("output_len"),
+            "concurrency": result["concurrency"],
+            "request_rate": result.get("request_rate"),
+            "temperature": workload.get("temperature"),
+        },
+        "numbers": {name: result[name] for name in names},
+        "repeats": {name: values for name in names if len(values := _repeats(result, name)) > 1},
+        "acceptance_per_position": list(result.get("acceptance_per_position") or ()),
+        "timeline": list(result.get("timeline") or ()),
+        "traces": list(result.get("traces") or ()),
+    }
+
+
+def _prompts(workload: Mapping[str, Any]) -> str:
+    """Where the prompts came from."""
+    return workload.get("dataset") or ("a file" if workload.get("prompts") else "random")
+
+
+def _repeats(result: Mapping[str, Any], name: str) -> list[float]:
+    """The metric in each run of this cell."""
+    return [run[name] for run in result.get("runs") or () if run.get(name) is not None]
+
+
+def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
+    """How drafts are made, in words, and k."""
+    if not spec:
+        return _PLAIN, 0
+    drafter = str(spec["method"])
+    if spec.get("model"):
+        drafter += f" {Path(str(spec['model'])).name}"
+    return drafter, spec.get("num_speculative_tokens") or 0

@@ -1,0 +1,198 @@
+"""The engine as a language model of lm-eval. Importing this needs the ``eval`` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from sametoken.core.outputs import RequestOutput
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.llm import LLM
+from sametoken.errors import NumericalError, UnsupportedError
+
+DEFAULT_MAX_TOKENS = 256
+_LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_SAMPLING_NAMES = ("top_p", "top_k", "min_p", "seed", "repetition_penalty")
+
+
+class EngineLM(TemplateLM):  # type: ignore[misc]
+    """Answers lm-eval's requests, all of a kind in one batch.
+
+    Args:
+        llm: the engine, with a tokenizer.
+        plain: whether it decodes without drafts.
+        max_tokens: longest answer, in place of what tasks say.
+
+    Attributes:
+        answers: everything that was answered, in order: token ids of texts, and
+            log-probabilities.
+        num_truncated: prompts that lost their beginning, for they were too long.
+    """
+
+    def __init__(self, llm: LLM, *, plain: bool = False, max_tokens: int | None = None) -> None:
+        super().__init__()
+        self._llm = llm
+        self._drafts = 0 if plain else None
+        self._max_tokens = max_tokens
+        self.tokenizer = llm.get_tokenizer()
+        self.answers: list[Any] = []
+        self.num_truncated = 0
+
+    @property
+    def eot_token_id(self) -> int:
+        """The id that ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else int(first)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer for lm-eval's caches."""
+        return str(self._llm.resolved.model_path)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a request at most."""
+        return self._llm.resolved.max_model_len
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt text of a conversation."""
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return text
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Token ids; a text that begins with the first special token gets no second one."""
+        special = True if add_special_tokens is None else add_special_tokens
+        first = self.tokenizer.bos_token
+        if add_special_tokens is None and first and string.startswith(first):
+            special = False
+        return list(self.tokenizer.encode(string, add_special_tokens=special))
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts up to the first stop string, which is not part of them.
+
+        Raises:
+            UnsupportedError: a task asks for generation that the engine does not know.
+        """
+        prompts, params = [], []
+        for request in requests:
+            context, asked = request.args
+            chosen = self._sampling(asked)
+            room = self.max_length - (chosen.max_tokens or 0)
+            prompts.append(self._fitted(self.tok_encode(context), room))
+            params.append(chosen)
+        outputs = self._run(prompts, params, disable_tqdm)
+        self.answers += [list(output.outputs[0].token_ids) for output in outputs]
+        return [output.outputs[0].text for output in outputs]
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probabilities of whole texts, in windows of the model's length."""
+        windows = [
+            list(
+                map(
+                    make_disjoint_window,
+                    get_rolling_token_windows(
+                        self.tok_encode(request.args[0]),
+                        self.prefix_token_id,
+                        self.max_length - 1,
+                        1,
+                    ),
+                )
+            )
+            for request in requests
+        ]
+        asked = [(("", ""), context, text) for one in windows for context, text in one]
+        scores = iter(self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm))
+        return [sum(next(scores)[0] for _ in one) for one in windows]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether greedy decoding would say it."""
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            num_speculative_tokens=self._drafts,
+        )
+        prompts = [
+            self._fitted(context + text, self.max_length - 1) for _, context, text in requests
+        ]
+        outputs = self._run(prompts, [params] * len(prompts), disable_tqdm)
+        scores = [
+            _score(output, len(text))
+            for output, (_, _, text) in zip(outputs, requests, strict=True)
+        ]
+        self.answers += scores
+        return scores
+
+    def _sampling(self, asked: Mapping[str, Any]) -> SamplingParams:
+        left = dict(asked)
+        until = left.pop("until", None) or []
+        lengths = [int(left.pop(name)) for name in _LENGTH_NAMES if name in left]
+        samples = left.pop("do_sample", None)
+        temperature = float(left.pop("temperature", 1.0 if samples else 0.0))
+        options = {name: left.pop(name) for name in _SAMPLING_NAMES if name in left}
+        if left.pop("num_beams", 1) != 1 or left:
+            names = ", ".join(left) or "num_beams"
+            raise UnsupportedError(f"the task generates with {names}", "use another task")
+        return SamplingParams(
+            temperature=0.0 if samples is False else temperature,
+            max_tokens=self._max_tokens or (lengths[0] if lengths else DEFAULT_MAX_TOKENS),
+            stop=[text for text in ([until] if isinstance(until, str) else until) if text],
+            num_speculative_tokens=self._drafts,
+            **({"seed": 0} | options),
+        )
+
+    def _fitted(self, token_ids: list[int], room: int) -> list[int]:
+        """The end of the prompt, as much of it as there is room for."""
+        if room < 1:
+            raise UnsupportedError(
+                f"answers as long as the task's leave no room in {self.max_length} tokens",
+                "lower max_tokens",
+            )
+        self.num_truncated += len(token_ids) > room
+        return token_ids[-room:]
+
+    def _run(
+        self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], disable_tqdm: bool
+    ) -> list[RequestOutput]:
+        asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(asked, list(params), use_tqdm=not disable_tqdm)
+        for output in outputs:
+            if output.outputs[0].finish_reason == "error":
+                raise output.outputs[0].error or NumericalError("a request failed")
+        return outputs
+
+
+def _score(output: RequestOutput, length: int) -> tuple[float, bool]:
+    """Of the last ``length`` tokens of the prompt."""
+    entries = (output.prompt_logprobs or ())[-length:] if length else ()
+    chosen = [
+        entry[token_id]
+        for token_id, entry in zip(output.prompt_token_ids[-length:], entries, strict=False)
+        if entry is not None
+    ]
+    return sum(one.logprob for one in chosen), all(one.rank == 1 for one in chosen)

@@ -1,0 +1,143 @@
+"""How much memory a model takes, from the config.json of target and drafter alone.
+
+Both are built of tensors that have shapes and no memory, by the code that loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.config import DUMMY, EngineConfig
+from sametoken.drafters.build import Placement, load_drafter, require_drafter_fits
+from sametoken.engine.request_memory import RequestMemory
+from sametoken.engine.resolve import (
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_sizes,
+)
+from sametoken.kernels.gemm.reference import PlainWeight
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.dummy import dummy_reader
+from sametoken.models.embedded import resolve_model
+from sametoken.models.loader import read_config
+from sametoken.models.registry import model_class
+
+_SHAPES_ONLY = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes, before anything is loaded.
+
+    Attributes:
+        model: path of the target.
+        dtype: of weights and activations.
+        method: how drafts are made; None without speculation.
+        block_size: tokens of a KV block.
+        max_model_len, max_num_seqs: the longest request, and how many run at once.
+        weights, draft_weights: matrices; what the drafter shares with the target is the
+            target's.
+        request: what one request takes.
+    """
+
+    model: str
+    dtype: str
+    method: str | None
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    weights: int
+    draft_weights: int
+    request: RequestMemory
+
+    @property
+    def kv_per_block(self) -> int:
+        """Bytes of one KV block, the drafter's included."""
+        return self.block_size * (self.request.kv_per_token + self.request.draft_kv_per_token)
+
+    @property
+    def speculation_per_request(self) -> int:
+        """Bytes that speculation adds to a request of ``max_model_len`` tokens."""
+        return self.request.speculation(self.max_model_len)
+
+    @property
+    def per_request(self) -> int:
+        """Bytes of a request of ``max_model_len`` tokens."""
+        return self.request.total(self.max_model_len)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all weights and of ``max_num_seqs`` such requests."""
+        return self.weights + self.draft_weights + self.max_num_seqs * self.per_request
+
+    def as_json(self) -> dict[str, Any]:
+        """All numbers, derived ones included."""
+        derived = ("kv_per_block", "speculation_per_request", "per_request", "total")
+        own = asdict(self)
+        own["request"] |= {"state_per_draft": self.request.state_per_draft}
+        return own | {name: getattr(self, name) for name in derived}
+
+
+def measure_memory(
+    config: EngineConfig, announce: Callable[[str], None] = lambda text: None
+) -> Memory:
+    """Count what an engine of this config would hold.
+
+    Args:
+        config: the engine's options.
+        announce: told in words what is fetched and from where.
+
+    Raises:
+        ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as
+            ``build_engine``.
+    """
+    config = resolve_sizes(config, resolve_device(config))
+    path, spec = resolve_model(config.model, announce), config.speculative_config
+    if spec is not None and spec.model:
+        spec = replace(spec, model=str(resolve_model(spec.model, announce)))
+    architecture = read_config(path, load_format=config.load_format)
+    dtype, _ = resolve_dtype(config, architecture.dtype)
+    longest = resolve_max_model_len(config, architecture)
+    require_drafter_fits(spec, architecture, longest)
+    kernels = _CountingKernels()
+    reader = dummy_reader(path, kernels, dtype, _SHAPES_ONLY)
+    target = model_class(architecture.architecture)(architecture, reader, max_positions=1)
+    weights = kernels.num_bytes
+    placement = Placement(kernels, dtype, _SHAPES_ONLY, longest, 1, DUMMY, Path(path))
+    drafter = load_drafter(spec, target, placement)
+    return Memory(
+        model=str(path),
+        dtype=str(dtype).removeprefix("torch."),
+        method=spec.method if spec else None,
+        block_size=config.block_size,
+        max_model_len=longest,
+        max_num_seqs=config.max_num_seqs,
+        weights=weights,
+        draft_weights=kernels.num_bytes - weights,
+        request=RequestMemory.of(
+            config.num_drafts,
+            target.kv_spec,
+            target.recurrent_spec,
+            drafter.kv_spec,
+            drafter.recurrent_spec,
+        ),
+    )
+
+
+class _CountingKernels(ReferenceKernels):
+    """Adds up what is packed; weights that two models share are packed once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def pack(self, weight: Tensor) -> PlainWeight:
+        packed = super().pack(weight)
+        self.num_bytes += packed.nbytes
+        return packed

@@ -1,0 +1,235 @@
+"""One request to an OpenAI-compatible server, and when its tokens arrived."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from sametoken.bench.trace import Window
+from sametoken.errors import RequestError
+
+_DONE = "[DONE]"
+_SHOWN_ERROR = 200
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests go.
+
+    Attributes:
+        path: below the server's address.
+        model: the name that requests give.
+        is_chat: a prompt is sent as a user's message, not as text to continue.
+        gives_stats: the server understands ``include_speculation_stats``.
+        extra: more fields of every request's body.
+    """
+
+    path: str
+    model: str
+    is_chat: bool
+    gives_stats: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def body(self, prompt: str, max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
+        """The body of a streamed request that asks for its usage."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        asked = {"messages": [{"role": "user", "content": prompt}]}
+        body |= asked if self.is_chat else {"prompt": prompt}
+        if self.gives_stats:
+            body["include_speculation_stats"] = True
+        return body | dict(self.extra)
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """One request as its client saw it; times in seconds of the clock.
+
+    Attributes:
+        index: its place in the run.
+        arrival: when it was due.
+        sent: when it was sent; later than it was due if too many were running.
+        events: when an event with text or tokens came, one entry each.
+        texts: what those events held.
+        token_ids: their token ids, where the server sends them.
+        token_texts: of every token, where log-probabilities were asked for.
+        num_prompt_tokens: as the server counts them; None if it does not say.
+        num_tokens: as the server counts them, or ``events`` where it does not.
+        counted: whether the server counted.
+        speculation: drafts and steps as the server reports them, in our names; None if not.
+        windows: verify steps, if the server reports them.
+        finish_reason: why the answer ended.
+        error: what went wrong; None if nothing did.
+    """
+
+    index: int
+    arrival: float
+    sent: float = 0.0
+    events: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[list[int]] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
+    num_prompt_tokens: int | None = None
+    num_tokens: int = 0
+    counted: bool = False
+    speculation: dict[str, Any] | None = None
+    windows: tuple[Window, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token."""
+        return self.events[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        """Seconds to the last token."""
+        return self.events[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None if there is no other."""
+        if self.num_tokens < 2 or len(self.events) < 2:
+            return None
+        return (self.events[-1] - self.events[0]) / (self.num_tokens - 1)
+
+
+async def send(
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    body: Mapping[str, Any],
+    record: ServedRequest,
+    *,
+    clock: Clock = time.perf_counter,
+) -> None:
+    """Send one request and note in ``record`` what comes back.
+
+    Whatever goes wrong is noted as the request's error, never raised.
+    """
+    record.sent = clock()
+    try:
+        async with client.stream("POST", endpoint.path, json=body) as response:
+            if response.status_code != httpx.codes.OK:
+                text = (await response.aread()).decode("utf-8", "replace")
+                raise RequestError(f"HTTP {response.status_code}: {_message(text)}")
+            ended = False
+            async for event in _events(response):
+                if event == _DONE:
+                    ended = True
+                    break
+                _note(record, json.loads(event), clock())
+        _check(record, ended)
+    except (httpx.HTTPError, RequestError) as error:
+        record.error = str(error) or type(error).__name__
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        record.error = f"an event is not as OpenAI has it ({type(error).__name__}: {error})"
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            yield line.removeprefix("data:").strip()
+
+
+def _note(record: ServedRequest, event: Mapping[str, Any], now: float) -> None:
+    if event.get("error"):
+        raise RequestError(f"error event: {_message(json.dumps(event))}")
+    for choice in event.get("choices") or ():
+        text = _text(choice)
+        if text or choice.get("token_ids"):
+            record.events.append(now)
+            record.texts.append(text)
+            record.token_ids.append(list(choice.get("token_ids") or ()))
+            record.token_texts += _token_texts(choice.get("logprobs") or {})
+        record.finish_reason = choice.get("finish_reason") or record.finish_reason
+    usage = event.get("usage")
+    if usage:
+        record.num_prompt_tokens = int(usage["prompt_tokens"])
+        record.num_tokens = int(usage["completion_tokens"])
+        record.counted = True
+    _note_speculation(record, event)
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    """What a choice adds, whatever kind of text it is."""
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text") or ""
+    parts = [delta.get(key) or "" for key in ("reasoning_content", "reasoning", "content")]
+    for call in delta.get("tool_calls") or ():
+        function = call.get("function") or {}
+        parts += [function.get("name") or "", function.get("arguments") or ""]
+    return "".join(parts)
+
+
+def _token_texts(logprobs: Mapping[str, Any]) -> list[str]:
+    """Tokens of log-probabilities in the form of completions or of chat."""
+    if "content" in logprobs:
+        return [entry["token"] for entry in logprobs["content"] or ()]
+    return list(logprobs.get("tokens") or ())
+
+
+def _note_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
+    if event.get("speculation"):
+        record.speculation = dict(event["speculation"])
+    theirs = (event.get("metrics") or {}).get("speculative_decoding")
+    if not theirs:
+        return
+    record.speculation = {
+        "num_steps": theirs["num_spec_steps"],
+        "num_draft_tokens": theirs["num_draft_tokens"],
+        "num_accepted_tokens": theirs["num_accepted_draft_tokens"],
+        "acceptance_length": theirs["mean_acceptance_length"],
+        "acceptance_rate": theirs["draft_acceptance_rate"],
+        "acceptance_per_position": _per_position(theirs["acceptance_histogram"]),
+    }
+    if theirs.get("per_step_accepted"):
+        pairs = zip(theirs["per_step_drafted"], theirs["per_step_accepted"], strict=True)
+        record.windows = _windows(list(pairs))
+
+
+def _per_position(histogram: list[int]) -> list[float]:
+    """From steps by accepted drafts to the share of steps that accepted draft i, from 1."""
+    steps = sum(histogram)
+    return [sum(histogram[i:]) / steps if steps else 0.0 for i in range(1, len(histogram))]
+
+
+def _windows(steps: list[tuple[int, int]]) -> tuple[Window, ...]:
+    """Windows after the token that ends the prompt, from (drafted, accepted) of every step."""
+    windows, first = [Window(0, 0, 0)], 1
+    for drafted, accepted in steps:
+        windows.append(Window(first, drafted, accepted))
+        first += accepted + 1
+    return tuple(windows)
+
+
+def _check(record: ServedRequest, ended: bool) -> None:
+    """Refuse an answer that is not whole."""
+    if not ended and record.finish_reason is None:
+        raise RequestError("the stream ended before the answer")
+    if not record.events:
+        raise RequestError("the answer held no token")
+    if not record.counted:
+        record.num_tokens = len(record.events)
+
+
+def _message(text: str) -> str:
+    """The message of an OpenAI error, or the beginning of whatever it is."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)[:_SHOWN_ERROR]
+    except (ValueError, KeyError, TypeError):
+        return text[:_SHOWN_ERROR]

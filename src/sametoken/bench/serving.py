@@ -1,0 +1,202 @@
+"""A running server under load, measured from outside."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+import sametoken
+from sametoken.bench.load import Load, LoadRun, run_load
+from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
+from sametoken.bench.scrape import scrape
+from sametoken.bench.served_trace import served_trace, traced_body
+from sametoken.bench.serving_numbers import Goal, serving_numbers
+from sametoken.bench.serving_workload import CHAT, COMPLETIONS, Server, ServingWorkload
+from sametoken.core.seeds import derive_seed
+from sametoken.errors import ConfigError
+
+_OURS = "sametoken"
+_JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
+
+
+def open_client(server: Server) -> httpx.AsyncClient:
+    """A client without a bound on connections; a proxy would be part of what is measured."""
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    return httpx.AsyncClient(
+        base_url=server.url,
+        headers=headers,
+        timeout=server.timeout,
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+    )
+
+
+async def bench_serving(
+    server: Server,
+    workload: ServingWorkload,
+    loads: Sequence[Load],
+    goals: Sequence[Goal],
+    *,
+    announce: Callable[[str], None] = lambda text: None,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """Measure a server under one load after the other.
+
+    Args:
+        server: where it is.
+        workload: what it is asked.
+        loads: one result each.
+        goals: what a request must keep to count for goodput.
+        announce: told in a line of what is wanting.
+        advance: called whenever a measured request is done.
+
+    Returns:
+        The object that ``sametoken.bench.document`` describes.
+
+    Raises:
+        ConfigError: the server cannot be reached, or does not list the model.
+    """
+    prompts = workload.prompts()
+    async with open_client(server) as client:
+        about = await _about(client, server)
+        bench = _Bench(client, _endpoint(about, server, workload), workload, prompts, advance)
+        results = [await bench.result(load, goals) for load in loads]
+        results[-1]["traces"] = await bench.traces(announce)
+    return {
+        "benchmark": f"serve, {workload.num_prompts} requests",
+        "synthetic": about["synthetic"],
+        "workload": _workload_json(workload, server, goals),
+        "settings": about["settings"],
+        "environment": {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "sametoken": sametoken.__version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "device": about["device"],
+        },
+        "results": results,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    client: httpx.AsyncClient
+    endpoint: Endpoint
+    workload: ServingWorkload
+    prompts: Sequence[str]
+    advance: Callable[[], None]
+
+    async def result(self, load: Load, goals: Sequence[Goal]) -> dict[str, Any]:
+        """One load: warm-up, then all repeats."""
+        if self.workload.warmup:
+            await self._run(replace(load, request_rate=None), self.workload.warmup, lambda: None)
+        runs = []
+        for _ in range(self.workload.repeats):
+            before = await scrape(self.client)
+            run = await self._run(load, self.workload.num_prompts, self.advance)
+            after = await scrape(self.client)
+            if before is not None and after is not None:
+                counters = after.since(before)
+                run.counters = None if counters.went_back else counters
+            runs.append(run)
+        about = {"concurrency": load.concurrency, "request_rate": load.request_rate}
+        totals = [dict(run.counters.totals) if run.counters else None for run in runs]
+        return about | serving_numbers(runs, goals) | {"metrics": totals}
+
+    async def traces(self, announce: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Tokens and windows of the first requests, asked for one by one."""
+        traces: list[dict[str, Any]] = []
+        for index in range(min(self.workload.trace, len(self.prompts))):
+            record = ServedRequest(index, 0.0)
+            body = traced_body(self._body(index), is_chat=self.endpoint.is_chat)
+            await send(self.client, self.endpoint, body, record)
+            trace = served_trace(record)
+            if trace is None:
+                announce(f"no tokens of request {index}: {record.error or 'the server sends none'}")
+                return traces
+            traces.append(trace)
+        return traces
+
+    def _body(self, index: int) -> dict[str, Any]:
+        workload = self.workload
+        prompt, seed = self.prompts[index % len(self.prompts)], derive_seed(workload.seed, index)
+        return self.endpoint.body(prompt, workload.output_len, workload.temperature, seed)
+
+    async def _run(self, load: Load, count: int, advance: Callable[[], None]) -> LoadRun:
+        async def send_one(body: Any, record: ServedRequest) -> None:
+            await send(self.client, self.endpoint, body, record)
+
+        bodies = [self._body(index) for index in range(count)]
+        return await run_load(send_one, bodies, load, advance=advance)
+
+
+def _endpoint(about: dict[str, Any], server: Server, workload: ServingWorkload) -> Endpoint:
+    extra = ({"ignore_eos": True} if workload.ignore_eos else {}) | server.extra
+    path = "/v1/chat/completions" if workload.is_chat else "/v1/completions"
+    return Endpoint(path, about["model"], workload.is_chat, about["is_ours"], extra)
+
+
+async def _about(client: httpx.AsyncClient, server: Server) -> dict[str, Any]:
+    """What the server says of itself.
+
+    Raises:
+        ConfigError: it does not answer, or not with a list of models.
+    """
+    try:
+        response = await client.get("/v1/models")
+        response.raise_for_status()
+        cards = response.json()["data"]
+        names = [card["id"] for card in cards]
+        model = server.model or names[0]
+    except (httpx.HTTPError, *_JSON_ERRORS) as error:
+        raise ConfigError(
+            f"{server.url} lists no models ({type(error).__name__}: {error})",
+            "give the address of an OpenAI-compatible server that is up",
+        ) from error
+    if model not in names:
+        raise ConfigError(f"{server.url} does not serve {model!r}", f"use one of {names}")
+    info = await _engine_info(client)
+    made_up = info.get("synthetic", "nothing")
+    method = info.get("method", "none")
+    k = int(info.get("num_speculative_tokens", 0))
+    config = None if method == "none" else {"method": method, "num_speculative_tokens": k}
+    return {
+        "model": model,
+        "is_ours": any(card.get("owned_by") == _OURS for card in cards),
+        "synthetic": [] if made_up == "nothing" else made_up.split(", "),
+        "device": info.get("device"),
+        "settings": {
+            "asked": {"model": model, "speculative_config": config},
+            "server": {"url": server.url, "owned_by": cards[0].get("owned_by")} | info,
+        },
+    }
+
+
+async def _engine_info(client: httpx.AsyncClient) -> dict[str, str]:
+    """What our ``/metrics`` says of the engine; empty for any other server."""
+    try:
+        response = await client.get("/metrics")
+        response.raise_for_status()
+        for family in text_string_to_metric_families(response.text):
+            if family.name == f"{_OURS}:engine_info":
+                return dict(family.samples[0].labels)
+    except (httpx.HTTPError, *_JSON_ERRORS):
+        return {}
+    return {}
+
+
+def _workload_json(
+    workload: ServingWorkload, server: Server, goals: Sequence[Goal]
+) -> dict[str, Any]:
+    return asdict(workload) | {
+        "path": None if workload.path is None else str(workload.path),
+        "api": CHAT if workload.is_chat else COMPLETIONS,
+        "goals": {goal.metric: goal.limit for goal in goals},
+        "extra_body": server.extra,
+    }

@@ -1,0 +1,179 @@
+"""Run a sweep: one process per engine, one file per cell, and only what is not done yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sametoken.bench.files import read_json, write_json
+from sametoken.bench.sweep_spec import Cell, Sweep
+from sametoken.errors import ConfigError
+
+DONE, FAILED = "done", "failed"
+BEGUN = "begun"
+_CHILD = "sametoken.bench.sweep_engine"
+_SHOWN_ERROR = 600
+
+
+@dataclass(frozen=True, slots=True)
+class CellStore:
+    """A directory with one JSON file per measured cell: a document and its ``cell``."""
+
+    directory: Path
+
+    def path(self, cell: Cell) -> Path:
+        """Where the cell's result is or will be."""
+        return self.directory / f"{cell.name}.json"
+
+    def status(self, cell: Cell) -> str | None:
+        """``DONE``, ``FAILED``, or None if it was not measured.
+
+        Raises:
+            ConfigError: its file cannot be read or is of something else.
+        """
+        path = self.path(cell)
+        if not path.exists():
+            return None
+        found = read_json(path)
+        if found.get("cell") != json.loads(json.dumps(dataclasses.asdict(cell))):
+            raise ConfigError(f"{path} is not of this cell", "give another directory")
+        return DONE if found.get("status") == DONE else FAILED
+
+    def error(self, cell: Cell) -> str:
+        """Why a cell failed.
+
+        Raises:
+            ConfigError: as ``status``.
+        """
+        return str(read_json(self.path(cell)).get("error", ""))
+
+    def finish(self, cell: Cell, document: dict[str, Any]) -> None:
+        """Keep a cell's result."""
+        write_json(self.path(cell), self._about(cell, DONE) | document)
+
+    def fail(self, cell: Cell, error: str) -> None:
+        """Keep why a cell has none."""
+        write_json(self.path(cell), self._about(cell, FAILED) | {"error": error})
+
+    def forget(self, cell: Cell) -> None:
+        """Remove a cell's file, so that it is measured again."""
+        self.path(cell).unlink(missing_ok=True)
+
+    def _about(self, cell: Cell, status: str) -> dict[str, Any]:
+        return {"cell": dataclasses.asdict(cell), "status": status}
+
+
+#: Measures the cells of one engine in a process of its own; gives the name of the last cell
+#: that it began, and "" or why it ended early.
+Launch = Callable[[Path, Sequence[Cell]], tuple[str | None, str]]
+
+
+def run_sweep(
+    sweep: Sweep,
+    directory: Path,
+    *,
+    retry_failed: bool = False,
+    announce: Callable[[str], None] = lambda text: None,
+    launch: Launch | None = None,
+) -> dict[str, int]:
+    """Measure what has no result yet.
+
+    Args:
+        sweep: the cells.
+        directory: where results are kept; it is made if need be.
+        retry_failed: measure those again that failed.
+        announce: told in a line what is done.
+        launch: runs one engine.
+
+    Returns:
+        How many cells are ``DONE`` and how many ``FAILED``, those of earlier runs included.
+
+    Raises:
+        ConfigError: a result cannot be read or written.
+    """
+    store = CellStore(directory)
+    launch = launch or launch_engine
+    engines = list(sweep.engines())
+    for cells in engines:
+        if retry_failed:
+            for cell in _with_status(store, cells, FAILED):
+                store.forget(cell)
+        pending = _with_status(store, cells, None)
+        announce(f"{_engine_name(cells[0])}: {len(pending)} of {len(cells)} cells to measure")
+        _run_engine(store, pending, launch)
+        for cell in _with_status(store, cells, FAILED):
+            announce(f"failed: {cell.name}: {store.error(cell)}")
+    every = [store.status(cell) for cells in engines for cell in cells]
+    return {status: every.count(status) for status in (DONE, FAILED)}
+
+
+def _run_engine(store: CellStore, pending: list[Cell], launch: Launch) -> None:
+    """Start the engine until each cell has a result or an error."""
+    while pending:
+        begun, error = launch(store.directory, pending)
+        left = _with_status(store, pending, None)
+        # A process that dies takes the cell down that it was in; all of them if it was in none.
+        lost = [cell for cell in left if cell.name == begun]
+        if begun is None and len(left) == len(pending):
+            lost = left
+        for cell in lost:
+            store.fail(cell, error or "the process ended without a result")
+        pending = _with_status(store, pending, None)
+
+
+def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, str]:
+    """Measure cells of one engine in a new Python process (see ``Launch``)."""
+    job = {"directory": str(directory), "cells": [dataclasses.asdict(cell) for cell in cells]}
+    begun = None
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        subprocess.Popen(
+            [sys.executable, "-m", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as child,
+    ):
+        try:
+            _write(child, json.dumps(job))
+            for line in child.stdout or ():
+                word, _, name = line.rstrip("\n").partition(" ")
+                begun = name if word == BEGUN else begun
+            code = child.wait()
+        except BaseException:
+            child.terminate()
+            raise
+        errors.seek(0)
+        said = errors.read().strip()
+    return begun, "" if code == 0 else f"{_ended(code)}: {said[-_SHOWN_ERROR:]}"
+
+
+def _write(child: subprocess.Popen[str], text: str) -> None:
+    if child.stdin is not None:
+        with child.stdin:
+            child.stdin.write(text)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"the engine's process was ended by {signal.Signals(-code).name}"
+    return f"the engine's process exited with {code}"
+
+
+def _with_status(store: CellStore, cells: Iterable[Cell], status: str | None) -> list[Cell]:
+    return [cell for cell in cells if store.status(cell) == status]
+
+
+def _engine_name(cell: Cell) -> str:
+    spec = cell.speculative_config
+    drafts = f"{spec['method']}, k={spec.get('num_speculative_tokens')}" if spec else "plain"
+    return f"{cell.model}, {drafts}, TP {cell.tensor_parallel_size}"

@@ -1,0 +1,233 @@
+"""What a sweep measures: the product of its axes, cell by cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sametoken.bench.datasets import RANDOM
+from sametoken.bench.workload import Workload
+from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.errors import ConfigError
+
+NO_DRAFTER = "none"
+_K = "num_speculative_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        model: as ``EngineConfig.model``.
+        speculative_config: how drafts are made; None drafts none.
+        tensor_parallel_size: GPUs that share the model.
+        input_len, output_len, concurrency, temperature, seed: as in ``Workload``.
+        num_iters, warmup: batches that are measured, and short ones before.
+        dataset, path: as ``load_dataset`` takes them; random prompts have ``input_len`` tokens.
+        engine: other options of the engine, those alone that are not the default.
+    """
+
+    model: str
+    speculative_config: Mapping[str, Any] | None
+    tensor_parallel_size: int
+    input_len: int
+    output_len: int
+    concurrency: int
+    temperature: float
+    seed: int
+    num_iters: int
+    warmup: int
+    dataset: str
+    path: str | None
+    engine: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Readable, and of no other cell."""
+        spec = self.speculative_config
+        drafts = f"{spec['method']}-k{spec.get(_K, 0)}" if spec else "plain"
+        parts = (
+            re.sub(r"[^\w.]+", "-", Path(self.model).name),
+            drafts,
+            f"tp{self.tensor_parallel_size}",
+            f"in{self.input_len}" if self.dataset == RANDOM else self.dataset,
+            f"out{self.output_len}",
+            f"c{self.concurrency}",
+            f"t{self.temperature:g}",
+        )
+        return f"{'-'.join(parts)}-{_digest(dataclasses.asdict(self))}"
+
+    @property
+    def workload(self) -> Workload:
+        """What the engine is asked.
+
+        Raises:
+            ConfigError: a number is impossible.
+        """
+        return Workload(
+            self.input_len, self.output_len, (self.concurrency,), self.temperature, self.seed
+        )
+
+    def engine_options(self) -> dict[str, Any]:
+        """What ``EngineConfig.from_options`` takes."""
+        options: dict[str, Any] = {"enable_prefix_caching": False, **self.engine}
+        options |= {"model": self.model, "speculative_config": self.speculative_config}
+        if self.tensor_parallel_size != 1:
+            options["tensor_parallel_size"] = self.tensor_parallel_size
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Axes of a sweep; every combination is a cell.
+
+    Attributes:
+        model: checkpoints.
+        drafter: speculative configs; one without ``num_speculative_tokens`` is measured with
+            every number of that axis. None decodes plainly, once.
+        num_speculative_tokens, tensor_parallel_size: further axes of the engine.
+        input_len, output_len, concurrency, temperature: axes of what it is asked.
+        num_iters, warmup, seed, dataset, path: of every cell.
+        engine: other options of all engines.
+
+    Raises:
+        ConfigError: an axis is empty, or a drafter is not possible.
+    """
+
+    model: tuple[str, ...] = ()
+    drafter: tuple[Mapping[str, Any] | None, ...] = (None,)
+    num_speculative_tokens: tuple[int, ...] = (3,)
+    tensor_parallel_size: tuple[int, ...] = (1,)
+    input_len: tuple[int, ...] = (512,)
+    output_len: tuple[int, ...] = (128,)
+    concurrency: tuple[int, ...] = (1,)
+    temperature: tuple[float, ...] = (0.0,)
+    num_iters: int = 3
+    warmup: int = 1
+    seed: int = 0
+    dataset: str = RANDOM
+    path: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in dataclasses.asdict(self).items():
+            if isinstance(values, tuple) and not values:
+                raise ConfigError(f"the sweep has no {name}", f"give one by --{name}")
+        for config in self._speculative_configs():
+            if config is not None:
+                SpeculativeConfig.parse(config)
+
+    def engines(self) -> Iterator[list[Cell]]:
+        """The cells of one engine after the other."""
+        shared: dict[str, Any] = {
+            name: getattr(self, name) for name in ("seed", "num_iters", "warmup", "dataset", "path")
+        }
+        shared["engine"] = {"max_num_seqs": max(self.concurrency)} | dict(self.engine)
+        for model, spec, parallel in itertools.product(
+            self.model, self._speculative_configs(), self.tensor_parallel_size
+        ):
+            asked = itertools.product(
+                self.input_len, self.output_len, self.concurrency, self.temperature
+            )
+            yield [Cell(model, spec, parallel, *one, **shared) for one in asked]
+
+    def _speculative_configs(self) -> list[Mapping[str, Any] | None]:
+        configs: list[Mapping[str, Any] | None] = []
+        for drafter in self.drafter:
+            if drafter is None or _K in drafter:
+                configs.append(drafter)
+            else:
+                configs += [{**drafter, _K: k} for k in self.num_speculative_tokens]
+        return configs
+
+
+#: Axes by name; models and drafters are the user's. "vllm-38311" is the grid in which that
+#: issue's loss of acceptance showed; "peer" is what other engines were measured with.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "vllm-38311": {
+        "num_speculative_tokens": (3,),
+        "temperature": (0.0,),
+        "output_len": (1, 1024),
+        "concurrency": (1, 8, 64),
+    },
+    "peer": {"input_len": (512,), "output_len": (256,), "concurrency": (1, 8, 64)},
+}
+
+
+def make_sweep(
+    preset: str | None, file: Mapping[str, Any] | None, given: Mapping[str, Any]
+) -> Sweep:
+    """A sweep from a preset, over which a file's values go, over which those of flags go.
+
+    Raises:
+        ConfigError: a name is unknown, or a value of the wrong type.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"preset {preset!r} is not known", f"use one of {tuple(PRESETS)}")
+    values = dict(PRESETS[preset]) if preset else {}
+    for name, value in {**(file or {}), **given}.items():
+        values[name] = _checked(name, value)
+    return Sweep(**values)
+
+
+def changed_engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not the default; so a cell's name outlives options added later."""
+    defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in defaults or _listed(value) != _listed(defaults[name])
+    }
+
+
+_AXES: Mapping[str, type[Any] | tuple[type[Any], ...]] = {
+    "model": str,
+    "drafter": (dict, type(None)),
+    "num_speculative_tokens": int,
+    "tensor_parallel_size": int,
+    "input_len": int,
+    "output_len": int,
+    "concurrency": int,
+    "temperature": (int, float),
+}
+_SINGLE: Mapping[str, type[Any]] = {
+    "num_iters": int,
+    "warmup": int,
+    "seed": int,
+    "dataset": str,
+    "path": str,
+    "engine": dict,
+}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A value of the type that its field has; one value of an axis is an axis of one."""
+    if name in _SINGLE:
+        if not isinstance(value, _SINGLE[name]) or isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} is not possible in a sweep", "see bench sweep")
+        return value
+    if name not in _AXES:
+        known = (*_AXES, *_SINGLE)
+        raise ConfigError(f"a sweep has no {name!r}", f"use {', '.join(known)}")
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
+    for one in values:
+        if not isinstance(one, _AXES[name]) or isinstance(one, bool):
+            raise ConfigError(f"{name}={one!r} is not possible in a sweep", "see bench sweep")
+    return values
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

@@ -1,0 +1,46 @@
+"""``sametoken batch``: a file of requests in, a file of results out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sametoken.cli.options import options_of, with_options
+from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.server.batch.config import BatchConfig
+from sametoken.server.ray.config import require_ray
+
+
+@with_options(
+    options_of(BatchConfig), options_of(EngineConfig, ("model", "skip_tokenizer_init", "seed"))
+)
+def batch(
+    source: Annotated[str, typer.Argument(metavar="IN", help="requests, one JSON object a line")],
+    output: Annotated[str, typer.Argument(metavar="OUT", help="results, in the same order")],
+    model: Annotated[
+        str, typer.Option(help="checkpoint directory, GGUF file, or smollm2")
+    ] = DEFAULT_MODEL,
+    **options: Any,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Started again after it was stopped or crashed, it goes on with what is left.
+    """
+    given = {field.name: options.pop(field.name) for field in dataclasses.fields(BatchConfig)}
+    names = tuple(given.pop("served_model_name"))
+    batch_config = BatchConfig(served_model_name=names, **given)
+    if batch_config.ray:
+        require_ray()
+    config = EngineConfig.from_options(model=model, **options)
+
+    from sametoken.server.batch.run import run_batch
+
+    summary = run_batch(config, Path(source), Path(output), batch_config)
+    typer.echo(
+        f"{output}: {summary.num_answered} answered, {summary.num_kept} kept from an earlier run, "
+        f"{summary.num_refused} refused",
+        err=True,
+    )

@@ -1,0 +1,76 @@
+"""``sametoken bench report``: runs side by side, on a page or as lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sametoken.cli.wide import wide_console
+from sametoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Metrics of the table, with their headings.
+_SHOWN = {
+    "tokens_per_second": "tokens/s",
+    "ttft_median": "TTFT ms",
+    "tpot_mean": "TPOT ms",
+    "acceptance_length": "length",
+}
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="JSON files of bench, or directories of bench sweep")
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="write a page that works from disk, nothing else needed")
+    ] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="name of a run, in the order of the runs")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """Compare runs: the first, as it was before, with those after it."""
+    from sametoken.bench.comparison import compare_runs
+    from sametoken.bench.files import write_text
+    from sametoken.bench.html import render_page
+
+    data = compare_runs(runs, label or ())
+    if html is not None:
+        title = " against ".join(run["label"] for run in reversed(data["runs"]))
+        try:
+            page = render_page("report", f"{title}: benchmark", data)
+        except ImportError as error:
+            raise ConfigError(f"plotly is missing ({error})", "pip install plotly") from error
+        write_text(html, page)
+    if json_output:
+        typer.echo(json.dumps(data))
+        return
+    wide_console().print(_table(data))
+    for failure in data["failures"]:
+        typer.echo(f"failed: {failure['run']}: {failure['cell']}: {failure['error']}")
+
+
+def _table(data: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("run", "drafts", "prompts", "in", "out", "at once"):
+        table.add_column(heading, no_wrap=True)
+    for heading in _SHOWN.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cell in data["cells"]:
+        engine, workload = cell["engine"], cell["workload"]
+        drafts = f"{engine['drafter']} {engine['num_speculative_tokens'] or ''}".strip()
+        names = ("dataset", "input_len", "output_len", "concurrency")
+        asked = ("-" if workload[name] is None else str(workload[name]) for name in names)
+        numbers = (cell["numbers"].get(name) for name in _SHOWN)
+        shown = ("-" if number is None else f"{number:.2f}" for number in numbers)
+        table.add_row(cell["run"], drafts, *asked, *shown)
+    return table

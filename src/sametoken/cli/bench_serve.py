@@ -1,0 +1,216 @@
+"""``sametoken bench serve``: load on a server that runs, ours or another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sametoken.bench.serving_workload import Server, ServingWorkload
+from sametoken.cli.options import options_of, with_options
+from sametoken.cli.wide import wide_console
+from sametoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sametoken.bench.load import Load
+    from sametoken.bench.serving_numbers import Goal
+
+SOME_FAILED = 1
+#: vLLM's names of options that are called otherwise here.
+_ALSO = {
+    "url": "--base-url",
+    "dataset": "--dataset-name",
+    "path": "--dataset-path",
+    "warmup": "--num-warmups",
+}
+_LATENCIES = {
+    "ttft": "first token",
+    "tpot": "per later token",
+    "itl": "between events",
+    "e2e": "whole answer",
+}
+_SHOWN_POSITIONS = 8
+
+
+def _options(kind: type[Any]) -> list[inspect.Parameter]:
+    return [_with_both_names(parameter) for parameter in options_of(kind)]
+
+
+def _with_both_names(parameter: inspect.Parameter) -> inspect.Parameter:
+    if parameter.name not in _ALSO:
+        return parameter
+    kind, *_ = parameter.annotation.__args__
+    (shown,) = parameter.annotation.__metadata__
+    names = (f"--{parameter.name}", _ALSO[parameter.name])
+    return parameter.replace(annotation=Annotated[kind, typer.Option(*names, help=shown.help)])
+
+
+@with_options(_options(Server), _options(ServingWorkload))
+def serve(
+    goals: Annotated[
+        list[str] | None, typer.Argument(help="more goals after --goodput", metavar="[GOAL]...")
+    ] = None,
+    *,
+    request_rate: Annotated[
+        str | None, typer.Option(help="requests per second, Poisson; one result for each of 1,2,4")
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            "--concurrency",
+            "--max-concurrency",
+            help="requests at once at most; one result for each of 1,8,64",
+        ),
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="what a good request keeps, in ms: ttft:200 tpot:50 e2e:9000"),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="also write the JSON object here")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    **options: Any,
+) -> None:
+    """Put load on a running server and measure it as its clients see it.
+
+    With neither a rate nor a concurrency all requests come at once. Failed requests are
+    counted and named, and make the exit code 1.
+    """
+    from sametoken.bench.files import write_json
+    from sametoken.bench.serving_numbers import parse_goals
+
+    server, workload = _take(Server, options), _take(ServingWorkload, options)
+    loads = _loads(concurrency, request_rate, workload.seed)
+    document = _measure(server, workload, loads, parse_goals([*(goodput or ()), *(goals or ())]))
+    if output is not None:
+        write_json(output, document)
+    if json_output:
+        typer.echo(json.dumps(document))
+    else:
+        _show(document)
+    if any(result["num_failed"] for result in document["results"]):
+        raise typer.Exit(SOME_FAILED)
+
+
+def _measure(
+    server: Server, workload: ServingWorkload, loads: Sequence[Load], goals: Sequence[Goal]
+) -> dict[str, Any]:
+    import asyncio
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from sametoken.bench.serving import bench_serving
+
+    status = Console(stderr=True, highlight=False, soft_wrap=True)
+    with Progress(console=status) as progress:
+        total = len(loads) * workload.repeats * workload.num_prompts
+        task = progress.add_task("requests", total=total)
+        return asyncio.run(
+            bench_serving(
+                server,
+                workload,
+                loads,
+                goals,
+                announce=status.print,
+                advance=lambda: progress.advance(task),
+            )
+        )
+
+
+def _take(kind: type[Any], options: dict[str, Any]) -> Any:
+    """An instance of a dataclass from the options that are its fields, which are removed."""
+    return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
+
+
+def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list[Load]:
+    """Every pair of a concurrency and a rate.
+
+    Raises:
+        ConfigError: one of them is no list of numbers, or impossible.
+    """
+    from sametoken.bench.load import Load
+
+    at_once = _numbers("concurrency", concurrency, int)
+    rates = _numbers("request_rate", request_rate, float)
+    return [Load(c, rate, seed) for c, rate in itertools.product(at_once, rates)]
+
+
+def _numbers(name: str, text: str | None, kind: type[Any]) -> list[Any]:
+    """The numbers of a list; ``[None]`` for none and for "inf"."""
+    if text in (None, "inf"):
+        return [None]
+    try:
+        return [kind(part) for part in str(text).split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} is not a list of numbers", "give 1,8,64") from error
+
+
+def _show(document: Mapping[str, Any]) -> None:
+    console = wide_console()
+    workload, asked = document["workload"], document["settings"]["asked"]
+    console.print(
+        f"{document['benchmark']} of {workload['dataset']} by {workload['api']}, "
+        f"{workload['output_len']} out at most, temperature {workload['temperature']:g}, "
+        f"{asked['model']} at {document['settings']['server']['url']}",
+        markup=False,
+    )
+    if document["synthetic"]:
+        made_up = ", ".join(document["synthetic"]).upper()
+        console.print(f"{made_up}: only times mean anything", markup=False)
+    console.print(_table(document["results"], workload["goals"]))
+    for result in document["results"]:
+        for error, count in result["errors"].items():
+            console.print(f"{count} failed: {error}", markup=False)
+        if not result["tokens_counted_by_server"]:
+            console.print("the server counts no tokens: events are counted instead", markup=False)
+
+
+def _table(results: Sequence[Mapping[str, Any]], goals: Mapping[str, float]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("load")
+    for result in results:
+        table.add_column(_load_name(result), justify="right")
+    rows = {
+        "requests answered": "num_requests",
+        "requests failed": "num_failed",
+        "requests/s": "requests_per_second",
+        "tokens/s": "tokens_per_second",
+    }
+    rows |= {
+        f"{text}, {name.upper()} {kind} ms": f"{name}_{kind}"
+        for name, text in _LATENCIES.items()
+        for kind in ("mean", "median", "p90", "p99")
+    }
+    if goals:
+        kept = ", ".join(f"{name} {limit:g}" for name, limit in goals.items())
+        rows[f"goodput, requests/s ({kept} ms)"] = "goodput"
+    rows["acceptance length"] = "acceptance_length"
+    for text, name in rows.items():
+        table.add_row(text, *(_cell(result[name]) for result in results))
+    rates = (result["acceptance_per_position"][:_SHOWN_POSITIONS] for result in results)
+    shown = [" ".join(f"{100 * rate:.0f}" for rate in one) for one in rates]
+    table.add_row("acceptance per position, %", *(one or "-" for one in shown))
+    return table
+
+
+def _load_name(result: Mapping[str, Any]) -> str:
+    concurrency, rate = result["concurrency"], result["request_rate"]
+    parts = [f"{concurrency} at once"] if concurrency is not None else []
+    parts += [f"{rate:g}/s"] if rate is not None else []
+    return ", ".join(parts) or "all at once"
+
+
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.2f}"

@@ -1,0 +1,190 @@
+"""``sametoken bench sweep``: many engines and workloads, one result each, resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sametoken.bench.sweep_spec import (
+    NO_DRAFTER,
+    PRESETS,
+    Sweep,
+    changed_engine_options,
+    make_sweep,
+)
+from sametoken.cli.options import engine_options, options_of, with_options
+from sametoken.cli.wide import wide_console
+from sametoken.config import option
+from sametoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SOME_FAILED = 1
+#: Options of the engine that are axes of a sweep.
+_ARE_AXES = ("speculative_config", "tensor_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """What a sweep goes through, as the command line has it: lists as in 1,8,64."""
+
+    model: tuple[str, ...] = option((), "checkpoint; may be repeated")
+    drafter: tuple[str, ...] = option(
+        (), "speculative config as JSON, or none; may be repeated [default: none]"
+    )
+    num_speculative_tokens: str | None = option(None, "of drafters that name none [default: 3]")
+    tensor_parallel_size: str | None = option(None, "GPUs that share the model [default: 1]")
+    input_len: str | None = option(None, "random prompt tokens [default: 512]")
+    output_len: str | None = option(None, "tokens per answer [default: 128]")
+    concurrency: str | None = option(None, "requests at once [default: 1]")
+    temperature: str | None = option(None, "0 takes the most likely token [default: 0]")
+    num_iters: int | None = option(None, "batches to measure in each cell [default: 3]")
+    warmup: int | None = option(None, "short batches before each cell [default: 1]")
+    seed: int | None = option(None, "of prompts and sampling [default: 0]")
+    dataset: str | None = option(
+        None, "gsm8k, humaneval, mt-bench, spec-bench or custom [default: random]"
+    )
+    path: str | None = option(None, "file of spec-bench or custom")
+
+
+_AXES = options_of(_Axes)
+_ENGINE = [
+    parameter
+    for parameter in engine_options(enable_prefix_caching=False)
+    if parameter.name not in _ARE_AXES
+]
+
+
+@with_options(_AXES, _ENGINE)
+def sweep(
+    directory: Annotated[Path, typer.Argument(help="where results are kept, one file a cell")],
+    *,
+    preset: Annotated[str | None, typer.Option(help=f"axes by name: {', '.join(PRESETS)}")] = None,
+    spec: Annotated[
+        Path | None, typer.Option(help="JSON file with axes; options override it")
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="measure those again that failed")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only show what is measured")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    **options: Any,
+) -> None:
+    """Measure every combination of models, drafters and workloads, each engine in a process.
+
+    Cells that have a result are skipped, so the same command goes on where it ended. Exit
+    code 1 if a cell failed. See also: bench report DIRECTORY --html FILE.
+    """
+    from rich.console import Console
+
+    from sametoken.bench.files import read_json
+    from sametoken.bench.sweep import run_sweep
+
+    axes = {parameter.name: options.pop(parameter.name) for parameter in _AXES}
+    file = read_json(spec) if spec is not None else None
+    asked = make_sweep(preset, file, _given(axes, options, file))
+    if not dry_run:
+        status = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+        run_sweep(asked, directory, retry_failed=retry_failed, announce=status.print)
+    rows = _rows(asked, directory)
+    if json_output:
+        typer.echo(json.dumps(rows))
+    else:
+        wide_console().print(_table(rows))
+    if any(row["status"] == "failed" for row in rows):
+        raise typer.Exit(SOME_FAILED)
+
+
+def _given(
+    axes: Mapping[str, Any], options: Mapping[str, Any], file: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The axes that the command line names, as ``make_sweep`` takes them.
+
+    Raises:
+        ConfigError: a list or a drafter cannot be read.
+    """
+    given = {name: value for name, value in axes.items() if value not in (None, [])}
+    for name in given.keys() & {"input_len", "output_len", "concurrency"}:
+        given[name] = _numbers(name, given[name], int)
+    for name in given.keys() & {"num_speculative_tokens", "tensor_parallel_size"}:
+        given[name] = _numbers(name, given[name], int)
+    if "temperature" in given:
+        given["temperature"] = _numbers("temperature", given["temperature"], float)
+    if "drafter" in given:
+        given["drafter"] = [_drafter(text) for text in given["drafter"]]
+    engine = {**(file or {}).get("engine", {}), **changed_engine_options(options)}
+    return {**given, "engine": engine}
+
+
+def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name}={text!r} is not a list of numbers", "give 1,8,64") from error
+
+
+def _drafter(text: str) -> dict[str, Any] | None:
+    if text == NO_DRAFTER:
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"drafter {text!r} is no JSON object", f"give one, or {NO_DRAFTER}")
+    return value
+
+
+def _rows(asked: Sweep, directory: Path) -> list[dict[str, Any]]:
+    """Every cell with its status and its main numbers."""
+    from sametoken.bench.files import read_json
+    from sametoken.bench.sweep import CellStore
+
+    store = CellStore(directory)
+    rows = []
+    for cell in (cell for cells in asked.engines() for cell in cells):
+        status = store.status(cell)
+        found = read_json(store.path(cell)) if status else {}
+        result = (found.get("results") or [{}])[0]
+        rows.append(
+            {
+                "cell": dataclasses.asdict(cell),
+                "name": cell.name,
+                "status": status or "to measure",
+                "error": found.get("error"),
+                "tokens_per_second": result.get("tokens_per_second"),
+                "tpot_median": result.get("tpot_median"),
+                "acceptance_length": result.get("acceptance_length"),
+            }
+        )
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("model", "drafts", "TP", "in", "out", "at once", "T", "status"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("tokens/s", "TPOT ms", "length"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        cell, spec = row["cell"], row["cell"]["speculative_config"]
+        drafts = f"{spec['method']} {spec.get('num_speculative_tokens', '')}" if spec else "plain"
+        names = ("tensor_parallel_size", "input_len", "output_len", "concurrency", "temperature")
+        numbers = (row[name] for name in ("tokens_per_second", "tpot_median", "acceptance_length"))
+        table.add_row(
+            Path(cell["model"]).name,
+            drafts,
+            *(f"{cell[name]:g}" for name in names),
+            row["status"],
+            *("-" if number is None else f"{number:.1f}" for number in numbers),
+        )
+    return table

@@ -1,0 +1,126 @@
+"""``sametoken serve``: OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from sametoken.cli.options import options_of, with_options
+from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.engine.serving_limits import ServingLimits
+from sametoken.errors import ConfigError
+from sametoken.server.config import ServerConfig
+from sametoken.server.listen import bind, check_certificate
+from sametoken.server.ray.config import RayConfig, require_ray
+
+API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
+
+
+@with_options(
+    options_of(ServerConfig),
+    options_of(ServingLimits),
+    options_of(RayConfig),
+    options_of(EngineConfig, ("model", "skip_tokenizer_init")),
+)
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")
+    ] = DEFAULT_MODEL,
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="accepted for vLLM's sake; code of a checkpoint is never run")
+    ] = False,
+    enable_chunked_prefill: Annotated[
+        bool, typer.Option(help="accepted for vLLM's sake; it is always on")
+    ] = True,
+    enable_auto_tool_choice: Annotated[
+        bool, typer.Option(help="accepted for vLLM's sake; requests with tools need no flag")
+    ] = False,
+    additional_config: Annotated[
+        str | None, typer.Option(help="JSON, accepted for vLLM's sake; it changes nothing here")
+    ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="serve on a Ray cluster")] = False,
+    **options: Any,
+) -> None:
+    """Serve a model: OpenAI's API, metrics, and a page to look at.
+
+    The API key may also stand in the variable SAMETOKEN_API_KEY.
+    """
+    if not enable_chunked_prefill:
+        raise ConfigError("prefill is always chunked here", "leave the option out")
+    if additional_config is not None:
+        _announce_ignored(additional_config)
+    limits = ServingLimits(**_take(ServingLimits, options))
+    config = _server_config(_take(ServerConfig, options))
+    ray_config = _ray_config(_take(RayConfig, options), ray)
+    engine_config = EngineConfig.from_options(model=model, **options)
+    if trust_remote_code:
+        typer.echo("--trust-remote-code has no effect: code of a checkpoint is never run", err=True)
+
+    check_certificate(config)
+    if ray_config is not None:
+        from sametoken.server.ray.serve import run as run_on_ray
+
+        if run_on_ray(engine_config, limits, config, ray_config):
+            raise KeyboardInterrupt
+        return
+    with bind(config) as listener:
+        from sametoken.server.run import run
+
+        interrupted = run(engine_config, limits, config, listener)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _take(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options that are fields of a dataclass, and return them."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: options.pop(name) for name in names}
+
+
+def _server_config(given: Mapping[str, Any]) -> ServerConfig:
+    """The server's options, lists made into tuples.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+    }
+    if not values["api_key"] and os.environ.get(API_KEY_VARIABLE):
+        values["api_key"] = (os.environ[API_KEY_VARIABLE],)
+    return ServerConfig(**values)
+
+
+def _ray_config(given: Mapping[str, Any], wanted: bool) -> RayConfig | None:
+    """Ray's options; None without Ray.
+
+    Raises:
+        ConfigError: a value is impossible, or was given without Ray.
+        UnsupportedError: Ray is not installed.
+    """
+    ray_config = RayConfig(**given)
+    if wanted:
+        require_ray()
+        return ray_config
+    if ray_config != RayConfig():
+        raise ConfigError("options of Ray were given", "add --ray, or leave them out")
+    return None
+
+
+def _announce_ignored(additional_config: str) -> None:
+    """Say which of vLLM's additional settings have no effect.
+
+    Raises:
+        ConfigError: it is not a JSON object.
+    """
+    try:
+        keys = json.loads(additional_config).keys()
+    except (ValueError, AttributeError) as error:
+        raise ConfigError("additional_config is not a JSON object", "leave it out") from error
+    names = ", ".join(keys) or "nothing"
+    typer.echo(f"--additional-config has no effect: {names}", err=True)

@@ -1,0 +1,104 @@
+"""What a request's text must look like: one constraint on the characters it may emit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from sametoken.errors import RequestError
+
+
+class Matcher(Protocol):
+    """One completion's place in a grammar. Once at its end, only end-of-text tokens match."""
+
+    def accept(self, token_id: int) -> bool:
+        """Go one token on; False, and no step, if the grammar refuses it."""
+        ...
+
+    def copy(self) -> Matcher:
+        """Another matcher at the same place, which goes its own way."""
+        ...
+
+    def fill(self, masks: Any, row: int) -> None:
+        """Write which tokens may come next.
+
+        Args:
+            masks: [rows, ceil(V / 32)] int32 host tensor; bit i of word w is token 32 w + i.
+            row: the row to write.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar over token ids. The host passes it on; the verifier uses it."""
+
+    def new_matcher(self) -> Matcher:
+        """A matcher at the start of a completion."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that a completion must have, with vLLM's names. Exactly one field is set.
+
+    Attributes:
+        json_schema: a JSON Schema, as JSON text.
+        json_object: True for any JSON object.
+        regex: a regular expression that the whole text matches.
+        grammar: a grammar in GBNF form, whose rule ``root`` derives the whole text.
+        choice: texts, one of which the completion is.
+
+    Raises:
+        RequestError: none or several are set, or one is of the wrong type or empty.
+    """
+
+    json_schema: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        names = [one.name for one in fields(self) if self._is_set(one.name)]
+        if len(names) != 1:
+            found = " and ".join(names) or "nothing"
+            raise RequestError(
+                f"structured_outputs sets {found}",
+                "set exactly one of json_schema, json_object, regex, grammar and choice",
+            )
+        self._check(names[0], getattr(self, names[0]))
+
+    @property
+    def kind(self) -> str:
+        """Name of the field that is set."""
+        return next(one.name for one in fields(self) if self._is_set(one.name))
+
+    def _is_set(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and value is not False
+
+    @staticmethod
+    def _check(name: str, value: Any) -> None:
+        if name == "json_object":
+            fits = value is True
+        elif name == "choice":
+            fits = isinstance(value, tuple) and value != () and all(map(_is_text, value))
+        else:
+            fits = _is_text(value)
+        if not fits:
+            raise RequestError(f"structured_outputs {name}={value!r} is not possible", _FORMS[name])
+
+
+_FORMS = {
+    "json_schema": "give the schema as non-empty JSON text",
+    "json_object": "use True or leave it out",
+    "regex": "use a non-empty string",
+    "grammar": "use a non-empty string",
+    "choice": "use a non-empty tuple of non-empty strings",
+}
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""

@@ -1,0 +1,95 @@
+"""Hidden states of committed rows, handed on for training drafters; another drafter proposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.base import Drafter, Drafts
+from sametoken.drafters.context import DraftContext
+from sametoken.errors import ConfigError
+from sametoken.state.kv_cache import KVCache
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Positions that one step has computed for good: R rows, each slot's side by side.
+
+    Attributes:
+        step_id: the step.
+        slots, positions: [R] int64.
+        token_ids: [R] int64, the token at each position.
+        next_token_ids: [R] int64, the committed token at the position after it.
+        states: [R, num_layers * hidden], the chosen layers side by side, as
+            ``HiddenStates.auxiliary`` has them.
+    """
+
+    step_id: int
+    slots: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    next_token_ids: Tensor
+    states: Tensor
+
+
+class RowSink(Protocol):
+    """Where committed rows go."""
+
+    def put(self, rows: CommittedRows) -> None:
+        """Take the rows of a step over, without waiting for the device."""
+        ...
+
+
+class ExtractDrafter:
+    """Hands a step's committed rows to a sink, then lets another drafter propose.
+
+    The rows are the live ones of the context: positions ``start .. end - 1``. Rejected drafts
+    are not among them (tests/unit/drafters/test_extract_drafter.py).
+
+    It runs in eager steps: a captured one would copy to the same host memory at every replay.
+
+    Args:
+        inner: who proposes; ``NoDrafter`` for states of plain decoding.
+        sink: where the rows go.
+    """
+
+    def __init__(self, inner: Drafter, sink: RowSink) -> None:
+        self.kv_caches: tuple[KVCache, ...] = inner.kv_caches
+        self.lookahead_slots = inner.lookahead_slots
+        self.lookahead_tokens = inner.lookahead_tokens
+        self._inner = inner
+        self._sink = sink
+
+    def propose(self, context: DraftContext) -> Drafts:
+        """The inner drafter's proposals."""
+        live = context.catch_up()
+        self._sink.put(
+            CommittedRows(
+                step_id=context.x.step_id,
+                slots=live.slots,
+                positions=live.positions,
+                token_ids=context.tokens_at(live.slots, live.positions),
+                next_token_ids=context.tokens_at(live.slots, live.positions + 1),
+                states=context.hidden.auxiliary[live.source],
+            )
+        )
+        return self._inner.propose(context)
+
+
+def extracted_layers(spec: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:
+    """The target's layers whose inputs are kept, ``num_layers`` being the stream's end.
+
+    Raises:
+        ConfigError: the target has no such layer.
+    """
+    asked = spec.eagle_aux_hidden_state_layer_ids
+    layers = asked or (2, num_layers // 2, num_layers - 3)
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise ConfigError(
+            f"states of layers {layers} cannot be kept: the model has {num_layers} layers",
+            f"set eagle_aux_hidden_state_layer_ids to numbers from 0 to {num_layers}",
+        )
+    return layers

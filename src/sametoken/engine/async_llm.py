@@ -1,0 +1,195 @@
+"""The engine for servers: requests from one event loop, computed in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sametoken.config import EngineConfig
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.build import build_engine
+from sametoken.engine.front import Front
+from sametoken.engine.generation_defaults import default_sampling_params
+from sametoken.engine.input_processor import InputProcessor, Prompt, PromptTokens
+from sametoken.engine.messages import Build
+from sametoken.engine.process import EngineProcess
+from sametoken.engine.request_stream import RequestStream
+from sametoken.engine.serving_limits import ServingLimits
+from sametoken.engine.stats import EngineStats
+from sametoken.engine.summary import EngineSummary
+from sametoken.engine.tokenizer import Messages, Tokenizer, all_eos_ids, load_tokenizer_of
+from sametoken.errors import ConfigError, RequestError, SametokenError
+
+
+class AsyncLLM:
+    """A model that is loaded and ready in a process of its own.
+
+    That process sees token ids alone; text is made and stop strings are found here. Should it
+    die, its requests fail and it is started again, within the limits. All methods are called
+    on the event loop that started it.
+
+    Attributes:
+        resolved: the engine's settings, the tokenizer's end-of-text id among ``eos_token_ids``.
+    """
+
+    resolved: EngineSummary
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        config: EngineConfig,
+        limits: ServingLimits,
+        build: Build,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        summary = process.ready.summary
+        eos = all_eos_ids(summary.eos_token_ids, tokenizer)
+        self.resolved = replace(summary, eos_token_ids=eos)
+        self._tokenizer = tokenizer
+        self._inputs = InputProcessor(
+            tokenizer,
+            vocab_size=summary.vocab_size,
+            max_model_len=summary.max_model_len,
+            eos_token_ids=eos,
+            num_speculative_tokens=summary.num_speculative_tokens,
+            seed=config.seed,
+        )
+        self._front = Front(process, config, build, limits, tokenizer)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        limits: ServingLimits | None = None,
+        *,
+        build: Build = build_engine,
+    ) -> AsyncLLM:
+        """Start the engine process and wait until it is ready.
+
+        Args:
+            config: what the user asked of the engine.
+            limits: what the server bounds.
+            build: makes the engine, in its process.
+
+        Raises:
+            ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as
+                ``build_engine``.
+            EngineDeadError: the process ended for another reason.
+        """
+        limits = limits or ServingLimits()
+        if limits.shadow_audit_rate and config.synthetic:
+            raise ConfigError(
+                f"a shadow audit of {' and '.join(config.synthetic)} compares made-up tokens",
+                "set shadow_audit_rate to 0",
+            )
+        process = await EngineProcess.start(config, build)
+        try:
+            path = Path(process.ready.summary.model_path)
+            tokenizer = await asyncio.to_thread(load_tokenizer_of, config, path)
+        except BaseException:
+            await process.stop(grace_s=0.0)
+            raise
+        return cls(process, config, limits, build, tokenizer)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: the engine process is up, and nothing is drained."""
+        return self._front.is_ready
+
+    @property
+    def errored(self) -> SametokenError | None:
+        """Why there is no engine process; None while one is up."""
+        return self._front.supervisor.cause
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, in this process.
+
+        Raises:
+            RequestError: ``skip_tokenizer_init`` is set.
+        """
+        if self._tokenizer is None:
+            raise RequestError("no tokenizer is loaded", "leave skip_tokenizer_init out")
+        return self._tokenizer
+
+    def tokenize(self, prompt: Prompt) -> PromptTokens:
+        """The token ids of a prompt in any of its forms.
+
+        Raises:
+            RequestError: it has another form, or it is a text and there is no tokenizer.
+        """
+        return self._inputs.tokenize(prompt)
+
+    def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
+        """The prompt that a conversation makes, ready for the assistant's answer.
+
+        Raises:
+            RequestError: no tokenizer, no chat template, or messages that it refuses.
+        """
+        options = {"add_generation_prompt": True, **template_options}
+        return self._inputs.tokenize_chat(messages, **options)
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """Compile the grammar of ``structured_outputs``, if there is one, off the event loop.
+
+        ``generate`` finds it ready then; without this call it compiles it in place.
+
+        Raises:
+            RequestError: the grammar cannot be honoured.
+        """
+        await asyncio.to_thread(self._inputs.prepare, params)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, else the usual defaults.
+
+        Raises:
+            CheckpointError: the file is not a JSON object.
+        """
+        return default_sampling_params(Path(self.resolved.model_path))
+
+    def generate(
+        self, prompt: Prompt | PromptTokens, params: SamplingParams, request_id: str
+    ) -> RequestStream:
+        """Complete one prompt, giving the output so far after every step that adds to it.
+
+        The request is checked and sent before this returns; errors of the request are raised
+        here, not by the iterator. Outputs are cumulative: a reader that is slower than the
+        engine sees the newest. The last one is ``finished``. Closing the iterator
+        (``aclose``), cancelling its reader, or dropping it aborts the request. If the engine
+        process dies in mid-request, the iterator raises ``EngineDeadError``.
+
+        Raises:
+            RequestError: the prompt or a parameter is invalid, or the id is in use.
+            OverloadedError: too many wait; it says when to try again.
+            DrainingError: no new requests are taken any more.
+            EngineRestartingError: the engine died and is being started again.
+            EngineDeadError: the engine is gone for good.
+        """
+        self._front.require_ready()
+        tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
+        return self._front.begin(self._inputs.process(request_id, tokens, params))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request where it stands; its last output says ``"abort"``. Unknown: ignored."""
+        self._front.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters; cheap."""
+        return self._front.stats
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new requests, and wait until those in flight have ended.
+
+        Returns:
+            Whether they all have, within ``timeout_s`` seconds.
+        """
+        self._front.draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._front.at_rest.wait(), timeout_s)
+        return self._front.at_rest.is_set()
+
+    async def shutdown(self) -> None:
+        """End the engine process; unfinished requests fail with ``EngineDeadError``."""
+        await self._front.supervisor.stop()

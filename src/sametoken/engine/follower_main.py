@@ -1,0 +1,107 @@
+"""A follower: builds its part of the model, then runs every plan that rank 0 sends.
+
+Run as ``python -m sametoken.engine.follower_main FD``, the number of an inherited socket whose
+first message is ``Enlist``. It ends when the socket closes, whatever its device waits for.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from sametoken.engine.build import build_follower
+from sametoken.engine.messages import Failure, encode
+from sametoken.engine.process_main import Inbox
+from sametoken.engine.ranks import Built, Enlist, Number, Present
+from sametoken.engine.resolve import resolve_device
+from sametoken.errors import EngineDeadError, SametokenError
+from sametoken.layers.parallel import TensorParallel
+from sametoken.runner.process_group import ProcessGroup
+from sametoken.runner.step import Runner
+from sametoken.runner.stream import CudaStream, ImmediateStream, Stream
+
+T = TypeVar("T")
+
+
+class FollowingRank:
+    """A rank other than 0, as ``Ranks``."""
+
+    def __init__(self, enlist: Enlist, sock: socket.socket, inbox: Inbox) -> None:
+        size = enlist.config.tensor_parallel_size
+        self._sock = sock
+        self._messages = _one_by_one(inbox)
+        device = resolve_device(enlist.config)
+        if device.type == "cuda":
+            torch.cuda.set_device(enlist.rank)
+        self.send(Present())
+        self.parallel: TensorParallel = ProcessGroup(
+            enlist.rank, size, device, Path(enlist.directory)
+        )
+
+    def least(self, number: int) -> int:
+        """This rank's number, which rank 0 gets to know."""
+        self.send(Number(number))
+        return number
+
+    def same(self, value: T) -> T:
+        """What rank 0 sent."""
+        received: T = next(self._messages)
+        return received
+
+    def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
+        """A stream that runs work in the order of the plans, as soon as it can."""
+        return CudaStream() if device.type == "cuda" else ImmediateStream()
+
+    def lead(self, runner: Runner) -> Runner:
+        """The runner: rank 0 leads."""
+        return runner
+
+    def stopped_by_errors(self) -> AbstractContextManager[None]:
+        """Rank 0 ends the ranks, once it hears of an error."""
+        return nullcontext()
+
+    def send(self, message: Any) -> None:
+        """Tell rank 0."""
+        self._sock.sendall(encode(message))
+
+    def follow(self, runner: Runner) -> None:
+        """Run plans for as long as they come."""
+        self.send(Built())
+        for plan in self._messages:
+            runner.submit(plan).discard()
+
+
+def _one_by_one(inbox: Inbox) -> Any:
+    while True:
+        yield from inbox.take(wait=True)
+
+
+def main(fd: int) -> int:
+    """Follow over the inherited socket; the exit status is 1 after a failure."""
+    # Rank 0 decides what a signal to the whole group means, and closes the socket.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    inbox = Inbox(sock)
+    enlist: Enlist = inbox.read_first()
+    try:
+        rank = FollowingRank(enlist, sock, inbox)
+        rank.follow(build_follower(enlist.config, rank))
+    except SametokenError as error:
+        sock.sendall(encode(Failure(error)))
+    except Exception as error:
+        failure = EngineDeadError(f"rank {enlist.rank} failed: {error!r}", "see its log")
+        sock.sendall(encode(Failure(failure)))
+        raise
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

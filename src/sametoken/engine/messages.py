@@ -1,0 +1,110 @@
+"""What the serving process and its engine process say to each other.
+
+A frame is its length in bytes, 8 bytes big-endian, and a pickle of one message. Both ends are
+processes of one program on one socket pair that nobody else can open.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sametoken.config import EngineConfig
+from sametoken.core.request import EngineRequest, RequestUpdate
+from sametoken.engine.core import EngineCore
+from sametoken.engine.stats import EngineLoad
+from sametoken.engine.summary import EngineSummary
+from sametoken.errors import SametokenError
+from sametoken.scheduler.limits import SchedulerLimits
+
+#: Makes an engine; pickled by name. The function is told in words of whatever takes long.
+Build = Callable[[EngineConfig, Callable[[str], None]], EngineCore]
+
+LENGTH = struct.Struct(">Q")
+
+# To the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The first message: what to build."""
+
+    config: EngineConfig
+    build: Build
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The completions of one prompt: the engine takes all of them or none."""
+
+    completions: tuple[EngineRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Completions that are over, by id, and the tokens each keeps (``EngineCore.release``)."""
+
+    num_kept: Mapping[str, int | None]
+    aborted: bool = False
+
+
+# From the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What takes long while the engine is built."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is built. ``max_num_seqs`` of the limits is how many can run at once."""
+
+    summary: EngineSummary
+    limits: SchedulerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine took none of these completions."""
+
+    request_ids: tuple[str, ...]
+    error: SametokenError
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One turn of the engine's loop.
+
+    Attributes:
+        updates: what the step that was settled brought.
+        load: how busy the engine is now.
+        step_seconds: how long the step took; None if there was nothing to step.
+    """
+
+    updates: tuple[RequestUpdate, ...]
+    load: EngineLoad
+    step_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The last message of an engine that could not be built, or whose step failed."""
+
+    error: SametokenError
+
+
+def encode(message: Any) -> bytes:
+    """The frame of a message."""
+    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(payload)) + payload
+
+
+def decode(payload: bytes | bytearray) -> Any:
+    """The message of a frame without its length."""
+    return pickle.loads(payload)

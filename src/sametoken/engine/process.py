@@ -1,0 +1,146 @@
+"""The engine process as the serving process holds it: start, send, receive, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from sametoken.config import EngineConfig
+from sametoken.engine.messages import (
+    LENGTH,
+    Announcement,
+    Build,
+    Failure,
+    Launch,
+    Ready,
+    decode,
+    encode,
+)
+from sametoken.errors import EngineDeadError, SametokenError
+
+#: Seconds that a process has to end by itself once its socket is closed.
+_GRACE_S = 5.0
+_MODULE = "sametoken.engine.process_main"
+_logger = logging.getLogger("sametoken")
+
+
+class EngineProcess:
+    """One engine process, ready to serve.
+
+    A socket pair joins the two. The kernel closes the engine's end the moment its process
+    dies, however it dies, and ``receive`` then says so at once.
+
+    Attributes:
+        ready: what the engine said of itself once it was built.
+    """
+
+    ready: Ready
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._failure: SametokenError | None = None
+
+    @classmethod
+    async def start(cls, config: EngineConfig, build: Build) -> EngineProcess:
+        """Start a process, have it build an engine, and wait until that is done.
+
+        Raises:
+            ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: the engine's
+                own.
+            EngineDeadError: the process ended for another reason.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = spawn(_MODULE, theirs.fileno())
+        reader, writer = await asyncio.open_connection(sock=ours)
+        engine = cls(process, reader, writer)
+        try:
+            engine.send(Launch(config, build))
+            await engine._await_ready()
+        except BaseException:
+            await engine.stop(grace_s=0.0)
+            raise
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """Send a message; one to a process that has died is lost."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def receive(self) -> Any | None:
+        """The next message; None once the process has died or said that it failed."""
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            message = decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        if isinstance(message, Failure):
+            self._failure = message.error
+            return None
+        return message
+
+    async def stop(self, *, grace_s: float = _GRACE_S) -> SametokenError:
+        """Close the socket and wait for the end; kill the process if it takes too long.
+
+        Returns:
+            Why the process ended, in case nobody wanted it to.
+        """
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        try:
+            status = await asyncio.to_thread(self._process.wait, grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = await asyncio.to_thread(self._process.wait)
+        return self._failure or EngineDeadError(
+            f"the engine process ended with {_status(status)}",
+            "see its log; requests that it lost can be sent again",
+        )
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+
+    async def _await_ready(self) -> None:
+        while not isinstance(message := await self.receive(), Ready):
+            if message is None:
+                raise await self.stop()
+            if isinstance(message, Announcement):
+                _logger.info(message.text)
+        self.ready = message
+
+
+def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
+    """Run a module of this package in a process that inherits the socket ``fd``."""
+    # A fresh interpreter: forking a process with threads is unsafe, and multiprocessing's
+    # spawn would run the user's main module again.
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(fd)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(fd,),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+
+
+def _status(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

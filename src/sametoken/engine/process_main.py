@@ -1,0 +1,219 @@
+"""The engine process: builds an engine, then steps it as long as there is something to do.
+
+Run as ``python -m sametoken.engine.process_main FD``, the number of an inherited socket whose
+first message is ``Launch``. Two threads move messages, so that a step waits for neither
+pickling nor sockets. It ends when the socket closes: nobody is left to serve.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from sametoken.core.request import RequestUpdate
+from sametoken.engine.core import EngineCore
+from sametoken.engine.messages import (
+    LENGTH,
+    Announcement,
+    Failure,
+    Launch,
+    Ready,
+    Refused,
+    Release,
+    StepReport,
+    Submit,
+    decode,
+    encode,
+)
+from sametoken.engine.stats import EngineLoad
+from sametoken.engine.summary import summarise
+from sametoken.engine.token_ends import TokenEnds
+from sametoken.errors import EngineDeadError, SametokenError
+
+#: Reports that may wait for the serving process to read; then the steps wait too.
+_MAX_UNREAD = 64
+
+
+class Inbox:
+    """Messages of the serving process, read by a thread of their own."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read_first(self) -> Any:
+        """The first message; the others are read by a thread from here on."""
+        message = self._read()
+        threading.Thread(target=self._read_on, name="inbox", daemon=True).start()
+        return message
+
+    def take(self, *, wait: bool) -> list[Any]:
+        """All messages that have come; with ``wait`` at least one."""
+        messages = [self._messages.get()] if wait else []
+        while not self._messages.empty():
+            messages.append(self._messages.get())
+        return messages
+
+    def _read_on(self) -> None:
+        while True:
+            self._messages.put(self._read())
+
+    def _read(self) -> Any:
+        (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
+        return decode(self._read_exactly(length))
+
+    def _read_exactly(self, length: int) -> bytearray:
+        """So many bytes. Once nobody is left to read results the process ends here."""
+        received = bytearray(length)
+        view = memoryview(received)
+        while view:
+            try:
+                count = self._sock.recv_into(view)
+            except OSError:
+                count = 0
+            if not count:
+                os._exit(0)
+            view = view[count:]
+        return received
+
+
+class Outbox:
+    """Messages to the serving process, sent by a thread of their own."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._messages: queue.Queue[Any] = queue.Queue(_MAX_UNREAD)
+        self._thread = threading.Thread(target=self._send_all, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Any) -> None:
+        """Send a message soon; waits while too many are unsent."""
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        self._messages.put(None)
+        self._thread.join()
+
+    def _send_all(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._sock.sendall(encode(message))
+            except OSError:
+                os._exit(0)
+
+
+class EngineLoop:
+    """One engine, stepped on behalf of the serving process."""
+
+    def __init__(self, engine: EngineCore, outbox: Outbox) -> None:
+        self._engine = engine
+        self._outbox = outbox
+        self._ends = TokenEnds()
+        self._num_received = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether ``turn`` would step."""
+        return self._engine.has_unfinished
+
+    def turn(self, messages: list[Any]) -> None:
+        """Take messages in order, run one step if there is one to run, and report."""
+        for message in messages:
+            self._take(message)
+        updates: tuple[RequestUpdate, ...] = ()
+        step_seconds = None
+        if self._engine.has_unfinished:
+            began = time.perf_counter()
+            updates = self._engine.step()
+            step_seconds = time.perf_counter() - began
+        for update in updates:
+            num_kept = self._ends.take(update)
+            if num_kept is not None:
+                self._engine.release(update.request_id, num_kept)
+        self._outbox.put(StepReport(updates, self._load(), step_seconds))
+
+    def _take(self, message: Submit | Release) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+            return
+        for request_id, num_kept in message.num_kept.items():
+            if self._ends.discard(request_id):
+                self._engine.release(request_id, num_kept, aborted=message.aborted)
+
+    def _submit(self, message: Submit) -> None:
+        self._num_received += len(message.completions)
+        for position, completion in enumerate(message.completions):
+            try:
+                self._engine.add_request(completion)
+            except SametokenError as error:
+                for added in message.completions[:position]:
+                    self._engine.release(added.request_id, aborted=True)
+                ids = tuple(one.request_id for one in message.completions)
+                self._outbox.put(Refused(ids, error))
+                return
+        for completion in message.completions:
+            self._ends.add(completion)
+
+    def _load(self) -> EngineLoad:
+        scheduler = self._engine.scheduler
+        return EngineLoad(
+            num_received=self._num_received,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_swapped,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            kv_usage=scheduler.kv_usage,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+        )
+
+
+def run(inbox: Inbox, outbox: Outbox) -> None:
+    """Build what the first message asks for, and serve until the socket closes.
+
+    Raises:
+        SametokenError: it cannot be built, or a step failed.
+    """
+    launch: Launch = inbox.read_first()
+    engine = launch.build(launch.config, lambda text: outbox.put(Announcement(text)))
+    outbox.put(Ready(summarise(engine.resolved), engine.scheduler.limits))
+    loop = EngineLoop(engine, outbox)
+    while True:
+        loop.turn(inbox.take(wait=not loop.has_unfinished))
+
+
+def main(fd: int) -> int:
+    """Serve over the inherited socket; the exit status is 1 after a failure."""
+    # A terminal's Ctrl-C and a service manager's stop reach every process of the group. The
+    # serving process decides what they mean, and closes the socket.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    outbox = Outbox(sock)
+    try:
+        run(Inbox(sock), outbox)
+    except Exception as error:
+        outbox.put(Failure(_typed(error)))
+        if not isinstance(error, SametokenError) or isinstance(error, EngineDeadError):
+            raise
+    finally:
+        outbox.close()
+    return 1
+
+
+def _typed(error: Exception) -> SametokenError:
+    if isinstance(error, SametokenError):
+        return error
+    return EngineDeadError(f"the engine process failed: {error!r}", "see its log")
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,83 @@
+"""How many requests may wait, judged by the serving process ahead of the engine's reports."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from sametoken.engine.serving_limits import ServingLimits
+from sametoken.engine.stats import EngineLoad
+from sametoken.errors import OverloadedError
+
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+_NUM_FINISH_TIMES = 64
+
+
+class QueueBound:
+    """Counts what the engine has reported and what is on its way to it.
+
+    Args:
+        limits: how much may wait.
+        max_num_seqs: completions that the engine runs at once.
+    """
+
+    def __init__(self, limits: ServingLimits, max_num_seqs: int) -> None:
+        self._limits = limits
+        self._max_num_seqs = max_num_seqs
+        self._finish_times: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, with a new engine process."""
+        self.load = EngineLoad()
+        self._num_sent = 0
+        # Prompt tokens of each completion on its way, the oldest first.
+        self._on_the_way: deque[int] = deque()
+
+    def note_sent(self, num_completions: int, num_prompt_tokens: int) -> None:
+        """Completions of one prompt were sent."""
+        self._num_sent += num_completions
+        self._on_the_way.extend([num_prompt_tokens] * num_completions)
+
+    def note_load(self, load: EngineLoad) -> None:
+        """The engine has reported."""
+        self.load = load
+        while len(self._on_the_way) > self._num_sent - load.num_received:
+            self._on_the_way.popleft()
+
+    def note_finished(self, now: float) -> None:
+        """A request has finished; ``now`` in seconds of a monotonic clock."""
+        self._finish_times.append(now)
+
+    def require_room(self, num_completions: int, num_prompt_tokens: int) -> None:
+        """Refuse completions of one prompt if too much would wait.
+
+        Raises:
+            OverloadedError: with the time after which half of what waits may have begun.
+        """
+        num_waiting = self._num_waiting(num_completions)
+        if num_waiting > self._limits.max_waiting:
+            most = self._limits.max_waiting
+            self._refuse(num_waiting, f"{num_waiting} completions would wait, {most} may")
+        new_tokens = num_completions * num_prompt_tokens
+        tokens = self.load.num_waiting_tokens + sum(self._on_the_way) + new_tokens
+        if num_waiting and tokens > self._limits.max_waiting_tokens:
+            most = self._limits.max_waiting_tokens
+            self._refuse(num_waiting, f"{tokens} prompt tokens would wait, {most} may")
+
+    def _num_waiting(self, num_new: int) -> int:
+        """Completions that would find no place; while some wait for blocks, slots are none."""
+        load = self.load
+        slots = self._max_num_seqs - load.num_running - load.num_swapped
+        free = 0 if load.num_waiting else slots
+        return max(0, load.num_waiting + len(self._on_the_way) + num_new - free)
+
+    def _refuse(self, num_waiting: int, cause: str) -> None:
+        seconds = self._seconds_for(num_waiting / 2)
+        raise OverloadedError(cause, f"try again after {seconds:.0f} s", seconds)
+
+    def _seconds_for(self, num_completions: float) -> float:
+        times = self._finish_times
+        if len(times) < 2:
+            return _MIN_RETRY_S
+        each = (times[-1] - times[0]) / (len(times) - 1)
+        return min(max(num_completions * each, _MIN_RETRY_S), _MAX_RETRY_S)

@@ -1,0 +1,137 @@
+"""Keeps an engine process running: one after the other, until too many have died."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, Protocol
+
+from sametoken.config import EngineConfig
+from sametoken.engine.messages import Build
+from sametoken.engine.process import EngineProcess
+from sametoken.engine.restarts import Restarts
+from sametoken.engine.serving_limits import ServingLimits
+from sametoken.errors import EngineDeadError, EngineRestartingError, SametokenError
+
+_logger = logging.getLogger("sametoken")
+
+
+class Listener(Protocol):
+    """Whom the supervisor tells; all on the event loop, in order."""
+
+    def take(self, message: Any) -> None:
+        """The engine said this."""
+        ...
+
+    def engine_died(self, cause: SametokenError) -> None:
+        """The engine process is gone, and everything in it is lost."""
+        ...
+
+    def engine_started(self) -> None:
+        """Another engine process is ready."""
+        ...
+
+
+class Supervisor:
+    """Follows the engine process and starts another one when it dies.
+
+    Args:
+        process: the first one, ready to serve.
+        config, build: what every further one is started with.
+        limits: how often that may happen.
+        listener: whom to tell.
+
+    Attributes:
+        process: the engine process; None while there is none.
+        cause: why there is none; None while one is up.
+        num_restarts: engine processes started after the first.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        config: EngineConfig,
+        build: Build,
+        limits: ServingLimits,
+        listener: Listener,
+    ) -> None:
+        self.process: EngineProcess | None = process
+        self.cause: SametokenError | None = None
+        self.num_restarts = 0
+        self._launch = (config, build)
+        self._restarts = Restarts(limits)
+        self._listener = listener
+        self._given_up = False
+        self._task = asyncio.get_running_loop().create_task(self._serve(process))
+
+    def send(self, message: Any) -> None:
+        """Send a message; without an engine process it is lost, as its requests are."""
+        if self.process is not None:
+            self.process.send(message)
+
+    def require_process(self) -> EngineProcess:
+        """The engine process.
+
+        Raises:
+            EngineRestartingError: it died and another one is being started.
+            EngineDeadError: it is gone for good.
+        """
+        if self.process is not None:
+            return self.process
+        why = self.cause.cause if self.cause else "it ended"
+        if self._given_up:
+            raise EngineDeadError(f"the engine is gone ({why})", "start the server again")
+        raise EngineRestartingError(
+            f"the engine is being started again ({why})", "try again in a few seconds"
+        )
+
+    async def stop(self) -> None:
+        """End the engine process, and start no other."""
+        self._given_up = True
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+        process, self.process = self.process, None
+        if process is not None:
+            self.cause = EngineDeadError("the engine was shut down")
+            self._listener.engine_died(self.cause)
+            await process.stop()
+
+    async def _serve(self, first: EngineProcess) -> None:
+        process: EngineProcess | None = first
+        while process is not None:
+            cause = await self._follow(process)
+            _logger.error("the engine died: %s", cause)
+            self.process, self.cause = None, cause
+            self._listener.engine_died(cause)
+            process = await self._next()
+
+    async def _follow(self, process: EngineProcess) -> SametokenError:
+        """Pass the engine's messages on until it dies; why it did."""
+        try:
+            while (message := await process.receive()) is not None:
+                self._listener.take(message)
+        except Exception as error:
+            # Whoever waits for results that cannot be taken in must be told.
+            _logger.exception("the engine's results cannot be taken in")
+            process.kill()
+            await process.stop()
+            return EngineDeadError(f"results cannot be taken in: {error!r}", "see the log")
+        return await process.stop()
+
+    async def _next(self) -> EngineProcess | None:
+        """The next engine process, ready; None if too many have died lately."""
+        while (delay := self._restarts.next_delay(time.monotonic())) is not None:
+            await asyncio.sleep(delay)
+            try:
+                process = await EngineProcess.start(*self._launch)
+            except (SametokenError, OSError) as error:
+                _logger.error("the engine cannot be started again: %s", error)
+                self.cause = EngineDeadError(f"it cannot be started again: {error}")
+                continue
+            self.num_restarts += 1
+            self.process, self.cause = process, None
+            self._listener.engine_started()
+            return process
+        self._given_up = True
+        return None

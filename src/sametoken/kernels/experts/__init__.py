@@ -1,0 +1,1 @@
+"""Which experts serve a row, and the weighted sum of what they say."""

@@ -1,0 +1,177 @@
+"""Which rows of each slot a pass folds, runs for good and leaves pending, on a GPU.
+
+The reference is ``layout.slot_rows``.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.overlap import overlapped, wait_for_earlier
+
+# Columns of the table of runs.
+SLOT = tl.constexpr(0)
+FIRST_ROW = tl.constexpr(1)
+STOP_ROW = tl.constexpr(2)
+NUM_ROWS = tl.constexpr(3)
+NUM_FOLDED = tl.constexpr(4)
+NUM_LASTING = tl.constexpr(5)
+EMPTY = tl.constexpr(6)
+BROKEN = tl.constexpr(7)
+FIELDS = tl.constexpr(8)
+
+_MAX_ROW_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What a pass does with each of its B runs of rows; a run is of one slot.
+
+    Attributes:
+        table: [B, 8] int64: slot, first row, the row after the last, live rows, folded rows,
+            rows that last, whether nothing is folded yet, whether the rows do not follow.
+        max_rows: the most rows that one run can have.
+    """
+
+    table: Tensor
+    max_rows: int
+
+
+@triton.jit(do_not_specialize=["rows_per_run", "reserved_slot", "max_pending"])
+def _plan_runs_kernel(
+    positions,  # [T]
+    slots,  # [T]
+    committed,  # [T] bool, or None: every row is
+    starts,  # [B + 1], or None: each run has rows_per_run rows
+    position,  # [S], written
+    num_pending,  # [S], written
+    runs,  # [B, FIELDS], written
+    rows_per_run,
+    reserved_slot,
+    max_pending,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    run = tl.program_id(0).to(tl.int64)
+    if starts is None:
+        first = run * rows_per_run
+        stop = first + rows_per_run
+    else:
+        first, stop = tl.load(starts + run), tl.load(starts + run + 1)
+    slot = tl.load(slots + first, first < stop, other=reserved_slot).to(tl.int64)
+
+    num_rows, num_committed, end_committed = first * 0, first * 0, first * 0
+    for at in range(first, stop, BLOCK):
+        row = at + tl.arange(0, BLOCK)
+        own = (row < stop) & (tl.load(slots + row, row < stop, other=-1) == slot)
+        lasts = own
+        if committed is not None:
+            lasts = own & (tl.load(committed + row, row < stop, other=0) != 0)
+        num_rows += tl.sum(own.to(tl.int64), axis=0)
+        num_committed += tl.sum(lasts.to(tl.int64), axis=0)
+        end_committed = tl.maximum(
+            end_committed, tl.max(tl.where(lasts, row - first + 1, 0), axis=0)
+        )
+
+    here = tl.load(positions + first, first < stop, other=0)
+    before, pending = tl.load(position + slot), tl.load(num_pending + slot)
+    begins = here == 0
+    before = tl.where(begins, 0, before)
+    num_folded = tl.where(begins, 0, here - before)
+    # Rows behind drafts that nobody judged yet say nothing about those drafts.
+    num_lasting = tl.where(num_committed > 0, num_folded + num_committed, 0)
+    left = num_folded + num_rows - num_lasting
+    follows = begins | ((num_folded >= 0) & (num_folded <= pending))
+    sound = follows & (end_committed == num_committed) & (left <= max_pending)
+    live = slot != reserved_slot
+    runs_on = live & sound
+
+    field = runs + run * FIELDS
+    tl.store(field + SLOT, slot)
+    tl.store(field + FIRST_ROW, first)
+    tl.store(field + STOP_ROW, stop)
+    tl.store(field + NUM_ROWS, tl.where(runs_on, num_rows, 0))
+    tl.store(field + NUM_FOLDED, tl.where(runs_on, num_folded, 0))
+    tl.store(field + NUM_LASTING, tl.where(runs_on, num_lasting, 0))
+    tl.store(field + EMPTY, (before == 0).to(tl.int64))
+    tl.store(field + BROKEN, (live & ~sound).to(tl.int64))
+    tl.store(position + slot, before + num_lasting, runs_on)
+    tl.store(num_pending + slot, left, runs_on)
+
+
+def plan_runs(rows: AttentionRows, position: Tensor, num_pending: Tensor, max_pending: int) -> Runs:
+    """What a pass folds, runs for good and leaves pending; advances the slots' counts.
+
+    Rows that do not follow on what is folded and pending change nothing, and ``advance``
+    gives NaN for them. The reference is ``layout.slot_rows``.
+
+    Args:
+        rows: the pass's T rows. With ``window``, each run of so many rows is one slot's live
+            rows, then dead ones on the reserved slot; without, all rows are live.
+        position: [S] int64, positions that each slot has folded; written.
+        num_pending: [S] int64, rows that each slot holds from there on; written.
+        max_pending: how many it can hold.
+    """
+    num_rows, num_slots = rows.slots.shape[0], position.shape[0]
+    starts = None
+    if rows.window is None:
+        starts = _run_starts(rows.slots, min(num_rows, num_slots))
+        batch, width = starts.shape[0] - 1, num_rows
+    else:
+        width = rows.window
+        batch = num_rows // width
+        assert batch * width == num_rows
+    for tensor in (rows.slots, rows.positions, position, num_pending, rows.committed):
+        assert tensor is None or tensor.is_contiguous()
+    table = position.new_empty(batch, FIELDS.value)
+    if batch:
+        _plan_runs_kernel[(batch,)](
+            rows.positions,
+            rows.slots,
+            rows.committed,
+            starts,
+            position,
+            num_pending,
+            table,
+            width,
+            num_slots - 1,
+            max_pending,
+            BLOCK=min(triton.next_power_of_2(width), _MAX_ROW_BLOCK),
+            num_warps=1,
+            **overlapped(position),
+        )
+    return Runs(table, width)
+
+
+def _run_starts(slots: Tensor, most: int) -> Tensor:
+    """[most + 1] int64: where each run of equal slots starts; T where there is none."""
+    run = torch.zeros_like(slots)
+    run[1:] = (slots[1:] != slots[:-1]).cumsum(0)
+    return torch.searchsorted(run, torch.arange(most + 1, device=slots.device))
+
+
+@triton.jit
+def raw_row(
+    index,  # int or [n]; 0 is the oldest row of the history
+    qkv,  # [T, C], qkv_stride apart
+    history,  # [K - 1, C] of the slot
+    pending,  # [P, C] of the slot
+    first_row,
+    num_folded,
+    qkv_stride,
+    C: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Pointers to raw rows of a slot: its history, then pending rows, then rows of the pass."""
+    row = index - TAPS
+    new = first_row + row - num_folded
+    held = tl.where(row < 0, history + index * C, pending + row * C)
+    return tl.where(row < num_folded, held, qkv + new * qkv_stride)

@@ -1,0 +1,150 @@
+"""Suffix search in plain PyTorch; also the CPU path.
+
+The idea is that of suffix decoding (Oliaro et al. 2024, arXiv:2411.04975): drafts follow the
+longest earlier match of the sequence's end, in its own text or in those of earlier requests,
+and are as long as the match is long and its continuations agree. Where that work keeps suffix
+trees, texts are scanned here, which needs no structure that could fall behind them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sametoken.kernels.suffix.layout import GROUP, MAX_VOTERS, Earlier, Limits
+
+_NO_TOKEN = torch.iinfo(torch.int64).min
+
+
+def search(
+    token_ids: Tensor, slots: Tensor, num_tokens: Tensor, *, earlier: Earlier, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Drafts that the continuations of the longest match agree on.
+
+    A place is a token equal to the sequence's last one, with a token after it; the match is
+    how many tokens up to it equal those up to the sequence's end. Of every ``GROUP``
+    neighbouring places the one with the longest match, the earliest of several, may vote;
+    those whose match is the longest of all do, ``MAX_VOTERS`` at most, the row's own text
+    before others. Draft by draft, the token that most voters have next is taken, that of the
+    first of them in a tie, and the others are out.
+
+    Args:
+        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
+        slots: [B] int64, the slot of each row.
+        num_tokens: [B] int64; 0 for padding, which finds nothing.
+        earlier: texts of other requests.
+        limits: where drafts end.
+
+    Returns:
+        ids [B, k] int64, of which the first ``count`` [B] int64 hold; the others are 0.
+    """
+    ranks = _ranks(token_ids, slots, num_tokens, earlier, limits.depth)
+    best = ranks.topk(MAX_VOTERS, dim=1).values
+    span = _span(token_ids, earlier)
+    length = best // span
+    voting = (best >= 0) & (length == length[:, :1])
+    num_voters = voting.sum(dim=1)
+    if best.device.type == "cpu" and best.numel():
+        # Voters come first; a GPU goes through all places: asking would wait for it.
+        best, voting = (one[:, : max(int(num_voters.max()), 1)] for one in (best, voting))
+    most = torch.where(num_voters > 0, limits.num_drafts[length[:, 0].clamp(min=0)], 0)
+    needed = limits.agreeing[num_voters]
+    tokens, going = _following(
+        span - 1 - best % span, limits.k, token_ids, slots, num_tokens, earlier
+    )
+
+    drafts = torch.zeros((slots.shape[0], limits.k), dtype=torch.int64, device=slots.device)
+    count = torch.zeros_like(num_tokens)
+    agree = voting
+    for i in range(limits.k):
+        token, there = tokens[:, :, i], going[:, :, i] & agree
+        same = (token[:, :, None] == token[:, None, :]) & there[:, :, None] & there[:, None, :]
+        votes, winner = same.sum(dim=2).max(dim=1)
+        chosen = token.gather(1, winner[:, None])
+        goes_on = (count == i) & (i < most) & (votes >= needed)
+        if goes_on.device.type == "cpu" and not goes_on.any():
+            break
+        drafts[:, i] = torch.where(goes_on, chosen.squeeze(1), 0)
+        count += goes_on
+        agree = there & (token == chosen)
+    return drafts, count
+
+
+def _following(
+    place: Tensor,
+    k: int,
+    token_ids: Tensor,
+    slots: Tensor,
+    num_tokens: Tensor,
+    earlier: Earlier,
+) -> tuple[Tensor, Tensor]:
+    """The k tokens after places, [B, V, k], and as bool how far their texts go on."""
+    max_len, width = token_ids.shape[1], earlier.texts.shape[1]
+    is_own = place < max_len
+    offset = torch.arange(1, k + 1, device=place.device)
+    position = torch.where(is_own, place, (place - max_len) % width)[:, :, None] + offset
+    going = position < num_tokens[:, None, None]
+    own = is_own[:, :, None]
+    tokens = token_ids[slots[:, None, None], torch.where(going & own, position, 0)]
+    if not earlier.lengths.numel():
+        return tokens, going
+    text = torch.where(is_own, 0, (place - max_len) // width)
+    going = torch.where(own, going, position < earlier.lengths[text][:, :, None])
+    others = earlier.texts[text[:, :, None], torch.where(going & ~own, position, 0)]
+    return torch.where(own, tokens, others), going
+
+
+def _span(token_ids: Tensor, earlier: Earlier) -> int:
+    """Places in all: those of a row's own text, then those of every earlier one."""
+    return token_ids.shape[1] + earlier.texts.numel()
+
+
+def _ranks(
+    token_ids: Tensor, slots: Tensor, num_tokens: Tensor, earlier: Earlier, depth: int
+) -> Tensor:
+    """[B, groups] int64: the best place of every group, longest first, then earliest; or -1."""
+    max_len, (num_texts, width) = token_ids.shape[1], earlier.texts.shape
+    own_groups, text_groups = -(-max_len // GROUP), -(-width // GROUP)
+    total = max(own_groups + num_texts * text_groups, MAX_VOTERS)
+    span = _span(token_ids, earlier)
+    own = _within_longest(token_ids, num_tokens).index_select(0, slots)
+    last = (num_tokens - 1).clamp(min=0)
+    final = own.gather(1, last[:, None])
+    # The row's tokens from its end backwards; what precedes its first equals nothing.
+    backwards = last[:, None] - torch.arange(depth, device=own.device)
+    ending = own.gather(1, backwards.clamp(min=0)).masked_fill(backwards < 0, _NO_TOKEN)
+    ranks = torch.full((slots.shape[0], total), -1, dtype=torch.int64, device=slots.device)
+
+    def note(row: Tensor, length: Tensor, place: Tensor, group: Tensor) -> None:
+        rank = length * span + (span - 1 - place)
+        ranks.view(-1).scatter_reduce_(0, row * total + group, rank, "amax")
+
+    ends = torch.arange(own.shape[1], device=own.device)
+    row, end = ((own == final) & (ends < last[:, None])).nonzero(as_tuple=True)
+    note(row, _match_length(own, row, end, ending[row]), end, end // GROUP)
+
+    if num_texts:
+        texts = _within_longest(earlier.texts, earlier.lengths)
+        ends = torch.arange(texts.shape[1], device=own.device)
+        found = (texts == final[:, :, None]) & (ends < earlier.lengths[:, None] - 1)
+        found &= (num_tokens > 0)[:, None, None]
+        row, text, end = found.nonzero(as_tuple=True)
+        length = _match_length(texts, text, end, ending[row])
+        group = own_groups + text * text_groups + end // GROUP
+        note(row, length, max_len + text * width + end, group)
+    return ranks
+
+
+def _match_length(texts: Tensor, text: Tensor, end: Tensor, ending: Tensor) -> Tensor:
+    """[M] int64: how many tokens of texts, from ``end`` backwards, equal [M, depth] endings."""
+    backwards = end[:, None] - torch.arange(ending.shape[1], device=end.device)
+    tokens = texts[text[:, None], backwards.clamp(min=0)]
+    equal = (tokens == ending) & (backwards >= 0)
+    return equal.long().cumprod(dim=1).sum(dim=1)
+
+
+def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
+    """The columns that hold tokens of any row. A GPU scans them all: asking would wait for it."""
+    if token_ids.device.type == "cpu" and num_tokens.numel():
+        return token_ids[:, : max(int(num_tokens.max()), 1)]
+    return token_ids

@@ -1,0 +1,77 @@
+"""The multi-token-prediction module (MTP, NextN) of Qwen3-Next and Qwen3.5.
+
+Row p holds the token at p + 1 and the target's last hidden state at p, and predicts the
+token at p + 2. Facts taken from vLLM (``vllm/model_executor/models/qwen3_next_mtp.py``,
+``qwen3_5_mtp.py``) and SGLang (``python/sglang/srt/models/qwen3_5_mtp.py``):
+
+- ``fc`` maps ``[pre_fc_norm_embedding(embedding) | pre_fc_norm_hidden(hidden)]``, 2h wide,
+  to h, without a bias, in drafted rows too.
+- The target's state is the one after its final norm. The next row takes the module's own
+  state after ``norm``, which logits are made from as well. Acceptance falls with states
+  from before those norms (measured in ggml-org/llama.cpp#24025 and ROCm/ATOM#1764).
+- One layer of gated full attention follows, with an MLP as the target's layer 0 has it.
+  One trained layer serves every further draft.
+- Norm weights are stored as their difference from 1, as the target's are.
+- Embedding and lm_head are the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.layers.linear import Linear
+from sametoken.layers.norm import RMSNorm
+from sametoken.models.base import HiddenStates
+from sametoken.models.decoder import DecoderLayer
+from sametoken.models.eagle import HeadStates
+from sametoken.state.kv_cache import KVCache, KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class MTPHead:
+    """The module's weights and its forward pass, as an ``EagleHead``.
+
+    Attributes:
+        embedding: [V, hidden], the target's own.
+        lm_head: [V, hidden], likewise.
+        kv_spec: KV of the one layer.
+    """
+
+    kernels: Kernels
+    embedding: PackedWeight
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    fc: Linear
+    layer: DecoderLayer
+    norm: RMSNorm
+    lm_head: PackedWeight
+    kv_spec: KVSpec
+
+    @property
+    def token_ids(self) -> None:
+        """None: it proposes every token of the target's vocabulary."""
+        return None
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
+        """The target's states after its final norm, as a copy."""
+        return hidden.last[rows]
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
+    ) -> HeadStates:
+        """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
+        embedded = self.embedding_norm(self.kernels.embedding(token_ids, self.embedding))
+        residual = self.fc(torch.cat((embedded, self.hidden_norm(hidden)), dim=1))
+        layer = self.layer
+        attended = layer.attention(layer.input_norm(residual), rows, kv.layer(0))
+        x, residual = layer.post_attention_norm.add(attended, residual)
+        last, _ = self.norm.add(layer.mlp(x), residual)
+        return HeadStates(last, last)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, V] fp32."""
+        return self.kernels.logits(last, self.lm_head)

@@ -1,0 +1,148 @@
+"""The multi-token-prediction module out of its target's own checkpoint.
+
+Published checkpoints of Qwen3-Next and Qwen3.5 hold it as ``mtp.*`` at the top level, beside
+``model.*`` or ``model.language_model.*``: ``mtp.fc``, ``mtp.pre_fc_norm_embedding``,
+``mtp.pre_fc_norm_hidden``, ``mtp.layers.0.*`` and ``mtp.norm``. transformers does not know
+these tensors (``_keys_to_ignore_on_load_unexpected``) and leaves them out when it saves.
+
+Configs of Qwen3.5 count its layers in ``mtp_num_hidden_layers`` and say in
+``mtp_use_dedicated_embeddings`` whether it has an embedding of its own; vLLM reads the
+count of Qwen3-Next from ``num_nextn_predict_layers``. No count means one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sametoken.config import DUMMY
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.kernels.interface import Kernels
+from sametoken.layers.rotary import rotary_table
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer
+from sametoken.models.dummy import dummy_reader
+from sametoken.models.eagle_checkpoint import SharedWeights, require_sizes
+from sametoken.models.huggingface import SafetensorsSource
+from sametoken.models.hybrid import (
+    HybridDecoder,
+    load_gated_attention,
+    load_layer_mlp,
+    load_norm,
+)
+from sametoken.models.loader import read_config
+from sametoken.models.mtp import MTPHead
+from sametoken.models.registry import ARCHITECTURES
+from sametoken.models.settings import Settings
+from sametoken.models.weights import Part, WeightReader
+from sametoken.state.kv_cache import KVSpec
+
+PREFIX = "mtp"
+_ANOTHER_METHOD = "another speculative method"
+
+
+class MTPCheckpoint:
+    """The module in the target's directory, as a ``HeadCheckpoint``.
+
+    Args:
+        directory: the target's.
+        load_format: "auto", or "dummy" for random weights.
+
+    Raises:
+        CheckpointError: no config, or a checkpoint without the module's weights.
+        UnsupportedError: an architecture without such a module, or a form that is not run.
+    """
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        self._directory = directory
+        self._is_dummy = load_format == DUMMY
+        self.config = read_config(directory, load_format=load_format)
+        _require_form(self.config, directory)
+        if not self._is_dummy and f"{PREFIX}.fc.weight" not in self._open_tensors().names():
+            raise _without_module(directory)
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse another target than the one whose checkpoint this is."""
+        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """None: the module reads what the target makes its logits from."""
+        return ()
+
+    def load(
+        self,
+        shared: SharedWeights,
+        *,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+    ) -> MTPHead:
+        """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
+        config = self.config
+        if self._is_dummy:
+            reader = dummy_reader(self._directory, kernels, dtype, device)
+        else:
+            reader = WeightReader(self._open_tensors(), kernels, dtype, device)
+        head = MTPHead(
+            kernels=kernels,
+            embedding=shared.embedding,
+            embedding_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
+            hidden_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
+            fc=reader.linear(2 * config.hidden_size, Part(f"{PREFIX}.fc", config.hidden_size)),
+            layer=_load_layer(config, reader, max_positions),
+            norm=load_norm(config, reader, f"{PREFIX}.norm"),
+            lm_head=shared.head,
+            kv_spec=KVSpec(1, config.num_kv_heads, config.head_dim, dtype),
+        )
+        reader.require_all_read(allowed=DERIVED_TENSORS)
+        return head
+
+    def _open_tensors(self) -> SafetensorsSource:
+        return SafetensorsSource(self._directory, prefix=f"{PREFIX}.")
+
+
+def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -> DecoderLayer:
+    prefix = f"{PREFIX}.layers.0"
+    rotary = rotary_table(
+        config.rope, head_dim=config.head_dim, max_positions=max_positions, device=reader.device
+    )
+    return DecoderLayer(
+        load_norm(config, reader, f"{prefix}.input_layernorm"),
+        load_gated_attention(config, reader, f"{prefix}.self_attn", rotary),
+        load_norm(config, reader, f"{prefix}.post_attention_layernorm"),
+        load_layer_mlp(config, reader, f"{prefix}.mlp", 0),
+    )
+
+
+def _require_form(config: ModelConfig, directory: Path) -> None:
+    """Refuse what is no module of one layer over the target's embedding."""
+    architecture = config.architecture
+    if not issubclass(ARCHITECTURES.get(architecture, object), HybridDecoder):
+        raise UnsupportedError(
+            f"{directory}: method 'mtp' does not run with {architecture}",
+            f"use a Qwen3.5 or Qwen3-Next checkpoint, or {_ANOTHER_METHOD}",
+        )
+    settings = Settings(config.extra, str(directory))
+    num_layers = settings.get("mtp_num_hidden_layers", settings.get("num_nextn_predict_layers", 1))
+    if num_layers == 0:
+        raise _without_module(directory)
+    if num_layers != 1:
+        raise UnsupportedError(
+            f"{directory}: a multi-token-prediction module of {num_layers!r} layers is not run",
+            f"use {_ANOTHER_METHOD}",
+        )
+    if settings.get("mtp_use_dedicated_embeddings"):
+        raise UnsupportedError(
+            f"{directory}: a multi-token-prediction module with an embedding of its own is not run",
+            f"use {_ANOTHER_METHOD}",
+        )
+
+
+def _without_module(directory: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds no multi-token-prediction module ({PREFIX}.*): it was trained without "
+        "one, or lost it when it was converted",
+        f"use the checkpoint as it was published, or {_ANOTHER_METHOD}",
+    )

@@ -1,0 +1,1 @@
+"""Files of requests answered into files of results, in OpenAI's batch format."""

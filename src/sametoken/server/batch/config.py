@@ -1,0 +1,31 @@
+"""Options of a batch. Imports neither torch nor Ray, so that help stays cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sametoken.config import option
+from sametoken.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """How a batch is run.
+
+    Raises:
+        ConfigError: a value is impossible, or was given without Ray.
+    """
+
+    served_model_name: tuple[str, ...] = option((), "name that requests may give; may be repeated")
+    concurrency: int = option(0, "lines that run at once on one engine; 0: max_num_seqs")
+    ray: bool = option(False, "run engines on a Ray cluster")
+    replicas: int = option(1, "with ray: engines to run")
+    ray_num_cpus: float = option(1.0, "with ray: CPU cores that Ray sets aside for each engine")
+
+    def __post_init__(self) -> None:
+        for name, least in (("concurrency", 0), ("replicas", 1), ("ray_num_cpus", 0)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"{name}={value!r} is not possible", f"use {least} or more")
+        if not self.ray and (self.replicas, self.ray_num_cpus) != (1, 1.0):
+            raise ConfigError("options of Ray were given", "add --ray, or leave them out")

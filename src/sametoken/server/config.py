@@ -1,0 +1,83 @@
+"""Options of the server. Imports neither torch nor FastAPI, so that help stays cheap."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sametoken.config import option
+from sametoken.errors import ConfigError
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+#: Tool-call syntaxes by name; ``server/tool_parsers.py`` has a parser for each.
+TOOL_CALL_PARSERS = ("hermes", "llama3_json")
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What a user asks of the server.
+
+    Raises:
+        ConfigError: a value is impossible, or two contradict each other.
+    """
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every one")
+    port: int = option(8000, "port to listen on; 0 lets the system choose")
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={"help": "bearer key that clients must show; may be repeated"},
+    )
+    served_model_name: tuple[str, ...] = option((), "name of the model in the API; may be repeated")
+    allowed_origins: tuple[str, ...] = option((), "origin for CORS, * for all; may be repeated")
+    max_request_bytes: int = option(16 * 2**20, "largest request body")
+    rate_limit: int = option(0, "requests per minute for each key, or address without keys; 0: any")
+    max_completions: int = option(128, "completions of one request, over all its prompts")
+    ssl_certfile: str | None = option(None, "TLS certificate")
+    ssl_keyfile: str | None = option(None, "TLS key")
+    root_path: str = option("", "path under which a proxy serves the API")
+    log_level: str = option("info", f"one of {', '.join(LOG_LEVELS)}")
+    tool_call_parser: str = option(
+        AUTO, f"auto (by the chat template), none, {' or '.join(TOOL_CALL_PARSERS)}"
+    )
+    drain_timeout: float = option(60.0, "seconds that requests may still take after SIGTERM")
+
+    def __post_init__(self) -> None:
+        for name, low, high in _LIMITS:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(
+                    f"{name}={value!r} is not possible", f"use a number from {low} to {high}"
+                )
+        parsers = (AUTO, NONE, *TOOL_CALL_PARSERS)
+        for name, allowed in (("log_level", LOG_LEVELS), ("tool_call_parser", parsers)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not possible", f"use one of {allowed}"
+                )
+        for name in ("api_key", "served_model_name"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"one {name} is empty", "give it, or leave it out")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path={self.root_path!r} has no leading /", "put one before it")
+        self._check_tls()
+
+    def _check_tls(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError(
+                "only one of ssl_certfile and ssl_keyfile is given", "give both for TLS"
+            )
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}={path!r} is not a file", "give the path of a PEM file")
+
+
+_LIMITS: tuple[tuple[str, float, float], ...] = (
+    ("port", 0, 65535),
+    ("max_request_bytes", 1, 2**40),
+    ("rate_limit", 0, 2**31),
+    ("max_completions", 1, 2**16),
+    ("drain_timeout", 0.0, 86400.0),
+)

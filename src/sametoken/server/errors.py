@@ -1,0 +1,144 @@
+"""Errors in the shape and with the statuses of OpenAI's API."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from sametoken.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineRestartingError,
+    OverloadedError,
+    RequestError,
+    SametokenError,
+    UnsupportedError,
+)
+
+INVALID = "invalid_request_error"
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+#: Errors that another server, or this one a little later, would not have; the first that fits.
+_UNAVAILABLE: Mapping[type[SametokenError], str] = {
+    DrainingError: "draining",
+    EngineRestartingError: "engine_restarting",
+    EngineDeadError: "engine_dead",
+}
+_RETRY_AFTER_S = 5
+_logger = logging.getLogger("sametoken.server")
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: HTTP status.
+        message: cause and remedy.
+        param: field of the request that is at fault, if one is.
+        code: short name that programs can test.
+        retry_after_s: seconds after which the client may try again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the answer."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        return headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients read."""
+        # A lone surrogate of the request, repeated in a message, cannot be sent.
+        message = str(self).encode("utf-8", "backslashreplace").decode("utf-8")
+        kind = _TYPES.get(self.status, INVALID)
+        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, status_code=self.status, headers=self.headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that the client must change."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The answer to whatever went wrong; what nobody expected is logged and kept private."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, OverloadedError):
+        return ApiError(429, str(error), code="overloaded", retry_after_s=error.retry_after_s)
+    if isinstance(error, UnsupportedError):
+        return invalid(str(error), code="unsupported")
+    if isinstance(error, RequestError):
+        return invalid(str(error))
+    for kind, code in _UNAVAILABLE.items():
+        if isinstance(error, kind):
+            return ApiError(503, str(error), code=code, retry_after_s=_RETRY_AFTER_S)
+    if isinstance(error, SametokenError):
+        return ApiError(500, str(error), code=type(error).__name__)
+    _logger.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(500, "the server failed. Its log says why", code="internal_error")
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every error of the application in one shape."""
+
+    async def on_error(_: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _validation_error(error.errors()[0]).response()
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        answer = ApiError(error.status_code, f"{error.detail}. See /docs for what there is")
+        return JSONResponse(answer.body, status_code=answer.status, headers=error.headers)
+
+    for kind in (ApiError, SametokenError, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+def _validation_error(first: Mapping[str, Any]) -> ApiError:
+    if first["type"] == "json_invalid":
+        return invalid(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    where = [str(part) for part in first["loc"][1:]]
+    if not where:
+        return invalid("the body is no JSON object. Send one as application/json")
+    cause = first.get("ctx", {}).get("error")
+    message = str(cause) if isinstance(cause, Exception) else first["msg"]
+    return invalid(f"{'.'.join(where)}: {message}", param=where[0])

@@ -1,0 +1,197 @@
+"""The engine's requests behind one HTTP request: begun together, read together, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from starlette.types import Message, Receive
+
+from sametoken.core.outputs import CompletionOutput, RequestOutput, SpeculationMetrics
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.server.errors import ApiError
+from sametoken.server.responses import PromptTokensDetails, SpeculationStats, Usage
+from sametoken.server.times import RequestTimes
+
+if TYPE_CHECKING:
+    from sametoken.engine.async_llm import AsyncLLM
+    from sametoken.engine.input_processor import PromptTokens
+    from sametoken.engine.request_stream import RequestStream
+
+Result = TypeVar("Result")
+#: Status of an answer that nobody is there to read.
+CLIENT_GONE = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One prompt's output so far, and the prompt's place in the HTTP request."""
+
+    prompt_index: int
+    output: RequestOutput
+
+
+class Generation:
+    """Several prompts of one HTTP request in the engine.
+
+    Args:
+        streams: of the prompts, in order.
+        times: told of every output.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], times: RequestTimes) -> None:
+        self._streams = streams
+        self._times = times
+        self._read_at = [time.monotonic()] * len(streams)
+        self.latest: list[RequestOutput | None] = [None] * len(streams)
+
+    @classmethod
+    async def begin(
+        cls,
+        engine: AsyncLLM,
+        prompts: Sequence[PromptTokens],
+        params: SamplingParams,
+        request_id: str,
+        times: RequestTimes,
+    ) -> Generation:
+        """Begin all prompts, or none.
+
+        Args:
+            engine: takes the requests.
+            prompts: token ids, at least one prompt.
+            params: for all of them.
+            request_id: unique; prompt i is ``request_id-i``.
+            times: told of every output.
+
+        Raises:
+            RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses
+                one of them.
+        """
+        streams: list[RequestStream] = []
+        try:
+            for index, prompt in enumerate(prompts):
+                streams.append(engine.generate(prompt, params, f"{request_id}-{index}"))
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return cls(streams, times)
+
+    async def __aiter__(self) -> AsyncGenerator[Progress, None]:
+        """Outputs as they come, of all prompts.
+
+        Raises:
+            NumericalError, EngineDeadError: a completion failed, and the others with it.
+            ApiError: a completion was aborted by the server.
+        """
+        pending = {self._next(index): index for index in range(len(self._streams))}
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda one: pending[one]):
+                    output = task.result()
+                    index = pending.pop(task)
+                    if output is None:
+                        continue
+                    self._take(index, output)
+                    yield Progress(index, output)
+                    pending[self._next(index)] = index
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        """These requests, closed at the end of the block."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Abort what is unfinished."""
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def finish(self) -> list[RequestOutput]:
+        """The finished outputs, one per prompt.
+
+        Raises:
+            NumericalError, EngineDeadError, ApiError: as iterating does.
+        """
+        async with contextlib.aclosing(self.__aiter__()) as progress:
+            async for _ in progress:
+                pass
+        return self.outputs
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The newest output of every prompt that has one."""
+        return [output for output in self.latest if output is not None]
+
+    def _next(self, index: int) -> asyncio.Task[RequestOutput | None]:
+        async def read() -> RequestOutput | None:
+            return await anext(self._streams[index], None)
+
+        return asyncio.ensure_future(read())
+
+    def _take(self, index: int, output: RequestOutput) -> None:
+        now = time.monotonic()
+        self._times.take(self.latest[index], output, now - self._read_at[index])
+        self._read_at[index] = now
+        self.latest[index] = output
+        for completion in output.outputs:
+            _raise_failure(completion)
+
+
+def _raise_failure(completion: CompletionOutput) -> None:
+    if completion.error is not None:
+        raise completion.error
+    if completion.finish_reason in ("abort", "error"):
+        raise ApiError(503, "the request was aborted. Send it again", code="aborted")
+
+
+def usage(outputs: Sequence[RequestOutput]) -> Usage:
+    """Tokens of prompts and of completions."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    cached = sum(output.metrics.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def speculation_stats(outputs: Sequence[RequestOutput]) -> SpeculationStats:
+    """Speculation counters of all outputs together."""
+    counters = sum((output.metrics.speculation for output in outputs), SpeculationMetrics())
+    return SpeculationStats(
+        num_steps=counters.num_steps,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_accepted_tokens=counters.num_accepted_tokens,
+        acceptance_length=counters.acceptance_length,
+        acceptance_rate=counters.acceptance_rate,
+        acceptance_per_position=list(counters.acceptance_per_position),
+    )
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of ``work``; None, and the work cancelled, once the client has gone."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()

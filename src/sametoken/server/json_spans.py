@@ -1,0 +1,159 @@
+"""Where JSON values begin and end in a text that may not be whole yet."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+_SPACE = " \t\r\n"
+_OPENING, _CLOSING = "{[", "}]"
+_AFTER_SCALAR = ",}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of an object: its key, and where its value stands.
+
+    Attributes:
+        key: the key, decoded.
+        start: first character of the value.
+        end: one past its last character; None while it is not whole.
+    """
+
+    key: str
+    start: int
+    end: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSpan:
+    """An object as far as it was read.
+
+    Attributes:
+        members: in order; only the last one may lack its end.
+        end: one past the closing brace; None while the object is open.
+        broken: a character stands where JSON allows none, so no more will be read.
+    """
+
+    members: tuple[Member, ...]
+    end: int | None
+    broken: bool = False
+
+    def member(self, *keys: str) -> Member | None:
+        """The first member with one of these keys."""
+        return next((member for member in self.members if member.key in keys), None)
+
+
+def skip_space(text: str, start: int) -> int:
+    """The first place from ``start`` on that holds no white space."""
+    while start < len(text) and text[start] in _SPACE:
+        start += 1
+    return start
+
+
+def value_end(text: str, start: int) -> int | None:
+    """One past the last character of the value at ``start``; None if it is not whole yet.
+
+    Braces and quotes are matched; what stands between them is not judged.
+    """
+    first = text[start : start + 1]
+    if first == '"':
+        return _string_end(text, start)
+    if first in _OPENING and first:
+        return _nested_end(text, start)
+    for place in range(start, len(text)):
+        if text[place] in _AFTER_SCALAR or text[place] in _SPACE:
+            return place
+    return None
+
+
+def read_object(text: str, start: int) -> ObjectSpan:
+    """The members of the object whose opening brace is at ``start``."""
+    members: list[Member] = []
+    place = skip_space(text, start + 1)
+    while place < len(text):
+        if text[place] == "}":
+            return ObjectSpan(tuple(members), place + 1)
+        try:
+            if members:
+                place = _past(text, place, ",")
+            member = _read_member(text, place)
+        except ValueError:
+            return ObjectSpan(tuple(members), None, broken=True)
+        if member is None:
+            break
+        members.append(member)
+        if member.end is None:
+            break
+        place = skip_space(text, member.end)
+    return ObjectSpan(tuple(members), None)
+
+
+def _read_member(text: str, place: int) -> Member | None:
+    """The member at ``place``; None until its value begins.
+
+    Raises:
+        ValueError: something else stands there.
+    """
+    if place == len(text):
+        return None
+    if text[place] != '"':
+        raise ValueError(place)
+    key_end = _string_end(text, place)
+    if key_end is None:
+        return None
+    colon = skip_space(text, key_end)
+    value = _past(text, colon, ":") if colon < len(text) else len(text)
+    if value == len(text):
+        return None
+    return Member(_decoded(text[place:key_end]), value, value_end(text, value))
+
+
+def _past(text: str, place: int, expected: str) -> int:
+    if text[place] != expected:
+        raise ValueError(place)
+    return skip_space(text, place + 1)
+
+
+def string_value(text: str, member: Member) -> str | None:
+    """The member's value if it is a whole string."""
+    if member.end is None or text[member.start] != '"':
+        return None
+    return _decoded(text[member.start : member.end])
+
+
+def _decoded(quoted: str) -> str:
+    try:
+        # Models write control characters as they are.
+        return str(json.loads(quoted, strict=False))
+    except ValueError:
+        return quoted[1:-1]
+
+
+def _string_end(text: str, start: int) -> int | None:
+    place = start + 1
+    while place < len(text):
+        if text[place] == "\\":
+            place += 2
+        elif text[place] == '"':
+            return place + 1
+        else:
+            place += 1
+    return None
+
+
+def _nested_end(text: str, start: int) -> int | None:
+    depth = 0
+    place = start
+    while place < len(text):
+        if text[place] == '"':
+            end = _string_end(text, place)
+            if end is None:
+                return None
+            place = end
+            continue
+        depth += (text[place] in _OPENING) - (text[place] in _CLOSING)
+        place += 1
+        if depth == 0:
+            return place
+    return None

@@ -1,0 +1,1 @@
+"""The server beyond one machine: replicas of the engine on Ray."""

@@ -1,0 +1,176 @@
+"""What every endpoint works with: the engine under its names, and prompts made into tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.input_processor import PromptTokens
+from sametoken.server.config import AUTO, NONE, ServerConfig
+from sametoken.server.errors import ApiError, invalid
+from sametoken.server.generation import Generation
+from sametoken.server.responses import ModelCard
+from sametoken.server.times import RequestTimes
+from sametoken.server.tool_parsers import TOOL_PARSERS, ToolParser, parser_of_template
+
+if TYPE_CHECKING:
+    from sametoken.engine.async_llm import AsyncLLM
+
+#: Options of the chat template that the server sets itself, or that would replace it.
+_RESERVED = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "messages",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tools",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One engine behind the API.
+
+    Attributes:
+        engine: takes the requests.
+        config: options of the server.
+        times: histograms of requests.
+        defaults: sampling parameters that the checkpoint recommends.
+        created: when the server started, in seconds since 1970.
+    """
+
+    engine: AsyncLLM
+    config: ServerConfig
+    times: RequestTimes
+    defaults: SamplingParams
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that requests may give as ``model``; the first is shown in answers."""
+        return served_names(self.config, self.engine.resolved.model)
+
+    def name(self, asked: str | None) -> str:
+        """The model's name in the answer to a request.
+
+        Raises:
+            ApiError: no model has the name that was asked for.
+        """
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            raise ApiError(
+                404,
+                f"the model {asked!r} does not exist. Use {' or '.join(map(repr, self.names))}",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    def cards(self) -> list[ModelCard]:
+        """The model under each of its names."""
+        resolved = self.engine.resolved
+        return [
+            ModelCard(
+                id=name,
+                object="model",
+                created=self.created,
+                owned_by="sametoken",
+                root=resolved.model,
+                max_model_len=resolved.max_model_len,
+            )
+            for name in self.names
+        ]
+
+    def check(self, num_prompts: int, params: SamplingParams) -> None:
+        """Look at a request before any of its prompts is made into tokens.
+
+        Raises:
+            ApiError: there are too many completions, or more drafts are asked for than k.
+        """
+        num_completions, most = num_prompts * params.n, self.config.max_completions
+        if num_completions > most:
+            raise invalid(
+                f"the request is for {num_completions} completions and at most {most} are allowed. "
+                "Send several requests",
+                "n",
+            )
+        k, asked = self.engine.resolved.num_speculative_tokens, params.num_speculative_tokens
+        if asked is not None and asked > k:
+            raise invalid(
+                f"num_speculative_tokens={asked} is above the {k} of this server. Use 0 to {k}",
+                "speculative",
+            )
+
+    async def begin(
+        self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
+    ) -> Generation:
+        """Begin all prompts of a request, or none.
+
+        Raises:
+            RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses.
+        """
+        if params.structured_outputs is not None:
+            await self.engine.prepare(params)
+        return await Generation.begin(self.engine, prompts, params, request_id, self.times)
+
+    async def tokenize(
+        self, prompt: str | list[int], *, add_special_tokens: bool = True
+    ) -> PromptTokens:
+        """A prompt's token ids; the event loop goes on meanwhile.
+
+        Raises:
+            RequestError: it is a text and there is no tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return PromptTokens(None, tuple(prompt))
+        if add_special_tokens:
+            return await asyncio.to_thread(self.engine.tokenize, prompt)
+        encode = self.engine.get_tokenizer().encode
+        token_ids = await asyncio.to_thread(encode, prompt, add_special_tokens=False)
+        return PromptTokens(prompt, token_ids)
+
+    async def render(
+        self, messages: list[dict[str, Any]], given: dict[str, Any] | None, **options: Any
+    ) -> PromptTokens:
+        """The prompt that a conversation makes.
+
+        Args:
+            messages: as the chat template takes them.
+            given: the client's own variables for the template.
+            options: the server's.
+
+        Raises:
+            ApiError: the client sets what is the server's.
+            RequestError: there is no chat template, or it refuses.
+        """
+        for name in given or {}:
+            if name in _RESERVED:
+                raise invalid(
+                    f"chat_template_kwargs may not set {name!r}. Leave it out",
+                    "chat_template_kwargs",
+                )
+        every = {**(given or {}), **options}
+        return await asyncio.to_thread(self.engine.render_chat, messages, **every)
+
+    def tool_parser(self) -> ToolParser | None:
+        """The parser for the model's tool calls; None if there is none."""
+        name: str | None = self.config.tool_call_parser
+        if name == AUTO:
+            name = parser_of_template(str(self.engine.get_tokenizer().hf.chat_template or ""))
+        return None if name in (None, NONE) else TOOL_PARSERS[name]
+
+
+def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:
+    """Names of the model in the API: those given, or the one that it was loaded by."""
+    return config.served_model_name or (model,)

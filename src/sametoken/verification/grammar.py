@@ -1,0 +1,165 @@
+"""Grammar masks: every window row knows the text that its own drafts would make.
+
+A matcher moves over committed tokens alone. Each step first takes up what the steps before
+have committed, then tries the window's drafts on a copy, so a rejected draft leaves no trace
+(tests/e2e/test_structured_outputs.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.core.plan import Admission
+from sametoken.core.structured_outputs import Matcher
+from sametoken.state.inputs import StepInputs
+from sametoken.state.sequences import Sequences
+from sametoken.state.upload import to_device
+
+_FORBIDDEN = float("-inf")
+_EVERYTHING, _NOTHING = -1, 0
+_WORD_BITS = 32
+
+# Rows are independent, so a bounded number at a time costs no bits and saves memory.
+_ROWS_AT_A_TIME = 16
+
+
+@dataclass(slots=True)
+class Cursor:
+    """One request's place in its grammar.
+
+    Attributes:
+        matcher: has accepted the output below ``position``.
+        position: committed tokens, prompt included, that it has seen.
+        lost: the matcher has refused a committed token, or broke; it says nothing any more.
+    """
+
+    matcher: Matcher
+    position: int
+    lost: bool = False
+
+    def advance(self, newest: list[int], num_tokens: int, masks: Tensor, drafts: list[int]) -> None:
+        """Take up committed tokens, then write the masks of a window.
+
+        Args:
+            newest, num_tokens: as in ``catch_up``.
+            masks, drafts: as in ``fill``; nothing is allowed once the cursor is lost.
+        """
+        try:
+            self.catch_up(newest, num_tokens)
+            if not self.lost:
+                self.fill(masks, drafts)
+        except RuntimeError:
+            # A defect of the grammar library costs its own request, not the engine.
+            self.lost = True
+        if self.lost:
+            masks.fill_(_NOTHING)
+
+    def catch_up(self, newest: list[int], num_tokens: int) -> None:
+        """Take up committed tokens.
+
+        Args:
+            newest: the last committed tokens, all that were not seen among them.
+            num_tokens: how many are committed.
+        """
+        for token_id in newest[len(newest) - (num_tokens - self.position) :]:
+            self.lost = self.lost or not self.matcher.accept(token_id)
+        self.position = num_tokens
+
+    def fill(self, masks: Tensor, drafts: list[int]) -> None:
+        """Write the masks of a window. Its drafts are tried on a copy of the matcher.
+
+        A draft that the grammar refuses cannot be accepted, so the rows after it decide
+        nothing and stay as they are.
+
+        Args:
+            masks: [d + 1, ceil(V / 32)] int32, every bit set; written.
+            drafts: the window's d drafts.
+        """
+        self.matcher.fill(masks, 0)
+        ahead = self.matcher.copy() if drafts else self.matcher
+        for row, draft in enumerate(drafts, 1):
+            if not ahead.accept(draft):
+                break
+            ahead.fill(masks, row)
+
+
+class SlotGrammars:
+    """Cursors of the slots whose requests have a grammar.
+
+    Args:
+        sequences: committed tokens; read only.
+    """
+
+    def __init__(self, sequences: Sequences) -> None:
+        self._sequences = sequences
+        self._cursors: dict[int, Cursor] = {}
+
+    def admit(self, admission: Admission) -> None:
+        """Replace the slot's former cursor."""
+        self._cursors.pop(admission.slot, None)
+        if admission.grammar is not None:
+            matcher = admission.grammar.new_matcher()
+            self._cursors[admission.slot] = Cursor(matcher, len(admission.prompt_token_ids))
+
+    def mask(self, logits: Tensor, x: StepInputs) -> Tensor:
+        """Forbid what the grammars do, in place.
+
+        Args:
+            logits: [L, V] fp32, written in rows of requests with a grammar.
+            x: the step's inputs, before its commit.
+
+        Returns:
+            [L] bool: rows of a grammar that have no token left.
+        """
+        stuck = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        if not self._cursors:
+            return stuck
+        for cursor, start, newest, num_tokens, drafts in self._windows(x):
+            masks = _permissive(len(drafts) + 1, logits)
+            cursor.advance(newest, num_tokens, masks, drafts)
+            rows = slice(start, start + len(drafts) + 1)
+            _apply(logits[rows], masks)
+            stuck[rows] = logits[rows].amax(dim=-1) == _FORBIDDEN
+        return stuck
+
+    def _windows(self, x: StepInputs) -> list[tuple[Cursor, int, list[int], int, list[int]]]:
+        """Cursor, first logits row, newest tokens, ``num_tokens`` and drafts of each window.
+
+        One transfer: a step commits at most k + 1 tokens, so as many are read of each slot.
+        """
+        reach = torch.arange(self._sequences.max_num_drafts, -1, -1, device=x.slots.device)
+        where = (x.num_tokens[:, None] - 1 - reach).clamp(min=0)
+        newest = self._sequences.token_ids[x.slots[:, None], where]
+        lengths = (x.slots, x.samples.long(), x.window_starts, x.num_drafts, x.num_tokens)
+        columns = torch.cat((torch.stack(lengths, dim=1), newest), dim=1)
+        window_ids = x.token_ids[x.logits_indices]
+        values = torch.cat((columns.flatten(), window_ids)).tolist()
+        width = columns.shape[1]
+        ids = values[len(x.slots) * width :]
+        found = []
+        for b in range(len(x.slots)):
+            slot, samples, start, num_drafts, num_tokens, *last = values[b * width :][:width]
+            if samples and slot in self._cursors:
+                drafts = ids[start + 1 : start + 1 + num_drafts]
+                found.append((self._cursors[slot], start, last, num_tokens, drafts))
+        return found
+
+
+def _permissive(num_rows: int, logits: Tensor) -> Tensor:
+    """Masks in host memory that allow everything; pinned if they are to travel."""
+    words = -(-logits.shape[1] // _WORD_BITS)
+    pinned = logits.device.type == "cuda"
+    return torch.full((num_rows, words), _EVERYTHING, dtype=torch.int32, pin_memory=pinned)
+
+
+def _apply(window: Tensor, masks: Tensor) -> None:
+    words = to_device(masks, window.device)
+    bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=window.device)
+    for first in range(0, window.shape[0], _ROWS_AT_A_TIME):
+        rows = slice(first, first + _ROWS_AT_A_TIME)
+        allowed = (words[rows, :, None] >> bits) & 1
+        forbidden = allowed.flatten(1)[:, : window.shape[1]] == 0
+        window[rows].masked_fill_(forbidden, _FORBIDDEN)

@@ -1,0 +1,109 @@
+"""``sametoken audit`` as a user runs it, on tiny random models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from helpers.chat_model import write_chat_model
+from sametoken.cli.main import app
+from sametoken.verification.keyed import KeyedVerifier
+
+CHROMIUM = Path("/usr/bin/chromium")
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+SMALL = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "300", "--dataset", "random")
+SMALL += ("--limit", "3", "--max-tokens", "12", "--concurrency", "3", "--alone", "2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_chat_model(tmp_path_factory.mktemp("chat")))
+
+
+def audit(*arguments: str):
+    return CliRunner().invoke(app, ["audit", *arguments])
+
+
+def test_a_clean_engine_exits_with_0(model, tmp_path):
+    page = tmp_path / "audit.html"
+    result = audit(model, *SMALL, "--speculative-config", NGRAM, "--json", "--html", str(page))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["summary"] == "identical"
+    assert {run["num_requests"] for run in found["comparisons"]} == {2, 6}
+    assert found["diagnosis"]["profiles"]["running"]["judged"]
+    assert json.loads(embedded(page)) == found
+
+
+def test_a_corrupt_engine_exits_with_1(model, monkeypatch):
+    judge = KeyedVerifier.judge
+
+    def one_draft_too_many(self, logits, x):
+        verdict = judge(self, logits, x)
+        return replace(verdict, num_accepted=torch.minimum(verdict.num_accepted + 1, x.num_drafts))
+
+    monkeypatch.setattr(KeyedVerifier, "judge", one_draft_too_many)
+    result = audit(model, *SMALL, "--speculative-config", NGRAM, "--no-diagnose")
+    assert result.exit_code == 1, result.output
+    assert "corrupted" in result.stdout
+    assert "in place of" in result.stdout
+
+
+def embedded(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    start = text.index('type="application/json">') + len('type="application/json">')
+    return text[start : text.index("</script>", start)]
+
+
+@pytest.mark.skipif(not CHROMIUM.exists(), reason="Chromium is not installed")
+def test_the_report_works_in_a_browser(model, tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    page_file = tmp_path / "audit.html"
+    result = audit(model, *SMALL, "--speculative-config", NGRAM, "--json", "--html", str(page_file))
+    found = json.loads(result.stdout)
+    errors: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(page_file.as_uri())
+        assert page.inner_text("#verdict") == found["summary"]
+        runs = page.locator("#runs tbody tr")
+        assert runs.count() == len(found["comparisons"]) + len(found["repeats"])
+        page.select_option("#profile", "alone")
+        alone = found["diagnosis"]["profiles"]["alone"]
+        assert page.locator(".bars div").count() == len(alone["judged"])
+        browser.close()
+    assert errors == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "no speculation to audit"),
+        (("--speculative-config", NGRAM, "--dataset", "alpaca"), "not known"),
+        (("--speculative-config", NGRAM, "--temperature", "warm"), "not a list of numbers"),
+        (("--speculative-config", NGRAM, "--temperature", "-1"), "below 0"),
+        (("--speculative-config", NGRAM, "--prompts", "absent.jsonl"), "cannot be read"),
+        (("--speculative-config", NGRAM, "--load-format", "dummy"), "says nothing"),
+    ],
+)
+def test_bad_input_is_named_before_any_work(model, arguments, words):
+    result = audit(model, *SMALL, *arguments)
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+def test_nothing_to_audit():
+    result = audit("--limit", "1")
+    assert result.exit_code == 2
+    assert "give MODEL" in result.output
+    result = audit("--url", "http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert "baseline" in result.output

@@ -1,0 +1,157 @@
+"""The audit names every bug class that this project exists to make impossible."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.harness import build
+from helpers.hybrid_toy import HybridToy
+from helpers.twin import PROMPTS, Twin
+from mutants import catalogue
+from regression.test_vllm_39273 import PROMPTS as HYBRID_PROMPTS
+from regression.test_vllm_39273 import SHAPE, ThreeStepsThenNone
+from regression.test_vllm_39273 import K as MANY
+from sametoken.audit.answers import Ask
+from sametoken.audit.compare import CORRUPTION
+from sametoken.audit.diagnosis import STALE_LENGTHS
+from sametoken.audit.engine_audit import AuditSettings, audit_engine
+from sametoken.audit.verdict import CORRUPTED, IDENTICAL
+from sametoken.bench.acceptance import BEYOND_FIRST, OTHER_DRAFTER
+from sametoken.config import EngineConfig
+from sametoken.drafters.context import DraftContext
+from sametoken.drafters.eagle import EagleDrafter
+
+K = 4
+CONFIG = EngineConfig.from_options(
+    model="twin", speculative_config={"method": "mtp", "num_speculative_tokens": K}
+)
+SETTINGS = AuditSettings(concurrency=3, num_alone=2)
+
+
+def asks_of(prompts, max_tokens: int) -> list[Ask]:
+    return [
+        Ask(f"{name}@{temperature}", tuple(prompt), "", temperature, seed, max_tokens)
+        for temperature in (0.0, 0.8)
+        for seed, (name, prompt) in enumerate(prompts.items())
+    ]
+
+
+TWIN_ASKS = asks_of({f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}, 28)
+
+
+def audited(core, k: int):
+    """An engine of the bench with what an audit reads of its settings."""
+    config = SimpleNamespace(num_drafts=k)
+    model = SimpleNamespace(eos_token_ids=())
+    core.resolved = SimpleNamespace(
+        steps_in_flight=core.resolved.steps_in_flight, config=config, model=model
+    )
+    return core
+
+
+def audit_twin(directory, *, plant=lambda: None, steps_in_flight: int = 1, spoil: bool = True):
+    """Audit an engine; ``plant`` is called before the one with speculation is built."""
+    twin = Twin(directory)
+
+    def make(config):
+        k = config.num_drafts
+        spoilt = spoil and k > 0
+        if k:
+            plant()
+        core = twin.engine(max(k, 1), steps_in_flight=steps_in_flight, spoil=spoilt)
+        return audited(core, k)
+
+    return audit_engine(CONFIG, TWIN_ASKS, SETTINGS, build=make)
+
+
+def causes(verdict) -> list[str]:
+    return [finding.cause for finding in verdict.diagnosis.findings]
+
+
+def stale_rows_in_the_chain(patch: pytest.MonkeyPatch) -> None:
+    """The first chain step of as many requests serves all later ones, as a stale graph does."""
+    advanced, kept = DraftContext.advanced, {}
+
+    def mutant(self, chains):
+        return kept.setdefault(len(chains.owner), advanced(self, chains))
+
+    patch.setattr(DraftContext, "advanced", mutant)
+
+
+def another_models_drafts(patch: pytest.MonkeyPatch) -> None:
+    original = EagleDrafter.propose
+
+    def mutant(self, context):
+        drafts = original(self, context)
+        return dataclasses.replace(drafts, draft_ids=(drafts.draft_ids + 1) % 7)
+
+    patch.setattr(EagleDrafter, "propose", mutant)
+
+
+def test_the_clean_engine_passes(tmp_path):
+    verdict = audit_twin(tmp_path)
+    assert verdict.summary == IDENTICAL
+    assert causes(verdict) == []
+    assert verdict.noise == 0.0
+    assert verdict.diagnosis.profiles["running"].num_later > 50
+    assert verdict.comparisons[-1].num_logits == 28 * len(TWIN_ASKS)
+    assert len(verdict.diagnosis.replays) > 20
+
+
+@pytest.mark.parametrize(
+    ("plant", "cause"),
+    [
+        (catalogue.newest_token_is_read_at_the_optimistic_length, STALE_LENGTHS),
+        (catalogue.end_counts_rejected_drafts, STALE_LENGTHS),
+        (stale_rows_in_the_chain, BEYOND_FIRST),
+        (another_models_drafts, OTHER_DRAFTER),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_drafter_bugs_are_named_although_no_token_changes(tmp_path, monkeypatch, plant, cause):
+    verdict = audit_twin(
+        tmp_path,
+        plant=lambda: plant(monkeypatch),
+        spoil=plant is not stale_rows_in_the_chain,
+    )
+    assert verdict.summary == IDENTICAL
+    assert cause in causes(verdict), verdict.diagnosis
+
+
+def test_a_copy_read_in_flight_is_corruption(tmp_path, monkeypatch):
+    verdict = audit_twin(
+        tmp_path,
+        plant=lambda: catalogue.copy_is_read_in_flight_unchecked(monkeypatch),
+        steps_in_flight=3,
+    )
+    assert verdict.summary == CORRUPTED
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [catalogue.a_step_without_drafts_does_not_fold, catalogue.rejected_drafts_are_folded],
+    ids=lambda plant: plant.__name__,
+)
+def test_recurrent_state_that_ran_ahead_is_corruption(monkeypatch, plant):
+    plant(monkeypatch)
+    model = HybridToy(pull=9.0)
+    ngram = EngineConfig.from_options(
+        model="hybrid", speculative_config={"method": "ngram", "num_speculative_tokens": MANY}
+    )
+
+    def make(config):
+        if not config.num_drafts:
+            return audited(build(model, SHAPE), 0)
+        return audited(
+            build(model, SHAPE, make_drafter=lambda parts: ThreeStepsThenNone(MANY, 2, 10)), MANY
+        )
+
+    settings = AuditSettings(concurrency=2, num_alone=2, diagnose=False)
+    verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 120), settings, build=make)
+    assert verdict.summary == CORRUPTED
+    divergences = [d for comparison in verdict.comparisons for d in comparison.divergences]
+    assert CORRUPTION in {d.kind for d in divergences}
+    assert all(d.window is not None for d in divergences)

@@ -1,0 +1,96 @@
+"""Two of our own servers under audit: clean, with a planted defect, and merely noisy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.chat_model import write_chat_model
+from helpers.http_server import running_server
+from helpers.serving import build_corrupt, build_noisy
+from sametoken.audit.answers import Ask
+from sametoken.audit.compare import CORRUPTION
+from sametoken.audit.server_audit import audit_sides, server_side
+from sametoken.audit.servers import Server
+from sametoken.audit.verdict import CORRUPTED, IDENTICAL, NONDETERMINISTIC
+from sametoken.cli.main import app
+
+NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    }
+}
+TEXTS = ("the cat in the hat in the cat in the", "a a a b a a a b", "in there, in the end")
+ASKS = [
+    Ask(f"{seed}@{temperature}", (), text, temperature, seed, 32)
+    for temperature in (0.0, 0.8)
+    for seed, text in enumerate(TEXTS)
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    with running_server(model) as server:
+        yield server.url
+
+
+def audit(subject: str, baseline: str):
+    return audit_sides(
+        server_side(Server(subject), 3), server_side(Server(baseline + "/v1"), 3), ASKS
+    )
+
+
+def test_a_clean_server_is_identical(model, plain):
+    with running_server(model, engine=NGRAM) as server:
+        verdict = audit(server.url, plain)
+        assert verdict.summary == IDENTICAL
+        profile = verdict.diagnosis.profiles["running"]
+        assert profile.num_first > 10
+        asked = ["audit", "--url", server.url, "--baseline-url", plain, "--json"]
+        asked += ["--limit", "2", "--max-tokens", "8", "--dataset", "random"]
+        result = CliRunner().invoke(app, asked)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert found["identical"]
+        assert found["comparisons"][0]["num_requests"] == 4
+
+
+def test_a_planted_defect_is_corruption(model, plain):
+    with running_server(model, engine=NGRAM, build=build_corrupt) as server:
+        verdict = audit(server.url, plain)
+    assert verdict.summary == CORRUPTED
+    assert not verdict.repeats[0].divergences
+    assert any(d.kind == CORRUPTION for d in verdict.comparisons[0].divergences)
+
+
+def test_a_server_that_is_merely_nondeterministic_is_called_so(model, plain):
+    with running_server(model, build=build_noisy) as server:
+        verdict = audit(server.url, plain)
+    assert not verdict.identical
+    assert verdict.summary == NONDETERMINISTIC
+
+
+def test_our_engine_is_a_baseline(model):
+    with running_server(model, engine=NGRAM) as server:
+        asked = ["audit", str(model), "--url", server.url, "--json", "--device", "cpu"]
+        asked += ["--limit", "2", "--max-tokens", "8", "--dtype", "float32", "--num-kv-blocks"]
+        result = CliRunner().invoke(app, [*asked, "300"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["summary"] == IDENTICAL
+
+
+def test_a_server_that_is_not_there_is_named():
+    asked = ["audit", "--url", "http://127.0.0.1:9", "--baseline-url", "http://127.0.0.1:9"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert "127.0.0.1:9" in result.output

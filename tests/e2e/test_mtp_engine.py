@@ -1,0 +1,197 @@
+"""Engines that draft with the multi-token-prediction module of their own checkpoint."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+import pytest
+
+from helpers.checkpoints import VOCAB, write_checkpoint, write_llama
+from helpers.harness import request, run
+from helpers.hybrids import (
+    hybrid_config,
+    hybrid_tensors,
+    merged_experts,
+    twin_config,
+    twin_tensors,
+    without_mtp,
+    write_hybrid,
+)
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.models.decoder import Decoder
+
+# Lengths around the edges of chunks, which are of 8.
+PROMPTS = [[0, 1, 4], [0, 2, 6, 5, 3, 5, 8, 9], list(range(17)), [0, 7, 7, 7], [0, 7, 1] * 8]
+MAX_TOKENS = 16
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
+def checkpoint(request, tmp_path_factory):
+    config = hybrid_config(request.param)
+    tensors = hybrid_tensors(config, seed=3)
+    return write_checkpoint(tmp_path_factory.mktemp(request.param), config, merged_experts(tensors))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return write_hybrid(tmp_path_factory.mktemp("dense"), seed=4)
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory):
+    config = twin_config()
+    return write_checkpoint(tmp_path_factory.mktemp("twin"), config, twin_tensors(config, seed=6))
+
+
+def build(path, k: int = 0, **options):
+    spec = options.pop("speculative_config", None)
+    if k:
+        spec = {"method": "mtp", "num_speculative_tokens": k} | (spec or {})
+    options = {
+        "model": str(path),
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 32,
+        "prefill_chunk_size": 8,
+        "block_size": 8,
+        "max_model_len": 48,
+        "kv_cache_memory_bytes": 2**20,
+        "speculative_config": spec,
+    } | options
+    return build_engine(EngineConfig.from_options(**options))
+
+
+def requests():
+    """Every other one is sampled."""
+    return [
+        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, temperature=0.9 * (i % 2))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+@lru_cache
+def plain(path, dtype: str = "float32") -> dict[str, list[int]]:
+    return run(build(path, dtype=dtype), requests()).tokens
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_no_number_of_drafts_changes_a_token(dense, k):
+    drafted = run(build(dense, k), requests())
+    assert drafted.tokens == plain(dense)
+    assert drafted.offered > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_neither_do_experts_nor_another_dtype(checkpoint, dtype):
+    drafted = run(build(checkpoint, 3, dtype=dtype), requests())
+    assert drafted.tokens == plain(checkpoint, dtype)
+    assert drafted.offered > 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight, chunk):
+    core = build(dense, 4, steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)
+    assert run(core, requests()).tokens == plain(dense)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k):
+    """Through chunks and steps in flight, by greedy requests and sampled ones."""
+    drafted = run(build(twin, k, steps_in_flight=1 + k % 3), requests())
+    assert drafted.tokens == plain(twin)
+    assert drafted.accepted == drafted.offered > 0
+
+
+def test_preemption_takes_its_kv_along(twin, monkeypatch):
+    core = build(twin, 3, num_kv_blocks=8, max_model_len=40)
+    swap, swapped = core._runner.swap, []
+    move_out = swap.move_out
+    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    drafted = run(core, requests())
+    assert swapped, "nothing was preempted"
+    assert drafted.tokens == plain(twin)
+    assert drafted.accepted == drafted.offered > 0
+
+
+def test_synthetic_acceptance_accepts_as_often_as_it_is_told(dense):
+    synthetic = {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1.0, 1.0, 0.0],
+    }
+    drafted = run(build(dense, 3, speculative_config=synthetic), requests())
+    assert drafted.offered > 0
+    assert 0.5 < drafted.accepted / drafted.offered < 0.8
+
+
+@pytest.mark.parametrize("method", ["qwen3_5_mtp", "qwen3_next_mtp"])
+def test_older_names_of_the_method_work(twin, method):
+    core = build(twin, 2, speculative_config={"method": method})
+    assert core.resolved.config.speculative_config.method == "mtp"
+    assert run(core, requests()[:1]).accepted > 0
+
+
+def published_shape(config: dict) -> dict:
+    """The keys of Qwen3.5-9B's config.json over small sizes."""
+    published = {
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "attention_bias": False,
+        "mamba_ssm_dtype": "float32",
+        "eos_token_id": 5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.5,
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 0],
+        },
+    }
+    text = {key: value for key, value in config["text_config"].items() if key != "layer_types"}
+    del text["mtp_use_dedicated_embeddings"]
+    return config | {
+        "model_type": "qwen3_5",
+        "dtype": "bfloat16",
+        "text_config": text | published | {"dtype": "bfloat16"},
+        "vision_config": {"depth": 2, "hidden_size": 8},
+        "tie_word_embeddings": False,
+    }
+
+
+def test_a_published_config_alone_makes_a_drafting_engine(tmp_path):
+    config = published_shape(hybrid_config("qwen3_5"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    core = build(tmp_path, 3, load_format="dummy")
+    assert core.resolved.model.vocab_size == VOCAB
+    drafted = run(core, requests()[:2])
+    assert drafted.offered > 0
+    assert drafted.tokens == run(build(tmp_path, load_format="dummy"), requests()[:2]).tokens
+
+
+def refuse_to_load(monkeypatch) -> None:
+    def loaded(self, *args, **options):
+        raise AssertionError("the target was loaded first")
+
+    monkeypatch.setattr(Decoder, "__init__", loaded)
+
+
+def test_a_checkpoint_without_the_module_is_refused_before_the_target_loads(tmp_path, monkeypatch):
+    config = hybrid_config("qwen3_5")
+    write_checkpoint(tmp_path, config, without_mtp(hybrid_tensors(config)))
+    refuse_to_load(monkeypatch)
+    with pytest.raises(CheckpointError, match="holds no multi-token-prediction module"):
+        build(tmp_path, 2)
+
+
+def test_a_target_of_another_kind_is_refused_before_it_loads(tmp_path, monkeypatch):
+    write_llama(tmp_path)
+    refuse_to_load(monkeypatch)
+    with pytest.raises(UnsupportedError, match="'mtp' does not run with LlamaForCausalLM"):
+        build(tmp_path, 2)
+
+
+def test_more_drafts_than_a_module_is_good_for_are_refused(dense):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=9 .* 'mtp'"):
+        build(dense, 9)

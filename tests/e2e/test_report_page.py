@@ -1,0 +1,190 @@
+"""The report in a browser, from disk: no errors, filters that filter, the numbers of the files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.bench_engine import document
+from sametoken.bench.files import write_json
+from sametoken.cli.main import app
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    write_json(directory / "main.json", document())
+    write_json(directory / "change.json", document(speed=1.25))
+    write_json(directory / "plain.json", document(method=None, synthetic=["dummy weights"]))
+    return [directory / f"{name}.json" for name in ("main", "change", "plain")]
+
+
+@pytest.fixture(scope="module")
+def page_path(sources, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    result = CliRunner().invoke(app, ["bench", "report", *map(str, sources), "--html", str(path)])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # A container has no user namespaces for the sandbox.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, page_path):
+    """The page with all that it logs and every address that it asks for."""
+    context = browser.new_context(offline=True, color_scheme="light")
+    page = context.new_page()
+    logged, asked = [], []
+    page.on("console", lambda message: logged.append(message.text))
+    page.on("pageerror", lambda error: logged.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(page_path.as_uri())
+    page.wait_for_selector("#comparison table")
+    yield page
+    assert logged == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    context.close()
+
+
+def shown_numbers(page):
+    """(run, requests at once, metric) to the exact value, of what the table shows."""
+    cells = page.eval_on_selector_all(
+        "#comparison td[data-metric]",
+        "cells => cells.map(c => [c.dataset.run, c.dataset.workload, c.dataset.metric,"
+        " c.dataset.value, c.textContent])",
+    )
+    return {
+        (run, json.loads(workload)["concurrency"], metric): (json.loads(value), text)
+        for run, workload, metric, value, text in cells
+    }
+
+
+def test_the_numbers_are_those_of_the_files(page, sources):
+    found = {}
+    for view in ("throughput", "latency", "speculation"):
+        page.click(f"#views [data-view={view}]")
+        found |= shown_numbers(page)
+    expected = {}
+    for source in sources:
+        for result in json.loads(source.read_text())["results"]:
+            for metric in ("tokens_per_second", "ttft_median", "tpot_mean", "acceptance_length"):
+                if result[metric] is not None:
+                    expected[source.stem, result["concurrency"], metric] = result[metric]
+    assert {key: found[key][0] for key in expected} == expected
+    assert found["main", 1, "ttft_median"][1].startswith("12.35")
+    assert ("plain", 1, "acceptance_length") not in found
+    embedded = json.loads(page.text_content("#data"))
+    assert len(embedded["cells"]) == 6
+
+
+def test_changes_are_against_the_baseline_and_its_spread(page):
+    cell = page.locator("td[data-metric=tokens_per_second][data-run=change]").first
+    assert float(cell.locator(".delta").get_attribute("data-change")) == pytest.approx(0.25)
+    assert "better" in cell.locator(".delta").get_attribute("class")
+    assert "123.8 … 126.3" in cell.inner_text()
+    slower = page.locator("td[data-metric=ttft_median][data-run=change] .delta").first
+    assert float(slower.get_attribute("data-change")) == pytest.approx(-0.2)
+    assert slower.get_attribute("title") == "spread not known"
+    # The same numbers lie within each other's spread.
+    same = page.locator("td[data-metric=tokens_per_second][data-run=plain] .delta").first
+    assert same.get_attribute("title") == "within the spread"
+    page.select_option("[data-filter='compared with']", label="run change")
+    main = page.locator("td[data-metric=tokens_per_second][data-run=main] .delta").first
+    assert float(main.get_attribute("data-change")) == pytest.approx(-0.2)
+
+
+def test_filters_filter_tables_and_charts(page):
+    assert {key[0] for key in shown_numbers(page)} == {"main", "change", "plain"}
+    page.select_option("[data-filter='run']", label="change")
+    assert {key[0] for key in shown_numbers(page)} == {"change"}
+    traces = page.evaluate("document.getElementById('bars').data.map(trace => trace.name)")
+    assert traces == ["change: ngram, k=2"]
+    page.select_option("[data-filter='at once']", label="4")
+    assert {key[1] for key in shown_numbers(page)} == {4}
+    page.select_option("[data-filter='drafter']", label="none")
+    assert "Nothing matches" in page.inner_text("#comparison")
+    page.select_option("[data-filter='run']", label="all")
+    assert {key[0] for key in shown_numbers(page)} == {"plain"}
+    assert page.is_hidden("#acceptance-panel")
+
+
+def test_charts_draw_the_numbers(page, sources):
+    (_, four) = json.loads(sources[0].read_text())["results"]
+    pareto = page.evaluate("document.getElementById('pareto').data")
+    assert [trace["name"] for trace in pareto][-1] == "frontier"
+    main = next(trace for trace in pareto if trace["name"].startswith("main"))
+    assert main["x"][1] == pytest.approx(1000 / four["tpot_median"])
+    assert main["y"][1] == four["tokens_per_second"]
+    # The faster run alone is on the frontier.
+    change = next(trace for trace in pareto if trace["name"].startswith("change"))
+    assert sorted(pareto[-1]["y"]) == sorted(change["y"])
+
+
+def test_the_spec_decode_view_has_acceptance_per_position(page):
+    page.click("#views [data-view=speculation]")
+    assert page.is_hidden("#pareto")
+    rates = page.eval_on_selector_all(
+        "#acceptance-table td[data-run=main]",
+        "cells => cells.map(c => [c.dataset.position, c.dataset.value])",
+    )
+    assert rates == [["1", "0.75"], ["2", "0.5"]] * 2
+    drawn = page.evaluate("document.getElementById('acceptance').data[0].y")
+    assert drawn == [75, 50]
+    assert page.get_attribute("#views [data-view=speculation]", "aria-pressed") == "true"
+
+
+def test_tokens_of_a_request_by_window(page):
+    page.click("#views [data-view=requests]")
+    kinds = page.eval_on_selector_all(
+        "#tokens [data-kind]", "tokens => tokens.map(t => [t.dataset.kind, t.textContent])"
+    )
+    assert kinds == [
+        ["plain", "</script>"],
+        ["accepted", " <b>"],
+        ["accepted", "one"],
+        ["bonus", "↵\n"],
+        ["corrected", " two"],
+    ]
+    assert page.text_content("#tokens .refused") == "\N{MINUS SIGN}2"
+    windows = page.eval_on_selector_all("#tokens .window", "all => all.map(w => w.ariaLabel)")
+    assert windows[1] == "window 2: 2 drafts, 2 accepted"
+    assert "5 tokens in 3 steps" in page.inner_text("#token-note")
+
+
+def test_the_time_line_is_of_the_chosen_run(page):
+    page.click("#views [data-view=requests]")
+    page.select_option("#timeline-cell", index=1)
+    bars = page.evaluate("document.getElementById('timeline').data.map(t => [t.name, t.x.length])")
+    assert bars == [["until the first token", 4], ["tokens arrive", 4]]
+
+
+def test_what_is_made_up_is_said_and_the_theme_changes(page):
+    assert page.inner_text("#synthetic") == "DUMMY WEIGHTS: only times mean anything."
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+
+
+def test_every_control_has_a_name(page):
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('select')].filter(c => !c.labels.length).length"
+        " + [...document.querySelectorAll('button:not(.modebar-btn)')]"
+        ".filter(c => !c.textContent.trim()).length"
+    )
+    assert unnamed == 0

@@ -1,0 +1,148 @@
+"""``sametoken serve`` as a process: vLLM's command line, and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from helpers.chat_model import save_tokenizer, vocab_size
+from helpers.hybrids import write_hybrid
+
+#: Both commands of vllm#39273, with our name in place of vLLM's.
+NAME = "morphllm/fast-apply-v4-axolotl-fp8"
+PLAIN = f"""sametoken serve {NAME} \\
+  --trust-remote-code \\
+  --enforce-eager \\
+  --enable-chunked-prefill \\
+  --max-model-len 131072 \\
+  --max-num-batched-tokens 131072 \\
+  --additional-config '{{"gdn_prefill_backend": "triton"}}'
+"""
+NGRAM = (
+    PLAIN.rstrip()
+    + """ \\
+  --speculative-config '{"method":"ngram","num_speculative_tokens":64,\
+"prompt_lookup_max":10,"prompt_lookup_min":2}'
+"""
+)
+REQUEST = {
+    "model": NAME,
+    "prompt": "<code>\nclass Calculator:\n    def add(self, a, b):\n        return a + b\n</code>\n"
+    "<update>\nAdd subtract and multiply methods\n</update>",
+    "max_tokens": 300,
+    "temperature": 0,
+}
+#: Ports are the system's choice, and a toy needs no gigabyte.
+TEST_OPTIONS = "--port 0 --device cpu --num-kv-blocks 9000"
+
+
+class Command:
+    """A server that was started by a command line."""
+
+    def __init__(self, directory: Path, line: str) -> None:
+        words = shlex.split(line.replace("\\\n", " "))
+        assert words[0] == "sametoken"
+        self.log = directory / f"{len(words)}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sametoken", *words[1:]],
+                cwd=directory,
+                stderr=log,
+                stdout=log,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    def url(self) -> str:
+        """Where it listens, once it does."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if "Application startup complete" in self.log.read_text():
+                return re.search(r"at (http://\S+)", self.log.read_text())[1]
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def end(self, number: int) -> int:
+        """Its exit code after a signal."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """A working directory in which the model's name is a path."""
+    made = tmp_path_factory.mktemp("cwd")
+    sizes = {"vocab_size": vocab_size(), "max_position_embeddings": 131072, "eos_token_id": None}
+    # Of the first seeds, the one whose text repeats itself most.
+    save_tokenizer(write_hybrid(made / NAME, seed=2, **sizes))
+    return made
+
+
+@pytest.fixture(scope="module")
+def servers(directory):
+    started = [Command(directory, f"{line} {TEST_OPTIONS}") for line in (PLAIN, NGRAM)]
+    try:
+        yield started
+    finally:
+        for server in started:
+            server.process.kill()
+            server.process.wait()
+
+
+def test_vllm_39273(servers):
+    """There the second server wrote something else; here it says the same, in fewer steps."""
+    answers = [
+        httpx.post(
+            f"{server.url()}/v1/completions",
+            json=REQUEST | {"include_speculation_stats": True, "return_token_ids": True},
+            timeout=120,
+        ).json()
+        for server in servers
+    ]
+    plain, ngram = answers
+    assert ngram["choices"] == plain["choices"]
+    assert len(plain["choices"][0]["token_ids"]) == 300
+    assert plain["speculation"]["num_steps"] == 300
+    speculation = ngram["speculation"]
+    assert speculation["num_steps"] < 300
+    assert 0 < speculation["num_accepted_tokens"] < speculation["num_draft_tokens"]
+    assert "gdn_prefill_backend" in servers[0].log.read_text()
+
+
+def test_sigterm_lets_requests_finish_and_takes_no_new_ones(servers):
+    server = servers[1]
+    url = server.url()
+    body = REQUEST | {"stream": True, "max_tokens": 300}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while httpx.get(f"{url}/ready").status_code == 200:
+            assert time.monotonic() < deadline
+        refused = httpx.post(f"{url}/v1/completions", json=REQUEST)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert int(refused.headers["retry-after"]) > 0
+        assert httpx.get(f"{url}/health").json()["status"] == "draining"
+        *_, last, done = [line for line in lines if line]
+    assert done == "data: [DONE]"
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert server.process.wait(60) == 0
+
+
+def test_sigint_ends_the_server_at_once(servers):
+    server = servers[0]
+    body = REQUEST | {"stream": True, "max_tokens": 100_000}
+    with httpx.stream("POST", f"{server.url()}/v1/completions", json=body, timeout=120) as stream:
+        next(stream.iter_lines())
+        assert server.end(signal.SIGINT) == 130
+    assert "Traceback" not in server.log.read_text()

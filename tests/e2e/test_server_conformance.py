@@ -1,0 +1,100 @@
+"""The OpenAPI document is true: what fits it, and what does not, is answered as it says."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from helpers.chat_model import write_chat_model
+from helpers.http_server import running_server
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+OPERATIONS = {
+    "POST /v1/completions",
+    "POST /v1/chat/completions",
+    "GET /v1/models",
+    "GET /v1/models/{model}",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /health",
+    "GET /ready",
+    "GET /version",
+    "GET /metrics",
+    "GET /",
+}
+FIELDS = {"prompt", "messages", "n", "stream", "echo", "logprobs", "stop", "seed", "top_p"}
+#: No model has a name that is drawn.
+NEVER_RIGHT = {"GET /v1/models/{model}"}
+
+
+@pytest.fixture(scope="module")
+def operations(tmp_path_factory):
+    torch.set_num_threads(1)
+    model = write_chat_model(tmp_path_factory.mktemp("served") / "model")
+    with running_server(model, served_model_name=("tiny",), max_completions=4) as server:
+        document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        found = [one.ok() for one in document.get_all_operations()]
+        yield {operation.label: operation for operation in found}
+
+
+def test_every_endpoint_is_documented(operations):
+    assert set(operations) == OPERATIONS
+
+
+def draw(operation, mode: GenerationMode, check) -> None:
+    """Call ``check`` with cases of an operation."""
+
+    @seed(0)
+    @settings(
+        max_examples=20,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def each(case):
+        check(case)
+
+    each()
+
+
+@pytest.mark.parametrize("label", sorted(OPERATIONS))
+def test_answers_are_as_documented(operations, label):
+    statuses = []
+
+    def check(case):
+        if label.startswith("POST /v1/"):
+            # What is drawn is seldom a model's name or a known field; these reach the engine.
+            body = {name: case.body[name] for name in case.body if name in FIELDS}
+            case.body = body | {"model": "tiny", "max_tokens": 2}
+        statuses.append(case.call_and_validate(checks=CHECKS).status_code)
+
+    draw(operations[label], GenerationMode.POSITIVE, check)
+    assert label in NEVER_RIGHT or 200 in statuses
+
+
+@pytest.mark.parametrize("label", sorted(one for one in OPERATIONS if one.startswith("POST")))
+def test_wrong_bodies_are_refused_as_documented(operations, label):
+    def check(case):
+        assert case.call_and_validate(checks=CHECKS).status_code == 400
+
+    draw(operations[label], GenerationMode.NEGATIVE, check)

@@ -1,0 +1,287 @@
+"""The API as its users meet it: OpenAI's own client against a server with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+
+import openai
+import pytest
+import torch
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from helpers.chat_model import write_chat_model
+from helpers.http_server import TOY_ENGINE, running_server
+from sametoken import LLM, SamplingParams
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
+PROMPT = "the inner the other the inner the other the"
+USER = [{"role": "user", "content": "Say the inner the other the inner."}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ann", "bob"]}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+    "additionalProperties": False,
+}
+ADD = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return write_chat_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with running_server(
+        model, engine={"speculative_config": NGRAM}, served_model_name=("tiny",)
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def offline(model):
+    """The same model without a server and without speculation: what every answer must be."""
+    return LLM(str(model), **TOY_ENGINE)
+
+
+def answer(offline: LLM, prompt, **params):
+    (output,) = offline.generate([prompt], SamplingParams(**params))
+    return output.outputs[0]
+
+
+def whole_text(stream) -> str:
+    return "".join(choice.text for chunk in stream for choice in chunk.choices)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_completions_are_the_offline_answer(client, offline, temperature):
+    params = {"temperature": temperature, "seed": 11, "max_tokens": 40}
+    expected = answer(offline, PROMPT, **params)
+    found = client.completions.create(model="tiny", prompt=PROMPT, **params)
+    assert isinstance(found, Completion)
+    assert found.choices[0].text == expected.text
+    assert found.usage.completion_tokens == len(expected.token_ids)
+    stream = client.completions.create(model="tiny", prompt=PROMPT, stream=True, **params)
+    assert whole_text(stream) == expected.text
+
+
+def test_speculation_of_a_request_changes_its_speed_alone(client, offline):
+    params = {"temperature": 0.0, "max_tokens": 48}
+    expected = answer(offline, PROMPT, **params).token_ids
+    steps = {}
+    for k in (0, 2, 6):
+        extra = {
+            "speculative": {"num_speculative_tokens": k},
+            "include_speculation_stats": True,
+            "return_token_ids": True,
+        }
+        found = client.completions.create(model="tiny", prompt=PROMPT, extra_body=extra, **params)
+        assert tuple(found.choices[0].token_ids) == expected
+        steps[k] = found.speculation["num_steps"]
+        assert (found.speculation["num_draft_tokens"] == 0) == (k == 0)
+    assert steps[0] == 48
+    assert steps[6] < steps[0]
+
+
+def test_several_prompts_and_completions(client, offline):
+    prompts = [PROMPT, [97, 98, 99], "er in"]
+    params = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "n": 2}
+    found = client.completions.create(model="tiny", prompt=prompts[0::2], **params)
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    for index, prompt in enumerate(prompts[0::2]):
+        (output,) = offline.generate([prompt], SamplingParams(**params))
+        texts = [choice.text for choice in found.choices[2 * index : 2 * index + 2]]
+        assert texts == [one.text for one in output.outputs]
+    ids = client.completions.create(model="tiny", prompt=prompts[1], **params)
+    (output,) = offline.generate([{"prompt_token_ids": prompts[1]}], SamplingParams(**params))
+    assert [choice.text for choice in ids.choices] == [one.text for one in output.outputs]
+
+
+def test_every_stop_string_ends_stream_and_whole_alike(client, offline):
+    """Also one that begins in one token, or one window, and ends in another."""
+    params = {"temperature": 0.0, "max_tokens": 40}
+    text = answer(offline, PROMPT, **params).text
+    stops = {text[start : start + length] for length in (1, 2, 3, 5) for start in range(0, 20, 3)}
+    for stop in sorted(stop for stop in stops if stop and "\ufffd" not in stop):
+        expected = answer(offline, PROMPT, stop=stop, **params)
+        request = {"model": "tiny", "prompt": PROMPT, "stop": [stop], **params}
+        found = client.completions.create(**request)
+        assert found.choices[0].text == expected.text == text[: text.index(stop)]
+        assert found.choices[0].finish_reason == "stop"
+        assert whole_text(client.completions.create(stream=True, **request)) == expected.text
+
+
+def test_logprobs_of_completions(client, offline):
+    params = {"temperature": 0.0, "max_tokens": 6, "logprobs": 3}
+    expected = answer(offline, PROMPT, **params)
+    found = client.completions.create(model="tiny", prompt=PROMPT, echo=True, **params)
+    logprobs = found.choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None
+    chosen = [
+        entry[token_id].logprob
+        for entry, token_id in zip(expected.logprobs, expected.token_ids, strict=True)
+    ]
+    assert logprobs.token_logprobs[-6:] == pytest.approx(chosen, abs=0)
+    assert len(logprobs.tokens) == len(logprobs.text_offset) == found.usage.total_tokens
+
+
+def test_chat(client):
+    params = {"messages": USER, "temperature": 0.0, "max_completion_tokens": 30}
+    found = client.chat.completions.create(model="tiny", **params)
+    assert isinstance(found, ChatCompletion)
+    assert found.choices[0].message.role == "assistant"
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", stream=True, stream_options={"include_usage": True}, **params
+        )
+    )
+    assert all(isinstance(chunk, ChatCompletionChunk) for chunk in chunks)
+    text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices)
+    assert text == found.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == found.usage.completion_tokens == 30
+    assert chunks[-2].choices[0].finish_reason == found.choices[0].finish_reason == "length"
+
+
+def test_chat_through_the_client_s_own_accumulator(client):
+    params = {"messages": USER, "temperature": 0.5, "seed": 5, "max_completion_tokens": 20}
+    params |= {"logprobs": True, "top_logprobs": 2, "n": 2}
+    params["extra_body"] = {"guided_regex": "[a-f]{6,12}"}
+    found = client.chat.completions.create(model="tiny", **params)
+    with client.chat.completions.stream(model="tiny", **params) as stream:
+        for _ in stream:
+            pass
+        whole = stream.get_final_completion()
+    for streamed, choice in zip(whole.choices, found.choices, strict=True):
+        assert streamed.message.content == choice.message.content
+        assert [one.token for one in streamed.logprobs.content] == [
+            one.token for one in choice.logprobs.content
+        ]
+        assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+
+
+@pytest.mark.parametrize("k", [0, 6])
+def test_structured_answers(client, k):
+    extra = {"speculative": {"num_speculative_tokens": k}}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    found = client.chat.completions.create(
+        model="tiny", messages=USER, seed=1, response_format=form, extra_body=extra
+    )
+    assert set(json.loads(found.choices[0].message.content)) == {"name", "old"}
+    found = client.completions.create(
+        model="tiny", prompt=PROMPT, seed=1, extra_body=extra | {"guided_regex": "(ab|cd){3}"}
+    )
+    assert re.fullmatch("(ab|cd){3}", found.choices[0].text)
+
+
+def test_forced_tool_calls(client):
+    for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
+        request = {"model": "tiny", "messages": USER, "tools": [ADD], "tool_choice": choice}
+        found = client.chat.completions.create(seed=2, max_tokens=400, **request)
+        calls = found.choices[0].message.tool_calls
+        assert {call.function.name for call in calls} == {"pick"}
+        if found.choices[0].finish_reason != "length":
+            assert set(json.loads(calls[-1].function.arguments)) == {"name", "old"}
+        with client.chat.completions.stream(seed=2, max_tokens=400, **request) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.get_final_completion().choices[0].message.tool_calls
+        assert [one.function.arguments for one in streamed] == [
+            one.function.arguments for one in calls
+        ]
+
+
+@pytest.mark.parametrize(
+    ("request_body", "error"),
+    [
+        ({"model": "other", "prompt": "x"}, openai.NotFoundError),
+        ({"model": "tiny", "prompt": "x", "temperature": -1.0}, openai.BadRequestError),
+        ({"model": "tiny", "prompt": ""}, openai.BadRequestError),
+        ({"model": "tiny", "prompt": [99999]}, openai.BadRequestError),
+        ({"model": "tiny", "prompt": "x " * 2000}, openai.BadRequestError),
+        ({"model": "tiny", "prompt": "x", "suffix": "y"}, openai.BadRequestError),
+        ({"model": "tiny", "prompt": "x", "max_tokens": 0}, openai.BadRequestError),
+        (
+            {"model": "tiny", "prompt": "x", "extra_body": {"guided_regex": "(((("}},
+            openai.BadRequestError,
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_as_the_client_knows_them(client, request_body, error, stream):
+    with pytest.raises(error) as caught:
+        client.completions.create(stream=stream, **request_body)
+    assert caught.value.body["message"]
+    assert caught.value.body["type"].endswith("_error")
+
+
+def test_half_a_character_is_the_client_s_error_wherever_it_stands(client, server):
+    half = json.dumps("\ud800")
+    for field in ("prompt", "stop", "guided_regex", "guided_json", "bad_words"):
+        value = f"[{half}]" if field == "bad_words" else half
+        body = f'{{"prompt": "x", "max_tokens": 2, "{field}": {value}}}'
+        headers = {"Content-Type": "application/json"}
+        found = client._client.post(f"{server.url}/v1/completions", content=body, headers=headers)
+        assert found.status_code == 400, (field, found.text)
+
+
+def test_models_and_tokens(client, server, offline):
+    assert [one.id for one in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").max_model_len == 1024
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    text = "the inner 🙂"
+    ids = client._client.post(f"{server.url}/tokenize", json={"prompt": text}).json()
+    assert ids["tokens"] == offline.get_tokenizer().encode(text)
+    back = client._client.post(f"{server.url}/detokenize", json={"tokens": ids["tokens"]}).json()
+    assert back == {"prompt": text}
+
+
+def test_a_client_that_leaves_frees_its_place(client, server):
+    aborted = server.engine.stats().num_finished.get("abort", 0)
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.05).completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=1000, extra_body={"ignore_eos": True}
+        )
+    deadline = time.monotonic() + 20
+    while server.engine.stats().num_finished.get("abort", 0) < aborted + 2:
+        assert time.monotonic() < deadline, "a request that nobody waits for still runs"
+        time.sleep(0.02)
+
+
+def test_64_clients(client, server, offline):
+    """All at once, half of them streaming: no error, and every answer is the offline one."""
+    params = [{"temperature": 0.7 * (i % 2), "seed": i, "max_tokens": 8 + i % 5} for i in range(64)]
+    prompts = [f"the inner {i % 7} the other" for i in range(64)]
+
+    async def one(made: openai.AsyncOpenAI, i: int) -> str:
+        request = {"model": "tiny", "prompt": prompts[i], **params[i]}
+        if i % 4 < 2:
+            return (await made.completions.create(**request)).choices[0].text
+        stream = await made.completions.create(stream=True, **request)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def all_at_once() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="any", max_retries=0
+        ) as made:
+            return await asyncio.gather(*(one(made, i) for i in range(64)))
+
+    found = asyncio.run(all_at_once())
+    outputs = offline.generate(prompts, [SamplingParams(**one) for one in params])
+    assert found == [output.outputs[0].text for output in outputs]

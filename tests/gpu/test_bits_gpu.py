@@ -1,0 +1,46 @@
+"""The law for bits on a GPU: logits of emitted tokens, out of graphs or not, drafts or not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_files import OPTIONS, requests, speculation, write_files
+from recorded_gpu import record
+
+MAX_TOKENS = 48
+COUNT = 20
+
+
+@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def files(request, tmp_path_factory):
+    return write_files(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def truth(files):
+    """Every request alone in its batch, plainly, without graphs."""
+    items = list(requests(COUNT, MAX_TOKENS))
+    options = OPTIONS | {"max_num_seqs": 1, "enforce_eager": True}
+    return record(items, model=str(files["target"]), **options)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("method", ["plain", "ngram", "self", "other", "eagle3"])
+def test_logits_of_emitted_tokens_are_those_of_plain_decoding(
+    files, truth, method, eager, monkeypatch
+):
+    items = list(requests(COUNT, MAX_TOKENS))
+    found = record(
+        items,
+        monkeypatch,
+        model=str(files["target"]),
+        speculative_config=speculation(files)[method],
+        **OPTIONS | {"max_num_seqs": 7, "enforce_eager": eager},
+    )
+    assert found.tokens == truth.tokens
+    assert (found.offered > 0) == (method != "plain")
+    for item in items:
+        prompt = item.prompt_token_ids
+        for position in range(len(prompt), item.max_total_tokens):
+            key = prompt, position
+            assert torch.equal(found.rows[key], truth.rows[key]), (item.request_id, position)

@@ -1,0 +1,171 @@
+"""An engine in this process that says what a test tells it to, in windows of a few tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerFast
+
+from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
+from sametoken.core.outputs import Logprob, SpeculationMetrics
+from sametoken.core.request import RequestUpdate
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.input_processor import InputProcessor, PromptTokens
+from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.request_stream import RequestStream
+from sametoken.engine.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
+from sametoken.engine.summary import EngineSummary
+from sametoken.engine.tokenizer import Tokenizer
+
+SUMMARY = EngineSummary(
+    model="toy",
+    model_path="toy",
+    max_model_len=512,
+    vocab_size=byte_tokenizer().get_vocab_size(),
+    eos_token_ids=(byte_tokenizer().token_to_id(SPECIAL[0]),),
+    device="cpu",
+    dtype="float32",
+    method="ngram",
+    num_speculative_tokens=4,
+    synthetic=(),
+    settings=(),
+)
+STATS = EngineStats(
+    ready=True,
+    load=EngineLoad(num_running=2, num_waiting=1, kv_usage=0.25),
+    step_time=Histogram(STEP_TIME_BOUNDS, (3,) + (0,) * len(STEP_TIME_BOUNDS), 0.002),
+    speculation=SpeculationMetrics(10, 16, 9, (8, 6, 2), (6, 3, 0)),
+    num_prompt_tokens=100,
+    num_cached_tokens=32,
+    num_output_tokens=50,
+    num_finished={"stop": 3, "length": 2},
+    num_failed=0,
+    num_overloaded=1,
+    num_restarts=0,
+)
+
+
+class FakeEngine:
+    """Stands for ``AsyncLLM``: real tokenizer, real output processing, no model.
+
+    Args:
+        say: the text of each answer, given the prompt's text and the completion's number;
+            the end-of-text token follows it.
+        window: tokens per step.
+        refuse: raised by ``generate``.
+        endless: whether answers go on as long as they may.
+        poisoned: whether every answer fails.
+    """
+
+    is_ready = True
+    errored = None
+
+    def __init__(
+        self,
+        say: Callable[[str, int], str] | str = "hello",
+        *,
+        window: int = 3,
+        refuse: Exception | None = None,
+        endless: bool = False,
+        poisoned: bool = False,
+    ) -> None:
+        template = CHAT_TEMPLATE
+        self.tokenizer = Tokenizer(
+            PreTrainedTokenizerFast(
+                tokenizer_object=byte_tokenizer(), eos_token=SPECIAL[0], chat_template=template
+            )
+        )
+        self.resolved = SUMMARY
+        self.say = say if callable(say) else lambda prompt, index: say
+        self.window, self.refuse = window, refuse
+        self.endless, self.poisoned = endless, poisoned
+        self.seen: list[tuple[PromptTokens, SamplingParams]] = []
+        self.aborted: list[str] = []
+        self.prepared: list[SamplingParams] = []
+        self._tasks: set[asyncio.Task] = set()
+        self._inputs = InputProcessor(
+            self.tokenizer,
+            vocab_size=SUMMARY.vocab_size,
+            max_model_len=SUMMARY.max_model_len,
+            eos_token_ids=SUMMARY.eos_token_ids,
+            num_speculative_tokens=SUMMARY.num_speculative_tokens,
+            seed=0,
+        )
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
+
+    def tokenize(self, prompt) -> PromptTokens:
+        return self._inputs.tokenize(prompt)
+
+    def render_chat(self, messages, **options) -> PromptTokens:
+        return self._inputs.tokenize_chat(messages, **options)
+
+    def default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.5)
+
+    async def prepare(self, params: SamplingParams) -> None:
+        self.prepared.append(params)
+
+    def stats(self) -> EngineStats:
+        return STATS
+
+    def generate(self, prompt, params: SamplingParams, request_id: str) -> RequestStream:
+        if self.refuse is not None:
+            raise self.refuse
+        request = self._inputs.process(request_id, prompt, params)
+        self.seen.append((prompt, params))
+        stream = RequestStream(request_id, self.aborted.append)
+        task = asyncio.get_running_loop().create_task(self._answer(request, stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return stream
+
+    async def _answer(self, request, stream: RequestStream) -> None:
+        outputs = OutputProcessor(self.tokenizer)
+        outputs.add(request, 0.0, stream=True)
+        text = self.tokenizer.decode(request.prompt.token_ids, skip_special_tokens=False)
+        left = {
+            one.request_id: [
+                *self.tokenizer.encode(self.say(text, index), add_special_tokens=False),
+                *(() if self.endless else SUMMARY.eos_token_ids),
+            ]
+            for index, one in enumerate(request.completions)
+        }
+        now = 0.0
+        while outputs.num_unfinished and stream.request_id not in self.aborted:
+            now += 0.01
+            updates = []
+            for name, tokens in left.items():
+                window = tokens[: self.window]
+                left[name] = tokens if self.endless else tokens[self.window :]
+                updates.append(self._update(name, window, request, first=now == 0.01))
+            for output in outputs.process(updates, now).outputs:
+                stream.put(output)
+            # A reader sees every output, as it does while it is faster than a model.
+            while stream._newest is not None and stream.request_id not in self.aborted:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.001 if self.endless else 0)
+
+    def _update(self, name: str, window: list[int], request, *, first: bool) -> RequestUpdate:
+        params = request.params
+        return RequestUpdate(
+            name,
+            () if self.poisoned else tuple(window),
+            num_drafts=len(window) - 1,
+            num_accepted=len(window) - 1,
+            samples=True,
+            num_cached=0,
+            poisoned=self.poisoned,
+            logprobs=tuple(map(candidates, window)) if params.logprobs is not None else None,
+            prompt_logprobs=None
+            if params.prompt_logprobs is None or not first
+            else tuple(map(candidates, request.prompt.token_ids[1:])),
+        )
+
+
+def candidates(token_id: int) -> dict[int, Logprob]:
+    """The token itself at rank 2, and a likelier one."""
+    other = (token_id + 1) % SUMMARY.vocab_size
+    return {token_id: Logprob(-1.5, 2), other: Logprob(-0.5, 1)}

@@ -1,0 +1,57 @@
+"""GGUF files as llama.cpp's converter would write them."""
+
+from __future__ import annotations
+
+import gguf
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+
+F32 = GGMLQuantizationType.F32
+
+
+def interleaved(rows, num_heads):
+    """As llama.cpp's converter reorders the rows of q and k of a Llama model."""
+    return (
+        rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(rows.shape)
+    )
+
+
+def convert(model, path, *, arch="llama", tensor_type=F32, metadata=(), extra_tensors=()):
+    """Write a transformers model as llama.cpp's converter would."""
+    config = model.config
+    writer = GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_array("tokenizer.ggml.tokens", [str(i) for i in range(config.vocab_size)])
+    for key, add, value in metadata:
+        getattr(writer, add)(key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    if arch == "qwen3":
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data = tensor.numpy()
+        if arch == "llama" and ".q_proj." in name:
+            data = interleaved(data, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in name:
+            data = interleaved(data, config.num_key_value_heads)
+        own_type = tensor_type if data.ndim == 2 else F32
+        new_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(new_name, quantize(data, own_type), raw_dtype=own_type)
+    for name, data in extra_tensors:
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

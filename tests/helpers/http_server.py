@@ -1,0 +1,103 @@
+"""A real server on a real socket: uvicorn in a thread, the engine in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sametoken.config import EngineConfig
+from sametoken.engine.async_llm import AsyncLLM
+from sametoken.engine.build import build_engine
+from sametoken.engine.serving_limits import ServingLimits
+from sametoken.server.app import create_app
+from sametoken.server.config import ServerConfig
+from sametoken.server.listen import bind
+from sametoken.server.run import DrainingServer
+
+TOY_ENGINE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_num_seqs": 16,
+    "num_kv_blocks": 1024,
+    "block_size": 8,
+    "prefill_chunk_size": 32,
+}
+
+
+class RunningServer:
+    """A server that answers at ``url``."""
+
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, limits: ServingLimits, build
+    ) -> None:
+        self._config, self._server_config, self._limits = config, server, limits
+        self._build = build
+        self._listener = bind(server)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._started = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._started.wait(120)
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self.server.begin_drain)
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        self._listener.close()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.engine = await AsyncLLM.start(self._config, self._limits, build=self._build)
+        try:
+            app = create_app(self.engine, self._server_config)
+            self.server = DrainingServer(app, self.engine, self._server_config)
+            serving = asyncio.ensure_future(self.server.serve(sockets=[self._listener]))
+            while not self.server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            self._started.set()
+            await serving
+        finally:
+            await self.engine.shutdown()
+
+
+@contextmanager
+def running_server(
+    model: Path,
+    limits: ServingLimits | None = None,
+    engine: dict | None = None,
+    build=build_engine,
+    **options,
+) -> Iterator[RunningServer]:
+    """A server for a test, drained at the end.
+
+    Args:
+        model: checkpoint directory.
+        limits: what is bounded.
+        engine: options of the engine in place of the toy's.
+        build: makes the engine in its process.
+        options: of the server.
+    """
+    config = EngineConfig.from_options(model=str(model), **(TOY_ENGINE | (engine or {})))
+    server_config = ServerConfig(**{"port": 0, "log_level": "warning"} | options)
+    server = RunningServer(config, server_config, limits or ServingLimits(), build)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()

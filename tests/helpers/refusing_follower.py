@@ -1,0 +1,13 @@
+"""A follower that says why it cannot, and ends: ``python -m helpers.refusing_follower FD``."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from sametoken.engine.messages import Failure, encode
+from sametoken.errors import UnsupportedError
+
+if __name__ == "__main__":
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.sendall(encode(Failure(UnsupportedError("rank 1 is not on this machine", "buy one"))))

@@ -1,0 +1,44 @@
+"""A tiny target and text that it wrote itself, for trainings of seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from helpers.checkpoints import write_llama
+from sametoken import LLM, SamplingParams
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+NUM_PROMPTS, PROMPT_LEN, ANSWER_LEN = 16, 5, 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=ANSWER_LEN, ignore_eos=True)
+
+
+def write_target(directory: Path) -> Path:
+    return write_llama(directory, 3, **SIZES)
+
+
+def open_llm(model: Path, **options) -> LLM:
+    return LLM(str(model), skip_tokenizer_init=True, device="cpu", dtype="float32", **options)
+
+
+def prompts_of(num_prompts: int = NUM_PROMPTS) -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(SIZES["vocab_size"], (num_prompts, PROMPT_LEN), generator=generator)
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
+
+
+def write_own_text(model: Path, path: Path, **options) -> list[list[int]]:
+    """The target's greedy answers, as training text and as they are."""
+    outputs = open_llm(model, **options).generate(prompts_of(), GREEDY)
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    rows = [p | {"output_token_ids": a} for p, a in zip(prompts_of(), answers, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return answers

@@ -1,0 +1,118 @@
+"""Conversations through the front, held with an engine that remembers and one that does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from helpers.recorded import RecordedLogits
+from sametoken.config import EngineConfig
+from sametoken.core.outputs import RequestOutput
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.build import build_engine
+from sametoken.engine.llm import LLM
+from sametoken.runner.step import StepRunner
+
+
+class Front(NamedTuple):
+    """An engine behind its front, which cuts at stops and says what is kept.
+
+    Attributes:
+        recorded: what its verifier judged; None where graphs judge.
+    """
+
+    llm: LLM
+    recorded: RecordedLogits | None
+
+
+def start(target, **options) -> Front:
+    core = build_engine(EngineConfig.from_options(model=str(target), **options))
+    recorded = None
+    if isinstance(core._runner, StepRunner):
+        recorded = RecordedLogits(core._runner.verifier)
+        core._runner = dataclasses.replace(core._runner, verifier=recorded)
+    return Front(LLM.from_engine(core, None), recorded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """What the user says, at the beginning and after each answer, and how it is answered.
+
+    Attributes:
+        stop_after: tokens of an answer before it may stop at one that is new in it.
+    """
+
+    opening: tuple[int, ...]
+    replies: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    block_size: int
+    temperature: float = 0.0
+    stop_after: int = 4
+
+    def ask(self, llm: LLM, prompt, stop: tuple[int, ...] = (), logprobs=None) -> RequestOutput:
+        params = SamplingParams(
+            temperature=self.temperature,
+            seed=3,
+            max_tokens=self.max_tokens,
+            stop_token_ids=stop,
+            logprobs=logprobs,
+        )
+        (output,) = llm.generate([{"prompt_token_ids": list(prompt)}], params)
+        return output
+
+    def stop_inside(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """A token at which to stop this answer, if it holds one."""
+        late = range(self.stop_after, len(token_ids))
+        return next(((token_ids[i],) for i in late if token_ids[i] not in token_ids[:i]), ())
+
+
+class Turn(NamedTuple):
+    """A turn's answer from KV of former turns, and from an engine without prefix cache."""
+
+    hot: RequestOutput
+    cold: RequestOutput
+
+
+def check_turns(
+    talk: Talk, hot: Front, cold: Callable[[], Front], plain: Callable[[], Front]
+) -> list[Turn]:
+    """Hold a conversation with an engine that may use what earlier turns left.
+
+    Args:
+        talk: the conversation.
+        hot: the engine under test, with a prefix cache.
+        cold: one like it that has no prefix cache.
+        plain: one without a prefix cache and without drafts, which says what is right.
+    """
+    prompt, num_kept, num_former, turns = talk.opening, 0, 0, []
+    for reply in (*talk.replies, ()):
+        truth = plain()
+        stop = talk.stop_inside(talk.ask(truth.llm, prompt).outputs[0].token_ids)
+        expected = talk.ask(truth.llm, prompt, stop).outputs[0].token_ids
+        turn = Turn(talk.ask(hot.llm, prompt, stop), talk.ask(cold().llm, prompt, stop))
+        answer = turn.hot.outputs[0].token_ids
+        assert answer == turn.cold.outputs[0].token_ids == expected
+        if hot.recorded is not None:
+            _check_logits(hot, truth, prompt, len(answer))
+
+        cached = turn.hot.metrics.num_cached_tokens
+        # All blocks whose KV must be there: the last kept token has none, unless it was
+        # followed by others that were cut.
+        assert cached // talk.block_size >= max(0, num_kept - 1) // talk.block_size
+        assert cached <= num_kept
+        assert cached > num_former or not num_former
+
+        turns.append(turn)
+        num_former, num_kept = len(prompt), len(prompt) + len(answer)
+        prompt = (*prompt, *answer, *reply)
+    hot.llm._engine.scheduler.check_integrity()
+    return turns
+
+
+def _check_logits(front: Front, truth: Front, prompt, num_tokens: int) -> None:
+    for position in range(len(prompt), len(prompt) + num_tokens):
+        key = tuple(prompt), position
+        assert torch.equal(front.recorded.rows[key], truth.recorded.rows[key]), key

@@ -1,0 +1,85 @@
+"""Engines over a small random hybrid whose MTP module is its twin, and so is always right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from helpers.checkpoints import VOCAB, write_checkpoint
+from helpers.harness import CPU, Shape, build, request, run
+from helpers.hybrids import twin_config, twin_tensors
+from helpers.spoilt import Spoilt, make_stream
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.eagle import EagleDrafter
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.loader import load_model
+from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.state.kv_cache import KVCache
+
+# Token 0 begins every prompt; lengths are around the edges of chunks, which are of 8.
+PROMPTS = (
+    (0, 3, 1, 4),
+    (0, 9, 2, 6, 5, 3, 5, 8),
+    (0, 7, 7, 7, 7, 7, 7, 7, 7),
+    (0, 2, 7, 1) * 5,
+    (0, 11),
+    tuple(range(15)),
+)
+MAX_TOKENS = 24
+
+
+def twin_shape(k: int, steps_in_flight: int) -> Shape:
+    return Shape(
+        num_drafts=k,
+        steps_in_flight=steps_in_flight,
+        max_model_len=64,
+        prefix_caching=False,
+        cache_emitted=False,
+    )
+
+
+class Twin:
+    """A target and its module, loaded from one checkpoint."""
+
+    def __init__(self, directory, seed: int = 0) -> None:
+        config = twin_config()
+        write_checkpoint(directory, config, twin_tensors(config, seed))
+        options = {
+            "kernels": ReferenceKernels(),
+            "dtype": torch.float32,
+            "device": CPU,
+            "max_positions": 96,
+        }
+        self.target = load_model(directory, **options)
+        self.head = MTPCheckpoint(directory).load(self.target, **options)
+
+    def engine(self, k: int, *, steps_in_flight: int = 1, spoil: bool = False, device="late"):
+        make: Callable = self._spoilt if spoil else self._drafter
+        shape = twin_shape(k, steps_in_flight)
+        return build(self.target, shape, make_drafter=make, stream=make_stream(device))
+
+    def plain(self, items) -> dict[str, list[int]]:
+        return run(build(self.target, twin_shape(1, 1)), items).tokens
+
+    def _drafter(self, parts) -> EagleDrafter:
+        shape = parts.shape
+        kv = KVCache.allocate(
+            self.head.kv_spec,
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            device=CPU,
+        )
+        coupling = Coupling(parts.kernels.sample, parts.table)
+        return EagleDrafter(self.head, kv, shape.num_drafts, coupling)
+
+    def _spoilt(self, parts) -> Spoilt:
+        return Spoilt(self._drafter(parts), parts.shape.num_drafts, VOCAB)
+
+
+def twin_requests(max_tokens: int = MAX_TOKENS):
+    """Every other one is sampled."""
+    return [
+        request(f"r{i}", prompt, max_tokens, temperature=0.9 * (i % 2), seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]

@@ -1,0 +1,23 @@
+"""vllm#38419: the token that a drafter goes on from, read at an optimistic length.
+
+There steps in flight made the host count drafts as accepted before they were judged. The
+length that came of it said where to read the drafter's next token, and what it read was no
+token at all. Here the drafter reads the committed token at ``end`` on the device; the host
+indexes nothing above its lower bound.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.spoilt import measure_spoilt
+from helpers.twin import Twin, twin_requests
+
+K = 3
+
+
+@pytest.mark.parametrize("steps_in_flight", [2, 3])
+def test_a_draft_chain_goes_on_from_the_committed_token(tmp_path, steps_in_flight):
+    """Windows that are cut short, chunks that end inside a prompt, results long outstanding."""
+    core = Twin(tmp_path).engine(K, steps_in_flight=steps_in_flight, spoil=True)
+    measure_spoilt(core, twin_requests(), K)

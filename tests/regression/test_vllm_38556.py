@@ -1,0 +1,24 @@
+"""vllm#38556: a host copy of results read while it is in flight, after the rows have moved.
+
+There the counts of accepted drafts were still on their way to the host when a batch was
+compacted: rows that moved took stale counts along, and the recurrent state of a hybrid was
+advanced by them. Here rows never move, each step in flight has a buffer of its own, and a
+buffer that has not landed cannot be read.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.harness import run
+from helpers.twin import Twin, twin_requests
+
+
+@pytest.mark.parametrize("device", ["late", "ahead"])
+def test_requests_come_and_go_while_results_are_on_their_way(tmp_path, device):
+    """Six requests of uneven lengths over three slots of a hybrid, three steps in flight."""
+    twin = Twin(tmp_path)
+    items = twin_requests(max_tokens=19)
+    drafted = run(twin.engine(3, steps_in_flight=3, spoil=True, device=device), items)
+    assert drafted.tokens == twin.plain(items)
+    assert 0 < drafted.accepted < drafted.offered

@@ -1,0 +1,86 @@
+"""First differences, their margins and their kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from sametoken.audit.answers import Answer
+from sametoken.audit.compare import (
+    CORRUPTION,
+    TIE,
+    UNEXPLAINED,
+    compare,
+    compare_logits,
+    first_difference,
+    margin_of,
+)
+from sametoken.bench.trace import Window
+
+
+def top(*margins: float):
+    return tuple(((1, -0.25), (2, -0.25 - margin)) for margin in margins)
+
+
+BASELINE = Answer((4, 5, 6, 7, 8), top=top(1.0, 2.0, 0.01, 3.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "position"),
+    [((4, 5, 6, 7, 8), None), ((9, 5, 6, 7, 8), 0), ((4, 5, 6), 3), ((4, 5, 6, 7, 8, 1), 5)],
+)
+def test_the_first_difference(tokens, position):
+    assert first_difference(BASELINE, Answer(tokens)) == position
+
+
+def test_equal_answers_are_identical():
+    comparison = compare("same", {"a": BASELINE}, {"a": Answer(BASELINE.tokens)}, noise=0.0)
+    assert comparison.identical
+    assert comparison.num_requests == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "noise", "kind"),
+    [
+        ((4, 5, 9, 7, 8), 0.02, TIE),
+        ((4, 5, 9, 7, 8), 0.0, CORRUPTION),
+        ((4, 9, 6, 7, 8), 0.02, CORRUPTION),
+        ((4, 9, 6, 7, 8), None, UNEXPLAINED),
+        ((4, 5, 6, 7, 8, 1), 0.02, UNEXPLAINED),
+    ],
+)
+def test_a_margin_within_the_noise_is_a_tie(tokens, noise, kind):
+    comparison = compare("run", {"a": BASELINE}, {"a": Answer(tokens)}, noise=noise)
+    assert not comparison.identical
+    assert [d.kind for d in comparison.divergences] == [kind]
+    assert comparison.count(kind) == 1
+
+
+def test_the_window_and_the_draft_of_a_difference():
+    windows = (Window(0, 2, 0), Window(1, 3, 2), Window(4, 3, 0))
+    for position, draft in ((1, 1), (2, 2), (3, None), (4, None)):
+        tokens = list(BASELINE.tokens)
+        tokens[position] = 99
+        found = {"a": Answer(tuple(tokens), windows)}
+        (divergence,) = compare("run", {"a": BASELINE}, found, noise=0.0).divergences
+        assert divergence.window == windows[1 if position < 4 else 2]
+        assert divergence.draft == draft
+        assert (divergence.expected, divergence.found) == (BASELINE.tokens[position], 99)
+
+
+def test_margins_may_come_from_another_run():
+    plain = {"a": Answer(BASELINE.tokens)}
+    found = {"a": Answer((4, 5, 9, 7, 8))}
+    assert compare("run", plain, found, noise=0.1).divergences[0].margin is None
+    (divergence,) = compare("run", plain, found, noise=0.1, margins={"a": BASELINE}).divergences
+    assert divergence.margin == pytest.approx(0.01)
+    assert margin_of(((1, -0.5),)) is None
+
+
+def test_logits_are_compared_up_to_the_first_difference():
+    other = list(BASELINE.top)
+    other[4] = ((1, -0.25), (2, -9.0))
+    found = {"a": Answer(BASELINE.tokens, top=tuple(other))}
+    assert compare_logits("run", {"a": BASELINE}, found).num_logits_differ == 1
+    found = {"a": Answer((4, 5, 9, 7, 8), top=tuple(other))}
+    comparison = compare_logits("run", {"a": BASELINE}, found)
+    assert (comparison.num_logits, comparison.num_logits_differ) == (3, 0)

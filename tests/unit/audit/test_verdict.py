@@ -1,0 +1,80 @@
+"""Verdicts in words, from runs that are made up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sametoken.audit import verdict as words
+from sametoken.audit.answers import Answer
+from sametoken.audit.compare import Comparison, compare
+from sametoken.audit.render import html_of, lines_of
+from sametoken.audit.text_defects import TextDefect
+from sametoken.audit.verdict import Verdict
+
+PLAIN = {
+    str(i): Answer(tuple(range(10)), top=(((0, -0.1), (1, -0.1 - margin)),) * 10)
+    for i, margin in enumerate((0.01, 0.01, 2.0, 2.0))
+}
+
+
+def changed(*requests: str):
+    """The plain answers with another last token in some."""
+    return {
+        name: Answer((*answer.tokens[:9], 99)) if name in requests else answer
+        for name, answer in PLAIN.items()
+    }
+
+
+def run(*requests: str, name: str = "run"):
+    return compare(name, PLAIN, changed(*requests), noise=0.05)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "own", "summary"),
+    [
+        ((), (), words.IDENTICAL),
+        (("0",), (), words.TIES_ONLY),
+        (("0", "2"), (), words.CORRUPTED),
+        (("0",), ("1",), words.NONDETERMINISTIC),
+        (("0", "1"), ("1",), words.NONDETERMINISTIC),
+        (("2",), ("3",), words.NONDETERMINISTIC),
+        (("2", "3"), ("3",), words.CORRUPTED),
+        (("2",), ("0",), words.CORRUPTED),
+    ],
+)
+def test_the_summary(spoilt, own, summary):
+    found = Verdict("a", "b", (run(*spoilt),), repeats=(run(*own),))
+    assert found.summary == summary
+    assert found.identical == (not spoilt)
+
+
+def test_samples_are_nobody_s_promise():
+    sampled = compare("run", PLAIN, changed("0", "2"), noise=0.05, sampled={"2"})
+    assert Verdict("a", "b", (sampled,)).summary == words.SAMPLES_DIFFER
+
+
+def test_bits_that_differ_are_corruption():
+    logits = Comparison("logits", 4, (), num_logits=40, num_logits_differ=1)
+    assert Verdict("a", "b", (logits,)).summary == words.CORRUPTED
+
+
+def test_text_defects_are_corruption():
+    defect = TextDefect("0", "truncated", 3, "short")
+    assert Verdict("a", "b", (run("0"),), defects=(defect,)).summary == words.CORRUPTED
+
+
+def test_the_report_holds_the_json():
+    found = Verdict("a", "b", (run("0", "2"),), noise=0.05, texts={99: "</script>"})
+    page = html_of(found)
+    start = page.index('type="application/json">') + len('type="application/json">')
+    data = json.loads(page[start : page.index("</script>", start)])
+    assert data == json.loads(json.dumps(found.as_json()))
+    assert len(data["comparisons"][0]["divergences"]) == 2
+
+
+def test_the_lines_name_token_margin_and_kind():
+    text = "\n".join(lines_of(Verdict("a", "b", (run("2"),), noise=0.05, texts={99: "x"})))
+    assert "1 of 4 requests differ (1 corruption)" in text
+    assert "2, token 9: 'x' in place of 9; margin 2; corruption" in text

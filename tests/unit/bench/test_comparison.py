@@ -1,0 +1,111 @@
+"""Reports hold the numbers of their files, to the last bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.bench_engine import document
+from sametoken.bench.comparison import METRICS, compare_runs
+from sametoken.bench.files import write_json
+from sametoken.bench.html import embedded_json, render_page
+from sametoken.errors import ConfigError
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_json(tmp_path / "main.json", document())
+    write_json(tmp_path / "change.json", document(speed=1.25))
+    return [tmp_path / "main.json", tmp_path / "change.json"]
+
+
+def test_every_number_of_every_result_is_there(runs):
+    data = compare_runs(runs)
+    assert [run["label"] for run in data["runs"]] == ["main", "change"]
+    assert len(data["cells"]) == 4
+    for cell, (source, place) in zip(
+        data["cells"], [(source, i) for source in runs for i in (0, 1)], strict=True
+    ):
+        result = json.loads(source.read_text())["results"][place]
+        known = {metric.name for metric in METRICS}
+        expected = {k: v for k, v in result.items() if k in known and v is not None}
+        assert cell["numbers"] == expected
+        assert cell["acceptance_per_position"] == result["acceptance_per_position"]
+        assert cell["repeats"]["tokens_per_second"] == [
+            run["tokens_per_second"] for run in result["runs"]
+        ]
+        # A repeat without the number is no spread of it.
+        assert "acceptance_length" not in cell["repeats"]
+        assert cell["traces"] == result["traces"]
+        assert cell["workload"]["concurrency"] == result["concurrency"]
+
+
+def test_series_differ_by_engine_and_workloads_by_what_is_asked(runs, tmp_path):
+    write_json(tmp_path / "plain.json", document(method=None))
+    data = compare_runs([*runs, tmp_path / "plain.json"], ["a", "b", "c"])
+    engines = [cell["engine"] for cell in data["cells"][::2]]
+    assert [e["drafter"] for e in engines] == ["ngram", "ngram", "none"]
+    assert [e["num_speculative_tokens"] for e in engines] == [2, 2, 0]
+    assert engines[0]["model"] == "target"
+    assert data["cells"][0]["workload"] == data["cells"][4]["workload"]
+
+
+def test_a_server_that_counts_drafts_is_not_plain(tmp_path):
+    server = document(k=3)
+    server["settings"] = {"asked": {"model": "m", "speculative_config": None}, "server": {}}
+    write_json(tmp_path / "vllm.json", server)
+    engine = compare_runs([tmp_path / "vllm.json"])["cells"][0]["engine"]
+    assert (engine["drafter"], engine["num_speculative_tokens"]) == ("unknown drafter", 3)
+
+
+def test_a_directory_of_a_sweep_is_one_run_with_its_failures(tmp_path):
+    cell = {"model": "m", "speculative_config": None, "output_len": 9}
+    write_json(tmp_path / "s" / "a.json", document() | {"cell": cell, "status": "done"})
+    failed = {"cell": cell, "status": "failed", "error": "does not fit"}
+    write_json(tmp_path / "s" / "b.json", failed)
+    data = compare_runs([tmp_path / "s"])
+    assert (len(data["runs"]), len(data["cells"])) == (1, 2)
+    (failure,) = data["failures"]
+    assert failure["error"] == "does not fit"
+    assert "output 9" in failure["cell"]
+
+
+def test_equal_names_are_numbered(tmp_path):
+    for folder in ("x", "y"):
+        write_json(tmp_path / folder / "run.json", document())
+    paths = [tmp_path / folder / "run.json" for folder in ("x", "y")]
+    assert [run["label"] for run in compare_runs(paths)["runs"]] == ["run (1)", "run (2)"]
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [({}, "holds no results"), ({"results": [{}]}, "is no measurement")],
+)
+def test_what_is_no_measurement_is_refused(tmp_path, value, cause):
+    write_json(tmp_path / "a.json", value)
+    with pytest.raises(ConfigError, match=cause):
+        compare_runs([tmp_path / "a.json"])
+
+
+def test_labels_must_fit(runs):
+    with pytest.raises(ConfigError, match="1 labels were given for 2 runs"):
+        compare_runs(runs, ["one"])
+    with pytest.raises(ConfigError, match="same label"):
+        compare_runs(runs, ["one", "one"])
+
+
+def test_data_cannot_end_its_element(runs):
+    data = compare_runs(runs)
+    text = embedded_json(data)
+    assert "<" not in text
+    assert json.loads(text) == data
+
+
+def test_a_page_needs_nothing_from_elsewhere(runs):
+    page = render_page("report", "a < b", compare_runs(runs))
+    assert "<title>a &lt; b</title>" in page
+    assert page.count("</script>") == 3
+    markup = page[: page.index('<script type="application/json"')]
+    for reference in ("src=", "@import", "url(", "http:", "https:"):
+        assert reference not in markup

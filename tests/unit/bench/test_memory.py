@@ -1,0 +1,152 @@
+"""Memory that is counted without loading anything, against engines that are built."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from helpers.checkpoints import LLAMA
+from sametoken.bench import memory
+from sametoken.bench.memory import measure_memory
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
+
+MB, GB = 10**6, 10**9
+# Qwen3.5-9B's sizes, as its config.json has them.
+QWEN_3_5_9B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "text_config": {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+        "mtp_num_hidden_layers": 1,
+    },
+}
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "dtype": "float32",
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "max_position_embeddings": 64,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
+
+
+def write_config(directory, config: dict, **changes) -> str:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    return str(directory)
+
+
+def config(path, spec: dict | None = None, **options) -> EngineConfig:
+    return EngineConfig.from_options(model=path, speculative_config=spec, **options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_64_drafts_cost_a_hybrid_of_9b_less_than_60_mb_and_a_state_each_over_3_gb(tmp_path, dtype):
+    spec = {
+        "method": "ngram",
+        "num_speculative_tokens": 64,
+        "prompt_lookup_max": 10,
+        "prompt_lookup_min": 2,
+    }
+    path = write_config(tmp_path, QWEN_3_5_9B)
+    plain = measure_memory(config(path, dtype=dtype))
+    found = measure_memory(config(path, spec, dtype=dtype))
+    assert found.per_request - plain.per_request == found.speculation_per_request < 60 * MB
+    assert found.request.state_per_draft > 3 * GB
+    assert found.request.recurrent_state == plain.request.recurrent_state
+    assert 50 * MB < found.request.recurrent_state < 53 * MB
+    assert found.weights == plain.weights
+    elements = found.weights / (2 if dtype == "bfloat16" else 4)
+    assert 8.9e9 < elements < 9.0e9
+
+
+def cases(tmp_path):
+    llama = write_config(tmp_path / "llama", LLAMA)
+    tied = write_config(tmp_path / "tied", LLAMA, tie_word_embeddings=True)
+    hybrid = write_config(tmp_path / "hybrid", HYBRID)
+    eagle = write_config(tmp_path / "eagle", LLAMA, num_hidden_layers=2)
+    eagle3 = write_config(tmp_path / "eagle3", LLAMA, num_hidden_layers=1, draft_vocab_size=9)
+    return {
+        "plain": (tied, None),
+        "ngram": (hybrid, {"method": "ngram", "num_speculative_tokens": 5}),
+        "draft_model": (
+            llama,
+            {"method": "draft_model", "model": hybrid, "num_speculative_tokens": 2},
+        ),
+        "eagle": (llama, {"method": "eagle", "model": eagle, "num_speculative_tokens": 3}),
+        "eagle3": (tied, {"method": "eagle3", "model": eagle3, "num_speculative_tokens": 3}),
+        "mtp": (hybrid, {"method": "mtp", "num_speculative_tokens": 3}),
+    }
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft_model", "eagle", "eagle3", "mtp"])
+def test_what_is_counted_is_what_an_engine_holds(tmp_path, monkeypatch, method):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "reference")
+    path, spec = cases(tmp_path)[method]
+    options = {"load_format": "dummy", "max_num_seqs": 2, "num_kv_blocks": 8, "device": "cpu"}
+    asked = config(path, spec, **options)
+    found = measure_memory(asked)
+    resolved = build_engine(asked).resolved
+    assert found.request == resolved.request_memory
+    assert found.weights == resolved.weights_bytes
+    assert found.kv_per_block * 9 == resolved.kv_bytes
+    request = found.request
+    recurrent = request.recurrent_state + request.pending + request.draft_recurrent
+    assert recurrent * 3 == resolved.recurrent_bytes
+    assert found.max_model_len == resolved.max_model_len
+    assert found.total == found.weights + found.draft_weights + 2 * found.per_request
+    # The same count over tensors that exist.
+    monkeypatch.setattr(memory, "_SHAPES_ONLY", torch.device("cpu"))
+    assert measure_memory(asked) == found
+    assert bool(found.draft_weights) == (method not in ("plain", "ngram"))
+
+
+def test_speculation_is_what_a_request_takes_beyond_plain_decoding(tmp_path):
+    path, spec = cases(tmp_path)["mtp"]
+    plain, found = measure_memory(config(path)).request, measure_memory(config(path, spec)).request
+    assert plain.speculation(40) == plain.pending == plain.state_per_draft == 0
+    assert found.plain(40) == plain.total(40)
+    assert found.total(40) == found.plain(40) + found.speculation(40)
+    assert found.speculation(41) - found.speculation(40) == found.draft_kv_per_token > 0
+
+
+def test_what_no_engine_takes_is_refused_here_too(tmp_path):
+    llama = write_config(tmp_path / "llama", LLAMA)
+    other = write_config(tmp_path / "other", LLAMA, vocab_size=24)
+    spec = {"method": "draft_model", "model": other, "num_speculative_tokens": 2}
+    with pytest.raises(DrafterMismatchError):
+        measure_memory(config(llama, spec))
+    with pytest.raises(ConfigError, match="above the model's 64"):
+        measure_memory(config(llama, max_model_len=65))
+    with pytest.raises(CheckpointError, match="neither a path"):
+        measure_memory(config(str(tmp_path / "nowhere")))

@@ -1,0 +1,168 @@
+"""Streams of servers: when tokens came, what the server counts, and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import pytest
+
+from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
+from sametoken.bench.served_trace import served_trace, traced_body
+from sametoken.bench.trace import Window
+
+ENDPOINT = Endpoint("/v1/completions", "m", is_chat=False)
+DONE = "data: [DONE]\n\n"
+
+
+def event(**fields) -> str:
+    return f"data: {json.dumps(fields)}\n\n"
+
+
+def text(piece: str, reason: str | None = None, **more) -> str:
+    return event(choices=[{"index": 0, "text": piece, "finish_reason": reason, **more}])
+
+
+def said(piece: str | None, **more) -> str:
+    return event(choices=[{"index": 0, "delta": {"role": "assistant", "content": piece, **more}}])
+
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 5, "total_tokens": 12}
+
+
+def ask(answer: str | Exception, status: int = 200, endpoint: Endpoint = ENDPOINT):
+    """The record of one request to a server that answers so; each look at the clock is 1 s."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx.Response(status, text=answer)
+
+    async def run():
+        transport = httpx.MockTransport(handle)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            record = ServedRequest(3, 0.0)
+            body = endpoint.body("hello", 5, 0.5, 9)
+            ticks = itertools.count(1.0)
+            await send(client, endpoint, body, record, clock=lambda: next(ticks))
+            return record
+
+    return asyncio.run(run())
+
+
+def test_times_and_counts_of_a_stream():
+    # The clock ticks once when the request is sent and once for every event.
+    answer = text("a") + text("bc") + text("", "length") + event(choices=[], usage=USAGE) + DONE
+    record = ask(answer)
+    assert record.error is None
+    assert (record.sent, record.events, record.texts) == (1.0, [2.0, 3.0], ["a", "bc"])
+    assert (record.num_prompt_tokens, record.num_tokens, record.counted) == (7, 5, True)
+    assert (record.ttft, record.e2e, record.finish_reason) == (1.0, 2.0, "length")
+    assert record.tpot == pytest.approx(1 / 4)
+
+
+def test_without_usage_events_are_counted_and_it_is_said():
+    record = ask(text("a") + text("b", "stop") + DONE)
+    assert (record.num_tokens, record.counted, record.error) == (2, False, None)
+
+
+def test_one_token_has_no_time_per_later_token():
+    assert ask(text("a", "length") + DONE).tpot is None
+
+
+def test_chat_counts_thoughts_and_calls_but_not_the_role():
+    call = [{"index": 0, "function": {"name": "f", "arguments": "{"}}]
+    answer = said("") + said(None, reasoning_content="hm") + said("yes") + said(None) + DONE
+    record = ask(answer + text(""), endpoint=Endpoint("/chat", "m", is_chat=True))
+    assert record.texts == ["hm", "yes"]
+    assert ask(said(None, tool_calls=call) + DONE).texts == ["f{"]
+
+
+def test_bodies_are_those_of_completions_and_of_chat():
+    body = ENDPOINT.body("hello", 5, 0.5, 9)
+    assert (body["prompt"], body["max_tokens"], body["seed"], body["model"]) == ("hello", 5, 9, "m")
+    assert body["stream_options"] == {"include_usage": True}
+    assert "include_speculation_stats" not in body
+    ours = Endpoint("/c", "m", is_chat=True, gives_stats=True, extra={"top_k": 3})
+    body = ours.body("hello", 5, 0.5, 9)
+    assert body["messages"] == [{"role": "user", "content": "hello"}]
+    assert (body["include_speculation_stats"], body["top_k"], "prompt" in body) == (True, 3, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "cause"),
+    [
+        ('{"error": {"message": "no such model"}}', 404, "HTTP 404: no such model"),
+        ("busy", 503, "HTTP 503: busy"),
+        (event(error={"message": "it broke"}), 200, "error event: it broke"),
+        (text("a"), 200, "ended before the answer"),
+        (DONE, 200, "held no token"),
+        ("data: {no json}\n\n", 200, "not as OpenAI has it"),
+        (event(choices=[3]) + DONE, 200, "not as OpenAI has it"),
+        (httpx.ConnectError("refused"), 200, "refused"),
+        (httpx.ReadTimeout(""), 200, "ReadTimeout"),
+    ],
+)
+def test_every_failure_is_noted(answer, status, cause):
+    record = ask(answer, status)
+    assert cause in record.error
+
+
+def test_our_stats_and_vllms_have_the_same_names():
+    ours = {"num_steps": 3, "num_draft_tokens": 9, "num_accepted_tokens": 2}
+    assert ask(text("a", "stop") + event(choices=[], speculation=ours) + DONE).speculation == ours
+    theirs = {
+        "mean_acceptance_length": 1.75,
+        "draft_acceptance_rate": 0.25,
+        "acceptance_histogram": [2, 1, 1, 0],
+        "num_spec_steps": 4,
+        "num_accepted_draft_tokens": 3,
+        "num_draft_tokens": 12,
+        "num_spec_tokens": 3,
+        "per_step_accepted": [0, 2, 1, 0],
+        "per_step_drafted": [3, 3, 3, 3],
+    }
+    last = event(choices=[], usage=USAGE, metrics={"speculative_decoding": theirs})
+    record = ask(text("a", "stop") + last + DONE)
+    assert record.speculation["acceptance_per_position"] == [0.5, 0.25, 0.0]
+    assert record.speculation["num_accepted_tokens"] == 3
+    assert record.windows == (
+        Window(0, 0, 0),
+        Window(1, 3, 0),
+        Window(2, 3, 2),
+        Window(5, 3, 1),
+        Window(7, 3, 0),
+    )
+
+
+def traced_stream(*pieces: list[tuple[int, str]]) -> str:
+    return "".join(
+        text(
+            "".join(token for _, token in piece),
+            token_ids=[token_id for token_id, _ in piece],
+            logprobs={"tokens": [token for _, token in piece]},
+        )
+        for piece in pieces
+    )
+
+
+def test_a_trace_takes_each_event_for_a_window_where_windows_are_not_told():
+    record = ask(traced_stream([(5, "a")], [(6, "b"), (7, "c")]) + text("", "stop") + DONE)
+    trace = served_trace(record)
+    assert (trace["token_ids"], trace["texts"]) == ([5, 6, 7], ["a", "b", "c"])
+    assert trace["windows"] == [
+        {"first": 0, "num_drafts": None, "num_accepted": 0},
+        {"first": 1, "num_drafts": None, "num_accepted": 1},
+    ]
+
+
+def test_no_trace_without_tokens():
+    assert served_trace(ask(text("a", "stop") + DONE)) is None
+    assert served_trace(ask("busy", 503)) is None
+
+
+def test_a_trace_asks_for_tokens():
+    assert traced_body({"a": 1}, is_chat=False) == {"a": 1, "return_token_ids": True, "logprobs": 0}
+    assert traced_body({}, is_chat=True)["top_logprobs"] == 0

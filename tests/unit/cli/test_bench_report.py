@@ -1,0 +1,44 @@
+"""``sametoken bench report``: lines, JSON and a page, of the same numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.bench_engine import document
+from sametoken.bench.files import write_json
+from sametoken.cli.main import app
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write_json(tmp_path / "main.json", document())
+    write_json(tmp_path / "change.json", document(speed=2.0))
+    return [str(tmp_path / "main.json"), str(tmp_path / "change.json")]
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["bench", "report", *arguments])
+
+
+def test_lines_and_page(runs, tmp_path):
+    page = tmp_path / "report.html"
+    result = report(*runs, "--html", str(page), "--label", "old", "--label", "new")
+    assert result.exit_code == 0, result.output
+    assert "100.00" in result.stdout
+    assert "400.00" in result.stdout
+    assert "<title>new against old: benchmark</title>" in page.read_text()
+
+
+def test_json(runs):
+    value = json.loads(report(*runs, "--json").stdout)
+    assert [cell["numbers"]["tokens_per_second"] for cell in value["cells"]] == [100, 200, 200, 400]
+
+
+def test_a_missing_file_is_one_error(runs):
+    result = report(*runs, "nowhere.json")
+    assert result.exit_code == 2
+    assert "nowhere.json cannot be read" in result.stderr
+    assert result.stdout == ""

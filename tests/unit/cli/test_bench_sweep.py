@@ -1,0 +1,89 @@
+"""``sametoken bench sweep``: axes from options, files and presets; exit codes of cells."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from sametoken.bench import sweep as sweep_module
+from sametoken.bench.sweep import CellStore
+from sametoken.cli.main import app
+
+NGRAM = '{"method": "ngram"}'
+
+
+def run(directory, *arguments):
+    return CliRunner().invoke(app, ["bench", "sweep", str(directory), *arguments])
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Stands in for processes; cells of 99 tokens fail."""
+
+    def launch(directory, cells):
+        store = CellStore(directory)
+        for cell in cells:
+            if cell.output_len == 99:
+                store.fail(cell, "does not fit")
+            else:
+                result = {"tokens_per_second": 5.0, "tpot_median": None, "acceptance_length": 1.5}
+                store.finish(cell, {"results": [result]})
+        return None, ""
+
+    monkeypatch.setattr(sweep_module, "launch_engine", launch)
+
+
+def test_a_dry_run_shows_the_preset_and_measures_nothing(tmp_path):
+    arguments = ("--preset", "vllm-38311", "--model", "m", "--drafter", NGRAM, "--drafter", "none")
+    result = run(tmp_path / "new", *arguments, "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert len(rows) == 2 * 2 * 3
+    assert {row["status"] for row in rows} == {"to measure"}
+    assert {row["cell"]["output_len"] for row in rows} == {1, 1024}
+    assert rows[0]["cell"]["speculative_config"] == {"method": "ngram", "num_speculative_tokens": 3}
+    assert not (tmp_path / "new").exists()
+
+
+def test_results_are_shown_and_failures_make_the_exit_code(tmp_path, engine):
+    result = run(tmp_path, "--model", "m", "--output-len", "1,99", "--dtype", "float32")
+    assert result.exit_code == 1
+    assert "done" in result.stdout
+    assert "does not fit" in result.stderr
+    rows = json.loads(run(tmp_path, "--model", "m", "--output-len", "1", "--json").stdout)
+    # Another dtype is another cell.
+    assert [row["status"] for row in rows] == ["done"]
+    assert rows[0]["cell"]["engine"] == {"max_num_seqs": 1, "enable_prefix_caching": False}
+    assert len(list(tmp_path.glob("*.json"))) == 3
+
+
+def test_a_file_gives_axes_that_options_override(tmp_path, engine):
+    spec = tmp_path / "sweep.json"
+    spec.write_text(
+        json.dumps({"model": "m", "output_len": [1, 2], "engine": {"dtype": "float32"}})
+    )
+    arguments = ("--spec", str(spec), "--temperature", "0,0.8", "--output-len", "2", "--json")
+    rows = json.loads(run(tmp_path / "out", *arguments).stdout)
+    assert [(row["cell"]["output_len"], row["cell"]["temperature"]) for row in rows] == [
+        (2, 0.0),
+        (2, 0.8),
+    ]
+    assert rows[0]["cell"]["engine"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cause"),
+    [
+        ((), "has no model"),
+        (("--model", "m", "--output-len", "1;2"), "not a list of numbers"),
+        (("--model", "m", "--drafter", "ngram"), "is no JSON object"),
+        (("--model", "m", "--drafter", "{}"), "'' is not known"),
+        (("--model", "m", "--preset", "vllm"), "'vllm' is not known"),
+    ],
+)
+def test_wrong_use_exits_with_2(tmp_path, arguments, cause):
+    result = run(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert cause in result.stderr

@@ -1,0 +1,80 @@
+"""``sametoken eval``: the bar and the comparison decide the exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from helpers.chat_model import write_chat_model
+from sametoken.bench import accuracy
+from sametoken.bench.accuracy import Evaluation
+from sametoken.cli.main import app
+
+pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")
+
+SIZES = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "256", "--max-num-seqs", "4")
+NGRAM = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    torch.set_num_threads(1)
+    return str(write_chat_model(tmp_path_factory.mktemp("eval") / "model"))
+
+
+def run(model, *arguments):
+    return CliRunner().invoke(app, ["eval", "gsm8k", model, *SIZES, *arguments])
+
+
+def fake(monkeypatch, score, drafted=(1, 2), plain=(1, 2)):
+    def evaluate(llm, asked, *, plain_answers=plain, plain=False):
+        answers = list(plain_answers if plain else drafted)
+        return Evaluation({"gsm8k": {"exact_match,flexible-extract": score}}, answers, 0)
+
+    monkeypatch.setattr(accuracy, "evaluate", evaluate)
+
+
+def test_questions_of_a_file_with_drafts_and_without(model, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question": f"the inner {i}", "answer": f"#### {i}"} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ("--path", str(path), "--limit", "2", "--num-fewshot", "1", "--max-tokens", "8")
+    result = run(model, *arguments, *NGRAM, "--compare-plain", "--json")
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout[result.stdout.index("{") :])
+    assert (value["num_answers"], value["answers_that_differ"]) == (2, 0)
+    assert set(value["scores"]["gsm8k"]) == {
+        "exact_match,strict-match",
+        "exact_match,flexible-extract",
+    }
+
+
+@pytest.mark.parametrize(("bar", "code"), [("0.49", 0), ("0.5", 0), ("0.51", 1)])
+def test_the_bar_decides_the_exit_code(model, monkeypatch, bar, code):
+    fake(monkeypatch, 0.5)
+    result = run(model, "--min-score", bar)
+    assert result.exit_code == code
+    assert f"gsm8k: 0.5000 is {'below' if code else 'at least'} {bar}" in result.stdout
+
+
+def test_an_answer_that_differs_fails_whatever_the_score(model, monkeypatch):
+    fake(monkeypatch, 0.9, plain=(1, 3))
+    result = run(model, *NGRAM, "--min-score", "0.1", "--compare-plain")
+    assert result.exit_code == 1
+    assert "1 of 2 answers differ from plain decoding" in result.stdout
+
+
+def test_without_speculation_there_is_nothing_to_compare(model):
+    result = run(model, "--compare-plain")
+    assert result.exit_code == 2
+    assert "no speculation to compare" in result.stderr
+
+
+def test_a_missing_harness_exits_with_3(model, monkeypatch):
+    monkeypatch.setattr(accuracy.importlib.util, "find_spec", lambda name: None)
+    result = run(model)
+    assert result.exit_code == 3
+    assert "pip install 'sametoken[eval]'" in result.stderr

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from sametoken.cli import serve as command
+from sametoken.cli.main import app
+
+USAGE = 2
+INTERRUPTED = 130
+
+
+@pytest.fixture
+def started(monkeypatch) -> list:
+    """What the command would have run, without running it."""
+    import sametoken.server.run
+
+    calls: list = []
+
+    def run(*arguments):
+        calls.append(arguments)
+        return len(calls) == INTERRUPTED
+
+    monkeypatch.setattr(sametoken.server.run, "run", run)
+    return calls
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["serve", "model", "--port", "0", *arguments])
+
+
+def test_options_reach_engine_limits_and_server(started):
+    speculation = '{"method": "ngram", "num_speculative_tokens": 8}'
+    result = invoke(
+        *("--speculative-config", speculation, "--max-model-len", "64", "--seed", "5"),
+        *("--max-waiting", "3", "--shadow-audit-rate", "0.5", "--drain-timeout", "2.5"),
+        *("--api-key", "a", "--api-key", "b", "--served-model-name", "tiny", "--rate-limit", "9"),
+    )
+    assert result.exit_code == 0, result.output
+    ((engine, limits, server, listener),) = started
+    assert (engine.model, engine.max_model_len, engine.seed) == ("model", 64, 5)
+    assert engine.speculative_config.num_speculative_tokens == 8
+    assert (limits.max_waiting, limits.shadow_audit_rate) == (3, 0.5)
+    assert (server.api_key, server.served_model_name) == (("a", "b"), ("tiny",))
+    assert (server.rate_limit, server.drain_timeout) == (9, 2.5)
+    assert listener.fileno() == -1, "the socket is left open"
+
+
+def test_the_key_may_stand_in_a_variable(started, monkeypatch):
+    monkeypatch.setenv(command.API_KEY_VARIABLE, "secret")
+    invoke()
+    invoke("--api-key", "other")
+    assert [server.api_key for _, _, server, _ in started] == [("secret",), ("other",)]
+
+
+def test_options_of_vllm_that_change_nothing(started):
+    result = invoke(
+        "--trust-remote-code", "--enable-chunked-prefill", "--additional-config", '{"a": 1}'
+    )
+    assert result.exit_code == 0
+    assert "no effect: a" in result.output
+    assert "--trust-remote-code has no effect" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--no-enable-chunked-prefill",),
+        ("--additional-config", "[1]"),
+        ("--additional-config", "{"),
+        ("--log-level", "loud"),
+        ("--shadow-audit-rate", "2"),
+        ("--speculative-config", "{}"),
+        ("--no-such-option",),
+    ],
+)
+def test_what_is_impossible_is_a_usage_error(started, arguments):
+    result = invoke(*arguments)
+    assert (result.exit_code, started) == (USAGE, [])
+
+
+def test_an_interrupted_server(started):
+    started.extend([None] * (INTERRUPTED - 1))
+    assert invoke().exit_code == INTERRUPTED

@@ -1,0 +1,79 @@
+"""``sametoken train`` from the command line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.chat_model import write_chat_model
+from sametoken.cli.main import app
+
+QUICK = ["--steps", "3", "--warmup-steps", "1", "--device", "cpu", "--validation", "0"]
+HEAD = ["--draft-vocab-size", "20", "--ttt-steps", "2", "--aux-layers", "1,2,4"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_chat_model(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"the rain"\n{"prompt": "a thing", "temperature": 1.0}\n')
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)])
+
+
+def test_text_then_a_head(target, prompts, tmp_path):
+    text, head = tmp_path / "text.jsonl", tmp_path / "head"
+    written = run("text", target, text, "--prompts", prompts, "--max-tokens", 6, "--device", "cpu")
+    assert written.exit_code == 0, written.output
+    assert "2 answers" in written.output
+    assert len(text.read_text().splitlines()) == 2
+
+    trained = run("eagle3", target, head, "--text", text, *HEAD, *QUICK, "--json")
+    assert trained.exit_code == 0, trained.output
+    assert json.loads(trained.stdout)["steps"] == 3
+    config = json.loads((head / "config.json").read_text())
+    assert config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["draft_vocab_size"] == 20
+
+
+def test_a_head_straight_from_prompts(target, prompts, tmp_path):
+    options = ["--generate-from", prompts, "--answer-tokens", 6]
+    trained = run("eagle3", target, tmp_path / "head", *options, *HEAD, *QUICK)
+    assert trained.exit_code == 0, trained.output
+    assert "acceptance length" in trained.output
+    assert (tmp_path / "head" / "text.jsonl").is_file()
+    assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+def test_answers_as_text_go_through_the_chat_template(target, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+    trained = run("eagle3", target, tmp_path / "head", "--text", text, *HEAD, *QUICK, "--json")
+    assert trained.exit_code == 0, trained.output
+    # The answer, its end of turn and the line break behind it.
+    assert json.loads(trained.stdout)["tokens"] > len("the rain in the car") // 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "one source of text"),
+        (["--text", "a", "--states", "b"], "one source of text"),
+        (["--text", "nowhere.jsonl"], "cannot be read"),
+        (["--text", "nowhere.jsonl", "--ttt-steps", "0"], "ttt_steps=0"),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(target, tmp_path, options, says):
+    found = run("eagle3", target, tmp_path / "head", *options)
+    assert found.exit_code == 2
+    assert says in found.output
+    assert "Traceback" not in found.output

@@ -1,0 +1,53 @@
+"""The suffix drafter reads committed tokens of its own slot and of earlier requests alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.drafting import CPU, MAX_LEN, NOT_A_TOKEN, Bench
+from helpers.suffixes import Options, slow_search
+from helpers.toy import ToyModel
+from sametoken.drafters.suffix import SuffixDrafter
+from sametoken.state.history import TokenHistory
+
+
+class KeepingBench(Bench):
+    """Keeps texts as the runner does, and notes them by itself."""
+
+    history: TokenHistory
+    kept: list[list[int]]
+
+    def admit(self, slot, prompt, cached=()) -> None:
+        used = slot in self.blocks
+        former = self.tokens(slot) if used else []
+        self.history.keep(self.sequences, slot)
+        if used:
+            self.kept.append(former)
+        super().admit(slot, prompt, cached)
+
+
+@pytest.mark.parametrize("num_texts", [0, 3])
+@pytest.mark.parametrize("options", [Options(1), Options(5, depth=4, factor=2.0, min_prob=0.6)])
+def test_drafts_follow_committed_tokens(options, num_texts):
+    bench = KeepingBench(ToyModel(3), options.k, seed=options.k)
+    bench.history, bench.kept = TokenHistory.allocate(num_texts, MAX_LEN, CPU), []
+    bench.drafter = SuffixDrafter(options.tables(), bench.history)
+    found = 0
+
+    def check(context, drafts):
+        nonlocal found
+        assert NOT_A_TOKEN not in drafts.draft_ids
+        # The texts in the order in which they lie: the oldest is replaced first.
+        others = [[] for _ in range(num_texts)]
+        for index, text in enumerate(bench.kept if num_texts else []):
+            others[index % num_texts] = text
+        for b, slot in enumerate(context.slots.tolist()):
+            count = int(drafts.num_drafts[b])
+            found += count
+            if context.samples[b]:
+                expected = slow_search(bench.tokens(slot), others, options)
+                assert drafts.draft_ids[b, :count].tolist() == expected
+
+    bench.run(60, 3, check)
+    assert found > 20
+    assert len(bench.kept) > 3

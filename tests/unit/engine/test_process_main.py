@@ -1,0 +1,118 @@
+"""The loop of the engine process, over an engine that emits what the test wrote down."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from sametoken.core.request import EngineRequest, RequestUpdate
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.engine.messages import Refused, Release, StepReport, Submit
+from sametoken.engine.process_main import EngineLoop
+from sametoken.errors import EngineDeadError, RequestError
+
+
+class Engine:
+    """Emits ``news`` step by step."""
+
+    def __init__(self, *news) -> None:
+        self.news = list(news)
+        self.added: list[str] = []
+        self.released: list[tuple] = []
+        self.refuse = ""
+        self.released_before_step: list[int] = []
+        self.scheduler = SimpleNamespace(
+            num_running=1, num_waiting=2, num_swapped=3, num_waiting_tokens=4, kv_usage=0.5,
+            prefix_cache_queries=6, prefix_cache_hits=7,
+        )  # fmt: skip
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.news)
+
+    def add_request(self, request) -> None:
+        if request.request_id == self.refuse:
+            raise RequestError("no room")
+        self.added.append(request.request_id)
+
+    def release(self, request_id, num_kept=None, *, aborted=False) -> None:
+        self.released.append((request_id, num_kept, aborted))
+
+    def step(self):
+        self.released_before_step.append(len(self.released))
+        news = self.news.pop(0)
+        if isinstance(news, Exception):
+            raise news
+        return news
+
+
+def request(name):
+    return EngineRequest(name, (1, 2), SamplingParams(), 20, stop_token_ids=(0,))
+
+
+def update(name, *token_ids):
+    return RequestUpdate(name, token_ids, 0, 0, True, 0)
+
+
+@pytest.fixture
+def start():
+    def build(*news):
+        engine, sent = Engine(*news), []
+        loop = EngineLoop(engine, SimpleNamespace(put=sent.append))
+        return engine, loop, sent
+
+    return build
+
+
+def test_a_turn_takes_messages_steps_once_and_reports(start):
+    engine, loop, sent = start((update("a", 5),), (update("a", 6),))
+    loop.turn([Submit((request("a"), request("b")))])
+    assert engine.added == ["a", "b"]
+    (report,) = sent
+    assert report.updates == (update("a", 5),)
+    assert report.step_seconds >= 0
+    assert dataclasses.astuple(report.load) == (2, 1, 2, 3, 4, 0.5, 6, 7)
+    assert loop.has_unfinished
+
+
+def test_without_work_messages_are_still_answered_with_the_load(start):
+    engine, loop, sent = start()
+    loop.turn([Submit((request("a"),)), Release({"a": 5}, aborted=True)])
+    assert engine.released == [("a", 5, True)]
+    assert sent == [StepReport((), sent[0].load, None)]
+
+
+def test_an_abort_is_taken_before_the_next_step(start):
+    engine, loop, _ = start((update("a", 5),), (update("a", 6),))
+    loop.turn([Submit((request("a"),))])
+    loop.turn([Release({"a": 3}, aborted=True)])
+    assert engine.released_before_step == [0, 1]
+
+
+def test_a_stop_token_frees_the_slot_before_the_front_has_read_it(start):
+    engine, loop, _ = start((update("a", 5, 0, 6),))
+    loop.turn([Submit((request("a"),))])
+    assert engine.released == [("a", 4, False)]
+    loop.turn([Release({"a": 3}), Release({"unknown": 3})])
+    assert engine.released == [("a", 4, False)], "it had ended already"
+
+
+def test_a_refused_prompt_leaves_nothing_behind(start):
+    engine, loop, sent = start()
+    engine.refuse = "c"
+    loop.turn([Submit((request("a"),)), Submit((request("b"), request("c")))])
+    assert engine.released == [("b", None, True)]
+    refused, report = sent
+    assert isinstance(refused, Refused)
+    assert (refused.request_ids, refused.error.cause) == (("b", "c"), "no room")
+    assert report.load.num_received == 3
+    loop.turn([Release({"b": 2}), Release({"a": 2})])
+    assert engine.released[1:] == [("a", 2, False)]
+
+
+def test_a_failed_step_ends_the_loop(start):
+    _, loop, _ = start(EngineDeadError("a step failed"))
+    with pytest.raises(EngineDeadError):
+        loop.turn([])

@@ -1,0 +1,183 @@
+"""Ranks as processes: they say what threads say, are seen to die, and end with rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import time
+
+import psutil
+import pytest
+
+from helpers.checkpoints import write_llama
+from helpers.harness import request, run
+from helpers.thread_ranks import engine_over_threads
+from sametoken import LLM, SamplingParams
+from sametoken.config import EngineConfig
+from sametoken.engine import ranks
+from sametoken.engine.async_llm import AsyncLLM
+from sametoken.engine.build import build_engine
+from sametoken.engine.input_processor import PromptTokens
+from sametoken.engine.serving_limits import ServingLimits
+from sametoken.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineRestartingError,
+    UnsupportedError,
+)
+
+SIZES = {
+    "vocab_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+}
+PROMPTS = ((1, 2, 3), (7,) * 20, (5, 6) * 9)
+MAX_TOKENS = 12
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("model") / "target", **SIZES)
+
+
+def config_of(path, **options) -> EngineConfig:
+    given = {"tensor_parallel_size": 2, "num_kv_blocks": 40, "device": "cpu"} | options
+    return EngineConfig.from_options(model=str(path), skip_tokenizer_init=True, **given)
+
+
+def items():
+    return [
+        request(f"r{i}", prompt, MAX_TOKENS, temperature=0.8 * (i % 2), seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def gone(process: psutil.Process, timeout_s: float = 20.0) -> bool:
+    try:
+        process.wait(timeout_s)
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_processes_say_what_threads_say_and_a_dead_one_ends_all(path):
+    with engine_over_threads(config_of(path)) as (core, _):
+        truth = run(core, items()).tokens
+    before = children()
+    core = build_engine(config_of(path, speculative_config=NGRAM, steps_in_flight=2))
+    (follower,) = [one for one in children() if one not in before]
+    ran = run(core, items())
+    assert ran.tokens == truth
+    assert ran.accepted > 0
+
+    # Only rank 0 stops it: a terminal's Ctrl-C reaches all.
+    follower.send_signal(signal.SIGINT)
+    follower.send_signal(signal.SIGTERM)
+    assert run(core, items()).tokens == truth
+
+    follower.kill()
+    core.add_request(items()[0])
+    started = time.monotonic()
+    with pytest.raises(EngineDeadError, match="rank 1 of the model ended with SIGKILL") as caught:
+        run(core, [])
+    # A collective by itself would wait for days.
+    assert time.monotonic() - started < 20
+    assert caught.value.exit_code == 2
+    with pytest.raises(EngineDeadError):
+        core.add_request(items()[1])
+
+
+def test_followers_end_with_their_engine(path):
+    llm = LLM.from_engine(build_engine(config_of(path)), None)
+    before = children()
+    (output,) = llm.generate({"prompt_token_ids": [3, 1]}, SamplingParams(max_tokens=2, seed=0))
+    assert len(output.outputs[0].token_ids) == 2
+    del llm
+    gc.collect()
+    assert all(gone(process) for process in before)
+
+
+def test_an_engine_that_cannot_be_built_leaves_nobody_behind(path):
+    with pytest.raises(ConfigError, match="1 KV blocks"):
+        build_engine(config_of(path, num_kv_blocks=1, max_model_len=64))
+    assert children() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "match"),
+    [
+        ("helpers.refusing_follower", UnsupportedError, "not on this machine"),
+        # Prints and ends.
+        ("this", EngineDeadError, "rank 1 of the model ended with exit status 0"),
+    ],
+)
+def test_a_follower_that_cannot_start_says_why(path, monkeypatch, module, error, match):
+    monkeypatch.setattr(ranks, "FOLLOWER_MODULE", module)
+    with pytest.raises(error, match=match):
+        build_engine(config_of(path))
+    assert children() == []
+
+
+async def answered(llm, request_id) -> int:
+    """How many tokens a short request gets."""
+    params = SamplingParams(temperature=0.0, max_tokens=6, seed=0, ignore_eos=True)
+    prompt = PromptTokens(None, (5, 6, 5, 6, 5))
+    outputs = [output async for output in llm.generate(prompt, params, request_id)]
+    return len(outputs[-1].outputs[0].token_ids)
+
+
+async def answered_again(llm) -> int:
+    """The same once another engine process is up."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                return await answered(llm, "again")
+            except EngineRestartingError:
+                await asyncio.sleep(0.1)
+
+
+def test_a_served_engine_and_its_ranks_end_together(path):
+    async def scenario():
+        limits = ServingLimits(max_restarts=1, restart_backoff_s=0.0)
+        llm = await AsyncLLM.start(config_of(path, speculative_config=NGRAM), limits)
+        assert await answered(llm, "first") == 6
+        (engine,) = children()
+        (follower,) = engine.children()
+        follower.kill()
+        with pytest.raises(EngineDeadError, match="rank 1 of the model ended with SIGKILL"):
+            await answered(llm, "second")
+        assert gone(engine)
+        assert await answered_again(llm) == 6
+        (engine,) = children()
+        (follower,) = engine.children()
+        engine.kill()
+        assert gone(follower)
+        await llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"tensor_parallel_size": 4}, ConfigError, "num_key_value_heads=2"),
+        ({"tensor_parallel_size": 0}, ConfigError, "tensor_parallel_size=0"),
+        (
+            {"speculative_config": {"method": "eagle", "model": ".", "num_speculative_tokens": 1}},
+            UnsupportedError,
+            "method 'eagle'",
+        ),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_any_starts(path, options, error, match):
+    with pytest.raises(error, match=match):
+        build_engine(config_of(path, **options))
+    assert children() == []

@@ -1,0 +1,33 @@
+"""A summary holds plain values, and crosses to another process."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+from sametoken.config import SpeculativeConfig
+from sametoken.engine.summary import explanation, summarise
+
+
+def test_plain_values_of_a_resolved_engine(resolved):
+    speculative = SpeculativeConfig("ngram", 4)
+    summary = summarise(
+        replace(resolved, config=replace(resolved.config, speculative_config=speculative))
+    )
+    assert (summary.device, summary.dtype) == ("cpu", "float32")
+    assert (summary.method, summary.num_speculative_tokens) == ("ngram", 4)
+    assert (summary.model_path, summary.eos_token_ids) == ("nowhere", (0,))
+    assert pickle.loads(pickle.dumps(summary)) == summary
+
+
+def test_without_speculation_there_is_no_method(resolved):
+    summary = summarise(resolved)
+    assert (summary.method, summary.num_speculative_tokens) == (None, 0)
+
+
+def test_every_setting_is_explained_where_the_engine_chose(resolved):
+    settings = {setting.name: setting for setting in explanation(resolved)}
+    assert settings["dtype"].value == "torch.float32"
+    assert settings["dtype"].reason == "the checkpoint is fp32"
+    assert (settings["block_size"].value, settings["block_size"].reason) == ("16", "")
+    assert settings["synthetic"].value == "nothing"

@@ -1,0 +1,310 @@
+"""Gated DeltaNet's kernels: the reference's rows, and the same bits in every window and batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sametoken.kernels.gated_delta_rule.layout import slot_rows
+from sametoken.kernels.gated_delta_rule.triton import (
+    LayerMemory,
+    RawRows,
+    RuleTile,
+    advance,
+    plan_runs,
+)
+from sametoken.kernels.interface import AttentionRows
+from sametoken.state.recurrent import (
+    GatedDeltaParams,
+    RecurrentCache,
+    RecurrentSpec,
+    RowByRowPass,
+)
+from sametoken.state.recurrent_device import DevicePass
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SLOTS = 3
+GARBAGE = 10**15
+
+
+def spec_of(heads=(1, 2), sizes=(3, 5), taps=4, dtype=torch.float32) -> RecurrentSpec:
+    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+    return RecurrentSpec(1, *heads, *sizes, taps, channels, dtype)
+
+
+def params_of(spec: RecurrentSpec, bias: bool = True) -> GatedDeltaParams:
+    generator = torch.Generator().manual_seed(spec.conv_channels)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    heads = spec.num_value_heads
+    return GatedDeltaParams(
+        random(heads),
+        random(heads),
+        random(spec.conv_channels, spec.conv_kernel, dtype=spec.dtype),
+        random(spec.conv_channels, dtype=spec.dtype) if bias else None,
+    )
+
+
+def empty(spec: RecurrentSpec, num_drafts: int, open_pass=DevicePass.begin) -> RecurrentCache:
+    cache = RecurrentCache.allocate(spec, max_num_seqs=SLOTS, num_drafts=num_drafts, device=DEVICE)
+    # What nobody has written must not matter.
+    for held in (cache.states, cache.history, cache.pending_qkv, cache.pending_gates):
+        held.fill_(float("nan"))
+    return replace(cache, open_pass=open_pass)
+
+
+@dataclass(frozen=True)
+class Row:
+    slot: int
+    position: int
+    token: int
+    committed: bool
+
+
+def inputs_of(rows: list[Row | None], spec: RecurrentSpec) -> tuple[torch.Tensor, ...]:
+    """Raw rows as parts of a wider projection; those of dead rows are NaN."""
+    heads = spec.num_value_heads
+    width = spec.conv_channels + 2 * heads + 3
+    raw = torch.full((len(rows), width), float("nan"))
+    for place, row in enumerate(rows):
+        if row is not None:
+            generator = torch.Generator().manual_seed(row.token)
+            raw[place] = torch.randn(width, generator=generator)
+    raw = raw.to(DEVICE, spec.dtype)
+    qkv, _, a, b = raw.split((spec.conv_channels, 3, heads, heads), dim=-1)
+    return qkv, a, b
+
+
+def attention_rows(rows: list[Row | None], window: int | None) -> AttentionRows:
+    facts = [(r.slot, r.position, r.committed) if r else (SLOTS, 0, False) for r in rows]
+    slots, positions, committed = torch.tensor(facts, device=DEVICE).t().contiguous().unbind(0)
+    return AttentionRows(positions, slots, slots, slots[None], window, committed.bool())
+
+
+def run(cache: RecurrentCache, groups: list[list[Row]], window: int | None = None) -> list:
+    """One pass over each slot's rows; padded with dead rows, and a dead run, to ``window``."""
+    if window is None:
+        rows = [row for group in groups for row in group]
+        starts = [sum(map(len, groups[:i])) for i in range(len(groups))]
+    else:
+        rows = [row for g in [*groups, []] for row in [*g, *[None] * (window - len(g))]]
+        starts = [i * window for i in range(len(groups))]
+    running = cache.begin(attention_rows(rows, window))
+    out = running.run(0, *inputs_of(rows, cache.spec), params_of(cache.spec))
+    running.finish()
+    live = torch.zeros(len(rows), dtype=torch.bool)
+    for start, group in zip(starts, groups, strict=True):
+        live[start : start + len(group)] = True
+    assert torch.equal(out[~live.to(DEVICE)], torch.zeros_like(out[~live.to(DEVICE)]))
+    return [out[s : s + len(g)] for s, g in zip(starts, groups, strict=True)]
+
+
+@dataclass
+class Slot:
+    """A sequence, and the same one run plainly: one committed row per pass."""
+
+    index: int
+    spec: RecurrentSpec
+    plain: RecurrentCache
+    tokens: list[int] = field(default_factory=list)
+
+    def rows(self, committed: list[int], drafts: list[int]) -> list[Row]:
+        first = len(self.tokens)
+        return [
+            Row(self.index, first + i, token, i < len(committed))
+            for i, token in enumerate([*committed, *drafts])
+        ]
+
+    def check(self, rows: list[Row], out: torch.Tensor, num_accepted: int) -> None:
+        num_kept = sum(row.committed for row in rows) + num_accepted
+        for place, row in enumerate(rows[:num_kept]):
+            (alone,) = run(self.plain, [[replace(row, committed=True)]])
+            assert torch.equal(out[place], alone[0])
+        self.tokens += [row.token for row in rows[:num_kept]]
+
+
+part = st.fixed_dictionaries(
+    {
+        "slot": st.integers(0, SLOTS - 1),
+        "reuse": st.sampled_from([False, False, True]),
+        "num_committed": st.sampled_from([1, 1, 2, 4]),
+        "num_drafts": st.integers(0, 3),
+        "num_accepted": st.integers(0, 3),
+        "seed": st.integers(0, 2**20),
+    }
+)
+steps = st.lists(
+    st.tuples(st.booleans(), st.lists(part, min_size=1, max_size=2)), min_size=2, max_size=4
+)
+SPECS = [
+    spec_of(),
+    spec_of(heads=(2, 4), sizes=(8, 4), taps=2),
+    spec_of(heads=(2, 2), sizes=(5, 16), taps=3, dtype=torch.bfloat16),
+]
+
+
+@given(spec=st.sampled_from(SPECS), steps=steps)
+@settings(max_examples=4, deadline=None)
+def test_every_row_is_that_of_plain_rows_and_of_the_reference(spec, steps):
+    cache, oracle = empty(spec, 3), empty(spec, 3, RowByRowPass.begin)
+    slots: dict[int, Slot] = {}
+    for padded, step in steps:
+        parts, groups = [], []
+        for one in {one["slot"]: one for one in step}.values():
+            if one["reuse"] or one["slot"] not in slots:
+                slots[one["slot"]] = Slot(one["slot"], spec, empty(spec, 0))
+            tokens = torch.Generator().manual_seed(one["seed"])
+            tokens = torch.randint(0, 31, (7,), generator=tokens).tolist()
+            drafts = tokens[4 : 4 + one["num_drafts"]]
+            groups.append(slots[one["slot"]].rows(tokens[: one["num_committed"]], drafts))
+            parts.append((slots[one["slot"]], min(one["num_accepted"], len(drafts))))
+        outs = run(cache, groups, window=8 if padded else None)
+        expected = run(oracle, groups)
+        for (slot, accepted), group, out, wanted in zip(parts, groups, outs, expected, strict=True):
+            close(out, wanted)
+            slot.check(group, out, accepted)
+        compare(cache, oracle, list(slots))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    exact = actual.dtype == torch.float32
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 1e-2
+    )
+
+
+def compare(cache: RecurrentCache, oracle: RecurrentCache, slots: list[int]) -> None:
+    """Counts and raw rows are equal, states are close; slots that nobody ran are untouched."""
+    assert torch.equal(cache.position, oracle.position)
+    assert torch.equal(cache.num_pending, oracle.num_pending)
+    for slot in range(SLOTS + 1):
+        if slot not in slots:
+            assert cache.states[:, slot].isnan().all()
+            continue
+        torch.testing.assert_close(
+            cache.states[:, slot], oracle.states[:, slot], rtol=1e-5, atol=1e-5
+        )
+        pending = slice(0, int(oracle.num_pending[slot]))
+        for held, wanted in (
+            (cache.history[:, slot], oracle.history[:, slot]),
+            (cache.pending_qkv[:, slot, pending], oracle.pending_qkv[:, slot, pending]),
+            (cache.pending_gates[:, slot, pending], oracle.pending_gates[:, slot, pending]),
+        ):
+            assert torch.equal(held, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 13])
+def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(window):
+    spec = spec_of(heads=(1, 2), sizes=(8, 8))
+    rows = [Row(1, p, 7 * p % 31, True) for p in range(12)]
+    whole, chunks, single = empty(spec, 2), empty(spec, 2), empty(spec, 0)
+    (expected,) = run(whole, [rows], window)
+    for lengths, cache in (((1, 6, 3, 2), chunks), ((1,) * 12, single)):
+        first, out = 0, []
+        for length in lengths:
+            out += run(cache, [rows[first : first + length]], window)
+            first += length
+        assert torch.equal(torch.cat(out), expected)
+        assert torch.equal(cache.states[:, 1], whole.states[:, 1])
+        assert torch.equal(cache.history[:, 1], whole.history[:, 1])
+
+
+def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing():
+    """A draft model's own drafts, also of a slot in which nothing is folded yet."""
+    spec = SPECS[0]
+    for num_committed in (0, 3):
+        cache, plain = empty(spec, 6), empty(spec, 0)
+        start = [Row(0, p, p, p < num_committed) for p in range(num_committed + 1)]
+        out = run(cache, [start])
+        for p in range(num_committed + 1, num_committed + 4):
+            out += run(cache, [[Row(0, p, p, False)]], window=1)
+        assert cache.position[0] == num_committed
+        assert cache.num_pending[0] == 4
+        again = [Row(0, num_committed, num_committed, True), Row(0, num_committed + 1, 20, True)]
+        out = torch.cat(out)
+        true = [run(plain, [[Row(0, p, p, True)]])[0] for p in range(num_committed + 4)]
+        assert torch.equal(out, torch.cat(true))
+        (again,) = run(cache, [again])
+        other = empty(spec, 0)
+        true = [run(other, [[Row(0, p, p, True)]])[0] for p in range(num_committed + 1)]
+        true += run(other, [[Row(0, num_committed + 1, 20, True)]])
+        assert torch.equal(again, torch.cat(true)[num_committed:])
+        assert torch.equal(cache.states[:, 0], other.states[:, 0])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([Row(0, 8, 1, True)], id="beyond what is pending"),
+        pytest.param([Row(0, 2, 1, True)], id="below what is folded"),
+        pytest.param([Row(0, 3, 1, False), Row(0, 4, 1, True)], id="committed after a draft"),
+        pytest.param([Row(0, 3 + i, 1, i == 0) for i in range(6)], id="more drafts than fit"),
+        pytest.param([Row(1, 5, 1, True)], id="a slot that nobody began"),
+    ],
+)
+def test_rows_that_do_not_follow_give_nan_and_change_nothing(rows):
+    spec = SPECS[0]
+    cache = empty(spec, 4)
+    run(cache, [[Row(0, p, p, p < 3) for p in range(7)]])
+    names = ("states", "history", "pending_qkv", "pending_gates", "position", "num_pending")
+    before = {name: getattr(cache, name).clone() for name in names}
+    neighbour = [Row(2, 0, 5, True)]
+    out, beside = run(cache, [rows, neighbour])
+    assert out.isnan().all()
+    assert torch.equal(beside, run(empty(spec, 0), [neighbour])[0])
+    for name, value in before.items():
+        slot_axis = 0 if value.dim() == 1 else 1
+        held, kept = (t.select(slot_axis, rows[0].slot) for t in (getattr(cache, name), value))
+        assert torch.equal(held.nan_to_num(7.0), kept.nan_to_num(7.0))
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_runs_are_those_of_the_reference(data):
+    max_pending = 3
+    position = torch.tensor([data.draw(st.integers(0, 6)) for _ in range(SLOTS)] + [0])
+    pending = torch.tensor([data.draw(st.integers(0, max_pending)) for _ in range(SLOTS)] + [0])
+    rows, order = [], data.draw(st.permutations(range(SLOTS)))
+    for slot in order[: data.draw(st.integers(1, SLOTS))]:
+        folded = data.draw(st.integers(0, int(pending[slot])))
+        first = 0 if data.draw(st.booleans()) else int(position[slot]) + folded
+        drafts = data.draw(st.integers(0, max_pending))
+        count = data.draw(st.integers(1, 5))
+        rows += [Row(slot, first + i, 0, i < count) for i in range(count + drafts)]
+    at = attention_rows(rows, None)
+    expected = slot_rows(
+        replace(at, **{name: getattr(at, name).cpu() for name in ("slots", "positions")},
+                committed=at.committed.cpu()),
+        position, pending, max_pending,
+    )  # fmt: skip
+    new_position, new_pending = position.clone().to(DEVICE), pending.clone().to(DEVICE)
+    table = plan_runs(at, new_position, new_pending, max_pending).table.tolist()
+    for run_of, wanted in zip(table, expected, strict=False):
+        first, stop = wanted.first_row, wanted.first_row + wanted.num_rows
+        before = 0 if wanted.starts else int(position[wanted.slot])
+        counts = [wanted.num_rows, wanted.num_folded, wanted.num_lasting]
+        assert run_of == [wanted.slot, first, stop, *counts, before == 0, 0]
+        assert new_position[wanted.slot] == before + wanted.num_lasting
+        assert new_pending[wanted.slot] == wanted.num_pending
+    assert all(run_of[3] == run_of[7] == 0 for run_of in table[len(expected) :])
+
+
+@pytest.mark.parametrize("columns", [2, 4, 16])
+def test_every_tile_computes_the_same_rule(columns):
+    spec = spec_of(heads=(1, 2), sizes=(8, 7))
+    rows = [Row(0, p, p, p < 4) for p in range(6)]
+    found = []
+    for tile in (RuleTile(), RuleTile(columns)):
+        cache = empty(spec, 2)
+        at = attention_rows(rows, 6)
+        runs = plan_runs(at, cache.position, cache.num_pending, 2)
+        held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
+        memory, raw = LayerMemory(*(one[0] for one in held)), RawRows(*inputs_of(rows, spec))
+        found.append(advance(runs, spec, params_of(spec), raw, memory, tile))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)

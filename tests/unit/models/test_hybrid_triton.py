@@ -1,0 +1,42 @@
+"""A hybrid's whole forward pass by a GPU's kernels, under the interpreter where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.forward import CPU, Bench
+from helpers.hybrids import write_hybrid
+from sametoken.kernels.gemm.tuning import load_table
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.triton import TritonKernels
+from sametoken.models.loader import load_model
+from sametoken.state.recurrent_device import DevicePass
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+def bench(path, kernels: Kernels) -> Bench:
+    model = load_model(path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=16)
+    return Bench(model, max_len=16)
+
+
+def by_kernels(path) -> Bench:
+    one = bench(path, TritonKernels(load_table("another device")))
+    recurrent = replace(one.kv.recurrent, open_pass=DevicePass.begin)
+    one.kv = replace(one.kv, recurrent=recurrent)
+    return one
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_logits_are_the_reference_s_in_whatever_chunks(tmp_path, kind):
+    """Gated attention with partial rotation, Gated DeltaNet, a mixture of experts."""
+    path = write_hybrid(tmp_path, kind, layer_types=["linear_attention", "full_attention"] * 2)
+    expected = bench(path, ReferenceKernels()).logits(PROMPT, [])
+    whole = by_kernels(path).logits(PROMPT, [])
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(by_kernels(path).logits(PROMPT, [3, 1]), whole)

@@ -1,0 +1,113 @@
+"""Steps at fixed shapes over recurrent state: what captured steps run, under the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.harness import Shape, build, request, run
+from helpers.hybrid_toy import HybridToy
+from sametoken.drafters.base import NoDrafter
+from sametoken.drafters.ngram import NgramDrafter
+from sametoken.kernels.ngram.triton import lookup
+from sametoken.runner.padded import PaddedStep
+from sametoken.state.kv_cache import KVCache
+from sametoken.state.recurrent import RecurrentCache
+from sametoken.state.recurrent_device import DevicePass
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROMPTS = {0: [3, 1, 4, 1, 5, 9, 2], 2: [7, 8, 7]}
+SLOTS, CHUNK, LENGTH = 3, 5, 16
+
+
+def padded_step(model: HybridToy, k: int) -> PaddedStep:
+    cache = RecurrentCache.allocate(
+        model.recurrent_spec, max_num_seqs=SLOTS, num_drafts=k, device=DEVICE
+    )
+    for held in (cache.states, cache.history, cache.pending_qkv, cache.pending_gates):
+        held.fill_(float("nan"))
+    kv = KVCache.allocate(
+        model.kv_spec,
+        num_blocks=20,
+        block_size=4,
+        device=DEVICE,
+        recurrent=replace(cache, open_pass=DevicePass.begin),
+    )
+    sequences = Sequences.allocate(
+        max_num_seqs=SLOTS,
+        max_len=2 * LENGTH,
+        num_drafts=k,
+        block_size=4,
+        reserved_block=20,
+        device=DEVICE,
+    )
+    for slot, prompt in PROMPTS.items():
+        sequences.token_ids[slot, : len(prompt)] = torch.tensor(prompt)
+        sequences.num_tokens[slot] = len(prompt)
+    drafter = NgramDrafter(k, 1, 2, lookup) if k else NoDrafter()
+    table = SamplingTable.allocate(SLOTS, DEVICE)
+    return PaddedStep(sequences, model, kv, table, drafter)
+
+
+def plan_of(rows: list[tuple[int, ...]]) -> torch.Tensor:
+    return torch.tensor(rows, device=DEVICE).t().contiguous()
+
+
+def prefill(step: PaddedStep) -> None:
+    """Chunks side by side; a prompt that has ended leaves its plan row to padding."""
+    layout = step.layout(len(PROMPTS), CHUNK)
+    done = dict.fromkeys(PROMPTS, 0)
+    while any(done[slot] < len(prompt) for slot, prompt in PROMPTS.items()):
+        rows = []
+        for slot, prompt in PROMPTS.items():
+            count = min(CHUNK, len(prompt) - done[slot])
+            done[slot] += count
+            samples = count > 0 and done[slot] == len(prompt)
+            rows.append((slot if count else SLOTS, count, int(samples), 0))
+        step.chunks(plan_of(rows), layout, CHUNK)
+
+
+def generate(k: int) -> tuple[dict[int, list[int]], int]:
+    """Tokens by slot, and accepted drafts. One plan row is padding; a slot skips some steps."""
+    step = padded_step(HybridToy(pull=9.0), k)
+    prefill(step)
+    layout, accepted, turn = step.layout(3, 0), 0, 0
+    first, second = PROMPTS
+    while min(step.sequences.num_tokens[slot] for slot in PROMPTS) < LENGTH:
+        turn += 1
+        limit = 0 if turn % 4 == 0 else k
+        rows = [(second, limit, 1, turn), (SLOTS, k, 0, turn), (first, k, 1, turn)]
+        if turn % 3 == 0:
+            rows[0] = (SLOTS, 0, 0, turn)
+        accepted += int(step.windows(plan_of(rows), layout)[:, 2].sum())
+    recurrent = step.kv.recurrent
+    for held in (recurrent.states, recurrent.pending_qkv):
+        assert held[:, SLOTS].isnan().all(), "the reserved slot has been written"
+    num_computed = step.sequences.num_computed
+    # What is folded is at most what is computed: of a window, its accepted drafts are pending.
+    assert (recurrent.position <= num_computed).all()
+    assert (recurrent.position + recurrent.num_pending >= num_computed).all()
+    tokens = step.sequences.token_ids
+    return {slot: tokens[slot, :LENGTH].tolist() for slot in PROMPTS}, accepted
+
+
+@pytest.fixture(scope="module")
+def plain_tokens() -> dict[int, list[int]]:
+    """By the eager verbs, one request at a time, row by row in PyTorch."""
+    tokens = {}
+    for slot, prompt in PROMPTS.items():
+        core = build(HybridToy(pull=9.0), Shape(prefix_caching=False, cache_emitted=False))
+        item = request("r", prompt, max_tokens=LENGTH - len(prompt))
+        tokens[slot] = [*prompt, *run(core, [item]).tokens["r"]]
+    return tokens
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_chunks_and_windows_say_what_plain_decoding_says(plain_tokens, k):
+    tokens, accepted = generate(k)
+    assert tokens == plain_tokens
+    assert (accepted > 0) == (k > 0)

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from sametoken.cli.main import app
+from sametoken.errors import ConfigError
+from sametoken.server.config import ServerConfig
+from sametoken.server.listen import address_of, bind, check_certificate
+
+USAGE = 2
+
+
+def test_a_bound_address_refuses_until_somebody_listens():
+    config = ServerConfig(port=0)
+    with bind(config) as listener:
+        host, port = listener.getsockname()
+        assert address_of(listener, config) == f"http://127.0.0.1:{port}"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, port), timeout=1)
+
+
+def test_an_address_of_the_newer_kind():
+    if not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    config = ServerConfig(host="::1", port=0)
+    try:
+        listener = bind(config)
+    except ConfigError:
+        pytest.skip("this machine has no IPv6 address")
+    with listener:
+        assert address_of(listener, config).startswith("http://[::1]:")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
+def test_an_address_that_cannot_be_used(host):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ServerConfig(host=host, port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="another host or port"):
+            bind(config)
+
+
+def test_a_certificate_that_is_none(tmp_path):
+    path = tmp_path / "cert.pem"
+    path.write_text("nothing")
+    config = ServerConfig(ssl_certfile=str(path), ssl_keyfile=str(path))
+    with pytest.raises(ConfigError, match="PEM certificate"):
+        check_certificate(config)
+    check_certificate(ServerConfig())
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_good_certificate(tmp_path):
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    config = ServerConfig(ssl_certfile=str(cert), ssl_keyfile=str(key), port=0)
+    check_certificate(config)
+    with bind(config) as listener:
+        assert address_of(listener, config).startswith("https://")
+
+
+def test_the_command_says_so_before_any_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = ["serve", "no/such/model", "--port", str(taken.getsockname()[1])]
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == USAGE
+    assert "another host or port" in result.output

@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 from helpers.harness import request, run
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.kernels.select import CHOICE
 
 transformers_logging.disable_progress_bar()
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -76,9 +77,13 @@ def speculative(method: str, k: int, **settings) -> dict:
     return {"method": method, "num_speculative_tokens": k, **settings}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [("float32", "native"), ("bfloat16", "native"), ("float32", "reference")],
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_no_drafter_changes_a_token(checkpoint, dtype, temperature):
+def test_no_drafter_changes_a_token(checkpoint, dtype, kernels, temperature, monkeypatch):
+    monkeypatch.setenv(CHOICE, kernels)
     plain = run(build(checkpoint, dtype=dtype), requests(temperature))
     ngram = speculative("ngram", 12, prompt_lookup_min=1, prompt_lookup_max=3)
     draft_model = speculative("draft_model", 3, model=str(checkpoint))

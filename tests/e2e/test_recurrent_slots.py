@@ -11,6 +11,8 @@ from helpers.harness import CPU, Parts, ScriptedDrafter, Shape, build, request, 
 from helpers.hybrid_toy import HybridToy
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.kernels.reference import ReferenceKernels
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.recurrent import RecurrentCache
 
@@ -117,13 +119,15 @@ def test_a_hybrid_that_drafts_for_itself_is_always_right(k, temperature):
     assert drafted.accepted == drafted.offered > 0
 
 
-def test_logits_of_accepted_rows_have_the_bits_of_plain_decoding():
+@pytest.mark.parametrize("kernels", [NativeKernels(), ReferenceKernels()], ids=lambda k: k.name)
+def test_logits_of_accepted_rows_have_the_bits_of_plain_decoding(kernels):
     item = request("r", PROMPTS[1], max_tokens=20)
-    plain = build(HybridToy(), SHAPE)
+    plain = build(HybridToy(), SHAPE, kernels=kernels)
     run(plain, [item])
     drafted = build(
         HybridToy(),
         SHAPE,
+        kernels=kernels,
         make_drafter=lambda parts: ScriptedDrafter(parts, "mixed"),
         oracle=oracle,
     )

@@ -83,8 +83,10 @@ def test_answers_are_as_documented(operations, label):
 
     def check(case):
         if label.startswith("POST /v1/"):
-            # What is drawn is seldom a model's name or a known field; these reach the engine.
-            body = {name: case.body[name] for name in case.body if name in FIELDS}
+            # What is drawn is seldom a model's name or a known field, and fields seldom go well
+            # together: every other body has the asked text alone. These reach the engine.
+            fields = FIELDS if len(statuses) % 2 else {"prompt", "messages"}
+            body = {name: case.body[name] for name in case.body if name in fields}
             case.body = body | {"model": "tiny", "max_tokens": 2}
         statuses.append(case.call_and_validate(checks=CHECKS).status_code)
 

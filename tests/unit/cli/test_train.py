@@ -77,3 +77,24 @@ def test_what_cannot_be_is_said_in_a_line(target, tmp_path, options, says):
     assert found.exit_code == 2
     assert says in found.output
     assert "Traceback" not in found.output
+
+
+def test_a_drafter_and_a_language_model(target, tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')
+    sizes = ["--hidden-size", 16, "--num-layers", 1, "--num-heads", 2, "--intermediate-size", 16]
+    drafted = run("draft", target, tmp_path / "draft", "--text", text, *sizes, *QUICK)
+    assert drafted.exit_code == 0, drafted.output
+    assert "acceptance length" in drafted.output
+    assert (tmp_path / "draft" / "tokenizer.json").is_file()
+
+    small = ["--vocab-size", 300, "--head-dim", 16, "--linear-head-dim", 8, "--num-kv-heads", 1]
+    small += ["--batch-tokens", 64, "--max-length", 32, "--steps", 2, "--device", "cpu"]
+    sizes[3] = 4
+    trained = run("lm", tmp_path / "lm", "--text", f"{text}=0.5", *small, *sizes, "--json")
+    assert trained.exit_code == 0, trained.output
+    assert json.loads(trained.stdout)["trained_tokens"] == 128
+
+    module = run("mtp", tmp_path / "lm", tmp_path / "mtp", "--text", text, *QUICK, "--json")
+    assert module.exit_code == 0, module.output
+    assert len(json.loads(module.stdout)["acceptance"]) == 3

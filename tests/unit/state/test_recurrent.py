@@ -255,9 +255,7 @@ def test_rows_that_do_not_follow_are_refused(rows, kernels):
 @both_passes
 def test_inputs_that_the_cache_would_round_are_refused(kernels):
     spec = RecurrentSpec(1, **HEADS, conv_kernel=4, conv_channels=32, dtype=torch.bfloat16)
-    cache = RecurrentCache.allocate(
-        spec, max_num_seqs=1, num_drafts=0, device=CPU, kernels=kernels
-    )
+    cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=0, device=CPU, kernels=kernels)
     running = cache.begin(attention_rows([Row(0, 0, 1, True)]))
     raw = torch.zeros(1, 32)
     with pytest.raises(InvariantError, match="are kept in"):

@@ -82,7 +82,7 @@ def test_no_more_lines_run_at_once_than_allowed_and_all_places_are_used():
 
 def test_seeds_depend_on_the_line_alone():
     engine = FakeEngine()
-    answered(engine, [line(1, prompt="a"), line(2, prompt="a"), line(3, prompt="a", seed=5)])
+    answered(engine, [line(1, prompt="a"), line(2, prompt="a"), line(3, prompt="a", seed=5)], 1)
     again = FakeEngine()
     answered(again, [line(2, prompt="a"), line(1, prompt="a")], 1)
     seeds = [params.seed for _, params in engine.seen]

@@ -1,0 +1,293 @@
+"""``sametoken train``: draft heads, drafters and small models."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sametoken.cli.options import engine_options, options_of, with_options
+from sametoken.errors import ConfigError
+from sametoken.train.options import (
+    DraftOptions,
+    Eagle3Options,
+    LMOptions,
+    LoopOptions,
+    MTPOptions,
+)
+
+if TYPE_CHECKING:
+    from sametoken.train.distillation import DrafterResult
+    from sametoken.train.generate import Written
+    from sametoken.train.loop import Report
+
+_TEXT = "text.jsonl"
+
+train = typer.Typer(
+    help="Train drafters and small models.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Model = Annotated[
+    str, typer.Argument(help="the target: checkpoint directory, GGUF file, or smollm2")
+]
+Output = Annotated[Path, typer.Argument(help="directory for the result and its checkpoint")]
+Text = Annotated[
+    Path | None, typer.Option(help="JSON lines: prompts and answers, as text or as token ids")
+]
+GenerateFrom = Annotated[
+    Path | None, typer.Option(help="JSON lines of prompts; the target answers them first")
+]
+AnswerTokens = Annotated[int, typer.Option(min=2, help="longest answer to a prompt, in tokens")]
+AnswerSeconds = Annotated[
+    float | None, typer.Option(help="begin no more answers after so many seconds")
+]
+AnswerTemperature = Annotated[float, typer.Option(help="of answers; a prompt's own goes before it")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JSON object")]
+
+
+@train.command()
+@with_options(engine_options(max_num_seqs=256))
+def text(
+    model: Model,
+    output: Annotated[Path, typer.Argument(help="file for the answers, JSON lines")],
+    prompts: Annotated[Path, typer.Option(help="JSON lines of prompts")],
+    max_tokens: AnswerTokens = 512,
+    max_seconds: AnswerSeconds = None,
+    temperature: AnswerTemperature = 0.0,
+    seed: Annotated[int, typer.Option(help="of the first prompt's noise")] = 0,
+    **options: Any,
+) -> None:
+    """Let a model answer prompts: text to train its drafters on."""
+    params = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    written = _write_text(model, prompts, output, params, max_seconds, options)
+    _say(
+        f"{written.answers} answers of {written.tokens} tokens in {written.seconds:.1f} s, "
+        f"{written.tokens / max(written.seconds, 1e-9):.0f} tokens/s"
+    )
+
+
+def _source(
+    *,
+    text: Text = None,
+    generate_from: GenerateFrom = None,
+    answer_tokens: AnswerTokens = 512,
+    json_output: AsJson = False,
+) -> None:
+    """The options of every training against a target."""
+
+
+_SOURCE = list(inspect.signature(_source, eval_str=True).parameters.values())
+
+
+@train.command()
+@with_options(_SOURCE, options_of(Eagle3Options), options_of(LoopOptions))
+def eagle3(
+    model: Model,
+    output: Output,
+    states: Annotated[
+        Path | None, typer.Option(help="directory that extract_hidden_states wrote")
+    ] = None,
+    **options: Any,
+) -> None:
+    """Train an EAGLE-3 head for a target, on --text, --generate-from or --states."""
+    from sametoken.train.eagle3 import train_eagle3
+
+    _train_drafter(train_eagle3, Eagle3Options, model, output, options, states)
+
+
+@train.command()
+@with_options(_SOURCE, options_of(MTPOptions), options_of(LoopOptions))
+def mtp(model: Model, output: Output, **options: Any) -> None:
+    """Train a hybrid's multi-token-prediction module, on --text or --generate-from."""
+    from sametoken.train.mtp import train_mtp
+
+    _train_drafter(train_mtp, MTPOptions, model, output, options)
+
+
+@train.command()
+@with_options(_SOURCE, options_of(DraftOptions), options_of(LoopOptions))
+def draft(model: Model, output: Output, **options: Any) -> None:
+    """Train a small Llama that drafts for a target, on --text or --generate-from."""
+    from sametoken.train.draft import train_draft
+
+    _train_drafter(train_draft, DraftOptions, model, output, options)
+
+
+@train.command()
+@with_options(options_of(LMOptions), options_of(LoopOptions, ("validation",)))
+def lm(
+    output: Output,
+    text: Annotated[
+        list[str], typer.Option(help="PATH or PATH=SHARE of text or JSON lines; may be repeated")
+    ],
+    json_output: AsJson = False,
+    **options: Any,
+) -> None:
+    """Train a small language model and its tokenizer from scratch."""
+    from sametoken.train.corpus import Source
+    from sametoken.train.lm import train_lm
+
+    sources = [Source.parse(value) for value in text]
+    model = _take(LMOptions, options)
+    loop = _take(LoopOptions, options | {"validation": 0.0})
+    with _progress() as report:
+        result = train_lm(output, sources, model, loop, report=report, announce=_say)
+    if json_output:
+        typer.echo(json.dumps(dataclasses.asdict(result)))
+        return
+    _say(
+        f"{output}: {result.parameters} parameters, loss {result.loss:.3f} after {result.steps} "
+        f"steps, perplexity {result.perplexity:.2f}; {_rates(result.acceptance)}"
+    )
+
+
+def _train_drafter(
+    run: Callable[..., DrafterResult],
+    kind: type[Any],
+    model: str,
+    output: Path,
+    options: dict[str, Any],
+    states: Path | None = None,
+) -> None:
+    """Run one of the trainings against a target, and say what came of it."""
+    from sametoken.models.embedded import resolve_model
+    from sametoken.train.distillation import TrainingText
+
+    given = {parameter.name: options.pop(parameter.name) for parameter in _SOURCE}
+    text, prompts = given["text"], given["generate_from"]
+    if sum(source is not None for source in (text, prompts, states)) != 1:
+        raise ConfigError(
+            "training needs one source of text",
+            "give --text, --generate-from, or where it is offered --states",
+        )
+    drafter, loop = _take(kind, options), _take(LoopOptions, options)
+    if prompts is not None:
+        text = _generated(model, prompts, output, given["answer_tokens"], loop.device)
+    path = resolve_model(model, _say)
+    source = TrainingText(file=text, states=states, encode=_encoder(path, text))
+    with _progress() as report:
+        result = run(path, output, source, drafter, loop, report=report, announce=_say)
+    if given["json_output"]:
+        typer.echo(json.dumps(dataclasses.asdict(result)))
+        return
+    _say(
+        f"{output}: loss {result.loss:.3f} after {result.steps} steps; "
+        f"{_rates(result.acceptance)}, acceptance length {result.acceptance_length:.2f}"
+    )
+
+
+def _rates(acceptance: Sequence[float]) -> str:
+    rates = " ".join(f"{100 * rate:.0f}" for rate in acceptance)
+    return f"drafts accepted one after the other {rates} %" if rates else "no drafts"
+
+
+def _take(kind: type[Any], options: dict[str, Any]) -> Any:
+    """A dataclass out of the options that are its fields."""
+    return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
+
+
+def _generated(model: str, prompts: Path, output: Path, max_tokens: int, device: str) -> Path:
+    """Answers to the prompts, written beside the head; the engine is gone afterwards."""
+    from sametoken.train.results import make_directory
+
+    make_directory(output)
+    params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0}
+    options = {"max_num_seqs": 256, "device": device}
+    _write_text(model, prompts, output / _TEXT, params, None, options)
+    return output / _TEXT
+
+
+def _write_text(
+    model: str,
+    prompts: Path,
+    output: Path,
+    params: dict[str, Any],
+    max_seconds: float | None,
+    options: dict[str, Any],
+) -> Written:
+    import gc
+
+    import torch
+    from rich.progress import Progress
+
+    from sametoken.core.sampling_params import SamplingParams
+    from sametoken.engine.llm import LLM
+    from sametoken.train.generate import read_prompts, write_text
+
+    asked = read_prompts(prompts)
+    llm = LLM(model, announce=_say, **options)
+    with Progress(console=_console()) as progress:
+        task = progress.add_task("answers", total=len(asked))
+        written = write_text(
+            llm,
+            asked,
+            output,
+            SamplingParams(**params),
+            max_seconds=max_seconds,
+            advance=lambda count: progress.advance(task, count),
+        )
+    # Its KV memory is wanted for training.
+    del llm
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return written
+
+
+def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | None:
+    """Messages to token ids by the target's tokenizer, loaded when the first is met."""
+    if text is None:
+        return None
+    loaded: list[Any] = []
+
+    def encode(messages: Any) -> list[int]:
+        from sametoken.engine.tokenizer import load_tokenizer
+
+        if not loaded:
+            loaded.append(load_tokenizer(model))
+        asks = not messages or messages[-1]["role"] != "assistant"
+        rendered = loaded[0].apply_chat_template(messages, add_generation_prompt=asks)
+        return list(loaded[0].encode(rendered, add_special_tokens=False))
+
+    return encode
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Report], None]]:
+    """A bar with loss, rate and acceptance by draft."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns, console=_console()) as progress:
+        task = progress.add_task("training", total=None, figures="")
+
+        def report(now: Report) -> None:
+            figures = f"loss {now.loss:.3f}  lr {now.learning_rate:.1e}"
+            if now.acceptance:
+                rates = " ".join(f"{100 * rate:.0f}" for rate in now.acceptance)
+                figures += f"  accepted {rates} %  length {now.length:.2f}"
+            progress.update(task, completed=now.step, total=now.steps, figures=figures)
+
+        yield report
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

@@ -1,0 +1,1 @@
+"""Training: draft heads, drafters and small models, for this engine and others."""

@@ -1,0 +1,158 @@
+"""Documents to train a language model on, as streams of tokens with a share each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sametoken.errors import ConfigError
+from sametoken.train.seeds import generator_of
+from sametoken.train.text import json_lines
+
+# Documents that are encoded together.
+_ENCODED_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of documents.
+
+    Attributes:
+        path: JSON lines (``.jsonl``, or packed ``.jsonl.gz``): a text, ``{"text"}``,
+            ``{"prompt", "answer"}`` or ``{"messages"}``; any other file is one document.
+        share: how much of the training's text comes from it, against the others.
+    """
+
+    path: Path
+    share: float
+
+    @classmethod
+    def parse(cls, value: str) -> Source:
+        """``PATH`` or ``PATH=SHARE``.
+
+        Raises:
+            ConfigError: the share is not a number above 0.
+        """
+        path, equals, share = value.rpartition("=")
+        if not equals:
+            return cls(Path(value), 1.0)
+        try:
+            number = float(share)
+        except ValueError:
+            number = 0.0
+        if not 0 < number < float("inf"):
+            raise ConfigError(f"{value!r} has no share", "give PATH or PATH=0.5")
+        return cls(Path(path), number)
+
+    def documents(self) -> list[str]:
+        """Its texts, conversations through the chat template.
+
+        Raises:
+            ConfigError: the file is missing, malformed or empty.
+        """
+        if not self.path.name.endswith((".jsonl", ".jsonl.gz")):
+            try:
+                return [self.path.read_text(encoding="utf-8")]
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{self.path} cannot be read ({error})", "give text") from error
+        found = []
+        for number, row in json_lines(self.path):
+            try:
+                found.append(_text_of(row))
+            except (KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"line {number} of {self.path} is no document ({error!r})",
+                    'give a text, {"text"}, {"prompt", "answer"} or {"messages"}',
+                ) from error
+        if not found:
+            raise ConfigError(f"{self.path} holds no documents", "give one a line")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Token streams and their shares.
+
+    Attributes:
+        streams: [N_i] int32 each, documents with an end-of-text token behind each.
+        shares: [S] float64, adding up to 1.
+    """
+
+    streams: tuple[Tensor, ...]
+    shares: Tensor
+
+    def windows(self, seed: int, step: int, count: int, length: int) -> Tensor:
+        """[count, length] int64: a step's windows, which follow from seed and step alone."""
+        generator = generator_of(seed, "windows", step)
+        chosen = torch.multinomial(self.shares, count, replacement=True, generator=generator)
+        places = torch.rand(count, generator=generator, dtype=torch.float64)
+        rows = []
+        for source, place in zip(chosen.tolist(), places.tolist(), strict=True):
+            stream = self.streams[source]
+            first = int(place * (stream.shape[0] - length + 1))
+            rows.append(stream[first : first + length])
+        return torch.stack(rows).to(torch.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all streams."""
+        return sum(stream.shape[0] for stream in self.streams)
+
+
+def encode_corpus(
+    sources: list[Source],
+    encode: Callable[[list[str]], list[list[int]]],
+    *,
+    end: int,
+    length: int,
+    announce: Callable[[str], None],
+) -> Corpus:
+    """Encode all documents.
+
+    Args:
+        sources: where they are.
+        encode: texts to token ids.
+        end: the token behind every document.
+        length: of the windows; a shorter stream is repeated until it holds one.
+        announce: told how much each source holds.
+
+    Raises:
+        ConfigError: a source is missing, malformed or empty.
+    """
+    streams = []
+    for source in sources:
+        parts = []
+        for texts in _grouped(source.documents()):
+            for ids in encode(texts):
+                parts.append(np.asarray([*ids, end], dtype=np.int32))
+        stream = torch.from_numpy(np.concatenate(parts))
+        announce(f"{source.path}: {stream.shape[0]} tokens, share {source.share:g}")
+        repeats = -(-length // stream.shape[0])
+        streams.append(stream.repeat(repeats) if repeats > 1 else stream)
+    shares = torch.tensor([source.share for source in sources], dtype=torch.float64)
+    return Corpus(tuple(streams), shares / shares.sum())
+
+
+def _grouped(texts: list[str]) -> Iterator[list[str]]:
+    for first in range(0, len(texts), _ENCODED_AT_ONCE):
+        yield texts[first : first + _ENCODED_AT_ONCE]
+
+
+def _text_of(row: Any) -> str:
+    if isinstance(row, str):
+        return row
+    if "text" in row:
+        return str(row["text"])
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if messages is None:
+        messages = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)

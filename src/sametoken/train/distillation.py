@@ -1,0 +1,283 @@
+"""What every training against a frozen target shares: text, states, measuring, results."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sametoken.core.outputs import SpeculationMetrics
+from sametoken.engine.shards import ExtractedStates
+from sametoken.errors import ConfigError
+from sametoken.train.acceptance import Acceptance, walk
+from sametoken.train.batches import Batch, Batches
+from sametoken.train.devices import Compute
+from sametoken.train.loop import Report, StepLoss, run_loop
+from sametoken.train.options import LoopOptions
+from sametoken.train.results import write_result
+from sametoken.train.states import (
+    BatchStates,
+    RunAnew,
+    StateSource,
+    Target,
+    keep,
+    kept_bytes,
+    read_states,
+)
+from sametoken.train.target import FrozenTarget
+from sametoken.train.text import Encode, Sequences, read_sequences
+
+# Most batches that are measured with.
+_MEASURED_BATCHES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingText:
+    """What to train on: a file or a directory of states.
+
+    Attributes:
+        file: JSON lines, as ``read_sequences`` reads them.
+        states: a directory that ``extract_hidden_states`` wrote.
+        encode: see ``read_sequences``.
+    """
+
+    file: Path | None = None
+    states: Path | None = None
+    encode: Encode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Accepted drafts of rows, [M] int64, and how many of the rows each sequence has."""
+
+    num_accepted: Tensor
+    counts: list[int]
+
+
+class Distillation(ABC):
+    """An ``Objective`` over batches and the target's states."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self._material: tuple[Batches, StateSource] | None = None
+
+    def train_on(self, batches: Batches, states: StateSource) -> None:
+        """Set what ``loss`` draws from."""
+        self._material = (batches, states)
+
+    def loss(self, step: int) -> StepLoss:
+        """See ``Objective``."""
+        assert self._material is not None
+        batches, states = self._material
+        batch = batches.at(step)
+        return self.batch_loss(batch, states.of(batch))[0]
+
+    @abstractmethod
+    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, Judged]:
+        """The loss of a batch, and how its drafts were judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """Sequences, where their states come from, and the split of them.
+
+    Attributes:
+        trained: indices of sequences to train on.
+        held: indices of those to measure with.
+        counts: [V] int64, how often each token stands in the answers that are trained on.
+    """
+
+    sequences: Sequences
+    states: StateSource
+    trained: list[int]
+    held: list[int]
+    counts: Tensor
+    loop: LoopOptions
+    device: torch.device
+
+    def batches(self, indices: list[int], seed: int) -> Batches:
+        """Batches of some of the sequences."""
+        return Batches(
+            self.sequences,
+            indices,
+            batch_tokens=self.loop.batch_tokens,
+            seed=seed,
+            device=self.device,
+        )
+
+    @torch.no_grad()
+    def measure(self, objective: Distillation, k: int) -> tuple[Acceptance, SpeculationMetrics]:
+        """Acceptance over what was held back, or without it over what was trained on."""
+        batches = self.batches(self.held or self.trained, 0)
+        acceptance = Acceptance.none(k, self.device)
+        num_accepted: list[int] = []
+        counts: list[int] = []
+        for step in range(min(len(batches), _MEASURED_BATCHES)):
+            batch = batches.at(step)
+            found, judged = objective.batch_loss(batch, self.states.of(batch))
+            acceptance = acceptance + found.acceptance
+            num_accepted += judged.num_accepted.tolist()
+            counts += judged.counts
+        return acceptance, walk(num_accepted, counts, k)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterResult:
+    """What training gave, as written to ``training.json``.
+
+    Attributes:
+        tokens: answer tokens that there were to train on.
+        coverage: share of them that the drafter can propose.
+        acceptance: over the held-back prompts, how often each draft is accepted once those
+            before it were.
+        average_length: tokens per step there, from an average place of the text.
+        acceptance_length: tokens per step there of an engine with as many drafts as were
+            trained, whose steps begin where the last one ended.
+        acceptance_per_position: of that engine.
+    """
+
+    steps: int
+    seconds: float
+    loss: float
+    sequences: int
+    held_back: int
+    tokens: int
+    coverage: float
+    acceptance: tuple[float, ...]
+    average_length: float
+    acceptance_length: float
+    acceptance_per_position: tuple[float, ...]
+
+
+def read_material(
+    target: Target,
+    text: TrainingText,
+    aux_layers: tuple[int, ...],
+    loop: LoopOptions,
+    compute: Compute,
+    *,
+    cache: bool,
+    announce: Callable[[str], None],
+) -> Material:
+    """Read the text and prepare the target's states.
+
+    Args:
+        target: runs the text, or checks that states are its own.
+        text: what to train on.
+        aux_layers: what the drafter reads of the target, for states that were extracted.
+        loop: how long sequences may be, and how many are held back.
+        compute: where it all runs.
+        cache: keep the states in memory if they fit.
+        announce: told what takes long.
+
+    Raises:
+        ConfigError: the text or the states are missing, malformed or of another target.
+    """
+    if (text.file is None) == (text.states is None):
+        raise ConfigError("training needs either text or states", "give one of the two")
+    states: StateSource
+    if text.states is not None:
+        if not isinstance(target, FrozenTarget):
+            raise ConfigError("this training takes no extracted states", "give text")
+        extracted = ExtractedStates(text.states)
+        sequences, states = read_states(extracted, target, aux_layers, loop.max_length)
+    else:
+        assert text.file is not None
+        sequences = read_sequences(
+            text.file,
+            vocab_size=target.config.vocab_size,
+            max_length=loop.max_length,
+            encode=text.encode,
+        )
+        states = _states(target, sequences, len(aux_layers), compute, cache, announce)
+    trained, held = sequences.split(loop.validation)
+    counts = sequences.answer_counts(target.config.vocab_size, trained)
+    announce(
+        f"{len(trained)} sequences with {int(counts.sum())} answer tokens, {len(held)} held back"
+    )
+    return Material(sequences, states, trained, held, counts, loop, compute.device)
+
+
+def _states(
+    target: Target,
+    sequences: Sequences,
+    num_aux: int,
+    compute: Compute,
+    cache: bool,
+    announce: Callable[[str], None],
+) -> StateSource:
+    needed = kept_bytes(sequences, target, num_aux)
+    if not cache or needed > compute.data_bytes:
+        announce(f"the target runs anew in every step; kept states would take {needed} bytes")
+        return RunAnew(target)
+    announce(f"keeping the target's states of {sequences.token_ids.shape[0]} tokens")
+    return keep(target, sequences, num_aux)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A training that is ready to begin.
+
+    Attributes:
+        settings: what names it beside the loop's options, as JSON values.
+        k: drafts that are judged.
+        coverage: see ``DrafterResult``.
+        write: writes the drafter; it is measured as it was written.
+    """
+
+    objective: Distillation
+    material: Material
+    settings: dict[str, Any]
+    k: int
+    coverage: float
+    write: Callable[[], None]
+
+
+def run(ready: Run, output: Path, report: Callable[[Report], None], began: float) -> DrafterResult:
+    """Train, write, measure.
+
+    Args:
+        ready: what to train.
+        output: the drafter's directory, for the checkpoint and ``training.json``.
+        report: told every few steps how it goes.
+        began: ``time.monotonic`` at the begin of it all.
+
+    Raises:
+        ConfigError: the output cannot be written, or a checkpoint is of another training.
+        CheckpointError: a checkpoint cannot be read.
+        NumericalError: the loss is not finite.
+    """
+    material, loop = ready.material, ready.material.loop
+    ready.objective.train_on(material.batches(material.trained, loop.seed), material.states)
+    identity = ready.settings | {"text": material.sequences.digest}
+    done = run_loop(ready.objective, loop, output, report, identity=identity, began=began)
+    ready.write()
+    acceptance, engine = material.measure(ready.objective, ready.k)
+    result = DrafterResult(
+        steps=done.report.step,
+        seconds=round(time.monotonic() - began, 1),
+        loss=done.report.loss,
+        sequences=len(material.trained),
+        held_back=len(material.held),
+        tokens=int(material.counts.sum()),
+        coverage=ready.coverage,
+        acceptance=acceptance.conditional,
+        average_length=acceptance.length(),
+        acceptance_length=engine.acceptance_length,
+        acceptance_per_position=engine.acceptance_per_position,
+    )
+    write_result(output, ready.settings | {"loop": asdict(loop)}, asdict(result))
+    return result
+
+
+def soft_cross_entropy(logits: Tensor, probabilities: Tensor, counted: Tensor) -> Tensor:
+    """The mean over counted rows of ``-sum(probabilities * log_softmax(logits))``."""
+    wide = logits.float()
+    losses = wide.logsumexp(-1) - (probabilities * wide).sum(-1)
+    return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)

@@ -1,0 +1,175 @@
+"""``sametoken train draft``: a small Llama that drafts for a larger target."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sametoken.models.base import ModelConfig
+from sametoken.models.huggingface import model_config
+from sametoken.train.acceptance import count_accepted
+from sametoken.train.batches import Batch, DraftRows, padded_length
+from sametoken.train.checkpoints import write_decoder
+from sametoken.train.decoder_network import DecoderNetwork
+from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.distillation import (
+    Distillation,
+    DrafterResult,
+    Judged,
+    Run,
+    TrainingText,
+    read_material,
+    run,
+    soft_cross_entropy,
+)
+from sametoken.train.loop import Report, StepLoss
+from sametoken.train.options import DraftOptions, LoopOptions
+from sametoken.train.results import make_directory
+from sametoken.train.states import BatchStates, Target
+from sametoken.train.target import FrozenTarget
+
+# What a tokenizer consists of beside a checkpoint.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+class DraftObjective(Distillation):
+    """The cross entropy between the target's distribution and the drafter's.
+
+    Over the text's own tokens a drafter's chain is its answers to the tokens so far, so that
+    one pass judges chains of any length.
+
+    Args:
+        network: the drafter.
+        target: what is distilled.
+        k: drafts that are judged.
+        compute: in which precision.
+    """
+
+    def __init__(self, network: DecoderNetwork, target: Target, k: int, compute: Compute) -> None:
+        super().__init__(network)
+        self._drafter = network
+        self._head = target.head
+        self._k = k
+        self._compute = compute
+
+    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, Judged]:
+        """The loss of a batch, and how its drafts were judged."""
+        rows = DraftRows.of(batch)
+        places = rows.flat + 1
+        wanted = states.last.flatten(0, 1)[places] @ self._head.T
+        following = states.greedy.flatten()[places]
+        agrees = following == batch.token_ids.flatten()[places + 1]
+        with self._compute.autocast():
+            last = self._drafter(batch.token_ids).flatten(0, 1).index_select(0, places)
+            logits = last @ self._drafter.head.T
+        everywhere = torch.ones_like(agrees)
+        loss = soft_cross_entropy(logits, wanted.float().softmax(-1), everywhere)
+        right = logits.detach().argmax(-1) == following
+        correct, goes_on = torch.zeros(
+            (2, self._k, right.shape[0]), dtype=torch.bool, device=right.device
+        )
+        for draft in range(self._k):
+            num_rows = max(right.shape[0] - draft, 0)
+            live = draft < rows.left[:num_rows]
+            correct[draft, :num_rows] = right[draft:]
+            before = agrees[draft - 1 : draft - 1 + num_rows] if draft else live
+            goes_on[draft, :num_rows] = live & before
+        acceptance, num_accepted = count_accepted(correct, goes_on)
+        return StepLoss(loss, acceptance), Judged(num_accepted, rows.counts)
+
+
+def train_draft(
+    model: Path,
+    output: Path,
+    text: TrainingText,
+    draft: DraftOptions,
+    loop: LoopOptions,
+    *,
+    report: Callable[[Report], None],
+    announce: Callable[[str], None],
+) -> DrafterResult:
+    """Train a drafter of the target's vocabulary and write it as a checkpoint of its own.
+
+    Args:
+        model: the target, a checkpoint directory or a GGUF file.
+        output: directory for the drafter, for ``{"method": "draft_model"}``.
+        text: what to train on.
+        draft: the drafter's sizes.
+        loop: for how long and how fast.
+        report: told every few steps how it goes.
+        announce: told in a line of what takes long.
+
+    Raises:
+        ConfigError: an option, the text or the output directory is not possible.
+        CheckpointError: the target, or a checkpoint to resume from, cannot be read.
+        UnsupportedError: the target cannot be trained for.
+        NumericalError: the loss is not finite.
+    """
+    began = time.monotonic()
+    make_directory(output)
+    compute = choose_compute(loop)
+    longest = padded_length(loop.max_length)
+    target = FrozenTarget(
+        model, aux_layers=(), max_positions=longest, dtype=compute.dtype, device=compute.device
+    )
+    material = read_material(
+        target, text, (), loop, compute, cache=draft.cache_states, announce=announce
+    )
+    config = draft_config(target.config, draft)
+    network = DecoderNetwork(model_config(config, {}, "the drafter"), max_positions=longest)
+    network.initialise(loop.seed)
+    network = network.on(compute.device)
+
+    def write() -> None:
+        write_decoder(output, config, network, torch.bfloat16)
+        for name in _TOKENIZER_FILES if model.is_dir() else ():
+            if (model / name).is_file():
+                shutil.copyfile(model / name, output / name)
+
+    ready = Run(
+        objective=DraftObjective(network, target, draft.judged_drafts, compute),
+        material=material,
+        settings={"kind": "draft", "model": model.name} | asdict(draft),
+        k=draft.judged_drafts,
+        coverage=1.0,
+        write=write,
+    )
+    return run(ready, output, report, began)
+
+
+def draft_config(target: ModelConfig, draft: DraftOptions) -> dict[str, Any]:
+    """config.json of a drafter that shares the target's vocabulary and positions."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": target.vocab_size,
+        "hidden_size": draft.hidden_size,
+        "intermediate_size": draft.intermediate_size or 4 * draft.hidden_size,
+        "num_hidden_layers": draft.num_layers,
+        "num_attention_heads": draft.num_heads,
+        "num_key_value_heads": draft.num_heads,
+        "head_dim": draft.hidden_size // draft.num_heads,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": list(target.eos_token_ids),
+        "dtype": "bfloat16",
+    }

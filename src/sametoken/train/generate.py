@@ -1,0 +1,143 @@
+"""Text that the target writes itself: what its drafters should be trained on."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.errors import ConfigError
+from sametoken.train.text import json_lines
+
+if TYPE_CHECKING:
+    from sametoken.engine.llm import LLM
+
+# Requests handed to the engine at once, for each that runs: few, and it idles at their ends.
+_REQUESTS_PER_SLOT = 8
+_REMEDY = (
+    'give one a line: a text, {"prompt": text}, {"messages": [..]} or {"prompt_token_ids": [..]}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """A prompt and how to answer it.
+
+    Attributes:
+        token_ids: the prompt, if it came so.
+        messages: otherwise the conversation to answer.
+        temperature: None takes that of all.
+        seed: None takes the prompt's place in the file.
+    """
+
+    token_ids: list[int]
+    messages: list[dict[str, str]]
+    temperature: float | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written: answers, their tokens, and the seconds they took."""
+
+    answers: int
+    tokens: int
+    seconds: float
+
+
+def read_prompts(path: Path) -> list[TextPrompt]:
+    """Read prompts, JSON lines, packed with gzip if the name ends in .gz.
+
+    Args:
+        path: a line is a text or an object with ``prompt``, ``messages`` or
+            ``prompt_token_ids``, and if wanted ``temperature`` and ``seed``.
+
+    Raises:
+        ConfigError: the file is missing, malformed or empty.
+    """
+    prompts = []
+    for number, row in json_lines(path):
+        try:
+            prompts.append(_prompt(row))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"line {number} of {path} is no prompt ({error!r})", _REMEDY
+            ) from error
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompts", _REMEDY)
+    return prompts
+
+
+def write_text(
+    llm: LLM,
+    prompts: Sequence[TextPrompt],
+    output: Path,
+    params: SamplingParams,
+    *,
+    max_seconds: float | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Written:
+    """Answer prompts and write them as training text, one JSON object a line.
+
+    Args:
+        llm: the target.
+        prompts: what to answer, in this order.
+        output: the file; an existing one is replaced.
+        params: of every answer; a prompt's own temperature and seed go before them.
+        max_seconds: begin no more answers after it.
+        advance: told how many more answers there are.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        RequestError: a prompt is too long or outside the vocabulary.
+    """
+    began, answers, tokens = time.monotonic(), 0, 0
+    size = _REQUESTS_PER_SLOT * llm.resolved.config.max_num_seqs
+    try:
+        with output.open("w", encoding="utf-8") as file:
+            for first in range(0, len(prompts), size):
+                if max_seconds is not None and time.monotonic() - began > max_seconds:
+                    break
+                chunk = prompts[first : first + size]
+                chosen = [_params(one, first + i, params) for i, one in enumerate(chunk)]
+                outputs = llm.generate([_tokens(llm, one) for one in chunk], chosen)
+                for done in outputs:
+                    if done.outputs[0].error is not None:
+                        continue
+                    answer = list(done.outputs[0].token_ids)
+                    row = {
+                        "prompt_token_ids": list(done.prompt_token_ids),
+                        "output_token_ids": answer,
+                    }
+                    file.write(json.dumps(row) + "\n")
+                    tokens += len(answer)
+                answers += len(outputs)
+                advance(len(outputs))
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error
+    return Written(answers, tokens, time.monotonic() - began)
+
+
+def _prompt(row: Any) -> TextPrompt:
+    if isinstance(row, str):
+        row = {"prompt": row}
+    token_ids, messages = row.get("prompt_token_ids", []), row.get("messages", [])
+    if not token_ids and not messages:
+        messages = [{"role": "user", "content": row["prompt"]}]
+    return TextPrompt(list(token_ids), list(messages), row.get("temperature"), row.get("seed"))
+
+
+def _params(prompt: TextPrompt, index: int, params: SamplingParams) -> SamplingParams:
+    temperature = params.temperature if prompt.temperature is None else prompt.temperature
+    seed = prompt.seed if prompt.seed is not None else (params.seed or 0) + index
+    return replace(params, temperature=temperature, seed=seed)
+
+
+def _tokens(llm: LLM, prompt: TextPrompt) -> dict[str, Any]:
+    if prompt.messages:
+        return {"prompt_token_ids": list(llm.render_chat(prompt.messages).token_ids)}
+    return {"prompt_token_ids": prompt.token_ids}

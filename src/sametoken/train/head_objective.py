@@ -1,0 +1,114 @@
+"""The loss of training-time test, and the acceptance that comes with it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sametoken.train.acceptance import count_accepted
+from sametoken.train.batches import Batch, DraftRows
+from sametoken.train.devices import Compute
+from sametoken.train.distillation import Distillation, Judged, soft_cross_entropy
+from sametoken.train.loop import StepLoss
+from sametoken.train.states import BatchStates, Target
+from sametoken.train.vocabulary import membership
+
+
+@dataclass(frozen=True, slots=True)
+class Unroll:
+    """How many drafts in a row are trained, and what each loss weighs against the one before."""
+
+    steps: int
+    decay: float
+
+
+class HeadNetwork(nn.Module, ABC):
+    """A trainable head over the target's states."""
+
+    @abstractmethod
+    def unroll(
+        self, embedding: Tensor, token_ids: Tensor, auxiliary: Tensor, num_steps: int
+    ) -> Iterator[Tensor]:
+        """What logits are made from, [B, L, hidden], of each draft in turn.
+
+        Args:
+            embedding: [V, hidden], the target's.
+            token_ids: [B, L] int64.
+            auxiliary: [B, L, ...], the target's states that the head reads.
+            num_steps: drafts in a row. At step s, row r stands for position r + s and takes
+                the token at r + s + 1.
+        """
+
+    @abstractmethod
+    def draft_logits(self, last: Tensor) -> Tensor:
+        """[M, hidden] to [M, draft vocabulary]."""
+
+
+class HeadObjective(Distillation):
+    """The loss of training-time test.
+
+    Each step's loss is the cross entropy between the target's distribution over the draft
+    vocabulary and the head's, over places whose most likely token is in that vocabulary. The
+    loss of draft i counts ``decay ** i``.
+
+    Args:
+        network: the head.
+        target: its embedding and logits.
+        token_ids: [D] int64, the draft vocabulary.
+        unroll: how far to unroll.
+        compute: in which precision.
+    """
+
+    def __init__(
+        self,
+        network: HeadNetwork,
+        target: Target,
+        token_ids: Tensor,
+        unroll: Unroll,
+        compute: Compute,
+    ) -> None:
+        super().__init__(network)
+        device = target.embedding.device
+        self._head = network
+        self._embedding = target.embedding
+        self._unroll = unroll
+        self._compute = compute
+        self._token_ids = token_ids.to(device)
+        self._inside = membership(token_ids, target.config.vocab_size).to(device)
+        self._draft_rows = target.head[self._token_ids]
+
+    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, Judged]:
+        """The loss of a batch, and how its drafts were judged."""
+        rows, k = DraftRows.of(batch), self._unroll.steps
+        wanted = states.last.flatten(0, 1)[rows.flat + 1] @ self._draft_rows.T
+        probabilities = wanted.float().softmax(-1)
+        following = states.greedy.flatten()[rows.flat + 1]
+        # The text goes on as the target would: a chain of drafts gets past this row.
+        agrees = following == batch.token_ids.flatten()[rows.flat + 2]
+        losses: list[Tensor] = []
+        correct, goes_on = torch.zeros(
+            (2, k, rows.flat.shape[0]), dtype=torch.bool, device=rows.flat.device
+        )
+        with self._compute.autocast():
+            outputs = self._head.unroll(self._embedding, batch.token_ids, states.auxiliary, k)
+            for draft, last in enumerate(outputs):
+                # Row i's draft stands where row i + draft drafts first, if that is its sequence's.
+                num_rows = max(rows.flat.shape[0] - draft, 0)
+                live = draft < rows.left[:num_rows]
+                logits = self._head.draft_logits(
+                    last.flatten(0, 1).index_select(0, rows.flat[:num_rows])
+                )
+                counted = live & self._inside[following[draft:]]
+                losses.append(soft_cross_entropy(logits, probabilities[draft:], counted))
+                chosen = self._token_ids[logits.detach().argmax(-1)]
+                correct[draft, :num_rows] = chosen == following[draft:]
+                before = agrees[draft - 1 : draft - 1 + num_rows] if draft else live
+                goes_on[draft, :num_rows] = live & before
+        weights = [self._unroll.decay**draft for draft in range(k)]
+        total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
+        acceptance, num_accepted = count_accepted(correct, goes_on)
+        return StepLoss(total / sum(weights), acceptance), Judged(num_accepted, rows.counts)

@@ -1,0 +1,281 @@
+"""``sametoken train lm``: a small language model from scratch, with its tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sametoken.models.huggingface import model_config
+from sametoken.models.hybrid import FULL, LINEAR
+from sametoken.train.acceptance import Acceptance, count_accepted
+from sametoken.train.checkpoints import write_decoder
+from sametoken.train.corpus import Corpus, Source, encode_corpus
+from sametoken.train.decoder_network import DecoderNetwork
+from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.loop import Report, StepLoss, run_loop
+from sametoken.train.options import MAX_SEED, LMOptions, LoopOptions
+from sametoken.train.results import make_directory, write_result
+from sametoken.train.tokenizer import (
+    END_OF_TEXT,
+    TURN_END,
+    load_trained_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
+
+# Windows to measure with follow from another seed, which no training may have.
+_MEASURED_STEPS = 16
+_MEASURING_SEED = MAX_SEED + 1
+# Characters that the tokenizer is trained on, at most.
+_TOKENIZER_CHARACTERS = 60_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class LMResult:
+    """What training gave, as written to ``training.json``.
+
+    Attributes:
+        tokens: of the corpus.
+        trained_tokens: tokens that steps have seen.
+        perplexity: over windows drawn anew from the corpus.
+        acceptance: of the module's drafts there, each once those before it were accepted.
+    """
+
+    steps: int
+    seconds: float
+    loss: float
+    parameters: int
+    tokens: int
+    trained_tokens: int
+    perplexity: float
+    acceptance: tuple[float, ...]
+    average_length: float
+
+
+class LMObjective:
+    """Next tokens, and with a module the tokens after them.
+
+    The module's loss is the mean over its drafts, and counts ``mtp_weight``.
+
+    Args:
+        network: the model.
+        corpus: what to draw windows from.
+        options: the module's part in the loss.
+        loop: the size of a batch, and the seed.
+        compute: in which precision.
+    """
+
+    def __init__(
+        self,
+        network: DecoderNetwork,
+        corpus: Corpus,
+        options: LMOptions,
+        loop: LoopOptions,
+        compute: Compute,
+    ) -> None:
+        self.network = network
+        self._corpus = corpus
+        self._options = options
+        self._loop = loop
+        self._compute = compute
+        self.windows_per_step = max(loop.batch_tokens // loop.max_length, 1)
+
+    def loss(self, step: int) -> StepLoss:
+        """See ``Objective``."""
+        main, drafts, acceptance = self.losses(self._loop.seed, step)
+        return StepLoss(main + self._options.mtp_weight * drafts, acceptance)
+
+    def losses(self, seed: int, step: int) -> tuple[Tensor, Tensor, Acceptance]:
+        """The loss of next tokens, of the module's, and how its drafts would be accepted."""
+        windows = self._corpus.windows(seed, step, self.windows_per_step, self._loop.max_length)
+        token_ids = windows.to(self._compute.device)
+        with self._compute.autocast():
+            states = self.network(token_ids)
+            logits = functional.linear(states, self.network.head)
+            main = _next_token_loss(logits, token_ids, 1)
+            if self._options.mtp_steps == 0:
+                none = Acceptance.none(1, token_ids.device)
+                return main, torch.zeros_like(main), none
+            drafts, acceptance = self._module(token_ids, states, logits.detach().argmax(-1))
+        return main, drafts, acceptance
+
+    def _module(
+        self, token_ids: Tensor, states: Tensor, greedy: Tensor
+    ) -> tuple[Tensor, Acceptance]:
+        """The module's loss; its draft i of row r is judged by what the model says at r + 1 + i."""
+        k, length = self._options.mtp_steps, token_ids.shape[1]
+        losses, correct, goes_on = [], [], []
+        # Rows for which even the last draft has a token of the window to stand against.
+        num_rows = length - k - 1
+        for draft, last in enumerate(self.network.unroll(token_ids, states, k)):
+            logits = functional.linear(last, self.network.head)
+            losses.append(_next_token_loss(logits, token_ids, 2 + draft))
+            chosen = logits.detach()[:, :num_rows].argmax(-1)
+            correct.append(chosen == greedy[:, 1 + draft : 1 + draft + num_rows])
+            agrees = greedy[:, draft : draft + num_rows] == token_ids[:, 1 + draft :][:, :num_rows]
+            goes_on.append(agrees if draft else torch.ones_like(agrees))
+        found, _ = count_accepted(torch.stack(correct).flatten(1), torch.stack(goes_on).flatten(1))
+        return torch.stack(losses).mean(), found
+
+
+def _next_token_loss(logits: Tensor, token_ids: Tensor, ahead: int) -> Tensor:
+    """The mean cross entropy of rows against the tokens ``ahead`` of them."""
+    rows = logits[:, :-ahead].float().flatten(0, 1)
+    return functional.cross_entropy(rows, token_ids[:, ahead:].flatten())
+
+
+def train_lm(
+    output: Path,
+    sources: list[Source],
+    options: LMOptions,
+    loop: LoopOptions,
+    *,
+    report: Callable[[Report], None],
+    announce: Callable[[str], None],
+) -> LMResult:
+    """Train a tokenizer and a model, and write a checkpoint that the engine runs.
+
+    Args:
+        output: its directory.
+        sources: documents.
+        options: the architecture and its sizes.
+        loop: for how long and how fast; ``max_length`` is the length of the windows.
+        report: told every few steps how it goes.
+        announce: told in a line of what takes long.
+
+    Raises:
+        ConfigError: an option, a source or the output directory is not possible.
+        CheckpointError: a checkpoint to resume from cannot be read.
+        NumericalError: the loss is not finite.
+    """
+    began = time.monotonic()
+    make_directory(output)
+    compute = choose_compute(loop)
+    if loop.resume:
+        tokenizer = load_trained_tokenizer(output)
+    else:
+        announce("training the tokenizer")
+        tokenizer = train_tokenizer(_sample(sources), options.vocab_size)
+        save_tokenizer(tokenizer, output)
+    ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
+    corpus = encode_corpus(
+        sources,
+        lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"],
+        end=ends[1],
+        length=loop.max_length,
+        announce=announce,
+    )
+    config = lm_config(options, len(tokenizer), ends, loop.max_length)
+    network = DecoderNetwork(
+        model_config(config, {}, "the new model"),
+        max_positions=loop.max_length + options.mtp_steps,
+        mtp=options.mtp_steps > 0,
+    )
+    network.initialise(loop.seed)
+    network = network.on(compute.device)
+    objective = LMObjective(network, corpus, options, loop, compute)
+    settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
+    settings |= asdict(options)
+    announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
+    done = run_loop(
+        objective,
+        loop,
+        output,
+        report,
+        identity=settings | {"tokens": corpus.num_tokens},
+        began=began,
+    )
+    write_decoder(output, config, network, torch.bfloat16)
+    perplexity, acceptance = _measure(objective)
+    result = LMResult(
+        steps=done.report.step,
+        seconds=round(time.monotonic() - began, 1),
+        loss=done.report.loss,
+        parameters=_parameters(network),
+        tokens=corpus.num_tokens,
+        trained_tokens=done.report.step * objective.windows_per_step * loop.max_length,
+        perplexity=perplexity,
+        acceptance=acceptance.conditional if options.mtp_steps else (),
+        average_length=acceptance.length(),
+    )
+    write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
+    return result
+
+
+def lm_config(
+    options: LMOptions, vocab_size: int, ends: tuple[int, ...], max_length: int
+) -> dict[str, Any]:
+    """config.json of the model."""
+    config = {
+        "vocab_size": vocab_size,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": options.intermediate_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "head_dim": options.head_dim,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": max_length,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": ends[1],
+        "eos_token_id": list(ends),
+        "dtype": "bfloat16",
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    if options.architecture == "llama":
+        names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
+        return config | names | {"rope_parameters": rope, "rope_theta": 10000.0}
+    kinds = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(options.num_layers)]
+    return config | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": kinds,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": options.linear_head_dim,
+        "linear_value_head_dim": options.linear_head_dim,
+        "linear_num_key_heads": options.linear_key_heads,
+        "linear_num_value_heads": options.linear_value_heads,
+        "mtp_num_hidden_layers": int(options.mtp_steps > 0),
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": rope | {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor": 0.5,
+    }
+
+
+def _sample(sources: list[Source]) -> list[str]:
+    """As much of every source as its share of what the tokenizer may read."""
+    total = sum(source.share for source in sources)
+    texts = []
+    for source in sources:
+        left = int(_TOKENIZER_CHARACTERS * source.share / total)
+        for text in source.documents():
+            if left <= 0:
+                break
+            texts.append(text[:left])
+            left -= len(text)
+    return texts
+
+
+@torch.no_grad()
+def _measure(objective: LMObjective) -> tuple[float, Acceptance]:
+    """Perplexity and acceptance over windows of another seed."""
+    found = [objective.losses(_MEASURING_SEED, step) for step in range(_MEASURED_STEPS)]
+    mean = torch.stack([main for main, _, _ in found]).mean()
+    acceptance = found[0][2]
+    for _, _, more in found[1:]:
+        acceptance = acceptance + more
+    return float(mean.exp()), acceptance
+
+
+def _parameters(network: DecoderNetwork) -> int:
+    return sum(parameter.numel() for parameter in network.parameters())

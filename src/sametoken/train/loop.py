@@ -1,0 +1,288 @@
+"""The loop that every training runs: steps, schedule, checkpoints, and what is told of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sametoken.errors import CheckpointError, ConfigError, NumericalError
+from sametoken.train.acceptance import Acceptance
+from sametoken.train.options import LoopOptions
+
+CHECKPOINT = "checkpoint.pt"
+_FORMAT = "sametoken-training-1"
+# Steps between two reports: each waits for the device.
+_REPORT_EVERY = 10
+# Share of ``max_seconds`` that the steps are planned to take.
+_PLANNED = 0.94
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoss:
+    """What one batch gives.
+
+    Attributes:
+        loss: scalar, to be made small.
+        acceptance: drafts counted by the way; of a plain language model none.
+    """
+
+    loss: Tensor
+    acceptance: Acceptance
+
+
+class Objective(Protocol):
+    """What is trained."""
+
+    @property
+    def network(self) -> nn.Module:
+        """Its parameters are trained, its buffers kept."""
+        ...
+
+    def loss(self, step: int) -> StepLoss:
+        """The loss of a step's batch, which is a function of the step alone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where training stands: means since the last report.
+
+    Attributes:
+        step: steps done.
+        steps: steps in all.
+        acceptance: how often each draft is accepted once those before it were.
+        length: tokens per step that a drafter of this acceptance gives.
+        seconds: since training began.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    acceptance: tuple[float, ...]
+    length: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """How training ended; ``report`` is the last one."""
+
+    report: Report
+    steps: int
+
+
+def run_loop(
+    objective: Objective,
+    options: LoopOptions,
+    output: Path,
+    report: Callable[[Report], None],
+    *,
+    identity: dict[str, Any],
+    began: float,
+) -> LoopResult:
+    """Train to the end, from the beginning or from a checkpoint.
+
+    Args:
+        objective: what to train.
+        options: for how long and how fast.
+        output: directory of the checkpoint.
+        report: told every few steps how it goes.
+        identity: what must be equal for a checkpoint to be gone on from, as JSON values.
+        began: ``time.monotonic`` from which ``max_seconds`` counts.
+
+    Raises:
+        ConfigError: ``resume`` without a checkpoint, or one of another training.
+        CheckpointError: the checkpoint cannot be read.
+        NumericalError: the loss is not finite.
+    """
+    return _Loop(objective, options, output, identity).run(report, began)
+
+
+class _Loop:
+    def __init__(
+        self, objective: Objective, options: LoopOptions, output: Path, identity: dict[str, Any]
+    ) -> None:
+        self._objective = objective
+        self._options = options
+        self._path = output / CHECKPOINT
+        self._identity = identity | _fixed(options)
+        self._parameters = [p for p in objective.network.parameters() if p.requires_grad]
+        self._optimizer = _optimizer(objective.network, options)
+        self._step, self._steps = 0, options.steps
+        self._pace = _Pace(options)
+        if options.resume:
+            self._restore()
+
+    def run(self, report: Callable[[Report], None], began: float) -> LoopResult:
+        meter = _Meter()
+        last = Report(self._step, self._steps, 0.0, 0.0, (), 1.0, 0.0)
+        while self._step < self._steps:
+            meter.add(self._take_step())
+            self._step += 1
+            if self._pace.wants(self._step):
+                meter.wait()
+                self._steps = self._pace.planned(self._step, time.monotonic() - began, self._steps)
+            late = self._pace.is_late(time.monotonic() - began)
+            if self._step % _REPORT_EVERY == 0 or self._step == self._steps or late:
+                rate = self._optimizer.param_groups[0]["lr"]
+                last = meter.report(self._step, self._steps, rate, began)
+                report(last)
+            if late:
+                break
+            every = self._options.checkpoint_every
+            if every and self._step % every == 0:
+                self._save()
+        self._save()
+        return LoopResult(last, self._steps)
+
+    def _take_step(self) -> StepLoss:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._step, self._steps, self._options)
+        self._optimizer.zero_grad(set_to_none=True)
+        found = self._objective.loss(self._step)
+        found.loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._parameters, self._options.clip_norm)
+        self._optimizer.step()
+        return found
+
+    def _save(self) -> None:
+        state = {
+            "format": _FORMAT,
+            "identity": self._identity,
+            "step": self._step,
+            "steps": self._steps,
+            "network": self._objective.network.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+        unfinished = self._path.with_suffix(".tmp")
+        try:
+            torch.save(state, unfinished)
+            os.replace(unfinished, self._path)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"{self._path} cannot be written ({error})", "make room or choose another output"
+            ) from error
+
+    def _restore(self) -> None:
+        if not self._path.is_file():
+            raise ConfigError(f"{self._path} does not exist", "leave resume out")
+        try:
+            state = torch.load(self._path, map_location="cpu", weights_only=True)
+            found = state["format"], state["identity"]
+        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{self._path} cannot be read ({error})", "train again without resume"
+            ) from error
+        differing = sorted(
+            key for key, value in self._identity.items() if found[1].get(key) != value
+        )
+        if self._options.max_seconds is None and state["steps"] != self._options.steps:
+            differing.append("steps")
+        if found[0] != _FORMAT or differing:
+            raise ConfigError(
+                f"{self._path} is of a training with other settings: {differing or found[0]}",
+                "give the same settings, or train again without resume",
+            )
+        self._step, self._steps = state["step"], state["steps"]
+        self._objective.network.load_state_dict(state["network"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        if torch.cuda.is_available() and state["cuda_rng"]:
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+class _Pace:
+    """Turns ``max_seconds`` into a number of steps, from the time of warm-up's second half."""
+
+    def __init__(self, options: LoopOptions) -> None:
+        self._seconds = options.max_seconds
+        self._warmup = options.warmup_steps
+        self._half_time: float | None = None
+
+    def wants(self, step: int) -> bool:
+        """Whether this step is one whose time must be known."""
+        return self._seconds is not None and step in (self._warmup // 2, self._warmup)
+
+    def planned(self, step: int, elapsed: float, steps: int) -> int:
+        """The number of steps in all, once it can be known."""
+        if step < self._warmup:
+            self._half_time = elapsed
+            return steps
+        if self._seconds is None or self._half_time is None:
+            return steps
+        per_step = (elapsed - self._half_time) / (self._warmup - self._warmup // 2)
+        left = self._seconds * _PLANNED - elapsed
+        return min(steps, max(step + int(left / max(per_step, 1e-6)), step))
+
+    def is_late(self, elapsed: float) -> bool:
+        """Whether the time is over, whatever was planned."""
+        return self._seconds is not None and elapsed > self._seconds
+
+
+class _Meter:
+    """Sums since the last report; they stay on the device until then."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+        self._acceptance: Acceptance | None = None
+        self._count = 0
+
+    def add(self, found: StepLoss) -> None:
+        loss = found.loss.detach()
+        self._loss = loss if self._loss is None else self._loss + loss
+        mine = self._acceptance
+        self._acceptance = found.acceptance if mine is None else mine + found.acceptance
+        self._count += 1
+
+    def wait(self) -> None:
+        """Until the device has done all that was added."""
+        if self._loss is not None:
+            self._loss.item()
+
+    def report(self, step: int, steps: int, rate: float, began: float) -> Report:
+        assert self._loss is not None
+        assert self._acceptance is not None
+        loss, acceptance = float(self._loss) / self._count, self._acceptance
+        if not math.isfinite(loss):
+            raise NumericalError(
+                f"the loss is {loss} by step {step}", "use a lower learning rate or float32"
+            )
+        seconds = time.monotonic() - began
+        self._loss, self._acceptance, self._count = None, None, 0
+        return Report(step, steps, loss, rate, acceptance.conditional, acceptance.length(), seconds)
+
+
+def learning_rate(step: int, steps: int, options: LoopOptions) -> float:
+    """The rate of a step, counted from 0: a linear rise, then half a cosine down to 0."""
+    if step < options.warmup_steps:
+        return options.learning_rate * (step + 1) / options.warmup_steps
+    share = (step - options.warmup_steps) / max(steps - options.warmup_steps, 1)
+    return options.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def _optimizer(network: nn.Module, options: LoopOptions) -> torch.optim.AdamW:
+    trained = [p for p in network.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    fused = trained[0].device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
+
+
+def _fixed(options: LoopOptions) -> dict[str, Any]:
+    """What two parts of one training have in common."""
+    free = ("steps", "max_seconds", "checkpoint_every", "resume", "device")
+    return {name: value for name, value in asdict(options).items() if name not in free}

@@ -1,0 +1,143 @@
+"""``sametoken train mtp``: a hybrid's module for further tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.kernels.interface import RotaryTable
+from sametoken.models.base import ModelConfig
+from sametoken.models.loader import read_config
+from sametoken.train.batches import padded_length
+from sametoken.train.checkpoints import load_decoder, write_with_module
+from sametoken.train.decoder_network import HYBRIDS, DecoderNetwork, MTPModule
+from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
+from sametoken.train.head_objective import HeadNetwork, HeadObjective, Unroll
+from sametoken.train.loop import Report
+from sametoken.train.options import LoopOptions, MTPOptions
+from sametoken.train.results import make_directory
+from sametoken.train.seeds import generator_of
+from sametoken.train.target import TargetStates
+
+
+class FrozenHybrid:
+    """A hybrid whose weights stay as they are, as a ``Target``.
+
+    The module reads what logits are made from, so that both states are one.
+    """
+
+    def __init__(self, network: DecoderNetwork, compute: Compute) -> None:
+        self.config: ModelConfig = network.config
+        self.embedding: Tensor = network.embedding.detach()
+        self.head: Tensor = network.head.detach()
+        self._network = network
+        self._compute = compute
+
+    @torch.no_grad()
+    def states(self, token_ids: Tensor) -> TargetStates:
+        """See ``Target``."""
+        with self._compute.autocast():
+            last = self._network(token_ids).to(self.embedding.dtype)
+        return TargetStates(last, last)
+
+
+class ModuleNetwork(HeadNetwork):
+    """The module with what it takes of its target, which is no parameter of it."""
+
+    def __init__(self, module: MTPModule, head: Tensor, rotary: RotaryTable) -> None:
+        super().__init__()
+        self.mtp = module
+        # In a tuple, or they would be taken for its own.
+        self._frozen = (head, rotary)
+
+    def unroll(
+        self, embedding: Tensor, token_ids: Tensor, auxiliary: Tensor, num_steps: int
+    ) -> Iterator[Tensor]:
+        """See ``HeadNetwork``; ``auxiliary`` is [B, L, hidden], after the final norm."""
+        return self.mtp.unroll(embedding, token_ids, auxiliary, self._frozen[1], num_steps)
+
+    def draft_logits(self, last: Tensor) -> Tensor:
+        """See ``HeadNetwork``."""
+        return functional.linear(last, self._frozen[0])
+
+
+def train_mtp(
+    model: Path,
+    output: Path,
+    text: TrainingText,
+    module: MTPOptions,
+    loop: LoopOptions,
+    *,
+    report: Callable[[Report], None],
+    announce: Callable[[str], None],
+) -> DrafterResult:
+    """Train a module and write it, with a copy of its target, to a directory.
+
+    Args:
+        model: the target's checkpoint directory.
+        output: directory for the whole checkpoint.
+        text: what to train on.
+        module: how far to unroll it.
+        loop: for how long and how fast.
+        report: told every few steps how it goes.
+        announce: told in a line of what takes long.
+
+    Raises:
+        ConfigError: an option, the text or the output directory is not possible.
+        CheckpointError: the target, or a checkpoint to resume from, cannot be read.
+        UnsupportedError: the target has no such module.
+        NumericalError: the loss is not finite.
+    """
+    began = time.monotonic()
+    architecture = read_config(model).architecture
+    if architecture not in HYBRIDS or not model.is_dir():
+        raise UnsupportedError(
+            f"{model} is a {architecture}, for which no module for further tokens is trained",
+            f"use a checkpoint directory of one of {HYBRIDS}",
+        )
+    if model.resolve() == output.resolve():
+        raise ConfigError(f"{output} is the target itself", "choose another output")
+    make_directory(output)
+    compute = choose_compute(loop)
+    longest = padded_length(loop.max_length) + module.ttt_steps
+    network = load_decoder(model, max_positions=longest, mtp=True)
+    initialise_module(network, loop.seed)
+    network = network.on(compute.device)
+    target = FrozenHybrid(network, compute)
+    # One state of the hidden size, whichever layer it comes from.
+    states = (target.config.num_layers,)
+    material = read_material(
+        target, text, states, loop, compute, cache=module.cache_states, announce=announce
+    )
+    ready = Run(
+        objective=HeadObjective(
+            ModuleNetwork(network.mtp, target.head, network.rotary),
+            target,
+            torch.arange(target.config.vocab_size),
+            Unroll(module.ttt_steps, module.step_loss_decay),
+            compute,
+        ),
+        material=material,
+        settings={"kind": "mtp", "model": model.name} | asdict(module),
+        k=module.ttt_steps,
+        coverage=1.0,
+        write=lambda: write_with_module(model, output, network),
+    )
+    return run(ready, output, report, began)
+
+
+@torch.no_grad()
+def initialise_module(network: DecoderNetwork, seed: int) -> None:
+    """Random weights of the module alone; at first it passes the embedding and state on."""
+    generator = generator_of(seed, "module")
+    for parameter in network.mtp.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.5 * parameter.shape[1] ** -0.5, generator=generator)

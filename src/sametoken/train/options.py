@@ -1,0 +1,219 @@
+"""Options of training: each defined once here, and from here fed to Python, CLI help and docs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sametoken.config import option
+from sametoken.errors import ConfigError
+
+MAX_SEED = 2**31 - 1
+DTYPES = ("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """How long and how fast to train, on what, and where from.
+
+    Raises:
+        ConfigError: a value is impossible on its face.
+    """
+
+    steps: int = option(1000, "optimizer steps, at most")
+    max_seconds: float | None = option(
+        None, "fewer steps if they would not fit this time in all; decided after warm-up"
+    )
+    batch_tokens: int = option(16384, "tokens of a batch, padding counted")
+    max_length: int = option(1024, "cut sequences to so many tokens")
+    learning_rate: float = option(1e-3, "highest learning rate; it falls to 0 as a cosine does")
+    warmup_steps: int = option(100, "steps over which the learning rate rises from 0")
+    weight_decay: float = option(0.0, "AdamW's, of matrices alone")
+    clip_norm: float = option(1.0, "longest gradient; a longer one is scaled down to it")
+    validation: float = option(0.02, "share of the prompts that is held back to measure with")
+    seed: int = option(0, "of weights and of the order of the data")
+    checkpoint_every: int = option(0, "steps between checkpoints; 0 writes one at the end alone")
+    resume: bool = option(False, "go on from the checkpoint in the output directory")
+    device: str = option("auto", "auto, cpu or cuda")
+    dtype: str = option("auto", "auto, bfloat16 or float32: of matrix products; weights are fp32")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is not possible", f"use one of {DTYPES}")
+        for name, least in (
+            ("steps", 1),
+            ("batch_tokens", 1),
+            ("max_length", 3),
+            ("warmup_steps", 1),
+            ("checkpoint_every", 0),
+            ("seed", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not possible", f"use at least {least}"
+                )
+        if self.seed > MAX_SEED:
+            raise ConfigError(f"seed={self.seed} is not possible", f"use at most {MAX_SEED}")
+        for name in ("learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not possible", "use a number above 0"
+                )
+        if self.weight_decay < 0 or not 0 <= self.validation < 1:
+            raise ConfigError(
+                f"weight_decay={self.weight_decay} and validation={self.validation} are not "
+                "both possible",
+                "use a weight decay of 0 or more, and a share from 0 to below 1",
+            )
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ConfigError(f"max_seconds={self.max_seconds} is not possible", "use more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options:
+    """The head, and how far training unrolls it.
+
+    Raises:
+        ConfigError: a value is impossible on its face.
+    """
+
+    ttt_steps: int = option(7, "training-time test: drafts in a row that are trained")
+    step_loss_decay: float = option(0.8, "weight of a draft's loss against the one before it")
+    draft_vocab_size: int = option(
+        32000, "tokens that the head can propose, the most frequent ones; at most the target's"
+    )
+    intermediate_size: int | None = option(None, "of the head's MLP; default the target's")
+    aux_layers: str | None = option(
+        None, "three layers whose inputs the head reads, as in 2,15,27; default 2, n // 2, n - 3"
+    )
+    norm_before_residual: bool = option(True, "the residual stream begins after the hidden norm")
+    cache_states: bool = option(True, "keep the target's hidden states in memory if they fit")
+
+    def __post_init__(self) -> None:
+        if self.ttt_steps < 1 or self.draft_vocab_size < 2:
+            raise ConfigError(
+                f"ttt_steps={self.ttt_steps} and draft_vocab_size={self.draft_vocab_size} are "
+                "not both possible",
+                "use at least 1 step and 2 tokens",
+            )
+        if not 0 < self.step_loss_decay <= 1:
+            raise ConfigError(
+                f"step_loss_decay={self.step_loss_decay} is not possible",
+                "use a number above 0 and up to 1",
+            )
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ConfigError(
+                f"intermediate_size={self.intermediate_size} is not possible", "use at least 1"
+            )
+        self.layer_ids(3)
+
+    def layer_ids(self, num_layers: int) -> tuple[int, ...]:
+        """The target's layers whose inputs the head reads, as ``Decoder`` counts them.
+
+        Raises:
+            ConfigError: they are not three numbers.
+        """
+        if self.aux_layers is None:
+            return (2, num_layers // 2, num_layers - 3)
+        parts = self.aux_layers.split(",")
+        if len(parts) != 3 or not all(part.strip().isdigit() for part in parts):
+            raise ConfigError(
+                f"aux_layers={self.aux_layers!r} does not name three layers", "give 2,15,27"
+            )
+        return tuple(int(part) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MTPOptions:
+    """How far training unrolls a module for further tokens.
+
+    Raises:
+        ConfigError: a value is impossible on its face.
+    """
+
+    ttt_steps: int = option(3, "drafts in a row that are trained")
+    step_loss_decay: float = option(0.8, "weight of a draft's loss against the one before it")
+    cache_states: bool = option(True, "keep the target's hidden states in memory if they fit")
+
+    def __post_init__(self) -> None:
+        if self.ttt_steps < 1 or not 0 < self.step_loss_decay <= 1:
+            raise ConfigError(
+                f"ttt_steps={self.ttt_steps} and step_loss_decay={self.step_loss_decay} are not "
+                "both possible",
+                "use at least 1 step, and a weight above 0 and up to 1",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """Sizes of a drafter that is a model of its own.
+
+    Raises:
+        ConfigError: a value is impossible on its face.
+    """
+
+    hidden_size: int = option(256, "elements of a hidden state")
+    num_layers: int = option(4, "decoder layers")
+    num_heads: int = option(4, "attention heads")
+    intermediate_size: int | None = option(None, "of the MLP; default 4 hidden sizes")
+    judged_drafts: int = option(4, "drafts in a row whose acceptance is shown")
+    cache_states: bool = option(True, "keep the target's hidden states in memory if they fit")
+
+    def __post_init__(self) -> None:
+        sizes = (self.hidden_size, self.num_layers, self.num_heads, self.judged_drafts)
+        if min(sizes) < 1 or self.hidden_size % (2 * self.num_heads):
+            raise ConfigError(
+                f"{self.num_heads} heads of {self.num_layers} layers over {self.hidden_size} "
+                "hidden elements are not possible",
+                "use a hidden size that is an even number of times the heads",
+            )
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ConfigError(
+                f"intermediate_size={self.intermediate_size} is not possible", "use at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LMOptions:
+    """The architecture of a new model; the defaults give 29 million parameters.
+
+    Raises:
+        ConfigError: a value is impossible on its face.
+    """
+
+    architecture: str = option(
+        "hybrid", "hybrid (Qwen3.5: three Gated DeltaNet layers, then full attention) or llama"
+    )
+    vocab_size: int = option(8192, "tokens of the tokenizer, at most")
+    hidden_size: int = option(384, "elements of a hidden state")
+    intermediate_size: int = option(1024, "of the MLP")
+    num_layers: int = option(12, "decoder layers")
+    num_heads: int = option(6, "attention heads")
+    num_kv_heads: int = option(2, "key-value heads")
+    head_dim: int = option(64, "elements of an attention head")
+    linear_key_heads: int = option(4, "key heads of Gated DeltaNet")
+    linear_value_heads: int = option(8, "value heads of Gated DeltaNet")
+    linear_head_dim: int = option(64, "elements of a head of Gated DeltaNet")
+    mtp_steps: int = option(3, "drafts in a row of the multi-token-prediction module; 0: none")
+    mtp_weight: float = option(0.3, "weight of the module's loss")
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ("hybrid", "llama"):
+            raise ConfigError(
+                f"architecture={self.architecture!r} is not known", "use hybrid or llama"
+            )
+        if self.architecture == "llama" and self.mtp_steps:
+            raise ConfigError("a llama has no multi-token-prediction module", "set mtp_steps to 0")
+        sizes = (self.hidden_size, self.intermediate_size, self.num_layers, self.num_kv_heads)
+        linear = (self.linear_key_heads, self.linear_value_heads, self.linear_head_dim)
+        if min(*sizes, *linear) < 1 or self.mtp_steps < 0 or self.mtp_weight < 0:
+            raise ConfigError("a size of the model is below 1", "use sizes of at least 1")
+        for count, shared, what in (
+            (self.num_heads, self.num_kv_heads, "attention"),
+            (self.linear_value_heads, self.linear_key_heads, "Gated DeltaNet"),
+        ):
+            if count % shared:
+                raise ConfigError(
+                    f"{count} heads of {what} cannot share {shared}", "use a multiple of it"
+                )
+        if self.head_dim % 4:
+            raise ConfigError(f"head_dim={self.head_dim} is not possible", "use a multiple of 4")

@@ -1,0 +1,40 @@
+"""What a training leaves beside the weights: its settings and figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sametoken.errors import ConfigError
+
+RESULT = "training.json"
+
+
+def make_directory(directory: Path) -> None:
+    """Make the output directory.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be made ({error})", "choose another output"
+        ) from error
+
+
+def write_result(directory: Path, settings: dict[str, Any], result: dict[str, Any]) -> None:
+    """Write ``training.json``.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    text = json.dumps({"settings": settings, "result": result}, indent=2) + "\n"
+    try:
+        (directory / RESULT).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{directory / RESULT} cannot be written ({error})", "choose another output"
+        ) from error

@@ -1,0 +1,177 @@
+"""The target's hidden states for batches: kept in memory, run anew, or read from shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sametoken.engine.shards import ExtractedStates
+from sametoken.errors import ConfigError
+from sametoken.models.base import ModelConfig
+from sametoken.train.arithmetic import rms_norm
+from sametoken.train.batches import Batch, Batches
+from sametoken.train.target import FrozenTarget, TargetStates
+from sametoken.train.text import Sequences
+
+# Tokens of a pass that fills the memory.
+_PASS_TOKENS = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStates:
+    """States of a batch.
+
+    Attributes:
+        auxiliary: [B, L, num_aux * hidden], what the head reads.
+        last: [B, L, hidden], what the target's logits are made from.
+        greedy: [B, L] int64, the target's most likely token after each position.
+    """
+
+    auxiliary: Tensor
+    last: Tensor
+    greedy: Tensor
+
+
+class Target(Protocol):
+    """A frozen target."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its architecture."""
+        ...
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, hidden]."""
+        ...
+
+    @property
+    def head(self) -> Tensor:
+        """[V, hidden]; with tied embeddings the same tensor."""
+        ...
+
+    def states(self, token_ids: Tensor) -> TargetStates:
+        """[B, L] int64 to hidden states; padding on the right changes no row before it."""
+        ...
+
+
+class StateSource(Protocol):
+    """Where states come from."""
+
+    def of(self, batch: Batch) -> BatchStates:
+        """The states of a batch; padding rows hold anything finite."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunAnew:
+    """States by a forward pass of the target each time."""
+
+    target: Target
+
+    def of(self, batch: Batch) -> BatchStates:
+        """See ``StateSource``."""
+        found = self.target.states(batch.token_ids)
+        return BatchStates(found.auxiliary, found.last, greedy_tokens(found.last, self.target.head))
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """States in memory.
+
+    Attributes:
+        auxiliary: [N, num_aux * hidden], by place in ``Sequences.token_ids``.
+        last: [N, hidden].
+        greedy: [N] int64.
+    """
+
+    auxiliary: Tensor
+    last: Tensor
+    greedy: Tensor
+
+    def of(self, batch: Batch) -> BatchStates:
+        """See ``StateSource``."""
+        places = batch.places
+        return BatchStates(self.auxiliary[places], self.last[places], self.greedy[places])
+
+
+def keep(target: Target, sequences: Sequences, num_aux: int) -> Kept:
+    """Run every sequence once and keep its states on the target's device."""
+    hidden, num_tokens = target.config.hidden_size, sequences.token_ids.shape[0]
+    device = target.embedding.device
+    kept = Kept(
+        target.embedding.new_empty(num_tokens, num_aux * hidden),
+        target.embedding.new_empty(num_tokens, hidden),
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+    )
+    everything = list(range(len(sequences)))
+    batches = Batches(sequences, everything, batch_tokens=_PASS_TOKENS, seed=0, device=device)
+    run = RunAnew(target)
+    for step in range(len(batches)):
+        batch = batches.at(step)
+        found = run.of(batch)
+        offsets = torch.arange(batch.places.shape[1], device=device)
+        own = offsets[None] < batch.lengths.to(device)[:, None]
+        places = batch.places[own]
+        kept.auxiliary[places] = found.auxiliary[own]
+        kept.last[places] = found.last[own]
+        kept.greedy[places] = found.greedy[own]
+    return kept
+
+
+def kept_bytes(sequences: Sequences, target: Target, num_aux: int) -> int:
+    """Bytes that ``keep`` would take."""
+    size = target.embedding.dtype.itemsize
+    per_token = (num_aux + 1) * target.config.hidden_size * size + 8
+    return int(sequences.token_ids.shape[0]) * per_token
+
+
+def read_states(
+    extracted: ExtractedStates, target: FrozenTarget, aux_layers: tuple[int, ...], max_length: int
+) -> tuple[Sequences, Kept]:
+    """Sequences and states out of shards that ``extract_hidden_states`` wrote.
+
+    Raises:
+        ConfigError: the shards are of another target, or lack a layer that is needed: those
+            the head reads, and the one that enters the final norm.
+    """
+    config, source = target.config, extracted.manifest.source
+    found = (source.vocab_size, source.hidden_size, source.num_hidden_layers)
+    if found != (config.vocab_size, config.hidden_size, config.num_layers):
+        raise ConfigError(
+            f"the states are of a target with {found} tokens, hidden elements and layers",
+            "extract them with the target that is trained for",
+        )
+    layers = source.eagle_aux_hidden_state_layer_ids
+    needed = (*aux_layers, config.num_layers)
+    if not set(needed) <= set(layers) or not len(extracted):
+        raise ConfigError(
+            f"the states hold {len(extracted)} sequences of layers {layers}, training needs "
+            f"layers {needed}",
+            f'extract with "eagle_aux_hidden_state_layer_ids": {sorted(set(needed))}',
+        )
+    places = [layers.index(layer) for layer in needed]
+    pairs, parts = [], []
+    for index in range(len(extracted)):
+        one = extracted[index]
+        token_ids = one.token_ids[:max_length].tolist()
+        if one.prompt_len + 2 > len(token_ids):
+            continue
+        pairs.append((token_ids, one.prompt_len))
+        # The last token was never run; no draft is judged by its state.
+        states = one.hidden_states[: len(token_ids) - 1, places]
+        parts.append(torch.cat((states, torch.zeros_like(states[:1]))))
+    states = torch.cat(parts).to(target.embedding)
+    last = rms_norm(states[:, -1], target.final_norm, config.rms_norm_eps)
+    kept = Kept(states[:, :-1].flatten(1), last, greedy_tokens(last, target.head))
+    return Sequences.of(pairs), kept
+
+
+def greedy_tokens(last: Tensor, head: Tensor) -> Tensor:
+    """[..., hidden] to the most likely token of each, int64; a few rows at a time."""
+    rows = last.reshape(-1, last.shape[-1])
+    chunks = [(part @ head.T).float().argmax(-1) for part in torch.split(rows, 4096)]
+    return torch.cat(chunks).reshape(last.shape[:-1])

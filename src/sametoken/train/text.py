@@ -1,0 +1,172 @@
+"""Text to train on: token sequences, each with how much of it is the prompt."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import ConfigError
+
+#: Turns a conversation's messages, or a plain text, into token ids.
+Encode = Callable[[Any], Sequence[int]]
+_REMEDY = (
+    'give one JSON value a line: {"prompt_token_ids": [..], "output_token_ids": [..]}, '
+    'or {"prompt": text, "answer": text}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Token sequences one after the other.
+
+    Attributes:
+        token_ids: [N] int64, all tokens.
+        starts: [S + 1] int64; sequence i is ``token_ids[starts[i] : starts[i + 1]]``.
+        prompt_lens: [S] int64; leading tokens that are the prompt and not trained on.
+    """
+
+    token_ids: Tensor
+    starts: Tensor
+    prompt_lens: Tensor
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Sequence[int], int]]) -> Sequences:
+        """From token ids and prompt lengths."""
+        flat: list[int] = []
+        starts, prompt_lens = [0], []
+        for token_ids, prompt_len in pairs:
+            flat.extend(token_ids)
+            starts.append(len(flat))
+            prompt_lens.append(prompt_len)
+        return cls(*(torch.tensor(part, dtype=torch.int64) for part in (flat, starts, prompt_lens)))
+
+    def __len__(self) -> int:
+        return self.prompt_lens.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] int64."""
+        return self.starts.diff()
+
+    def sequence(self, index: int) -> Tensor:
+        """[n] int64, the tokens of one."""
+        return self.token_ids[self.starts[index] : self.starts[index + 1]]
+
+    def answer_counts(self, vocab_size: int, indices: list[int]) -> Tensor:
+        """[V] int64: how often each token stands in the answers of some of them."""
+        chosen = torch.zeros(len(self), dtype=torch.bool)
+        chosen[indices] = True
+        places = torch.arange(self.token_ids.shape[0])
+        owners = torch.bucketize(places, self.starts[1:], right=True)
+        counted = chosen[owners] & (places - self.starts[owners] >= self.prompt_lens[owners])
+        return torch.bincount(self.token_ids[counted], minlength=vocab_size)
+
+    @property
+    def digest(self) -> str:
+        """A short name of the tokens, the same on every machine."""
+        found = hashlib.blake2b(self.token_ids.numpy().tobytes(), digest_size=8)
+        found.update(self.starts.numpy().tobytes())
+        return found.hexdigest()
+
+    def split(self, share: float) -> tuple[list[int], list[int]]:
+        """Indices to train on and to measure with; answers to one prompt stay together.
+
+        Which prompts are held back follows from their tokens alone. Both lists hold at least
+        one sequence if ``share`` is above 0 and there are two different prompts.
+        """
+        places = [self._prompt_place(i) for i in range(len(self))]
+        held = [i for i, place in enumerate(places) if place < share]
+        if share > 0 and not held:
+            lowest = min(places)
+            held = [i for i, place in enumerate(places) if place == lowest]
+        kept = sorted(set(range(len(self))) - set(held))
+        return (kept, held) if kept else (held, [])
+
+    def _prompt_place(self, index: int) -> float:
+        """Where a prompt falls in [0, 1), by its digest."""
+        prompt = self.sequence(index)[: int(self.prompt_lens[index])]
+        digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") / 2**64
+
+
+def read_sequences(
+    path: Path, *, vocab_size: int, max_length: int, encode: Encode | None = None
+) -> Sequences:
+    """Read training text, JSON lines, packed with gzip if the name ends in .gz.
+
+    Args:
+        path: a line is ``{"prompt_token_ids", "output_token_ids"}``, or with ``encode``
+            ``{"prompt", "answer"}`` or ``{"messages"}`` that end with the answer.
+        vocab_size: ids must be below it.
+        max_length: longer sequences are cut; what has no two tokens of answer left is left out.
+        encode: messages to token ids, those of a prompt being a beginning of the whole's.
+
+    Raises:
+        ConfigError: the file is missing or malformed, an id is outside the vocabulary, or
+            nothing is left to train on.
+    """
+    pairs: list[tuple[Sequence[int], int]] = []
+    for number, row in json_lines(path):
+        try:
+            token_ids, prompt_len = _tokens_of(row, encode)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"line {number} of {path} is no text ({error!r})", _REMEDY) from error
+        if not all(isinstance(i, int) and 0 <= i < vocab_size for i in token_ids):
+            raise ConfigError(
+                f"line {number} of {path} holds token ids outside 0..{vocab_size - 1}",
+                "use text that the target's own tokenizer made",
+            )
+        if prompt_len + 2 <= min(len(token_ids), max_length):
+            pairs.append((token_ids[:max_length], prompt_len))
+    if not pairs:
+        raise ConfigError(f"{path} holds no answer of two tokens within max_length", _REMEDY)
+    return Sequences.of(pairs)
+
+
+def json_lines(path: Path) -> list[tuple[int, Any]]:
+    """The JSON values of a file with their line numbers, from 1.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is no JSON.
+    """
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error})", "give a file of JSON lines"
+        ) from error
+    rows = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                rows.append((number, json.loads(line)))
+            except ValueError as error:
+                raise ConfigError(f"line {number} of {path} is no JSON ({error})") from error
+    return rows
+
+
+def _tokens_of(row: Any, encode: Encode | None) -> tuple[list[int], int]:
+    if "prompt_token_ids" in row:
+        prompt = list(row["prompt_token_ids"])
+        return prompt + list(row["output_token_ids"]), len(prompt)
+    if encode is None:
+        raise KeyError("prompt_token_ids")
+    messages = row.get("messages")
+    if messages is None:
+        messages = [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["answer"]},
+        ]
+    whole, prompt = list(encode(messages)), list(encode(messages[:-1]))
+    if whole[: len(prompt)] != prompt:
+        raise ValueError("the conversation does not begin with its prompt")
+    return whole, len(prompt)

@@ -1,0 +1,97 @@
+"""A drafter that is a model of its own, distilled from its target."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.training import (
+    GREEDY,
+    NUM_PROMPTS,
+    SIZES,
+    open_llm,
+    prompts_of,
+    write_own_text,
+    write_target,
+)
+from sametoken.errors import ConfigError
+from sametoken.models.loader import read_config
+from sametoken.train.distillation import TrainingText
+from sametoken.train.draft import train_draft
+from sametoken.train.options import DraftOptions, LoopOptions
+
+K = 2
+DRAFT = DraftOptions(hidden_size=32, num_layers=2, num_heads=2, judged_drafts=K)
+LOOP = LoopOptions(
+    steps=4,
+    warmup_steps=2,
+    batch_tokens=160,
+    max_length=64,
+    learning_rate=5e-3,
+    validation=0.0,
+    device="cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def text(target, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    write_own_text(target, path)
+    return TrainingText(file=path)
+
+
+def train(target, output, text, *, loop=LOOP):
+    return train_draft(
+        target, output, text, DRAFT, loop, report=lambda now: None, announce=lambda line: None
+    )
+
+
+def test_a_trained_drafter_is_accepted_as_training_said(target, text, tmp_path):
+    loop = replace(LOOP, steps=120, warmup_steps=10, batch_tokens=512)
+    result = train(target, tmp_path, text, loop=loop)
+    plain = open_llm(target).generate(prompts_of(), GREEDY)
+    speculative = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "num_speculative_tokens": K,
+    }
+    llm = open_llm(target, speculative_config=speculative)
+    drafted = llm.generate(prompts_of(), GREEDY)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+    metrics = llm.speculation_metrics
+    engine_length = 1 + metrics.num_accepted_tokens / (metrics.num_steps - NUM_PROMPTS)
+    assert engine_length == pytest.approx(result.acceptance_length, rel=0.03)
+    assert metrics.acceptance_per_position[0] > 10 / SIZES["vocab_size"]
+
+
+def test_a_seed_names_the_bits_and_the_config_is_the_target_s(target, text, tmp_path):
+    for name in ("a", "b"):
+        train(target, tmp_path / name, text)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    config = read_config(tmp_path / "a")
+    assert config.vocab_size == SIZES["vocab_size"]
+    assert config.tie_word_embeddings
+    assert config.max_position_embeddings == SIZES["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"hidden_size": 30}, {"num_layers": 0}, {"intermediate_size": 0}]
+)
+def test_impossible_sizes_are_refused(changes):
+    with pytest.raises(ConfigError, match="possible"):
+        DraftOptions(**changes)
+
+
+def test_mixed_precision_runs(target, text, tmp_path):
+    one = train(target, tmp_path / "a", text)
+    other = train(target, tmp_path / "b", text, loop=replace(LOOP, dtype="bfloat16"))
+    assert one.loss == pytest.approx(other.loss, rel=0.05)

@@ -1,0 +1,223 @@
+"""From a target and its own text to a head that its engine accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.training import (
+    ANSWER_LEN,
+    GREEDY,
+    NUM_PROMPTS,
+    PROMPT_LEN,
+    SIZES,
+    open_llm,
+    prompts_of,
+    write_own_text,
+    write_target,
+)
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.train.distillation import TrainingText
+from sametoken.train.eagle3 import train_eagle3
+from sametoken.train.loop import CHECKPOINT
+from sametoken.train.options import Eagle3Options, LoopOptions
+
+K = 3
+HEAD = Eagle3Options(ttt_steps=K, draft_vocab_size=40)
+LOOP = LoopOptions(
+    steps=6,
+    warmup_steps=2,
+    batch_tokens=160,
+    max_length=64,
+    learning_rate=3e-3,
+    validation=0.0,
+    device="cpu",
+)
+
+
+def ignore(_):
+    pass
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def text(target, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    write_own_text(target, path)
+    return TrainingText(file=path)
+
+
+def train(target, output, text, *, head=HEAD, loop=LOOP, report=ignore):
+    return train_eagle3(target, output, text, head, loop, report=report, announce=ignore)
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def assert_equal_heads(one, other):
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def test_a_trained_head_is_accepted_as_training_said(target, text, tmp_path):
+    reports = []
+    loop = replace(LOOP, steps=80, warmup_steps=10, batch_tokens=512)
+    result = train(target, tmp_path, text, loop=loop, report=reports.append)
+    assert reports[-1].loss < reports[0].loss - 0.3
+    assert reports[-1].acceptance[0] > reports[0].acceptance[0]
+
+    plain = open_llm(target).generate(prompts_of(), GREEDY)
+    speculative = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": K}
+    llm = open_llm(target, speculative_config=speculative)
+    drafted = llm.generate(prompts_of(), GREEDY)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+
+    # The engine's counters, but for the steps of prefill, which have no drafts.
+    metrics = llm.speculation_metrics
+    engine_length = 1 + metrics.num_accepted_tokens / (metrics.num_steps - NUM_PROMPTS)
+    assert engine_length == pytest.approx(result.acceptance_length, rel=0.02)
+    assert metrics.acceptance_per_position == pytest.approx(
+        result.acceptance_per_position, abs=0.02
+    )
+    # Chance is one token of 61, twice in a row almost never.
+    assert metrics.acceptance_per_position[0] > 10 / SIZES["vocab_size"]
+    assert result.acceptance_length > 1.3
+
+
+def test_what_is_written_beside_the_head(target, text, tmp_path):
+    result = train(target, tmp_path, text)
+    written = json.loads((tmp_path / "training.json").read_text())
+    assert written["result"]["acceptance_length"] == result.acceptance_length
+    assert written["settings"]["ttt_steps"] == K
+    assert written["settings"]["loop"]["seed"] == 0
+    tensors = weights(tmp_path)
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16
+    assert tensors["lm_head.weight"].shape == (40, SIZES["hidden_size"])
+    ids = torch.arange(40) + tensors["d2t"]
+    assert torch.equal(tensors["t2d"].nonzero().flatten(), ids)
+    # The text holds fewer kinds of tokens than fit, so that all of them are in.
+    assert result.coverage > 0.9
+    assert result.sequences == NUM_PROMPTS
+    assert result.tokens == NUM_PROMPTS * ANSWER_LEN
+
+
+def test_a_seed_names_the_bits(target, text, tmp_path):
+    train(target, tmp_path / "a", text)
+    train(target, tmp_path / "b", text)
+    train(target, tmp_path / "c", text, loop=replace(LOOP, seed=1))
+    assert_equal_heads(tmp_path / "a", tmp_path / "b")
+    assert not torch.equal(
+        weights(tmp_path / "a")["fc.weight"], weights(tmp_path / "c")["fc.weight"]
+    )
+
+
+def test_kept_states_are_those_run_anew(target, text, tmp_path):
+    one = train(target, tmp_path / "a", text)
+    other = train(target, tmp_path / "b", text, head=replace(HEAD, cache_states=False))
+    assert one.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+def test_a_resumed_training_is_an_uninterrupted_one(target, text, tmp_path):
+    loop = replace(LOOP, steps=14, checkpoint_every=4)
+    train(target, tmp_path / "a", text, loop=loop)
+
+    class Stop(Exception):
+        pass
+
+    def stop(now):
+        raise Stop
+
+    with pytest.raises(Stop):
+        train(target, tmp_path / "b", text, loop=loop, report=stop)
+    assert (tmp_path / "b" / CHECKPOINT).is_file()
+    assert not (tmp_path / "b" / "config.json").exists()
+    train(target, tmp_path / "b", text, loop=replace(loop, resume=True))
+    assert_equal_heads(tmp_path / "a", tmp_path / "b")
+
+
+def test_it_trains_on_extracted_states(target, text, tmp_path):
+    speculative = {
+        "method": "extract_hidden_states",
+        "shared_storage_path": str(tmp_path / "states"),
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+    }
+    open_llm(target, speculative_config=speculative).generate(prompts_of(), GREEDY)
+    source = TrainingText(states=tmp_path / "states")
+    with pytest.raises(ConfigError, match=r"\[1, 2, 4\]|extract with"):
+        train(target, tmp_path / "head", source, head=replace(HEAD, aux_layers="0,2,4"))
+    head = replace(HEAD, aux_layers="1,2,4")
+    given = train(target, tmp_path / "head", source, head=head)
+    run = train(target, tmp_path / "other", text, head=head)
+    # The shards lie in another order and end one row earlier.
+    assert given.tokens == run.tokens
+    assert math.isclose(given.loss, run.loss, rel_tol=0.2)
+
+
+def test_what_is_held_back_is_measured(target, text, tmp_path):
+    result = train(target, tmp_path, text, loop=replace(LOOP, validation=0.3))
+    assert result.held_back >= 1
+    assert result.sequences + result.held_back == NUM_PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"text": TrainingText()}, ConfigError, "either text or states"),
+        ({"head": replace(HEAD, aux_layers="1,2,9")}, ConfigError, "no layers"),
+        ({"loop": replace(LOOP, max_length=PROMPT_LEN + 1)}, ConfigError, "no answer"),
+        ({"loop": replace(LOOP, resume=True)}, ConfigError, "does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused(target, text, tmp_path, changes, error, says):
+    arguments = {"text": text} | changes
+    with pytest.raises(error, match=says):
+        train(target, tmp_path, arguments.pop("text"), **arguments)
+
+
+def test_a_target_that_is_not_there_and_an_output_that_is_a_file(target, text, tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        train(tmp_path / "none", tmp_path / "out", text)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        train(target, tmp_path / "file", text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(target, text, tmp_path):
+    with pytest.raises(UnsupportedError):
+        train(target, tmp_path, text, loop=replace(LOOP, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ttt_steps": 0},
+        {"draft_vocab_size": 1},
+        {"step_loss_decay": 0.0},
+        {"intermediate_size": 0},
+        {"aux_layers": "1,2"},
+        {"aux_layers": "1,2,x"},
+    ],
+)
+def test_impossible_options_are_refused(changes):
+    with pytest.raises(ConfigError):
+        Eagle3Options(**changes)
+
+
+def test_mixed_precision_learns_as_well(target, text, tmp_path):
+    reports = []
+    loop = replace(LOOP, steps=30, batch_tokens=512, dtype="bfloat16")
+    train(target, tmp_path, text, loop=loop, report=reports.append)
+    assert reports[-1].loss < reports[0].loss - 0.1

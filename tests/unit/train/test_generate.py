@@ -1,0 +1,94 @@
+"""Text that a target writes itself."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from helpers.training import GREEDY, open_llm, prompts_of, write_own_text, write_target
+from sametoken.errors import ConfigError, RequestError
+from sametoken.train.generate import TextPrompt, read_prompts, write_text
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_prompts(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_answers_are_the_engine_s(target, tmp_path):
+    answers = write_own_text(target, tmp_path / "direct.jsonl")
+    asked = read_prompts(write_prompts(tmp_path / "p.jsonl", prompts_of()))
+    told = []
+    written = write_text(
+        open_llm(target, max_num_seqs=1), asked, tmp_path / "t.jsonl", GREEDY, advance=told.append
+    )
+    rows = rows_of(tmp_path / "t.jsonl")
+    assert [row["output_token_ids"] for row in rows] == answers
+    assert [row["prompt_token_ids"] for row in rows] == [
+        p["prompt_token_ids"] for p in prompts_of()
+    ]
+    assert written.answers == sum(told) == len(answers)
+    assert written.tokens == sum(map(len, answers))
+    # A few at a time, so that an end can be put to it.
+    assert len(told) > 1
+
+
+def test_a_prompt_s_own_temperature_and_seed_go_first(target, tmp_path):
+    (prompt,) = prompts_of(1)
+    asked = [prompt, prompt | {"temperature": 1.0, "seed": 5}, prompt | {"temperature": 1.0}]
+    asked = read_prompts(write_prompts(tmp_path / "p.jsonl", [*asked, asked[1]]))
+    write_text(open_llm(target), asked, tmp_path / "t.jsonl", GREEDY)
+    greedy, one, other, again = (row["output_token_ids"] for row in rows_of(tmp_path / "t.jsonl"))
+    assert one == again
+    assert len({tuple(answer) for answer in (greedy, one, other)}) == 3
+
+
+def test_no_answers_are_begun_after_the_time(target, tmp_path):
+    llm = open_llm(target, max_num_seqs=1)
+    asked = [TextPrompt(p["prompt_token_ids"], []) for p in prompts_of()]
+
+    def slow(count):
+        time.sleep(0.05)
+
+    written = write_text(llm, asked, tmp_path / "t.jsonl", GREEDY, max_seconds=0.02, advance=slow)
+    assert written.answers == len(rows_of(tmp_path / "t.jsonl")) == 8
+
+
+def test_every_kind_of_prompt_is_read(tmp_path):
+    messages = [{"role": "user", "content": "b"}]
+    rows = ["a", {"prompt": "b"}, {"messages": messages}, {"prompt_token_ids": [1, 2]}]
+    found = read_prompts(write_prompts(tmp_path / "p.jsonl", rows))
+    assert [one.messages for one in found] == [
+        [{"role": "user", "content": "a"}],
+        messages,
+        messages,
+        [],
+    ]
+    assert found[3].token_ids == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("", "no prompts"), ("3", "no prompt"), ("{}", "no prompt"), ("{", "JSON")]
+)
+def test_bad_prompts_are_named(tmp_path, text, says):
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_prompts(tmp_path / "p.jsonl")
+
+
+def test_prompts_that_the_target_cannot_answer_are_named(target, tmp_path):
+    with pytest.raises(RequestError):
+        write_text(open_llm(target), [TextPrompt([999], [])], tmp_path / "t.jsonl", GREEDY)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_text(open_llm(target), [], tmp_path / "none" / "t.jsonl", GREEDY)

@@ -1,0 +1,134 @@
+"""A language model from scratch: it learns, it loads, it repeats, it goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sametoken import LLM, SamplingParams
+from sametoken.errors import ConfigError
+from sametoken.train.corpus import Source
+from sametoken.train.lm import train_lm
+from sametoken.train.options import LMOptions, LoopOptions
+
+SMALL = LMOptions(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    linear_key_heads=1,
+    linear_value_heads=2,
+    linear_head_dim=16,
+    mtp_steps=2,
+)
+LLAMA = replace(SMALL, architecture="llama", mtp_steps=0)
+LOOP = LoopOptions(
+    steps=3,
+    warmup_steps=2,
+    batch_tokens=256,
+    max_length=64,
+    learning_rate=1e-2,
+    device="cpu",
+)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("text")
+    plain, chats = directory / "a.txt", directory / "b.jsonl"
+    plain.write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    rows = [{"prompt": f"count to {i}", "answer": " ".join(map(str, range(i)))} for i in range(9)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [Source(plain, 0.7), Source(chats, 0.3)]
+
+
+def train(output, sources, options, loop=LOOP, report=lambda now: None):
+    return train_lm(output, sources, options, loop, report=report, announce=lambda line: None)
+
+
+def test_a_hybrid_learns_with_its_module_and_the_engine_runs_both(sources, tmp_path):
+    reports = []
+    result = train(tmp_path, sources, SMALL, replace(LOOP, steps=50), reports.append)
+    assert reports[-1].loss < reports[0].loss - 1.5
+    assert result.perplexity < 60
+    assert len(result.acceptance) == 2
+    assert result.trained_tokens == 50 * 4 * 64
+
+    params = SamplingParams(temperature=0.0, max_tokens=24)
+    plain = LLM(str(tmp_path), device="cpu", dtype="float32").chat(
+        [{"role": "user", "content": "count to 5"}], params
+    )
+    speculative = {"method": "mtp", "num_speculative_tokens": 2}
+    llm = LLM(str(tmp_path), device="cpu", dtype="float32", speculative_config=speculative)
+    drafted = llm.chat([{"role": "user", "content": "count to 5"}], params)
+    assert drafted[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+    assert llm.speculation_metrics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("options", [SMALL, LLAMA], ids=["hybrid", "llama"])
+def test_transformers_computes_the_same_logits(sources, tmp_path, options):
+    train(tmp_path, sources, options)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    llm = LLM(str(tmp_path), device="cpu", dtype="float32")
+    prompt = llm.get_tokenizer()("the quick brown fox")["input_ids"]
+    with torch.no_grad():
+        wanted = theirs(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+    for position, found in enumerate(output.prompt_logprobs[1:], 1):
+        logprob = found[prompt[position]].logprob
+        assert logprob == pytest.approx(float(wanted[position - 1, prompt[position]]), abs=1e-3)
+
+
+@pytest.mark.parametrize("options", [SMALL, LLAMA], ids=["hybrid", "llama"])
+def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(sources, tmp_path, options):
+    class Stop(Exception):
+        pass
+
+    def stop(now):
+        raise Stop
+
+    loop = replace(LOOP, steps=12, checkpoint_every=4)
+    train(tmp_path / "a", sources, options, loop)
+    with pytest.raises(Stop):
+        train(tmp_path / "b", sources, options, loop, stop)
+    train(tmp_path / "b", sources, options, replace(loop, resume=True))
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_there_is_something_to_resume(sources, tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        train(tmp_path, sources, SMALL, replace(LOOP, resume=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architecture": "gpt"},
+        {"architecture": "llama"},
+        {"num_heads": 3},
+        {"linear_value_heads": 3, "linear_key_heads": 2},
+        {"head_dim": 6},
+        {"hidden_size": 0},
+        {"mtp_weight": -1.0},
+    ],
+)
+def test_impossible_models_are_refused(changes):
+    with pytest.raises(ConfigError):
+        LMOptions(**changes)
+
+
+def test_mixed_precision_runs(sources, tmp_path):
+    one = train(tmp_path / "a", sources, SMALL)
+    other = train(tmp_path / "b", sources, SMALL, replace(LOOP, dtype="bfloat16"))
+    assert one.loss == pytest.approx(other.loss, rel=0.05)

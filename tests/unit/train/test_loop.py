@@ -1,0 +1,185 @@
+"""The loop: schedule, steps that fit a time, checkpoints."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from sametoken.errors import CheckpointError, ConfigError, NumericalError
+from sametoken.train.acceptance import Acceptance
+from sametoken.train.loop import CHECKPOINT, StepLoss, learning_rate, run_loop
+from sametoken.train.options import LoopOptions
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+
+class Fit:
+    """Least squares; a step's data follow from the step."""
+
+    def __init__(self, pause: float = 0.0) -> None:
+        self.network = Line()
+        self.seen: list[int] = []
+        self.pause = pause
+
+    def loss(self, step: int) -> StepLoss:
+        self.seen.append(step)
+        time.sleep(self.pause)
+        x = torch.randn(8, 2, generator=torch.Generator().manual_seed(step))
+        y = x @ torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, -1.0]])
+        error = x @ self.network.weight.T + self.network.bias - y
+        return StepLoss(error.square().mean(), Acceptance.none(2, torch.device("cpu")))
+
+
+class Broken(Fit):
+    def loss(self, step: int) -> StepLoss:
+        found = super().loss(step)
+        return StepLoss(found.loss * float("nan"), found.acceptance)
+
+
+def options(**changes) -> LoopOptions:
+    return LoopOptions(**{"steps": 40, "warmup_steps": 5, "learning_rate": 0.1} | changes)
+
+
+def train(objective, output, chosen, report=lambda now: None, identity=None):
+    return run_loop(
+        objective, chosen, output, report, identity=identity or {}, began=time.monotonic()
+    )
+
+
+def test_it_learns_and_reports(tmp_path):
+    reports = []
+    fit = Fit()
+    result = train(fit, tmp_path, options(steps=200), reports.append)
+    assert fit.seen == list(range(200))
+    assert [now.step for now in reports] == list(range(10, 201, 10))
+    assert reports[-1].loss < 0.01 * reports[0].loss
+    assert result.report == reports[-1]
+    assert result.steps == 200
+
+
+def test_the_rate_rises_then_falls_as_a_cosine():
+    chosen = options()
+    rates = [learning_rate(step, 40, chosen) for step in range(40)]
+    assert rates[:5] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1])
+    assert rates[5] == 0.1
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert learning_rate(40, 40, chosen) == pytest.approx(0.0)
+    half = 5 + 35 / 2
+    assert learning_rate(int(half), 40, chosen) == pytest.approx(0.05, abs=0.005)
+
+
+def test_a_resumed_training_is_an_uninterrupted_one(tmp_path):
+    whole = Fit()
+    train(whole, tmp_path / "a", made(tmp_path / "a", options()))
+
+    class Stop(Exception):
+        pass
+
+    def stop_at_20(now):
+        if now.step == 20:
+            raise Stop
+
+    cut = Fit()
+    chosen = made(tmp_path / "b", options(checkpoint_every=15))
+    with pytest.raises(Stop):
+        train(cut, tmp_path / "b", chosen, stop_at_20)
+    resumed = Fit()
+    train(resumed, tmp_path / "b", options(checkpoint_every=15, resume=True))
+    assert resumed.seen == list(range(15, 40))
+    for name, value in whole.network.state_dict().items():
+        assert torch.equal(resumed.network.state_dict()[name], value), name
+
+
+def made(directory, chosen):
+    directory.mkdir()
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "identity", "says"),
+    [
+        ({"learning_rate": 0.2}, {}, "learning_rate"),
+        ({"seed": 1}, {}, "seed"),
+        ({"steps": 50}, {}, "steps"),
+        ({}, {"text": "another"}, "text"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(tmp_path, changes, identity, says):
+    train(Fit(), tmp_path, options(), identity={"text": "one"})
+    with pytest.raises(ConfigError, match=says):
+        train(
+            Fit(),
+            tmp_path,
+            options(resume=True, **changes),
+            identity={"text": "one"} | identity,
+        )
+
+
+def test_a_missing_or_broken_checkpoint_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        train(Fit(), tmp_path, options(resume=True))
+    (tmp_path / CHECKPOINT).write_bytes(b"nothing of the kind")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        train(Fit(), tmp_path, options(resume=True))
+
+
+def test_steps_are_chosen_to_fit_the_time_and_repeat_under_that_number(tmp_path):
+    timed, reports = Fit(pause=0.01), []
+    (tmp_path / "a").mkdir()
+    result = train(timed, tmp_path / "a", options(steps=100_000, max_seconds=1.0), reports.append)
+    assert 10 < result.steps <= 100
+    assert result.report.step <= result.steps
+    if result.report.step == result.steps:
+        again = Fit()
+        (tmp_path / "b").mkdir()
+        train(again, tmp_path / "b", options(steps=result.steps))
+        assert torch.equal(again.network.weight, timed.network.weight)
+
+
+def test_no_step_is_begun_after_the_time(tmp_path):
+    slow = Fit(pause=0.05)
+    result = train(slow, tmp_path, options(warmup_steps=1000, steps=1000, max_seconds=0.2))
+    assert 2 <= len(slow.seen) <= 10
+    assert result.report.step == len(slow.seen)
+    assert (tmp_path / CHECKPOINT).is_file()
+
+
+def test_a_loss_that_is_no_number_ends_training(tmp_path):
+    with pytest.raises(NumericalError, match="the loss is nan"):
+        train(Broken(), tmp_path, options())
+
+
+def test_gradients_are_clipped(tmp_path):
+    free, clipped = Fit(), Fit()
+    one = options(steps=1, warmup_steps=1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    train(free, tmp_path / "a", one)
+    train(clipped, tmp_path / "b", options(steps=1, warmup_steps=1, clip_norm=1e-12))
+    # AdamW divides the scale out but for its epsilon, which a gradient this short meets.
+    assert free.network.bias.abs().max() > 10 * clipped.network.bias.abs().max()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 0},
+        {"dtype": "float16"},
+        {"learning_rate": 0.0},
+        {"validation": 1.0},
+        {"weight_decay": -1.0},
+        {"max_seconds": 0.0},
+        {"clip_norm": float("nan")},
+    ],
+)
+def test_impossible_options_are_refused(changes):
+    with pytest.raises(ConfigError, match="possible"):
+        LoopOptions(**changes)

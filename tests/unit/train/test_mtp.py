@@ -1,0 +1,115 @@
+"""A module for further tokens, trained on its target's own text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.checkpoints import write_checkpoint, write_llama
+from helpers.hybrids import hybrid_config, hybrid_tensors, without_mtp
+from helpers.training import GREEDY, NUM_PROMPTS, open_llm, prompts_of, write_own_text
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.train.distillation import TrainingText
+from sametoken.train.mtp import train_mtp
+from sametoken.train.options import LoopOptions, MTPOptions
+
+K = 2
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48}
+MODULE = MTPOptions(ttt_steps=K)
+LOOP = LoopOptions(
+    steps=4,
+    warmup_steps=2,
+    batch_tokens=160,
+    max_length=64,
+    learning_rate=3e-3,
+    validation=0.0,
+    device="cpu",
+)
+SPECULATION = {"method": "mtp", "num_speculative_tokens": K}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    config = hybrid_config("qwen3_5", **SIZES)
+    tensors = without_mtp(hybrid_tensors(config, 2))
+    return write_checkpoint(tmp_path_factory.mktemp("target"), config, tensors)
+
+
+@pytest.fixture(scope="module")
+def text(target, tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    write_own_text(target, path)
+    return TrainingText(file=path)
+
+
+def train(target, output, text, *, loop=LOOP, module=MODULE):
+    return train_mtp(
+        target, output, text, module, loop, report=lambda now: None, announce=lambda line: None
+    )
+
+
+def test_a_trained_module_is_accepted_as_training_said(target, text, tmp_path):
+    loop = replace(LOOP, steps=80, warmup_steps=10, batch_tokens=512)
+    result = train(target, tmp_path, text, loop=loop)
+    plain = open_llm(target).generate(prompts_of(), GREEDY)
+    llm = open_llm(tmp_path, speculative_config=SPECULATION)
+    drafted = llm.generate(prompts_of(), GREEDY)
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+    metrics = llm.speculation_metrics
+    engine_length = 1 + metrics.num_accepted_tokens / (metrics.num_steps - NUM_PROMPTS)
+    assert engine_length == pytest.approx(result.acceptance_length, rel=0.03)
+    # Chance is one token of 61.
+    assert metrics.acceptance_per_position[0] > 10 / 61
+
+
+def test_the_checkpoint_is_the_target_s_with_a_module_beside_it(target, text, tmp_path):
+    train(target, tmp_path / "one", text)
+    index = json.loads((tmp_path / "one" / "model.safetensors.index.json").read_text())
+    own = load_file(target / "model.safetensors")
+    assert {name for name in index["weight_map"] if not name.startswith("mtp.")} == own.keys()
+    copied = load_file(tmp_path / "one" / index["weight_map"]["lm_head.weight"])
+    assert all(torch.equal(copied[name], own[name]) for name in own)
+    # And again from there: the old module is left out.
+    train(tmp_path / "one", tmp_path / "two", text, loop=replace(LOOP, seed=1))
+    again = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
+    assert again["weight_map"].keys() == index["weight_map"].keys()
+    open_llm(tmp_path / "two", speculative_config=SPECULATION)
+
+
+def test_a_seed_names_the_bits_and_a_resumed_training_is_whole(target, text, tmp_path):
+    shard = "model-00002-of-00002.safetensors"
+
+    class Stop(Exception):
+        pass
+
+    def stop(now):
+        raise Stop
+
+    loop = replace(LOOP, steps=13, checkpoint_every=5)
+    train(target, tmp_path / "a", text, loop=loop)
+    with pytest.raises(Stop):
+        train_mtp(
+            target, tmp_path / "b", text, MODULE, loop, report=stop, announce=lambda line: None
+        )
+    train(target, tmp_path / "b", text, loop=replace(loop, resume=True))
+    one, other = load_file(tmp_path / "a" / shard), load_file(tmp_path / "b" / shard)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_has_no_module_is_refused(target, text, tmp_path):
+    with pytest.raises(UnsupportedError, match="no module"):
+        train(write_llama(tmp_path / "llama"), tmp_path / "out", text)
+    with pytest.raises(ConfigError, match="itself"):
+        train(target, target, text)
+    with pytest.raises(ConfigError, match="possible"):
+        MTPOptions(ttt_steps=0)
+
+
+def test_mixed_precision_runs(target, text, tmp_path):
+    one = train(target, tmp_path / "a", text)
+    other = train(target, tmp_path / "b", text, loop=replace(LOOP, dtype="bfloat16"))
+    assert one.loss == pytest.approx(other.loss, rel=0.05)

@@ -100,10 +100,7 @@ class Playback(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/metrics":
-            count = sum(self.asked.values()) * 20
-            self._send(
-                METRICS.format(drafts=count, offered=count, accepted=count // 2), "text/plain"
-            )
+            self._send(metrics(20 * sum(self.asked.values())), "text/plain")
         else:
             self._send(json.dumps({"data": [{"id": "served"}]}), "application/json")
 

@@ -2,7 +2,8 @@
 
 All operations of a step run in a model's order, each layer with weights and KV of its own,
 so that caches see what a real step shows them. The time of a call is the best of several
-passes, the time of an operation the mean over its layers:
+passes, the time of an operation the mean over its layers. Then Gated DeltaNet between its
+projections at Qwen3.5-9B's shape, against the same rows in PyTorch:
 
     python benchmarks/kernels_cpu.py [--rows 1,4,8] [--context 500] [--threads 2]
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RotaryTable
 from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, BLOCK = 30, 576, 1536, 49152, 16
 MAX_ROWS = 1024
@@ -29,6 +31,8 @@ LINEARS = {
     "gate_up": (2 * INTERMEDIATE, HIDDEN),
     "down": (HIDDEN, INTERMEDIATE),
 }
+
+RECURRENT = RecurrentSpec(8, 16, 32, 128, 128, 4, 8192, torch.bfloat16)
 
 #: Operations of one layer (or of the end of a step) by name, each taking the layer's index.
 Operations = Mapping[str, Callable[[int], object]]
@@ -166,6 +170,32 @@ def table(model: Model, rows: int, passes: int) -> None:
     print(f"{'step, greedy':54}{step * 1e3:10.2f}")
 
 
+def gated_delta(kernels: NativeKernels | None, rows: int) -> Callable[[int], object]:
+    """A layer's pass over so many committed rows of a slot; None: in PyTorch."""
+    spec, cpu = RECURRENT, torch.device("cpu")
+    heads, channels = spec.num_value_heads, spec.conv_channels
+    conv = torch.randn(channels, spec.conv_kernel).bfloat16()
+    params = GatedDeltaParams(torch.randn(heads), torch.randn(heads), conv, None)
+    cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=0, device=cpu, kernels=kernels)
+    # Not from position 0 on: there no state would be read.
+    cache.position.fill_(1)
+    qkv, a, b = (
+        torch.randn(rows, channels + 2 * heads).bfloat16().split((channels, heads, heads), 1)
+    )
+    positions = torch.arange(1, rows + 1)
+    running = cache.begin(AttentionRows(positions, positions * 0, positions, positions[None]))
+    return lambda layer: running.run(layer, qkv, a, b, params)
+
+
+def recurrent_table(kernels: NativeKernels, row_counts: list[int], passes: int) -> None:
+    layers = RECURRENT.num_layers
+    print("\nGated DeltaNet, Qwen3.5-9B\nrows      us/call  us/row  torch us/row")
+    for rows in row_counts:
+        native = measure({"": gated_delta(kernels, rows)}, layers, passes)[""] * 1e6
+        reference = measure({"": gated_delta(None, rows)}, 1, 2)[""] * 1e6
+        print(f"{rows:<8}{native:9.0f}{native / rows:8.1f}{reference / rows:14.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="1,4,8,16,65,256")
@@ -176,8 +206,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     model = Model(options.context)
     print(f"SmolLM2-135M bf16, context {options.context}, {options.threads} threads")
-    for rows in map(int, options.rows.split(",")):
+    row_counts = [*map(int, options.rows.split(","))]
+    for rows in row_counts:
         table(model, rows, options.passes)
+    recurrent_table(model.kernels, row_counts, options.passes)
 
 
 if __name__ == "__main__":

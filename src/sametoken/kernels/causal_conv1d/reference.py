@@ -1,4 +1,4 @@
-"""The convolution of one row in plain PyTorch; also the CPU path."""
+"""The convolution of one row in plain PyTorch; also the path of a CPU without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule of one row in plain PyTorch; also the CPU path.
+"""The gated delta rule of one row in plain PyTorch; also the path of a CPU without a compiler.
 
 One row at a time: the shapes, and with them the order of every sum and the vector lanes of
 every element, never depend on how many rows a pass has.

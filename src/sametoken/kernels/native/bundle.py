@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.kernels.experts import reference as experts_reference
+from sametoken.kernels.experts.reference import SeparateExperts
+from sametoken.kernels.gated_delta_rule.layout import SlotRows
+from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
     LayerKV,
+    PackedExperts,
     PackedWeight,
     QKNorm,
     RotaryTable,
@@ -63,6 +70,7 @@ class NativeKernels:
         self._silu_mul, self._sigmoid_mul = library.silu_mul, library.sigmoid_mul
         self._rope = library.rope_and_cache
         self._attention, self._sample = library.attention, library.sample
+        self._gated_delta = library.gated_delta
 
     def require(self, shape: AttentionShape) -> None:
         dim = shape.head_dim
@@ -101,8 +109,10 @@ class NativeKernels:
         return self._normed(x, None, weight, eps)
 
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        by_head = (-1, weight.shape[0])
+        gate = gate.reshape(by_head).contiguous()
         _require(gate, x.dtype)
-        return self._normed(x, gate, weight, eps)
+        return self._normed(x.view(by_head), gate, weight, eps).view(x.shape)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -130,6 +140,7 @@ class NativeKernels:
         return out
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        gate = gate.contiguous()
         _require(x, x.dtype)
         _require(gate, x.dtype)
         out = torch.empty_like(x)
@@ -138,6 +149,19 @@ class NativeKernels:
 
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return self.silu_mul(self.linear(x, weight))
+
+    def pack_experts(
+        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
+    ) -> SeparateExperts:
+        return SeparateExperts(tuple(gate_up), tuple(down))
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return experts_reference.route(logits, top_k, normalise)
+
+    def mix_experts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        return experts_reference.mix(self, x, experts, chosen, weights)
 
     def rope_and_cache(
         self,
@@ -149,6 +173,7 @@ class NativeKernels:
         qk_norm: QKNorm | None,
     ) -> Tensor:
         t, dim = qkv.shape[0], shape.head_dim
+        qkv = qkv.contiguous()
         self.require(shape)
         _require(qkv, kv.keys.dtype)
         _require(rotary.cos, torch.float32)
@@ -212,7 +237,10 @@ class NativeKernels:
         seeds: Tensor,
         positions: Tensor,
         token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
+        if slots is not None:
+            temperature, seeds = temperature[slots], seeds[slots]
         count, num_columns = logits.shape
         _require(logits, torch.float32)
         _require(temperature, torch.float32)
@@ -235,6 +263,51 @@ class NativeKernels:
         )
         if not done:
             raise MemoryError(f"no memory to sample {count} rows")
+        return out
+
+    def gated_delta(
+        self, parts: Tensor, spec: Any, params: Any, raw: RawRows, memory: LayerMemory
+    ) -> Tensor:
+        """Convolution and gated delta rule of a pass's rows, folded rows first: [T, Hv * Dv].
+
+        Args:
+            parts: each slot's part in the pass, from ``part_table``.
+            spec: the layer's sizes, a ``state.recurrent.RecurrentSpec``.
+            params: its weights, a ``state.recurrent.GatedDeltaParams``.
+            raw: the pass's rows as projected.
+            memory: what the slots keep in this layer; the states are advanced, the rest replaced.
+        """
+        width = spec.num_value_heads * spec.value_dim
+        out = torch.empty((raw.qkv.shape[0], width), dtype=raw.qkv.dtype)
+        _require(memory.states, torch.float32)
+        for kept in (memory.history, memory.pending_qkv, memory.pending_gates):
+            _require(kept, out.dtype)
+        weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
+        # Named, so that what had to be copied outlives the call.
+        floats = [None if w is None else w.float().contiguous() for w in weights]
+        done = self._gated_delta(
+            parts.data_ptr(),
+            len(parts),
+            memory.states.data_ptr(),
+            memory.history.data_ptr(),
+            memory.pending_qkv.data_ptr(),
+            memory.pending_gates.data_ptr(),
+            raw.qkv.data_ptr(),
+            raw.a.data_ptr(),
+            raw.b.data_ptr(),
+            *raw.strides,
+            *(None if w is None else w.data_ptr() for w in floats),
+            out.data_ptr(),
+            spec.num_key_heads,
+            spec.num_value_heads,
+            spec.key_dim,
+            spec.value_dim,
+            spec.conv_kernel,
+            memory.max_pending,
+            _is_bf16(out),
+        )
+        if not done:
+            raise MemoryError(f"no memory for {len(out)} rows of a recurrent layer")
         return out
 
     def _normed(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -276,6 +349,16 @@ class NativeKernels:
             dtype is torch.bfloat16,
         )
         return out
+
+
+def part_table(parts: Sequence[SlotRows]) -> Tensor:
+    """[P, 7] int64: parts of a pass in the order of their rows, as gated_delta.c reads them."""
+    table, rows_before = [], 0
+    for part in parts:
+        counts = (part.first_row, part.num_rows, part.num_folded, part.num_lasting)
+        table.append((part.slot, int(part.starts), *counts, rows_before))
+        rows_before += part.num_folded + part.num_rows
+    return torch.tensor(table, dtype=torch.int64).view(-1, 7)
 
 
 def _is_bf16(x: Tensor) -> bool:

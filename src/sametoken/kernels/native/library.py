@@ -34,6 +34,7 @@ _SIGNATURES = {
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
     "attention": ("pppppppiiiiiifi", True),
     "sample": ("ppppppii", True),
+    "gated_delta": ("pippppppp" + "iii" + "ppppp" + "iiiiiii", True),
 }
 
 
@@ -54,6 +55,7 @@ class NativeLibrary:
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]
     sample: Callable[..., int]
+    gated_delta: Callable[..., int]
 
 
 @functools.cache

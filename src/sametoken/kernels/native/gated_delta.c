@@ -1,0 +1,301 @@
+/* Gated DeltaNet between its projections: convolution, gates and the gated delta rule.
+ *
+ * Phase one prepares every row, phase two walks a slot's rows in order, phase three keeps
+ * the raw rows that the next pass needs. A column of a state is read and changed by itself,
+ * in sums over the keys in ascending order, so no bit depends on how rows are cut into
+ * passes, on other slots or on threads. */
+#include "elementary.h"
+#include "threads.h"
+
+#define NORM_EPS 1e-6f
+/* Columns of a state that are walked at once: with 128 keys they fit the innermost cache. */
+#define PANELS 2
+#define PANEL (PANELS * LANES)
+/* Floats of prepared rows held at once; more slots are taken in several batches. */
+#define PREPARED_FLOATS (4 << 20)
+
+/* One slot's rows: pending ones, `folded` of them, then `rows` of the pass from `first_row`
+ * on. The first `lasting` change the state for good, the others are the new pending. */
+typedef struct {
+    int64_t slot, starts, first_row, rows, folded, lasting;
+    int64_t rows_before; /* folded rows and rows of the pass, of all slots before */
+} slot_part;
+
+typedef struct {
+    float *states;                              /* [slots][value_heads][key_dim][value_dim] */
+    char *history, *pending_qkv, *pending_gates;
+    const char *qkv, *a, *b;                    /* raw rows, strides in elements */
+    int64_t qkv_stride, a_stride, b_stride;
+    const float *A_log, *dt_bias, *conv_weight, *conv_bias;
+    void *out;
+    float *prepared; /* of one batch: [q | k | v | decay | beta] by row */
+    int64_t key_heads, value_heads, key_dim, value_dim, taps, max_pending;
+} delta_job;
+
+static _Thread_local buffer prepared_memory, thread_memory;
+
+INLINE int64_t total_rows(const slot_part *part) { return part->folded + part->rows; }
+
+INLINE int64_t channels_of(const delta_job *job) {
+    return 2 * job->key_heads * job->key_dim + job->value_heads * job->value_dim;
+}
+
+INLINE int64_t prepared_width(const delta_job *job) {
+    return channels_of(job) + 2 * job->value_heads;
+}
+
+/* Raw row `index` of the slot, counted from the oldest of its history; NULL: zeros. */
+INLINE const char *raw_row(const delta_job *job, const slot_part *part, int64_t index,
+                           int64_t size) {
+    int64_t before = job->taps - 1, width = channels_of(job) * size;
+    if (index < before)
+        return part->starts ? NULL : job->history + (part->slot * before + index) * width;
+    index -= before;
+    if (index < part->folded)
+        return job->pending_qkv + (part->slot * job->max_pending + index) * width;
+    return job->qkv + (part->first_row + index - part->folded) * job->qkv_stride * size;
+}
+
+/* SiLU of the convolution at one row: `dim` channels from `first` on. */
+INLINE void convolve(const delta_job *job, const slot_part *part, int64_t row, int64_t first,
+                     int64_t dim, const float *weights, float *out, const int bf16) {
+    for (int64_t i = 0; i < dim; i += LANES) store_some(out, i, dim - i, 0, splat(0.0f));
+    for (int64_t tap = 0; tap < job->taps; tap++) {
+        const char *raw = raw_row(job, part, row + tap, bf16 ? 2 : 4);
+        for (int64_t i = 0; raw && i < dim; i += LANES) {
+            f32x16 sum = load_some(out, i, dim - i, 0);
+            f32x16 weight = load_some(weights, tap * dim + i, dim - i, 0);
+            sum = multiply_add(load_some(raw, first + i, dim - i, bf16), weight, sum);
+            store_some(out, i, dim - i, 0, sum);
+        }
+    }
+    for (int64_t i = 0; i < dim; i += LANES) {
+        f32x16 sum = load_some(out, i, dim - i, 0);
+        if (job->conv_bias) sum += load_some(job->conv_bias, first + i, dim - i, 0);
+        store_some(out, i, dim - i, 0, sum / (exp_lanes(-sum) + 1.0f));
+    }
+}
+
+/* x / sqrt(sum(x^2) + eps) * scale in place. */
+INLINE void normalise(float *x, int64_t dim, float scale) {
+    f32x16 squares = {0};
+    for (int64_t i = 0; i < dim; i += LANES) {
+        f32x16 v = load_some(x, i, dim - i, 0);
+        squares = multiply_add(v, v, squares);
+    }
+    float factor = scale / sqrtf(sum_lanes(squares) + NORM_EPS);
+    for (int64_t i = 0; i < dim; i += LANES)
+        store_some(x, i, dim - i, 0, load_some(x, i, dim - i, 0) * factor);
+}
+
+INLINE float element(const void *base, int64_t index, int bf16) {
+    return bf16 ? widen(((const uint16_t *)base)[index]) : ((const float *)base)[index];
+}
+
+/* Decay and beta of one row and value head. */
+INLINE void set_gates(const delta_job *job, const slot_part *part, int64_t row, int64_t head,
+                      float *decay, float *beta, const int bf16) {
+    float a, b;
+    if (row < part->folded) {
+        int64_t place = (part->slot * job->max_pending + row) * 2 * job->value_heads + head;
+        a = element(job->pending_gates, place, bf16);
+        b = element(job->pending_gates, place + job->value_heads, bf16);
+    } else {
+        int64_t of_pass = part->first_row + row - part->folded;
+        a = element(job->a, of_pass * job->a_stride + head, bf16);
+        b = element(job->b, of_pass * job->b_stride + head, bf16);
+    }
+    a += job->dt_bias[head];
+    float softplus = a > 20.0f ? a : log1pf(expf(a));
+    *decay = expf(-expf(job->A_log[head]) * softplus);
+    *beta = 1.0f / (1.0f + expf(-b));
+}
+
+/* Phase one for one slot and head: those of q, then of k, then of v with its gates. */
+INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, float *weights,
+                    float *rows, const int bf16) {
+    int64_t keys = 2 * job->key_heads, width = prepared_width(job);
+    int64_t dim = head < keys ? job->key_dim : job->value_dim;
+    int64_t first = head < keys ? head * dim : keys * job->key_dim + (head - keys) * dim;
+    for (int64_t i = 0; i < dim; i++)
+        for (int64_t tap = 0; tap < job->taps; tap++)
+            weights[tap * dim + i] = job->conv_weight[(first + i) * job->taps + tap];
+    float scale = head < job->key_heads ? 1.0f / sqrtf((float)dim) : 1.0f;
+    for (int64_t row = 0; row < total_rows(part); row++, rows += width) {
+        convolve(job, part, row, first, dim, weights, rows + first, bf16);
+        if (head < keys) {
+            normalise(rows + first, dim, scale);
+        } else {
+            float *decay = rows + channels_of(job) + head - keys;
+            set_gates(job, part, row, head - keys, decay, decay + job->value_heads, bf16);
+        }
+    }
+}
+
+INLINE void load_panel(f32x16 *panel, const float *state, int64_t keys, int64_t stride,
+                       int64_t count) {
+    memset(panel, 0, keys * PANELS * sizeof *panel);
+    for (int64_t i = 0; state && i < keys; i++, state += stride)
+        for (int p = 0; p < PANELS && p * LANES < count; p++)
+            panel[i * PANELS + p] = load_some(state, p * LANES, count - p * LANES, 0);
+}
+
+INLINE void store_panel(const f32x16 *panel, float *state, int64_t keys, int64_t stride,
+                        int64_t count) {
+    for (int64_t i = 0; i < keys; i++, state += stride)
+        for (int p = 0; p < PANELS && p * LANES < count; p++)
+            store_some(state, p * LANES, count - p * LANES, 0, panel[i * PANELS + p]);
+}
+
+/* What the state holds for a key. */
+INLINE void recall(const f32x16 *panel, int64_t keys, const float *key, f32x16 held[PANELS]) {
+    for (int p = 0; p < PANELS; p++) held[p] = splat(0.0f);
+    for (int64_t i = 0; i < keys; i++)
+        for (int p = 0; p < PANELS; p++)
+            held[p] = multiply_add(panel[i * PANELS + p], splat(key[i]), held[p]);
+}
+
+/* state = decay * state + key * change, then read with the query and, if there is one, with
+ * the next row's key: the same sums as `recall`, without a second walk. */
+INLINE void change_panel(f32x16 *panel, int64_t keys, float decay, const float *key,
+                         const float *query, const float *next_key, f32x16 change[PANELS],
+                         f32x16 read[PANELS]) {
+    f32x16 sum[PANELS], held[PANELS];
+    for (int p = 0; p < PANELS; p++) sum[p] = held[p] = splat(0.0f);
+    for (int64_t i = 0; i < keys; i++)
+        for (int p = 0; p < PANELS; p++) {
+            f32x16 s = panel[i * PANELS + p] * decay;
+            s = multiply_add(splat(key[i]), change[p], s);
+            panel[i * PANELS + p] = s;
+            sum[p] = multiply_add(s, splat(query[i]), sum[p]);
+            if (next_key) held[p] = multiply_add(s, splat(next_key[i]), held[p]);
+        }
+    for (int p = 0; p < PANELS; p++) read[p] = sum[p], change[p] = held[p];
+}
+
+/* Phase two for one slot, value head and panel of columns. */
+INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, int64_t column,
+                    f32x16 *panel, const float *x, const int bf16) {
+    int64_t keys = job->key_dim, dim = job->value_dim, width = prepared_width(job);
+    int64_t count = smaller(PANEL, dim - column), lasting = part->lasting;
+    int64_t query = head / (job->value_heads / job->key_heads) * keys;
+    int64_t key = query + job->key_heads * keys;
+    int64_t value = 2 * job->key_heads * keys + head * dim + column;
+    int64_t gate = channels_of(job) + head;
+    float *state = job->states + (part->slot * job->value_heads + head) * keys * dim + column;
+    f32x16 held[PANELS], read[PANELS];
+    load_panel(panel, part->starts ? NULL : state, keys, dim, count);
+    recall(panel, keys, x + key, held);
+    for (int64_t row = 0;; row++, x += width) {
+        if (row == lasting && (lasting || part->starts))
+            store_panel(panel, state, keys, dim, count);
+        if (row == total_rows(part)) return;
+        float decay = x[gate], beta = x[gate + job->value_heads];
+        for (int p = 0; p < PANELS && p * LANES < count; p++) {
+            f32x16 v = load_some(x, value + p * LANES, count - p * LANES, 0);
+            held[p] = (v - held[p] * decay) * beta;
+        }
+        if (row + 1 < total_rows(part))
+            change_panel(panel, keys, decay, x + key, x + query, x + width + key, held, read);
+        else
+            change_panel(panel, keys, decay, x + key, x + query, NULL, held, read);
+        int64_t place = part->first_row + row - part->folded;
+        place = (place * job->value_heads + head) * dim + column;
+        for (int p = 0; row >= part->folded && p < PANELS && p * LANES < count; p++)
+            store_some(job->out, place + p * LANES, count - p * LANES, bf16, read[p]);
+    }
+}
+
+/* Phase three for one slot: its history, then its pending rows, both in ascending order, so
+ * that no row is overwritten before it was moved. */
+INLINE void keep(const delta_job *job, const slot_part *part, const int bf16) {
+    int64_t size = bf16 ? 2 : 4, before = job->taps - 1, width = channels_of(job) * size;
+    int64_t gates = job->value_heads * size;
+    for (int64_t i = 0; i < before; i++) {
+        char *to = job->history + (part->slot * before + i) * width;
+        const char *from = raw_row(job, part, part->lasting + i, size);
+        if (!from) memset(to, 0, width);
+        else if (from != to) memcpy(to, from, width);
+    }
+    /* Rows that stay pending are where they belong already. */
+    for (int64_t row = larger(part->lasting, part->folded); row < total_rows(part); row++) {
+        int64_t place = part->slot * job->max_pending + row - part->lasting;
+        int64_t of_pass = part->first_row + row - part->folded;
+        char *to = job->pending_gates + place * 2 * gates;
+        memcpy(job->pending_qkv + place * width, raw_row(job, part, before + row, size), width);
+        memcpy(to, job->a + of_pass * job->a_stride * size, gates);
+        memcpy(to + gates, job->b + of_pass * job->b_stride * size, gates);
+    }
+}
+
+/* All phases for `count` slots; 0, before anything is written, when memory ran out. */
+INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t count,
+                         const int bf16) {
+    int64_t heads = 2 * job->key_heads + job->value_heads, width = prepared_width(job);
+    int64_t panels = ceil_div(job->value_dim, PANEL), columns = job->value_heads * panels;
+    int64_t panel_bytes = job->key_dim * PANEL * sizeof(float);
+    int64_t weight_bytes = job->taps * larger(job->key_dim, job->value_dim) * sizeof(float);
+    int64_t rows = parts[count - 1].rows_before + total_rows(parts + count - 1);
+    int failed = 0;
+    rows -= parts->rows_before;
+#pragma omp parallel if (rows * columns * PANEL * job->key_dim > PARALLEL_ELEMENTS)
+    {
+        char *own = reserve(&thread_memory, panel_bytes + weight_bytes);
+        if (!own) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < (failed ? 0 : count * heads); unit++) {
+            const slot_part *part = parts + unit / heads;
+            float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
+            prepare(job, part, unit % heads, (float *)(own + panel_bytes), prepared, bf16);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < (failed ? 0 : count * columns); unit++) {
+            const slot_part *part = parts + unit / columns;
+            float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
+            advance(job, part, unit % columns / panels, unit % panels * PANEL, (f32x16 *)own,
+                    prepared, bf16);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < (failed ? 0 : count); i++) keep(job, parts + i, bf16);
+    }
+    return !failed;
+}
+
+/* Slots that share a batch: as many as PREPARED_FLOATS allows, but one at least. */
+static int64_t batch_of(const delta_job *job, const slot_part *parts, int64_t count) {
+    int64_t slots = 1, most = PREPARED_FLOATS / prepared_width(job);
+    while (slots < count &&
+           parts[slots].rows_before + total_rows(parts + slots) - parts->rows_before <= most)
+        slots++;
+    return slots;
+}
+
+/* Returns 0 when memory ran out. Raw rows and what is kept of them are bf16 or fp32, as is
+ * `out` [rows][value_heads * value_dim]; states, weights [channels][taps] and gates fp32. */
+EXPORT int64_t gated_delta(const slot_part *parts, int64_t count, float *states, void *history,
+                           void *pending_qkv, void *pending_gates, const void *qkv,
+                           const void *a, const void *b, int64_t qkv_stride, int64_t a_stride,
+                           int64_t b_stride, const float *A_log, const float *dt_bias,
+                           const float *conv_weight, const float *conv_bias, void *out,
+                           int64_t key_heads, int64_t value_heads, int64_t key_dim,
+                           int64_t value_dim, int64_t taps, int64_t max_pending, int64_t bf16) {
+    delta_job job = {states,      history,   pending_qkv, pending_gates, qkv,     a,
+                     b,           qkv_stride, a_stride,   b_stride,      A_log,   dt_bias,
+                     conv_weight, conv_bias, out,         NULL,          key_heads, value_heads,
+                     key_dim,     value_dim, taps,        max_pending};
+    for (int64_t first = 0, slots; first < count; first += slots) {
+        slots = batch_of(&job, parts + first, count - first);
+        const slot_part *last = parts + first + slots - 1;
+        int64_t rows = last->rows_before + total_rows(last) - parts[first].rows_before;
+        job.prepared = reserve(&prepared_memory, rows * prepared_width(&job) * sizeof(float));
+        if (!job.prepared) return 0;
+        int64_t done = bf16 ? run_slots(&job, parts + first, slots, 1)
+                            : run_slots(&job, parts + first, slots, 0);
+        if (!done) return 0;
+    }
+    return 1;
+}

@@ -104,7 +104,7 @@ def _of_package(name: str) -> list[DatasetItem]:
 
 def _of_file(path: Path, parse: Callable[[int, Any], DatasetItem]) -> list[DatasetItem]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{path} cannot be read ({error})", "give a file of JSON lines"

@@ -108,7 +108,7 @@ def read_prompts(path: Path, encode: Encode) -> tuple[tuple[int, ...], ...]:
         ConfigError: the file cannot be read or a line is none of these.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
         values = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as lines of JSON ({error})") from error

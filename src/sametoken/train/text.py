@@ -145,7 +145,7 @@ def json_lines(path: Path) -> list[tuple[int, Any]]:
             f"{path} cannot be read ({error})", "give a file of JSON lines"
         ) from error
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 rows.append((number, json.loads(line)))

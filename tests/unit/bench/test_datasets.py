@@ -49,6 +49,14 @@ def test_a_users_file(tmp_path):
     assert items[2].category == "math"
 
 
+def test_a_line_ends_at_a_line_feed_alone(tmp_path):
+    """JSON allows other separators inside a text."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"one\u2028two"\n"three\x85four"\r\n', encoding="utf-8", newline="")
+    texts = [item.turns[0] for item in load_dataset("custom", path=path)]
+    assert texts == ["one\u2028two", "three\x85four"]
+
+
 def test_spec_bench_reads_its_file(tmp_path):
     path = tmp_path / "question.jsonl"
     path.write_text(json.dumps({"question_id": 81, "category": "qa", "turns": ["x"]}))

@@ -70,6 +70,18 @@ def speculation(files) -> dict[str, dict | None]:
             "model": str(files["head"]),
             "num_speculative_tokens": 3,
         },
+        "suffix": {
+            "method": "suffix",
+            "num_speculative_tokens": 6,
+            "suffix_decoding_max_cached_requests": 16,
+        },
+        "cascade": {
+            "method": "eagle3",
+            "model": str(files["head"]),
+            "num_speculative_tokens": 4,
+            "cascade": "ngram",
+            "cascade_min_match": 2,
+        },
     }
 
 

@@ -25,7 +25,9 @@ def truth(files):
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
-@pytest.mark.parametrize("method", ["plain", "ngram", "self", "other", "eagle3"])
+@pytest.mark.parametrize(
+    "method", ["plain", "ngram", "self", "other", "eagle3", "suffix", "cascade"]
+)
 def test_logits_of_emitted_tokens_are_those_of_plain_decoding(
     files, truth, method, eager, monkeypatch
 ):

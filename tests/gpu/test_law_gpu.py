@@ -54,7 +54,9 @@ def truth(files):
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 64])
-@pytest.mark.parametrize("method", ["plain", "ngram", "self", "other", "eagle3"])
+@pytest.mark.parametrize(
+    "method", ["plain", "ngram", "self", "other", "eagle3", "suffix", "cascade"]
+)
 def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
     count = 12 if max_num_seqs == 1 else 64
     tokens, ran = generate(files, method, count, max_num_seqs=max_num_seqs, enforce_eager=eager)

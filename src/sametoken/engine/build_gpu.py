@@ -48,7 +48,8 @@ def graphed(
     # A draft model's catch-up runs one row more than the window or chunk.
     row_counts = {batch * rows for batch in windows for rows in (1, width, width + 1)}
     row_counts |= {1, *chunks, *(chunk + 1 for chunk in chunks)}
-    row_counts |= {rows for n in CHUNKS_TOGETHER for rows in (n, n * chunks[-1])}
+    largest = chunks[-1]
+    row_counts |= {n * rows for n in CHUNKS_TOGETHER for rows in (1, largest, largest + 1)}
     reports = kernels.prove(sorted(row_counts))
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")

@@ -150,7 +150,7 @@ SPECS = [
 
 
 @given(spec=st.sampled_from(SPECS), steps=steps)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_every_row_is_that_of_plain_rows_and_of_the_reference(spec, steps):
     cache, oracle = empty(spec, 3), empty(spec, 3, RowByRowPass.begin)
     slots: dict[int, Slot] = {}
@@ -199,13 +199,13 @@ def compare(cache: RecurrentCache, oracle: RecurrentCache, slots: list[int]) -> 
             assert torch.equal(held, wanted)
 
 
-@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("window", [None, 9])
 def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(window):
     spec = spec_of(heads=(1, 2), sizes=(8, 8))
-    rows = [Row(1, p, 7 * p % 31, True) for p in range(12)]
+    rows = [Row(1, p, 7 * p % 31, True) for p in range(8)]
     whole, chunks, single = empty(spec, 2), empty(spec, 2), empty(spec, 0)
     (expected,) = run(whole, [rows], window)
-    for lengths, cache in (((1, 6, 3, 2), chunks), ((1,) * 12, single)):
+    for lengths, cache in (((1, 4, 2, 1), chunks), ((1,) * 8, single)):
         first, out = 0, []
         for length in lengths:
             out += run(cache, [rows[first : first + length]], window)

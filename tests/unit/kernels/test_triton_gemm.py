@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.compiled import compile_launches
 from sametoken.kernels.gemm import selfcheck
 from sametoken.kernels.gemm import triton as gemm
 from sametoken.kernels.gemm.selfcheck import Refusal, check_gemm
@@ -159,3 +160,14 @@ def test_selfcheck_falls_back_to_the_canonical_kernel(monkeypatch):
 def test_no_rows_give_no_rows(epilogue):
     out = gemm.product(SMALL, integers(0, 32), integers(24, 32), epilogue)
     assert out.shape == (0, 12 if epilogue == "silu_mul" else 24)
+
+
+def test_a_weight_of_one_row_compiles(tmp_path):
+    """The gate of a shared expert has one output."""
+    code = """
+from sametoken.kernels.gemm.triton import product
+from sametoken.kernels.gemm.tuning import CANONICAL
+x, weight = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (2, 1))
+assert product(CANONICAL, x, weight).shape == (2, 1)
+"""
+    compile_launches(code, tmp_path)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.compiled import compile_launches
 from helpers.suffixes import Options, earlier
 from sametoken.kernels.suffix import reference
 from sametoken.kernels.suffix.layout import Earlier
@@ -78,3 +79,20 @@ def test_padding_finds_nothing():
     assert check(tokens, slots, lengths, earlier([], 8, 5), Options(3)).tolist() == [0, 0]
     texts = earlier([[5, 5, 5, 5]], 8, 5)
     assert check(tokens, slots, lengths, texts, Options(3)).tolist() == [0, 1]
+
+
+def test_a_gpu_has_room_for_the_tiles_of_very_many_texts(tmp_path):
+    code = """
+from sametoken.kernels.suffix.layout import Earlier, Limits
+from sametoken.kernels.suffix.triton import search
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+limits = Limits.of(
+    2, depth=3, min_match=1, factor=1.0, min_prob=0.0, device=torch.device("cpu")
+)
+texts = Earlier(zeros(70_000, 4), zeros(70_000))
+search(zeros(1, 8), zeros(1), zeros(1), earlier=texts, limits=limits)
+"""
+    compile_launches(code, tmp_path)

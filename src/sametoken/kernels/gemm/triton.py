@@ -194,7 +194,7 @@ def _product_kernel(
     feature = first_feature + tl.arange(0, BLOCK_FEATURES)
     depth = tl.arange(0, BLOCK_DEPTH)
     w_row = weight + feature.to(tl.int64) * in_features
-    half = out_features.to(tl.int64) * in_features
+    half = tl.cast(out_features, tl.int64) * in_features
 
     if OVERLAP:
         present = feature < out_features

@@ -13,7 +13,7 @@ from sametoken.kernels.suffix.layout import GROUP, MAX_VOTERS, Earlier, Limits
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _rank_kernel(
     token_ids,  # [S, max_len]
     slots,  # [B]
@@ -21,6 +21,7 @@ def _rank_kernel(
     texts,  # [R, W]
     text_lengths,  # [R]
     ranks,  # [B, TOTAL]
+    batch,  # B
     token_stride,
     text_stride,
     SPAN: tl.constexpr,
@@ -38,7 +39,8 @@ def _rank_kernel(
 ):
     """One tile of places of a row's own text, or of an earlier one."""
     wait_for_earlier(OVERLAP)
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # Along one axis: the others have no room for the tiles of very many texts.
+    row, tile = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(0) // batch
     length = tl.load(num_tokens + row)
     last = length - 1
     own = token_ids + tl.load(slots + row) * token_stride
@@ -154,13 +156,14 @@ def search(
     total = max(own_groups + num_texts * text_groups, MAX_VOTERS)
     sizes = {"SPAN": max_len + texts.numel(), "MAX_LEN": max_len, "WIDTH": max(width, 1)}
     ranks = slots.new_full((batch, total), -1)
-    _rank_kernel[(batch, own_tiles + num_texts * text_tiles)](
+    _rank_kernel[(batch * (own_tiles + num_texts * text_tiles),)](
         token_ids,
         slots,
         num_tokens,
         texts,
         earlier.lengths,
         ranks,
+        batch,
         token_ids.stride(0),
         texts.stride(0),
         OWN_TILES=own_tiles,

@@ -163,5 +163,6 @@ def test_outputs_have_the_field_s_names():
         "logprobs",
         "cumulative_logprob",
         "error",
+        "windows",
     ]
     assert names(Logprob)[:2] == ["logprob", "rank"]

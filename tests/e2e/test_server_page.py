@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
 import torch
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
+from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 WAIT_MS = 20_000
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +29,8 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture

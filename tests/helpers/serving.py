@@ -17,6 +17,8 @@ from sametoken.verification.keyed import KeyedVerifier
 
 #: A prompt that starts with this token id makes a faulty engine fail.
 FATAL_TOKEN = 3
+#: One that starts with this token id makes it hang.
+HANGING_TOKEN = 4
 
 SIZES = {
     "max_model_len": 256,
@@ -41,14 +43,17 @@ def write_model(directory: Path, backend) -> Path:
 
 
 class FaultyRunner:
-    """Runs plans until one admits a fatal prompt."""
+    """Runs plans until one admits a prompt that is fatal, or that hangs."""
 
     def __init__(self, runner) -> None:
         self._runner = runner
 
     def submit(self, plan):
-        if any(one.prompt_token_ids[0] == FATAL_TOKEN for one in plan.admissions):
+        first = {one.prompt_token_ids[0] for one in plan.admissions}
+        if FATAL_TOKEN in first:
             raise RuntimeError("a kernel failed")
+        if HANGING_TOKEN in first:
+            time.sleep(600)
         return self._runner.submit(plan)
 
 

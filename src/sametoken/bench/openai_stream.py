@@ -183,8 +183,11 @@ def _token_texts(logprobs: Mapping[str, Any]) -> list[str]:
 
 
 def _note_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
-    if event.get("speculation"):
-        record.speculation = dict(event["speculation"])
+    ours = event.get("speculation")
+    if ours:
+        record.speculation = {key: ours[key] for key in ours if not key.startswith("per_step_")}
+        # The first of ours is the step that ends the prompt.
+        record.windows = _windows(_steps(ours)[1:])
     theirs = (event.get("metrics") or {}).get("speculative_decoding")
     if not theirs:
         return
@@ -196,9 +199,7 @@ def _note_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
         "acceptance_rate": theirs["draft_acceptance_rate"],
         "acceptance_per_position": _per_position(theirs["acceptance_histogram"]),
     }
-    if theirs.get("per_step_accepted"):
-        pairs = zip(theirs["per_step_drafted"], theirs["per_step_accepted"], strict=True)
-        record.windows = _windows(list(pairs))
+    record.windows = _windows(_steps(theirs))
 
 
 def _per_position(histogram: list[int]) -> list[float]:
@@ -207,8 +208,16 @@ def _per_position(histogram: list[int]) -> list[float]:
     return [sum(histogram[i:]) / steps if steps else 0.0 for i in range(1, len(histogram))]
 
 
+def _steps(stats: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Drafted and accepted of every step, where the server reports them."""
+    columns = (stats.get(name) or () for name in ("per_step_drafted", "per_step_accepted"))
+    return list(zip(*columns, strict=True))
+
+
 def _windows(steps: list[tuple[int, int]]) -> tuple[Window, ...]:
-    """Windows after the token that ends the prompt, from (drafted, accepted) of every step."""
+    """Windows after the token that ends the prompt, from (drafted, accepted); of none, none."""
+    if not steps:
+        return ()
     windows, first = [Window(0, 0, 0)], 1
     for drafted, accepted in steps:
         windows.append(Window(first, drafted, accepted))

@@ -13,7 +13,10 @@ from sametoken.bench.openai_stream import ServedRequest
 def traced_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """The body of a request whose tokens are wanted one by one."""
     logprobs = {"logprobs": True, "top_logprobs": 0} if is_chat else {"logprobs": 0}
-    return {**body, "return_token_ids": True, **logprobs}
+    wanted: dict[str, Any] = {"return_token_ids": True, **logprobs}
+    if body.get("include_speculation_stats"):
+        wanted["include_speculation_stats"] = "detailed"
+    return {**body, **wanted}
 
 
 def served_trace(record: ServedRequest) -> dict[str, Any] | None:

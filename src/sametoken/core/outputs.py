@@ -138,6 +138,8 @@ class CompletionOutput:
 
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` or None while
     running; ``stop_reason`` is the stop string or stop token id that ended it, if one did.
+    ``windows`` has ``num_drafts`` and ``num_accepted`` of every step that sampled, once it has
+    finished; completions that say the same are equal whatever their windows.
     """
 
     index: int
@@ -148,6 +150,7 @@ class CompletionOutput:
     logprobs: tuple[PositionLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
     error: Exception | None = None
+    windows: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

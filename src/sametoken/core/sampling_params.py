@@ -11,6 +11,8 @@ from sametoken.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+#: The device holds these numbers in 32 bits.
+MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +101,16 @@ class SamplingParams:
         _require(self.top_p > 0, "top_p", self.top_p, "use a number above 0 and up to 1")
         positive = self.repetition_penalty > 0
         _require(positive, "repetition_penalty", self.repetition_penalty, "use a number above 0")
-        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "use -1, 0 or more")
+        fits = _is_int(self.top_k) and 0 <= self.top_k <= MAX_COUNT
+        _require(fits, "top_k", self.top_k, f"use -1, or an integer from 0 to {MAX_COUNT}")
         if self.seed is not None:
             fits = _is_int(self.seed) and 0 <= self.seed <= MAX_SEED
             _require(fits, "seed", self.seed, f"use an integer from 0 to {MAX_SEED}")
         if self.max_tokens is not None:
             fits = _is_int(self.max_tokens) and self.max_tokens >= 1
             _require(fits, "max_tokens", self.max_tokens, "use at least 1, or None for no limit")
-        fits = _is_int(self.min_tokens) and self.min_tokens >= 0
-        _require(fits, "min_tokens", self.min_tokens, "use 0 or more")
+        fits = _is_int(self.min_tokens) and 0 <= self.min_tokens <= MAX_COUNT
+        _require(fits, "min_tokens", self.min_tokens, f"use an integer from 0 to {MAX_COUNT}")
         own = self.num_speculative_tokens
         fits = own is None or (_is_int(own) and own >= 0)
         _require(fits, "num_speculative_tokens", own, "use None, 0 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from sametoken.engine.stats import EngineStats
 from sametoken.engine.summary import EngineSummary
 from sametoken.engine.tokenizer import Messages, Tokenizer, all_eos_ids, load_tokenizer_of
 from sametoken.errors import ConfigError, RequestError, SametokenError
+
+#: As many grammars are compiled at once.
+_GRAMMAR_THREADS = 2
 
 
 class AsyncLLM:
@@ -58,6 +62,8 @@ class AsyncLLM:
             seed=config.seed,
         )
         self._front = Front(process, config, build, limits, tokenizer)
+        # Of their own: slow grammars leave the other threads to the tokenizer.
+        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
 
     @classmethod
     async def start(
@@ -138,8 +144,10 @@ class AsyncLLM:
 
         Raises:
             RequestError: the grammar cannot be honoured.
+            OverloadedError: others are being compiled, and take long.
         """
-        await asyncio.to_thread(self._inputs.prepare, params)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._grammar_threads, self._inputs.prepare, params)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, else the usual defaults.
@@ -193,3 +201,4 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """End the engine process; unfinished requests fail with ``EngineDeadError``."""
         await self._front.supervisor.stop()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)

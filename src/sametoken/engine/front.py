@@ -80,6 +80,11 @@ class Front:
             audit=self._audit.stats,
         )
 
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the engine has completions, or is about to get some."""
+        return self._queue.has_unfinished
+
     def require_ready(self) -> EngineProcess:
         """The engine process, if requests are taken.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sametoken.core.structured_outputs import StructuredOutputs
 from sametoken.engine.json_schema import check_schema
 from sametoken.engine.tokenizer import Tokenizer
-from sametoken.errors import RequestError
+from sametoken.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
     import xgrammar
@@ -156,6 +156,7 @@ class GrammarCompiler:
 
         Raises:
             RequestError: it cannot be honoured, is not valid, too large, or matches nothing.
+            OverloadedError: other grammars are being compiled, and take long.
         """
         return self._kept(structured)
 
@@ -173,7 +174,9 @@ class GrammarCompiler:
         self, kind: str, source: str, patterns: tuple[str, ...]
     ) -> xgrammar.CompiledGrammar:
         if not self._turns.acquire(timeout=TIME_LIMIT):
-            raise RequestError("other grammars are still being compiled", "try again later")
+            raise OverloadedError(
+                "other grammars are still being compiled", "try again later", TIME_LIMIT
+            )
         outcome: Future[xgrammar.CompiledGrammar] = Future()
 
         def work() -> None:

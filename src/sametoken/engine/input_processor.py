@@ -180,7 +180,6 @@ class InputProcessor:
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty", "give at least one token")
-        self._check_ids("prompt_token_ids", token_ids)
         longest = self._max_model_len - 1
         if len(token_ids) > longest:
             raise RequestError(
@@ -188,6 +187,7 @@ class InputProcessor:
                 "(max_model_len - 1)",
                 "shorten it or raise max_model_len",
             )
+        self._check_ids("prompt_token_ids", token_ids)
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):

@@ -166,6 +166,7 @@ class _Completion:
         self._stop_ids = frozenset(request.stop_token_ids)
         self._logprobs: list[PositionLogprobs] = []
         self._cumulative_logprob = 0.0
+        self._windows: list[tuple[int, int]] = []
 
     def take(self, update: RequestUpdate) -> None:
         """Add the update's tokens up to the first that ends the completion."""
@@ -173,6 +174,8 @@ class _Completion:
             self._error = _failure(update)
             self.end("error")
             return
+        if update.samples:
+            self._windows.append((update.num_drafts, update.num_accepted))
         for offset, token_id in enumerate(update.token_ids):
             self.token_ids.append(token_id)
             if update.logprobs is not None:
@@ -228,6 +231,7 @@ class _Completion:
             logprobs=tuple(self._logprobs) if has_logprobs else None,
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
             error=self._error,
+            windows=() if self.finish_reason is None else tuple(self._windows),
         )
 
     def named(self, candidates: PositionLogprobs) -> PositionLogprobs:

@@ -117,8 +117,9 @@ class EngineProcess:
             "see its log; requests that it lost can be sent again",
         )
 
-    def kill(self) -> None:
-        """End the process at once."""
+    def kill(self, cause: SametokenError) -> None:
+        """End the process at once; ``stop`` says the cause."""
+        self._failure = cause
         self._process.kill()
 
     async def _await_ready(self) -> None:

@@ -33,6 +33,12 @@ class QueueBound:
         # Prompt tokens of each completion on its way, the oldest first.
         self._on_the_way: deque[int] = deque()
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether completions are in the engine, as of its last report, or on the way to it."""
+        load = self.load
+        return bool(self._on_the_way or load.num_running or load.num_waiting or load.num_swapped)
+
     def note_sent(self, num_completions: int, num_prompt_tokens: int) -> None:
         """Completions of one prompt were sent."""
         self._num_sent += num_completions

@@ -26,6 +26,9 @@ class ServingLimits:
     restart_backoff_s: float = option(
         0.5, "seconds before the first restart of a window; doubled at each further one"
     )
+    step_timeout_s: float = option(
+        300.0, "seconds after which a step is hung: the engine is killed and restarted; 0: never"
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_waiting", "max_waiting_tokens", "max_restarts"):
@@ -37,7 +40,7 @@ class ServingLimits:
                 f"shadow_audit_rate={self.shadow_audit_rate} is not possible",
                 "use a number from 0 to 1",
             )
-        for name in ("restart_window_s", "restart_backoff_s"):
+        for name in ("restart_window_s", "restart_backoff_s", "step_timeout_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} is not possible", "use 0 seconds or more"

@@ -12,6 +12,7 @@ from sametoken.engine.messages import Build
 from sametoken.engine.process import EngineProcess
 from sametoken.engine.restarts import Restarts
 from sametoken.engine.serving_limits import ServingLimits
+from sametoken.engine.watchdog import Watchdog
 from sametoken.errors import EngineDeadError, EngineRestartingError, SametokenError
 
 _logger = logging.getLogger("sametoken")
@@ -19,6 +20,11 @@ _logger = logging.getLogger("sametoken")
 
 class Listener(Protocol):
     """Whom the supervisor tells; all on the event loop, in order."""
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the engine has work, and so must report soon."""
+        ...
 
     def take(self, message: Any) -> None:
         """The engine said this."""
@@ -36,10 +42,12 @@ class Listener(Protocol):
 class Supervisor:
     """Follows the engine process and starts another one when it dies.
 
+    A process that has work and does not report for ``step_timeout_s`` is hung, and is killed.
+
     Args:
         process: the first one, ready to serve.
         config, build: what every further one is started with.
-        limits: how often that may happen.
+        limits: how often that may happen, and how long a step may take.
         listener: whom to tell.
 
     Attributes:
@@ -61,6 +69,8 @@ class Supervisor:
         self.num_restarts = 0
         self._launch = (config, build)
         self._restarts = Restarts(limits)
+        self._step_timeout_s = limits.step_timeout_s
+        self._watchdog = Watchdog(limits.step_timeout_s, self._kill_hung)
         self._listener = listener
         self._given_up = False
         self._task = asyncio.get_running_loop().create_task(self._serve(process))
@@ -69,6 +79,8 @@ class Supervisor:
         """Send a message; without an engine process it is lost, as its requests are."""
         if self.process is not None:
             self.process.send(message)
+            if self._listener.awaits_report:
+                self._watchdog.expect()
 
     def require_process(self) -> EngineProcess:
         """The engine process.
@@ -89,6 +101,7 @@ class Supervisor:
     async def stop(self) -> None:
         """End the engine process, and start no other."""
         self._given_up = True
+        self._watchdog.rest()
         self._task.cancel()
         await asyncio.wait((self._task,))
         process, self.process = self.process, None
@@ -103,6 +116,8 @@ class Supervisor:
             cause = await self._follow(process)
             _logger.error("the engine died: %s", cause)
             self.process, self.cause = None, cause
+            # What was sent to the dead process is not waited for.
+            self._watchdog.rest()
             self._listener.engine_died(cause)
             process = await self._next()
 
@@ -110,14 +125,22 @@ class Supervisor:
         """Pass the engine's messages on until it dies; why it did."""
         try:
             while (message := await process.receive()) is not None:
+                self._watchdog.rest()
                 self._listener.take(message)
+                if self._listener.awaits_report:
+                    self._watchdog.expect()
         except Exception as error:
             # Whoever waits for results that cannot be taken in must be told.
             _logger.exception("the engine's results cannot be taken in")
-            process.kill()
-            await process.stop()
-            return EngineDeadError(f"results cannot be taken in: {error!r}", "see the log")
+            process.kill(EngineDeadError(f"results cannot be taken in: {error!r}", "see the log"))
         return await process.stop()
+
+    def _kill_hung(self) -> None:
+        if self.process is not None:
+            cause = f"a step took more than {self._step_timeout_s:g} s"
+            self.process.kill(
+                EngineDeadError(cause, "send the request again; see --step-timeout-s")
+            )
 
     async def _next(self) -> EngineProcess | None:
         """The next engine process, ready; None if too many have died lately."""

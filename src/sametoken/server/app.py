@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -148,8 +149,7 @@ def _token_routes(served: Served) -> APIRouter:
             tokens=list(prompt.token_ids),
         )
         if body.return_token_strs:
-            decode = served.engine.get_tokenizer().decode_token
-            answer.token_strs = [decode(token_id) for token_id in prompt.token_ids]
+            answer.token_strs = await served.decode_each(prompt.token_ids)
         return answer
 
     @router.post("/detokenize")
@@ -163,7 +163,8 @@ def _token_routes(served: Served) -> APIRouter:
                 f"use ids from 0 to {vocab_size - 1}",
             )
         decode = served.engine.get_tokenizer().decode
-        return DetokenizeResponse(prompt=decode(body.tokens, skip_special_tokens=False))
+        text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+        return DetokenizeResponse(prompt=text)
 
     return router
 

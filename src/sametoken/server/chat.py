@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -51,14 +51,14 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     Raises:
         ApiError, SametokenError: the request cannot be served.
     """
-    request.check_fields()
+    request.check_fields(num_prompts=1)
     model = served.name(request.model)
     if request.add_generation_prompt and request.continue_final_message:
         raise invalid(
             "add_generation_prompt and continue_final_message contradict each other. Set one",
             "continue_final_message",
         )
-    parser = served.tool_parser() if request.tools else None
+    parser = served.tool_parser(request.tools) if request.tools else None
     use = tool_use(request, structured_outputs(request), parser)
     params = chat_params(request, served.defaults, use.structured)
     served.check(1, params)
@@ -89,6 +89,7 @@ class _Answer:
     use: ToolUse
     request_id: str
     model: str
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, output: RequestOutput) -> ChatResponse:
         """The answer without a stream."""
@@ -172,12 +173,12 @@ class _Answer:
 
     def _stats(self, output: RequestOutput) -> dict[str, Any]:
         wanted = self.request.include_speculation_stats
-        return {"speculation": speculation_stats([output])} if wanted else {}
+        return {"speculation": speculation_stats([output], wanted)} if wanted else {}
 
     def _make(self, kind: type[Kind], choices: list[Any], **more: Any) -> Kind:
         made = kind(
             id=self.request_id,
-            created=int(time.time()),
+            created=self.created,
             model=self.model,
             choices=choices,
             **more,

@@ -6,7 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -37,11 +37,11 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
     Raises:
         ApiError, SametokenError: the request cannot be served.
     """
-    request.check_fields()
+    given = _prompts(request)
+    request.check_fields(len(given))
     model = served.name(request.model)
     defaults = served.defaults
     params = completion_params(request, defaults, structured_outputs(request))
-    given = _prompts(request)
     served.check(len(given), params)
     prompts = [
         await served.tokenize(prompt, add_special_tokens=request.add_special_tokens)
@@ -76,16 +76,18 @@ class _Answer:
     prompts: Sequence[PromptTokens]
     request_id: str
     model: str
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
         """The answer without a stream."""
         writers = self._writers()
+        shown = [self._shown(output) for output in outputs]
         choices = [
             writers[prompt_index][completion.index].write(output, completion)
-            for prompt_index, output in enumerate(map(self._shown, outputs))
+            for prompt_index, output in enumerate(shown)
             for completion in output.outputs
         ]
-        return self._response(choices, usage=usage(outputs), **self._stats(outputs))
+        return self._response(choices, usage=usage(shown), **self._stats(outputs))
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
         """The answer in pieces: what each output adds to each completion."""
@@ -102,7 +104,7 @@ class _Answer:
                         yield self._response([writer.write(output, completion)], **no_usage)
         last = self._stats(generation.outputs)
         if with_usage:
-            last["usage"] = usage(generation.outputs)
+            last["usage"] = usage([self._shown(output) for output in generation.outputs])
         if last:
             yield self._response([], **last)
 
@@ -120,7 +122,7 @@ class _Answer:
         return CompletionResponse(
             id=self.request_id,
             object="text_completion",
-            created=int(time.time()),
+            created=self.created,
             model=self.model,
             choices=choices,
             **more,
@@ -128,7 +130,7 @@ class _Answer:
 
     def _stats(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         wanted = self.request.include_speculation_stats
-        return {"speculation": speculation_stats(outputs)} if wanted else {}
+        return {"speculation": speculation_stats(outputs, wanted)} if wanted else {}
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
         """The output, without the token that nobody asked for if only the prompt is wanted."""

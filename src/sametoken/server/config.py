@@ -10,7 +10,7 @@ from sametoken.errors import ConfigError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``server/tool_parsers.py`` has a parser for each.
-TOOL_CALL_PARSERS = ("hermes", "llama3_json")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "qwen3_coder")
 AUTO, NONE = "auto", "none"
 
 
@@ -39,7 +39,7 @@ class ServerConfig:
     root_path: str = option("", "path under which a proxy serves the API")
     log_level: str = option("info", f"one of {', '.join(LOG_LEVELS)}")
     tool_call_parser: str = option(
-        AUTO, f"auto (by the chat template), none, {' or '.join(TOOL_CALL_PARSERS)}"
+        AUTO, f"auto (by the chat template), none, {', '.join(TOOL_CALL_PARSERS)}"
     )
     drain_timeout: float = option(60.0, "seconds that requests may still take after SIGTERM")
 

@@ -19,6 +19,7 @@ from sametoken.errors import (
     OverloadedError,
     RequestError,
     SametokenError,
+    StructuredOutputError,
     UnsupportedError,
 )
 
@@ -101,7 +102,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded", retry_after_s=error.retry_after_s)
     if isinstance(error, UnsupportedError):
         return invalid(str(error), code="unsupported")
-    if isinstance(error, RequestError):
+    if isinstance(error, RequestError | StructuredOutputError):
         return invalid(str(error))
     for kind, code in _UNAVAILABLE.items():
         if isinstance(error, kind):

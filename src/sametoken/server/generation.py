@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from starlette.types import Message, Receive
 
@@ -15,6 +15,7 @@ from sametoken.core.outputs import CompletionOutput, RequestOutput, SpeculationM
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.server.errors import ApiError
 from sametoken.server.responses import PromptTokensDetails, SpeculationStats, Usage
+from sametoken.server.schemas import DETAILED
 from sametoken.server.times import RequestTimes
 
 if TYPE_CHECKING:
@@ -165,10 +166,12 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
-def speculation_stats(outputs: Sequence[RequestOutput]) -> SpeculationStats:
-    """Speculation counters of all outputs together."""
+def speculation_stats(
+    outputs: Sequence[RequestOutput], asked: Literal[True, "detailed"]
+) -> SpeculationStats:
+    """Speculation counters of all outputs together; of one completion its steps, if asked."""
     counters = sum((output.metrics.speculation for output in outputs), SpeculationMetrics())
-    return SpeculationStats(
+    stats = SpeculationStats(
         num_steps=counters.num_steps,
         num_draft_tokens=counters.num_draft_tokens,
         num_accepted_tokens=counters.num_accepted_tokens,
@@ -176,6 +179,11 @@ def speculation_stats(outputs: Sequence[RequestOutput]) -> SpeculationStats:
         acceptance_rate=counters.acceptance_rate,
         acceptance_per_position=list(counters.acceptance_per_position),
     )
+    if asked == DETAILED:
+        windows = outputs[0].outputs[0].windows
+        stats.per_step_drafted = [num_drafts for num_drafts, _ in windows]
+        stats.per_step_accepted = [num_accepted for _, num_accepted in windows]
+    return stats
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:

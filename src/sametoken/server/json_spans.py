@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 _SPACE = " \t\r\n"
 _OPENING, _CLOSING = "{[", "}]"
+# Matched without a way back, so that a long text costs no more than its length.
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_TOKEN = re.compile(rf'{_STRING.pattern}|["{{}}\[\]]', re.DOTALL)
 _AFTER_SCALAR = ",}]"
 
 
@@ -131,29 +135,18 @@ def _decoded(quoted: str) -> str:
 
 
 def _string_end(text: str, start: int) -> int | None:
-    place = start + 1
-    while place < len(text):
-        if text[place] == "\\":
-            place += 2
-        elif text[place] == '"':
-            return place + 1
-        else:
-            place += 1
-    return None
+    found = _STRING.match(text, start)
+    return None if found is None else found.end()
 
 
 def _nested_end(text: str, start: int) -> int | None:
     depth = 0
-    place = start
-    while place < len(text):
-        if text[place] == '"':
-            end = _string_end(text, place)
-            if end is None:
-                return None
-            place = end
-            continue
-        depth += (text[place] in _OPENING) - (text[place] in _CLOSING)
-        place += 1
+    for found in _TOKEN.finditer(text, start):
+        token = found[0]
+        if token == '"':
+            # A string that is not whole: what follows is in it.
+            return None
+        depth += (token in _OPENING) - (token in _CLOSING)
         if depth == 0:
-            return place
+            return found.end()
     return None

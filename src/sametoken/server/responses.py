@@ -25,7 +25,10 @@ class Usage(BaseModel):
 
 
 class SpeculationStats(BaseModel):
-    """Speculation counters of one request; the bonus token is not among the accepted."""
+    """Speculation counters of one request; the bonus token is not among the accepted.
+
+    The lists, on request, have one entry per step, and begin with the step that ends the prompt.
+    """
 
     num_steps: int
     num_draft_tokens: int
@@ -33,6 +36,8 @@ class SpeculationStats(BaseModel):
     acceptance_length: float
     acceptance_rate: float
     acceptance_per_position: list[float]
+    per_step_drafted: list[int] | None = None
+    per_step_accepted: list[int] | None = None
 
 
 class CompletionLogprobs(BaseModel):

@@ -1,4 +1,4 @@
-"""Requests as clients send them: OpenAI's fields, vLLM's, and three of our own."""
+"""Requests as clients send them: OpenAI's fields, vLLM's, and two of our own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ IGNORED_FIELDS = frozenset(
         "user",
     }
 )
+#: Statistics with the drafts of every step.
+DETAILED: Literal["detailed"] = "detailed"
 #: Fields that are known and refused, with what to do instead.
 REFUSED_FIELDS: Mapping[str, str] = {
     "audio": "only text is supported; leave it out",
@@ -145,14 +147,15 @@ class SamplingFields(BaseModel):
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
     speculative: Speculative | None = None
-    include_speculation_stats: bool = False
+    include_speculation_stats: bool | Literal["detailed"] = False
     return_token_ids: bool | None = None
 
-    def check_fields(self) -> None:
+    def check_fields(self, num_prompts: int) -> None:
         """Refuse what is not honoured, by name.
 
         Raises:
-            ApiError: a field is unknown or refused, or ``stream_options`` come without a stream.
+            ApiError: a field is unknown or refused, ``stream_options`` come without a stream,
+                or detailed statistics are asked for of several completions.
         """
         for name, value in (self.model_extra or {}).items():
             if name in IGNORED_FIELDS or value is None:
@@ -162,6 +165,11 @@ class SamplingFields(BaseModel):
             raise invalid(f"unknown field {name!r}. See /docs for the known ones", name)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options need stream. Set stream to true", "stream_options")
+        if self.include_speculation_stats == DETAILED and num_prompts * self.n > 1:
+            raise invalid(
+                "detailed statistics are of one completion. Send one prompt with n=1",
+                "include_speculation_stats",
+            )
 
 
 class CompletionRequest(SamplingFields):

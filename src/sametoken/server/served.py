@@ -14,6 +14,7 @@ from sametoken.server.config import AUTO, NONE, ServerConfig
 from sametoken.server.errors import ApiError, invalid
 from sametoken.server.generation import Generation
 from sametoken.server.responses import ModelCard
+from sametoken.server.schemas import Tool
 from sametoken.server.times import RequestTimes
 from sametoken.server.tool_parsers import TOOL_PARSERS, ToolParser, parser_of_template
 
@@ -140,6 +141,15 @@ class Served:
         token_ids = await asyncio.to_thread(encode, prompt, add_special_tokens=False)
         return PromptTokens(prompt, token_ids)
 
+    async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
+        """The texts of single tokens; the event loop goes on meanwhile.
+
+        Raises:
+            RequestError: there is no tokenizer.
+        """
+        decode = self.engine.get_tokenizer().decode_token
+        return await asyncio.to_thread(lambda: [decode(token_id) for token_id in token_ids])
+
     async def render(
         self, messages: list[dict[str, Any]], given: dict[str, Any] | None, **options: Any
     ) -> PromptTokens:
@@ -163,12 +173,15 @@ class Served:
         every = {**(given or {}), **options}
         return await asyncio.to_thread(self.engine.render_chat, messages, **every)
 
-    def tool_parser(self) -> ToolParser | None:
-        """The parser for the model's tool calls; None if there is none."""
+    def tool_parser(self, tools: Sequence[Tool]) -> ToolParser | None:
+        """The parser for the model's calls of these tools; None if there is none."""
         name: str | None = self.config.tool_call_parser
         if name == AUTO:
             name = parser_of_template(str(self.engine.get_tokenizer().hf.chat_template or ""))
-        return None if name in (None, NONE) else TOOL_PARSERS[name]
+        if name is None or name == NONE:
+            return None
+        functions = [tool.function for tool in tools]
+        return TOOL_PARSERS[name]({one.name: one.parameters or {} for one in functions})
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:

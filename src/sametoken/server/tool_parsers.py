@@ -17,6 +17,7 @@ from sametoken.server.json_spans import (
     skip_space,
     string_value,
 )
+from sametoken.server.xml_calls import Schemas, num_safe, read_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Parsed:
 
 #: From the text so far, and whether it is over, to its parts.
 ToolParser = Callable[[str, bool], Parsed]
+#: From the text between the marks of a call, and whether it is whole, to the call.
+_CallReader = Callable[[str, bool], FoundCall | None]
 
 _START, _END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
@@ -56,6 +59,28 @@ def parse_hermes(text: str, finished: bool) -> Parsed:
     Hermes' form, which Qwen's templates use too. Between the marks stands a call from its
     name and the first character of its arguments on; what never gets so far stays text.
     """
+    return _parse_marked(text, finished, _call_in)
+
+
+def qwen3_coder_parser(schemas: Schemas) -> ToolParser:
+    """For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
+
+    The form of Qwen3-Coder and Qwen3.5 (``server/xml_calls.py``). A call stands from its
+    function's name on.
+    """
+
+    def call_in(body: str, is_whole: bool) -> FoundCall | None:
+        found = read_call(body, is_whole, schemas)
+        return None if found is None else FoundCall(*found)
+
+    def parse(text: str, finished: bool) -> Parsed:
+        return _parse_marked(text, finished, call_in)
+
+    return parse
+
+
+def _parse_marked(text: str, finished: bool, call_in: _CallReader) -> Parsed:
+    """Calls between marks, and the text around them."""
     content, aside, calls = "", "", []
     place = 0
     while (start := text.find(_START, place)) >= 0:
@@ -63,8 +88,8 @@ def parse_hermes(text: str, finished: bool) -> Parsed:
         body = start + len(_START)
         end = text.find(_END, body)
         place = len(text) if end < 0 else end + len(_END)
-        known = end if end >= 0 else len(text) if finished else _num_safe(text, _END)
-        call = _call_in(text[body:known])
+        known = end if end >= 0 else len(text) if finished else num_safe(text, _END)
+        call = call_in(text[body:known], end >= 0)
         if call is not None:
             content += aside.rstrip()
             aside = ""
@@ -73,7 +98,7 @@ def parse_hermes(text: str, finished: bool) -> Parsed:
             return Parsed(content + aside.rstrip(), tuple(calls))
         else:
             aside += text[start:place]
-    aside += text[place:] if finished else text[place : _num_safe(text, _START)]
+    aside += text[place:] if finished else text[place : num_safe(text, _START)]
     shown = aside if finished and not calls else aside.rstrip()
     return Parsed(content + shown, tuple(calls))
 
@@ -112,18 +137,19 @@ def named_parser(name: str) -> ToolParser:
     return parse
 
 
-#: Parsers by the names that ``--tool-call-parser`` takes.
-TOOL_PARSERS: Mapping[str, ToolParser] = {
-    "hermes": parse_hermes,
-    "llama3_json": parse_llama3_json,
+#: Parsers for given tools, by the names that ``--tool-call-parser`` takes.
+TOOL_PARSERS: Mapping[str, Callable[[Schemas], ToolParser]] = {
+    "hermes": lambda _: parse_hermes,
+    "llama3_json": lambda _: parse_llama3_json,
+    "qwen3_coder": qwen3_coder_parser,
 }
 
 
 def parser_of_template(template: str) -> str | None:
     """The parser for the syntax that a chat template teaches; None if it is not known."""
-    # Qwen3.5 and Qwen3-Coder put XML between the same marks.
-    if _START in template and "<function=" not in template:
-        return "hermes"
+    if _START in template:
+        # Qwen3.5 and Qwen3-Coder put XML between the same marks.
+        return "qwen3_coder" if "<function=" in template else "hermes"
     if _PYTHON_TAG in template or '"parameters": dictionary' in template:
         return "llama3_json"
     return None
@@ -144,7 +170,7 @@ def _calls_in_row(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
     return tuple(calls), place
 
 
-def _call_in(body: str) -> FoundCall | None:
+def _call_in(body: str, is_whole: bool) -> FoundCall | None:
     """The call between marks: here the arguments may be left out."""
     start = skip_space(body, 0)
     if body[start : start + 1] != "{":
@@ -177,11 +203,3 @@ def _arguments(text: str, member: Member) -> str:
 def _may_become_call(span: ObjectSpan) -> bool:
     keys = {member.key for member in span.members}
     return span.end is None and not span.broken and keys <= _KEYS
-
-
-def _num_safe(text: str, mark: str) -> int:
-    """Leading characters that a mark begun at the text's end cannot take back."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:size]):
-            return len(text) - size
-    return len(text)

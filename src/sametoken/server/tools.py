@@ -65,18 +65,19 @@ def tool_use(
             'tool_choice "none"',
             "tool_choice",
         )
-    if request.parallel_tool_calls is False:
-        raise invalid(
-            "parallel_tool_calls=false is not supported. Name the one function in tool_choice",
-            "parallel_tool_calls",
-        )
     tools = template_tools(request.tools)
     if isinstance(choice, NamedTool):
         chosen = _named(request.tools, choice.function.name)
         form = json_schema(chosen.function.parameters or _NO_PARAMETERS)
         return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
     if choice == "required":
-        return ToolUse(tools, parse_required, json_schema(_any_call(request.tools)))
+        return ToolUse(tools, parse_required, json_schema(_any_call(request)))
+    if request.parallel_tool_calls is False:
+        raise invalid(
+            "parallel_tool_calls=false needs a forced call. Set tool_choice to "
+            '"required" or to the one function, or leave it out',
+            "parallel_tool_calls",
+        )
     if parser is None:
         raise invalid(
             "the syntax of this model's tool calls is not known. Start the server with "
@@ -159,8 +160,8 @@ def _named(tools: Sequence[Tool], name: str) -> Tool:
     raise invalid(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
 
 
-def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
-    """A schema for one call or more, of any of the tools."""
+def _any_call(request: ChatRequest) -> dict[str, Any]:
+    """A schema for one call, or more if they may be parallel, of any of the tools."""
     calls = [
         {
             "type": "object",
@@ -171,6 +172,7 @@ def _any_call(tools: Sequence[Tool]) -> dict[str, Any]:
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for tool in request.tools or ()
     ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return schema if request.parallel_tool_calls is not False else {**schema, "maxItems": 1}

@@ -112,7 +112,12 @@ def test_every_failure_is_noted(answer, status, cause):
 
 def test_our_stats_and_vllms_have_the_same_names():
     ours = {"num_steps": 3, "num_draft_tokens": 9, "num_accepted_tokens": 2}
-    assert ask(text("a", "stop") + event(choices=[], speculation=ours) + DONE).speculation == ours
+    record = ask(text("a", "stop") + event(choices=[], speculation=ours) + DONE)
+    assert (record.speculation, record.windows) == (ours, ())
+    steps = {"per_step_drafted": [0, 3, 3], "per_step_accepted": [0, 2, 0]}
+    record = ask(text("a", "stop") + event(choices=[], speculation=ours | steps) + DONE)
+    assert record.speculation == ours
+    assert record.windows == (Window(0, 0, 0), Window(1, 3, 2), Window(4, 3, 0))
     theirs = {
         "mean_acceptance_length": 1.75,
         "draft_acceptance_rate": 0.25,
@@ -166,3 +171,5 @@ def test_no_trace_without_tokens():
 def test_a_trace_asks_for_tokens():
     assert traced_body({"a": 1}, is_chat=False) == {"a": 1, "return_token_ids": True, "logprobs": 0}
     assert traced_body({}, is_chat=True)["top_logprobs"] == 0
+    ours = traced_body({"include_speculation_stats": True}, is_chat=True)
+    assert ours["include_speculation_stats"] == "detailed"

@@ -6,11 +6,19 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
 
-from helpers.serving import FATAL_TOKEN, SIZES, build_faulty, build_once, write_model
+from helpers.serving import (
+    FATAL_TOKEN,
+    HANGING_TOKEN,
+    SIZES,
+    build_faulty,
+    build_once,
+    write_model,
+)
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.core.structured_outputs import StructuredOutputs
@@ -160,6 +168,21 @@ def test_chat_and_token_ids(served, offline):
     assert essence(served.run(scenario())) == essence(expected)
 
 
+def test_slow_grammars_keep_no_prompt_from_its_tokens(served, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(served.llm._inputs, "prepare", lambda _: gate.wait(30))
+
+    async def scenario():
+        compiling = [asyncio.create_task(served.llm.prepare(SamplingParams())) for _ in range(40)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(served.llm.tokenize, "the dog")
+        gate.set()
+        await asyncio.gather(*compiling)
+
+    served.run(scenario())
+
+
 def test_the_summary_says_what_the_engine_is(served, model, offline):
     resolved = served.llm.resolved
     assert (resolved.model, resolved.model_path) == (model, model)
@@ -255,6 +278,31 @@ def test_a_dead_engine_fails_its_requests_and_comes_back(served, offline, way):
 
     (expected,) = offline.generate(prompt, params)
     assert essence(served.run(scenario())) == essence(expected)
+
+
+def test_a_hung_engine_is_killed_and_comes_back(model, offline):
+    config = EngineConfig.from_options(model=model, **SIZES)
+    limits = ServingLimits(step_timeout_s=2.0, restart_backoff_s=0.0)
+    prompt, params = "the cat", SamplingParams(temperature=0.0)
+
+    async def scenario():
+        llm = await AsyncLLM.start(config, limits, build=build_faulty)
+        streams = [
+            llm.generate({"prompt_token_ids": [HANGING_TOKEN]}, params, "hanging"),
+            llm.generate(prompt, params, "beside it"),
+        ]
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="a step took more than 2 s"):
+                async with asyncio.timeout(30):
+                    await last_of(stream)
+        await until(lambda: llm.is_ready)
+        assert llm.stats().num_restarts == 1
+        output = await last_of(llm.generate(prompt, params, "after"))
+        await llm.shutdown()
+        return output
+
+    (expected,) = offline.generate(prompt, params)
+    assert essence(asyncio.run(scenario())) == essence(expected)
 
 
 def test_a_drained_server_finishes_what_it_has(model):

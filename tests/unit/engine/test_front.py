@@ -52,19 +52,24 @@ class FakeProcess:
         self.sent = []
         self.ended = asyncio.Event()
         self.says = None
+        self.cause = EngineDeadError("the fake died")
 
     def send(self, message) -> None:
         self.sent.append(message)
 
     async def receive(self):
         await self.ended.wait()
-        return self.says
+        said, self.says = self.says, None
+        if said is not None:
+            self.ended.clear()
+        return said
 
     async def stop(self):
         self.ended.set()
-        return EngineDeadError("the fake died")
+        return self.cause
 
-    def kill(self) -> None:
+    def kill(self, cause) -> None:
+        self.cause = cause
         self.ended.set()
 
     def take_sent(self) -> list:
@@ -290,6 +295,29 @@ def test_results_that_cannot_be_taken_in_end_the_requests(play, caplog):
             await asyncio.wait_for(anext(stream), 5)
 
     play(scenario)
+
+
+def test_a_process_that_does_not_report_is_killed(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        with pytest.raises(EngineDeadError, match=r"a step took more than 0\.05 s"):
+            await asyncio.wait_for(anext(stream), 5)
+
+    play(scenario, step_timeout_s=0.05)
+
+
+def test_a_process_without_work_may_be_silent(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        assert kit.front.awaits_report
+        kit.process.says = StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01)
+        kit.process.ended.set()
+        assert (await anext(stream)).finished
+        assert not kit.front.awaits_report
+        await asyncio.sleep(0.1)
+        assert kit.front.is_ready
+
+    play(scenario, step_timeout_s=0.05)
 
 
 def test_while_draining_nobody_comes_in_and_the_others_finish(play):

@@ -225,6 +225,16 @@ def test_times_counters_and_cached_tokens(run, tokenizer):
     assert speculation.accepted_per_position == (1, 1, 0)
 
 
+def test_the_windows_of_a_completion_are_told_once_it_is_over(run):
+    request = run(max_tokens=4)
+    request.emit(samples=False)
+    request.emit(20)
+    going, _ = request.emit(21, 22, num_drafts=3, num_accepted=1)
+    assert completion(going).windows == ()
+    last, _ = request.emit(23, num_drafts=2, num_accepted=0)
+    assert completion(last).windows == ((0, 0), (3, 1), (2, 0))
+
+
 def test_candidates_get_their_texts_and_the_first_prompt_token_has_none(run, tokenizer):
     cat, the = (tokenizer.encode(text)[0] for text in ("cat", "the"))
     request = run(logprobs=1, prompt_logprobs=0)

@@ -45,6 +45,19 @@ def test_what_the_engine_has_received_is_counted_where_it_stands():
     refused(queue, 3, 5)
 
 
+@pytest.mark.parametrize("where", ["num_running", "num_waiting", "num_swapped"])
+def test_what_is_on_its_way_or_in_the_engine_is_unfinished(where):
+    queue = bound()
+    assert not queue.has_unfinished
+    queue.note_sent(1, 10)
+    queue.note_load(EngineLoad())
+    assert queue.has_unfinished, "that report was made before the request came"
+    queue.note_load(EngineLoad(num_received=1, **{where: 1}))
+    assert queue.has_unfinished
+    queue.note_load(EngineLoad(num_received=1))
+    assert not queue.has_unfinished
+
+
 def test_swapped_requests_keep_their_slots():
     queue = bound(max_waiting=0)
     queue.note_load(EngineLoad(num_running=2, num_swapped=2))

@@ -26,6 +26,7 @@ def test_every_option_has_a_help_text():
         ("shadow_audit_rate", float("nan")),
         ("restart_window_s", -1.0),
         ("restart_backoff_s", float("nan")),
+        ("step_timeout_s", -1.0),
     ],
 )
 def test_impossible_values_are_refused_by_name(name, value):
@@ -34,4 +35,4 @@ def test_impossible_values_are_refused_by_name(name, value):
 
 
 def test_the_edges_are_possible():
-    ServingLimits(0, 0, 1.0, 0, 0.0, 0.0)
+    ServingLimits(0, 0, 1.0, 0, 0.0, 0.0, 0.0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from helpers.events import events, merged_completions
@@ -73,6 +75,7 @@ def test_only_the_prompt_when_no_token_is_asked_for(serve):
     (choice,) = whole["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
     assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert whole["usage"]["completion_tokens"] == 0
 
 
 def test_usage_and_statistics_when_asked_for(serve):
@@ -86,6 +89,30 @@ def test_usage_and_statistics_when_asked_for(serve):
     assert last["speculation"]["acceptance_per_position"] == [1.0, 1.0]
     plain = events(client.post("/v1/completions", json={"prompt": "ab", "stream": True}))
     assert all("usage" not in chunk and "speculation" not in chunk for chunk in plain)
+
+
+def test_the_drafts_of_every_step_when_asked_for(serve):
+    client = serve(FakeEngine("hello"))
+    body = {"prompt": "ab", "include_speculation_stats": "detailed"}
+    speculation = client.post("/v1/completions", json=body).json()["speculation"]
+    assert len(speculation["per_step_drafted"]) == speculation["num_steps"]
+    assert sum(speculation["per_step_drafted"]) == speculation["num_draft_tokens"]
+    assert sum(speculation["per_step_accepted"]) == speculation["num_accepted_tokens"] > 0
+    *_, last = events(client.post("/v1/completions", json=body | {"stream": True}))
+    assert last["speculation"] == speculation
+    for several in ({"n": 2}, {"prompt": ["a", "b"]}):
+        answer = client.post("/v1/completions", json=body | several)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "include_speculation_stats"
+
+
+def test_all_events_of_a_stream_have_one_time(serve, monkeypatch):
+    clock = itertools.count(1000)
+    client = serve(FakeEngine("hello"))
+    monkeypatch.setattr("sametoken.server.completions.time.time", lambda: next(clock))
+    chunks = events(client.post("/v1/completions", json={"prompt": "ab", "stream": True}))
+    assert len(chunks) > 1
+    assert len({chunk["created"] for chunk in chunks}) == 1
 
 
 def test_token_ids_and_prompt_logprobs(serve):

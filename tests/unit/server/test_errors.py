@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.errors import NumericalError, RequestError, UnsupportedError
+from sametoken.errors import (
+    NumericalError,
+    RequestError,
+    StructuredOutputError,
+    UnsupportedError,
+)
 from sametoken.server.errors import ApiError, as_api_error
 
 JSON = {"Content-Type": "application/json"}
@@ -48,6 +53,7 @@ def test_unknown_paths_and_methods(serve):
     [
         (RequestError("a", "b"), 400, "invalid_request_error"),
         (UnsupportedError("a", "b"), 400, "invalid_request_error"),
+        (StructuredOutputError("a", "b"), 400, "invalid_request_error"),
         (NumericalError("a", "b"), 500, "server_error"),
         (ApiError(418, "tea"), 418, "invalid_request_error"),
     ],

@@ -18,6 +18,7 @@ from sametoken.server.tool_parsers import (
     parse_nothing,
     parse_required,
     parser_of_template,
+    qwen3_coder_parser,
 )
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
@@ -58,7 +59,63 @@ LLAMA = {
     "<|python_tag|>print(1)": Parsed("<|python_tag|>print(1)"),
     '{"name": "f", "parameters": {"x": "cut': Parsed("", (FoundCall("f", '{"x": "cut'),)),
 }
+SCHEMA = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "metric": {"type": "boolean"},
+        "place": {"type": "object"},
+        "note": {"type": ["string", "null"]},
+        "any": {},
+        "odd": True,
+    }
+}
+parse_qwen = qwen3_coder_parser({"f": SCHEMA, "odd": {"properties": [1]}})
+
+
+def xml(*parameters, name="f", end="</function>\n</tool_call>"):
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{inner}{end}"
+
+
+def called(arguments, name="f", content=""):
+    return Parsed(content, (FoundCall(name, arguments),))
+
+
+QWEN = {
+    f"I look.\n{xml(('city', 'Paris'), ('days', 3))}\n": called(
+        '{"city": "Paris", "days": 3}', content="I look."
+    ),
+    xml(("city", "3")): called('{"city": "3"}'),
+    xml(("city", 'two\nlines, "quoted" é\t<b>')): called(
+        '{"city": "two\\nlines, \\"quoted\\" é\\t<b>"}'
+    ),
+    xml(("city", "\n")): called('{"city": "\\n"}'),
+    xml(("city", "")): called('{"city": ""}'),
+    "<tool_call><function=f><parameter=city>x</parameter></function></tool_call>": called(
+        '{"city": "x"}'
+    ),
+    xml(("metric", "True"), ("place", "[1]")): called('{"metric": true, "place": [1]}'),
+    xml(("days", "many"), ("days", "NaN")): called('{"days": "many", "days": "NaN"}'),
+    xml(("note", "null")): called('{"note": null}'),
+    xml(("note", "12")): called('{"note": "12"}'),
+    xml(("any", "[1]"), ("odd", "1.5")): called('{"any": [1], "odd": 1.5}'),
+    xml(("unknown", "1")): called('{"unknown": "1"}'),
+    xml(("x", "1"), name="odd"): called('{"x": "1"}', "odd"),
+    xml(name="now"): called("{}", "now"),
+    xml(("city", "a")) + xml(("city", "b")): Parsed(
+        "", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"city": "b"}'))
+    ),
+    xml(("city", "a"), end="</tool_call>"): called('{"city": "a"}'),
+    xml(end="<parameter=city>\ncut of</para"): called('{"city": "cut of'),
+    xml(("city", "a"), end="<parameter=days>\n1"): called('{"city": "a"'),
+    xml(end="<parameter=city>\na</tool_call>"): called('{"city": "a"}'),
+    "<tool_call>\n{}\n</tool_call>": Parsed("<tool_call>\n{}\n</tool_call>"),
+    "<tool_call>\n<function=f": Parsed("<tool_call>\n<function=f"),
+    "1 < 2": Parsed("1 < 2"),
+}
 CASES = [(parse_hermes, *case) for case in HERMES.items()]
+CASES += [(parse_qwen, *case) for case in QWEN.items()]
 CASES += [(parse_llama3_json, *case) for case in LLAMA.items()]
 
 
@@ -114,6 +171,11 @@ PIECES = st.sampled_from(
         "\\",
         "text",
         "<",
+        "<function=f>",
+        "<parameter=city>",
+        "<parameter=days>",
+        "</parameter>",
+        "</function>",
     ]
 )
 
@@ -121,7 +183,7 @@ PIECES = st.sampled_from(
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(TOOL_PARSERS)), st.lists(PIECES, max_size=10).map("".join))
 def test_a_stream_of_anything_adds_up(name, text):
-    assert_adds_up(TOOL_PARSERS[name], text)
+    assert_adds_up(TOOL_PARSERS[name]({"f": SCHEMA}), text)
 
 
 def test_arguments_are_shown_as_they_come():
@@ -132,6 +194,17 @@ def test_arguments_are_shown_as_they_come():
     ]
     assert sizes[0] == 1
     assert max(b - a for a, b in itertools.pairwise(sizes)) == 1
+
+
+def test_texts_are_shown_as_they_come():
+    text = xml(("city", "Paris, France"))
+    sizes = [
+        len(parsed.calls[0].arguments)
+        for length in range(len(text))
+        if (parsed := parse_qwen(text[:length], False)).calls
+    ]
+    assert max(b - a for a, b in itertools.pairwise(sizes)) <= len('{"city": "')
+    assert len(set(sizes)) > len("Paris, France")
 
 
 def test_forced_calls():
@@ -147,5 +220,5 @@ def test_forced_calls():
 def test_the_template_tells_the_parser():
     assert parser_of_template(CHAT_TEMPLATE) == "hermes"
     assert parser_of_template("... <|python_tag|> ...") == "llama3_json"
-    assert parser_of_template("<tool_call>\n<function=name>") is None
+    assert parser_of_template("<tool_call>\n<function=name>") == "qwen3_coder"
     assert parser_of_template("{{ message.content }}") is None

@@ -44,6 +44,15 @@ def test_required_constrains_to_the_tools():
     assert found.parser is parse_required
 
 
+def test_one_call_alone_may_be_forced():
+    found = use(tools=[ADD], tool_choice="required", parallel_tool_calls=False)
+    assert json.loads(found.structured.json_schema)["maxItems"] == 1
+    choice = {"type": "function", "function": {"name": "add"}}
+    assert use(tools=[ADD], tool_choice=choice, parallel_tool_calls=False).structured is not None
+    found = use(tools=[ADD], tool_choice="required", parallel_tool_calls=True)
+    assert "maxItems" not in json.loads(found.structured.json_schema)
+
+
 def test_a_named_tool_constrains_to_its_parameters():
     choice = {"type": "function", "function": {"name": "add"}}
     found = use(tools=[ADD, NOW], tool_choice=choice, parser=None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import itertools
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sametoken.core.acceptance_options import KEYED, SYNTHETIC, check_acceptance
 from sametoken.core.lookup_options import check_lookups
+from sametoken.core.option_values import json_object, suggestion, typed
 from sametoken.errors import ConfigError
 
 EXTRACT = "extract_hidden_states"
@@ -24,7 +23,6 @@ MAX_MTP_TOKENS = 8
 # Fewest and most num_speculative_tokens where they are not 1..64. Extraction drafts nothing;
 # vLLM wants it to say 1.
 _NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
-KEYED, SYNTHETIC = "keyed", "synthetic"
 DUMMY = "dummy"
 DEFAULT_MODEL = "smollm2"
 
@@ -130,7 +128,7 @@ class SpeculativeConfig:
             )
         check_lookups(self, MAX_SPECULATIVE_TOKENS)
         _check_extraction(self)
-        _check_acceptance(self)
+        check_acceptance(self)
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
@@ -142,17 +140,19 @@ class SpeculativeConfig:
         if isinstance(value, SpeculativeConfig):
             return value
         if isinstance(value, str):
-            value = _json_object(value)
+            value = json_object(value)
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key in value:
             if key not in fields:
-                raise ConfigError(f"unknown key {key!r} in speculative config", _hint(key, fields))
-        typed = {key: _typed(key, fields[key].type, given) for key, given in value.items()}
-        method = typed.get("method", "")
-        if method == "suffix" and "num_speculative_tokens" not in typed:
+                raise ConfigError(
+                    f"unknown key {key!r} in speculative config", suggestion(key, fields)
+                )
+        given = {key: typed(key, fields[key].type, one) for key, one in value.items()}
+        method = given.get("method", "")
+        if method == "suffix" and "num_speculative_tokens" not in given:
             depth = fields["suffix_decoding_max_tree_depth"]
-            typed["num_speculative_tokens"] = typed.get(depth.name, depth.default)
-        return cls(**typed | {"method": METHOD_ALIASES.get(method, method)})
+            given["num_speculative_tokens"] = given.get(depth.name, depth.default)
+        return cls(**given | {"method": METHOD_ALIASES.get(method, method)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class EngineConfig:
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for name in options:
             if name not in fields:
-                raise ConfigError(f"unknown option {name!r}", _hint(name, fields))
+                raise ConfigError(f"unknown option {name!r}", suggestion(name, fields))
         if options.get("speculative_config") is not None:
             options["speculative_config"] = SpeculativeConfig.parse(options["speculative_config"])
         return cls(**options)
@@ -278,69 +278,6 @@ _LIMITS = (
 )
 
 
-# What a speculative config's fields take, by their annotation: a name and the types.
-_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
-    "int": ("int", (int,)),
-    "int | None": ("int", (int,)),
-    "float": ("float", (int, float)),
-    "str": ("str", (str,)),
-    "str | None": ("str", (str,)),
-    "float | None": ("float", (int, float)),
-    "tuple[float, ...] | None": ("list of numbers", (list, tuple)),
-    "tuple[int, ...] | None": ("list of numbers", (list, tuple)),
-}
-_OTHER_METHODS = ("standard", "strict", "probabilistic", "block", "fly")
-
-
-def _typed(key: str, annotation: Any, given: Any) -> Any:
-    name, types = _TYPES[annotation]
-    members = given if isinstance(given, list | tuple) else ()
-    if (
-        not isinstance(given, types)
-        or isinstance(given, bool)
-        or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in members)
-    ):
-        raise ConfigError(
-            f"speculative config: {key}={given!r} is of the wrong type",
-            f"give a value of type {name}",
-        )
-    return tuple(members) if isinstance(given, list) else given
-
-
-def _check_acceptance(config: SpeculativeConfig) -> None:
-    method = config.rejection_sample_method
-    if method in _OTHER_METHODS:
-        raise ConfigError(
-            f"rejection_sample_method {method!r} is not offered: its output would differ from "
-            "plain decoding",
-            f"use {KEYED!r}, which emits the very tokens of plain decoding",
-        )
-    if method not in (KEYED, SYNTHETIC):
-        raise ConfigError(
-            f"rejection_sample_method {method!r} is not known", f"use {KEYED!r} or {SYNTHETIC!r}"
-        )
-    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    num_given = (rates is not None) + (length is not None)
-    if method == KEYED and num_given:
-        raise ConfigError(
-            "synthetic acceptance was described, but drafts are judged by keyed sampling",
-            f'set "rejection_sample_method": "{SYNTHETIC}" to measure times, or leave it out',
-        )
-    if method == SYNTHETIC and num_given != 1:
-        raise ConfigError(
-            f"synthetic acceptance needs one description, {num_given} were given",
-            "give synthetic_acceptance_rates or synthetic_acceptance_length",
-        )
-    if rates is not None:
-        _check_rates(rates, config.num_speculative_tokens)
-    most = config.num_speculative_tokens + 1
-    if length is not None and not 1 <= length <= most:
-        raise ConfigError(
-            f"synthetic_acceptance_length={length} is not possible",
-            f"use a number from 1 to {most}, the drafts and the target's own token",
-        )
-
-
 def _check_extraction(config: SpeculativeConfig) -> None:
     layers = config.eagle_aux_hidden_state_layer_ids
     if config.method != EXTRACT:
@@ -364,35 +301,3 @@ def _check_extraction(config: SpeculativeConfig) -> None:
             f"method {EXTRACT!r} with synthetic acceptance would record tokens that are made up",
             "leave rejection_sample_method out",
         )
-
-
-def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
-    falls = all(a >= b for a, b in itertools.pairwise(rates))
-    if not rates or not falls or not all(0 <= rate <= 1 for rate in rates):
-        raise ConfigError(
-            f"synthetic_acceptance_rates={list(rates)} are not possible",
-            "give numbers from 0 to 1, none above the one before it",
-        )
-    if len(rates) > num_drafts:
-        raise ConfigError(
-            f"{len(rates)} synthetic_acceptance_rates were given for {num_drafts} drafts",
-            "give one per draft at most",
-        )
-
-
-def _json_object(text: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"speculative config is not JSON: {error.msg} at column {error.colno}",
-            'give an object such as {"method": "ngram", "num_speculative_tokens": 5}',
-        ) from error
-    if not isinstance(value, dict):
-        raise ConfigError("speculative config is not a JSON object", "wrap it in braces")
-    return value
-
-
-def _hint(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"

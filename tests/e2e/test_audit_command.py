@@ -10,11 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
 from sametoken.cli.main import app
 from sametoken.verification.keyed import KeyedVerifier
 
-CHROMIUM = Path("/usr/bin/chromium")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
 SMALL = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "300", "--dataset", "random")
 SMALL += ("--limit", "3", "--max-tokens", "12", "--concurrency", "3", "--alone", "2")
@@ -60,16 +60,13 @@ def embedded(page: Path) -> str:
     return text[start : text.index("</script>", start)]
 
 
-@pytest.mark.skipif(not CHROMIUM.exists(), reason="Chromium is not installed")
+@needs_chromium
 def test_the_report_works_in_a_browser(model, tmp_path):
-    from playwright.sync_api import sync_playwright
-
     page_file = tmp_path / "audit.html"
     result = audit(model, *SMALL, "--speculative-config", NGRAM, "--json", "--html", str(page_file))
     found = json.loads(result.stdout)
     errors: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+    with chromium() as browser:
         page = browser.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(page_file.as_uri())
@@ -79,7 +76,6 @@ def test_the_report_works_in_a_browser(model, tmp_path):
         page.select_option("#profile", "alone")
         alone = found["diagnosis"]["profiles"]["alone"]
         assert page.locator(".bars div").count() == len(alone["judged"])
-        browser.close()
     assert errors == []
 
 

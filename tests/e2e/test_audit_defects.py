@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.harness import build
+from helpers.harness import CPU, build
 from helpers.hybrid_toy import HybridToy
 from helpers.twin import PROMPTS, Twin
 from mutants import catalogue
@@ -23,6 +23,7 @@ from sametoken.bench.acceptance import BEYOND_FIRST, OTHER_DRAFTER
 from sametoken.config import EngineConfig
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.eagle import EagleDrafter
+from sametoken.kernels.select import select_kernels
 
 K = 4
 CONFIG = EngineConfig.from_options(
@@ -39,7 +40,8 @@ def asks_of(prompts, max_tokens: int) -> list[Ask]:
     ]
 
 
-TWIN_ASKS = asks_of({f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}, 28)
+MAX_TOKENS = 28
+TWIN_ASKS = asks_of({f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}, MAX_TOKENS)
 
 
 def audited(core, k: int):
@@ -54,7 +56,7 @@ def audited(core, k: int):
 
 def audit_twin(directory, *, plant=lambda: None, steps_in_flight: int = 1, spoil: bool = True):
     """Audit an engine; ``plant`` is called before the one with speculation is built."""
-    twin = Twin(directory)
+    twin = Twin(directory, kernels=select_kernels(CPU))
 
     def make(config):
         k = config.num_drafts
@@ -97,7 +99,7 @@ def test_the_clean_engine_passes(tmp_path):
     assert causes(verdict) == []
     assert verdict.noise == 0.0
     assert verdict.diagnosis.profiles["running"].num_later > 50
-    assert verdict.comparisons[-1].num_logits == 28 * len(TWIN_ASKS)
+    assert verdict.comparisons[-1].num_logits == MAX_TOKENS * len(TWIN_ASKS)
     assert len(verdict.diagnosis.replays) > 20
 
 
@@ -150,7 +152,7 @@ def test_recurrent_state_that_ran_ahead_is_corruption(monkeypatch, plant):
         )
 
     settings = AuditSettings(concurrency=2, num_alone=2, diagnose=False)
-    verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 120), settings, build=make)
+    verdict = audit_engine(ngram, asks_of(HYBRID_PROMPTS, 60), settings, build=make)
     assert verdict.summary == CORRUPTED
     divergences = [d for comparison in verdict.comparisons for d in comparison.divergences]
     assert CORRUPTION in {d.kind for d in divergences}

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench
+from helpers.hybrids import merged_experts
 from sametoken.errors import UnsupportedError
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import select_kernels
@@ -183,26 +184,8 @@ def rename(directory: Path, change) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
-def merged_experts(tensors: dict) -> dict:
-    """Every layer's experts in two tensors, as Qwen3.5 is published."""
-    merged, stacks = {}, {}
-    for name, tensor in tensors.items():
-        base, is_expert, rest = name.partition(".mlp.experts.")
-        if not is_expert:
-            merged[name] = tensor
-            continue
-        expert, kind, _ = rest.split(".")
-        stacks.setdefault(f"{base}.mlp.experts", {})[int(expert), kind] = tensor
-    for name, parts in stacks.items():
-        count = len(parts) // 3
-        gate_up = [torch.cat((parts[i, "gate_proj"], parts[i, "up_proj"])) for i in range(count)]
-        merged[f"{name}.gate_up_proj"] = torch.stack(gate_up)
-        merged[f"{name}.down_proj"] = torch.stack([parts[i, "down_proj"] for i in range(count)])
-    return merged
-
-
 @settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),

@@ -1,5 +1,7 @@
 """README's commands and examples run, its paths exist, and its file tree is the real one.
 
+The commands of the other pages are parsed.
+
 Everything runs in a directory where the names that README uses lead to tiny random
 checkpoints; what uses the small demo model runs with that one too, if it can be had.
 """
@@ -33,14 +35,19 @@ MAX_POSITIONS = 512
 NOT_RUN = ("demo", "serve", "batch", "bench serve", "eval")
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, page: str = README) -> list[str]:
     """Fenced blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def lines_of(language: str, page: str = README) -> list[str]:
+    """Lines of fenced blocks, continued ones as one."""
+    text = "".join(blocks(language, page)).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.strip()]
 
 
 def commands() -> list[list[str]]:
-    text = "".join(blocks("bash")).replace("\\\n", " ")
-    return [shlex.split(line) for line in text.splitlines() if line.strip()]
+    return [shlex.split(line) for line in lines_of("bash")]
 
 
 SAMETOKEN = [words[1:] for words in commands() if words[0] == "sametoken"]
@@ -94,9 +101,12 @@ def uses_demo_model(arguments: list[str]) -> bool:
 
 def parsed(arguments: list[str]) -> Context:
     """The command with its arguments, checked by the parser itself, not run."""
-    group = typer.main.get_command(app)
-    command: Command = group.commands[arguments[0]]
-    return command.make_context(arguments[0], list(arguments[1:]))
+    command: Command = typer.main.get_command(app)
+    name, rest = "sametoken", list(arguments)
+    while hasattr(command, "commands"):
+        name, *rest = rest
+        command = command.commands[name]
+    return command.make_context(name, rest)
 
 
 def run(arguments: list[str]) -> None:
@@ -151,8 +161,9 @@ def test_an_example_runs_with_the_demo_model(example, demo_model, capsys):
 
 
 def test_an_unknown_option_does_not_pass():
-    with pytest.raises(Exception, match="No such option"):
-        parsed(["generate", "--no-such-option"])
+    for command in (["generate"], ["bench", "serve"]):
+        with pytest.raises(Exception, match="No such option"):
+            parsed([*command, "--no-such-option"])
 
 
 def real_tree() -> dict[str, str]:
@@ -200,6 +211,14 @@ def test_every_stop_of_a_token_exists():
 
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def test_commands_of_other_pages_parse():
+    lines = [line for page in PAGES for line in lines_of(r"\w*", page.read_text(encoding="utf-8"))]
+    found = [shlex.split(line)[1:] for line in lines if line.startswith("sametoken ")]
+    assert len(found) > len(SAMETOKEN) + 10
+    for arguments in found:
+        parsed(arguments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

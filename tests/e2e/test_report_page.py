@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 from typer.testing import CliRunner
 
 from helpers.bench_engine import document
+from helpers.browser import chromium, needs_chromium
 from sametoken.bench.files import write_json
 from sametoken.cli.main import app
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +34,8 @@ def page_path(sources, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # A container has no user namespaces for the sandbox.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with chromium() as launched:
+        yield launched
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def engine(kind: str, **shape):
         model(),
         Shape(**SHAPE | shape),
         make_drafter=make_drafter(kind),
-        oracle=lambda admitted: truths()[admitted.prompt_token_ids, admitted.params.seed],
+        oracle=lambda admitted: list(alone(admitted.prompt_token_ids, admitted.params.seed)),
     )
 
 
@@ -182,7 +182,7 @@ def test_a_slot_s_next_request_starts_its_own_grammar():
     """One slot: the second request must not go on where the first one stood."""
     core = build(model(), Shape(max_num_seqs=1, **SHAPE), make_drafter=make_drafter("ngram"))
     ran = run(core, [ask("first", PROMPTS[0], 2, 4), ask("next", PROMPTS[1], 0)])
-    assert ran.tokens["next"] == truths()[PROMPTS[1], 0][:LONGEST]
+    assert ran.tokens["next"] == list(alone(PROMPTS[1], 0))[:LONGEST]
 
 
 @pytest.mark.parametrize("kind", [None, "ngram", "right"])
@@ -190,7 +190,7 @@ def test_a_request_without_an_allowed_token_fails_alone(kind):
     """The grammar ends after three letters, where min_tokens forbids the only token left."""
     prompt, short = PROMPTS[0], StructuredOutputs(regex="[a-z]{3}")
     letters = list(alone_without_min_tokens(prompt, short))
-    sound = [*truths()[PROMPTS[1], 1]]
+    sound = list(alone(PROMPTS[1], 1))
     core = build(
         model(),
         Shape(**SHAPE),

@@ -12,6 +12,7 @@ from helpers.hybrids import twin_config, twin_tensors
 from helpers.spoilt import Spoilt, make_stream
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.eagle import EagleDrafter
+from sametoken.kernels.interface import Kernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
@@ -40,13 +41,13 @@ def twin_shape(k: int, steps_in_flight: int) -> Shape:
 
 
 class Twin:
-    """A target and its module, loaded from one checkpoint."""
+    """A target and its module, loaded from one checkpoint; by default over the references."""
 
-    def __init__(self, directory, seed: int = 0) -> None:
+    def __init__(self, directory, seed: int = 0, kernels: Kernels | None = None) -> None:
         config = twin_config()
         write_checkpoint(directory, config, twin_tensors(config, seed))
         options = {
-            "kernels": ReferenceKernels(),
+            "kernels": kernels or ReferenceKernels(),
             "dtype": torch.float32,
             "device": CPU,
             "max_positions": 96,

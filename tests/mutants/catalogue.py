@@ -79,7 +79,7 @@ class Mutant:
     """One planted bug.
 
     Attributes:
-        issue: where it was met, or the rule of the design that it breaks.
+        issue: where it was met, or the part of the law that it breaks.
         plant: makes the change.
         test: the test that must fail.
         oracle: what catches it: "tokens"; "acceptance"; "position", a check of what one row
@@ -603,14 +603,14 @@ MUTANTS = (
     ),
     Mutant(
         "rejected-drafts-committed",
-        "DESIGN: one truth",
+        "the law: one truth",
         rejected_drafts_are_committed,
         f"{SAME_TOKENS}[wrong-1]",
         "position",
     ),
     Mutant(
         "kv-of-rejected-drafts-addressable",
-        "DESIGN: one truth",
+        "the law: one truth",
         rejected_kv_counts_as_computed,
         f"{SAME_TOKENS}[wrong-1]",
         "position",
@@ -638,42 +638,42 @@ MUTANTS = (
     ),
     Mutant(
         "recurrent-state-of-a-former-request",
-        "DESIGN: recurrent state",
+        "the law: recurrent state",
         a_slot_keeps_its_recurrent_state,
         SLOT_REUSE,
         "tokens",
     ),
     Mutant(
         "noise-keyed-by-step-instead-of-position",
-        "DESIGN: keyed sampling",
+        "the law: keyed sampling",
         noise_is_keyed_by_step,
         f"{SAME_TOKENS}[right-1]",
         "tokens",
     ),
     Mutant(
         "penalties-without-the-rows-own-prefix",
-        "DESIGN: sampling",
+        "the law: sampling",
         penalties_see_committed_tokens_alone,
         f"{SAME_TOKENS}[right-1]",
         "tokens",
     ),
     Mutant(
         "grammar-mask-of-the-first-row-for-all",
-        "DESIGN: sampling",
+        "the law: sampling",
         every_row_has_the_first_row_s_mask,
-        f"{STRUCTURED}[right-1]",
+        f"{STRUCTURED}[mixed-1]",
         "tokens",
     ),
     Mutant(
         "grammar-advanced-over-rejected-drafts",
-        "DESIGN: sampling",
+        "the law: sampling",
         the_matcher_keeps_rejected_drafts,
         f"{STRUCTURED}[mixed-1]",
         "tokens",
     ),
     Mutant(
         "grammar-of-a-former-request",
-        "DESIGN: sampling",
+        "the law: sampling",
         a_slot_keeps_its_grammar,
         "tests/e2e/test_structured_outputs.py::test_a_slot_s_next_request_starts_its_own_grammar",
         "tokens",
@@ -687,35 +687,35 @@ MUTANTS = (
     ),
     Mutant(
         "cascade-leaves-the-model-s-kv-behind",
-        "DESIGN: one truth",
+        "the law: one truth",
         a_cascade_s_model_misses_turns,
         "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]",
         "position",
     ),
     Mutant(
         "chunk-edge-placeholder-token",
-        "DESIGN: one truth",
+        "the law: one truth",
         a_chunk_ends_in_a_placeholder,
         f"{PREFIXES}[lookahead-4]",
         "acceptance",
     ),
     Mutant(
         "chunk-edge-placeholder-under-an-eagle-head",
-        "DESIGN: one truth",
+        "the law: one truth",
         a_chunk_ends_in_a_placeholder,
         EAGLE_HEAD,
         "position",
     ),
     Mutant(
         "chunk-edge-placeholder-under-an-mtp-module",
-        "DESIGN: one truth",
+        "the law: one truth",
         a_chunk_ends_in_a_placeholder,
         MTP_MODULE,
         "position",
     ),
     Mutant(
         "rejected-rows-extracted",
-        "DESIGN: one truth",
+        "the law: one truth",
         live_rows_are_all_rows,
         "tests/unit/drafters/test_extract_drafter.py"
         "::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
@@ -723,14 +723,14 @@ MUTANTS = (
     ),
     Mutant(
         "rows-past-the-end-extracted",
-        "DESIGN: one truth",
+        "the law: one truth",
         rows_past_the_end_are_recorded,
         EXTRACTED,
         "position",
     ),
     Mutant(
         "rows-in-flight-extracted",
-        "DESIGN: one truth",
+        "the law: one truth",
         rows_in_flight_are_recorded,
         EXTRACTED,
         "guard",
@@ -744,14 +744,14 @@ MUTANTS = (
     ),
     Mutant(
         "rank-runs-drafts-of-its-own",
-        "DESIGN: one truth",
+        "the law: one truth",
         a_rank_runs_drafts_of_its_own,
         f"{TWO_RANKS}[self-3-6-16]",
         "tokens",
     ),
     Mutant(
         "rank-commits-a-token-of-its-own",
-        "DESIGN: one truth",
+        "the law: one truth",
         rank_0_s_verdict_stays_its_own,
         f"{TWO_RANKS}[ngram-2-6-32]",
         "tokens",

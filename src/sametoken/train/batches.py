@@ -130,6 +130,20 @@ class DraftRows:
         left = upload(batch.lengths[owners] - 2 - rows, device)
         return cls(flat, left, counts.tolist())
 
+    def goes_on(self, agrees: Tensor, k: int) -> Tensor:
+        """[k, M] bool, whether the text lets a chain from each row reach each draft.
+
+        Args:
+            agrees: [M] bool, whether the text goes on from a row as the target would.
+            k: drafts of a chain.
+        """
+        reached = self.left > torch.arange(k, device=self.left.device)[:, None]
+        for draft in range(1, k):
+            # A chain gets past row r + draft - 1 on its way to the draft from row r + draft.
+            before = agrees[draft - 1 : -1]
+            reached[draft, : before.shape[0]] &= before
+        return reached
+
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A host tensor on a device, without waiting for it."""

@@ -77,16 +77,10 @@ class DraftObjective(Distillation):
         everywhere = torch.ones_like(agrees)
         loss = soft_cross_entropy(logits, wanted.float().softmax(-1), everywhere)
         right = logits.detach().argmax(-1) == following
-        correct, goes_on = torch.zeros(
-            (2, self._k, right.shape[0]), dtype=torch.bool, device=right.device
-        )
+        correct = torch.zeros((self._k, right.shape[0]), dtype=torch.bool, device=right.device)
         for draft in range(self._k):
-            num_rows = max(right.shape[0] - draft, 0)
-            live = draft < rows.left[:num_rows]
-            correct[draft, :num_rows] = right[draft:]
-            before = agrees[draft - 1 : draft - 1 + num_rows] if draft else live
-            goes_on[draft, :num_rows] = live & before
-        acceptance, num_accepted = count_accepted(correct, goes_on)
+            correct[draft, : max(right.shape[0] - draft, 0)] = right[draft:]
+        acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, self._k))
         return StepLoss(loss, acceptance), Judged(num_accepted, rows.counts)
 
 

@@ -90,9 +90,7 @@ class HeadObjective(Distillation):
         # The text goes on as the target would: a chain of drafts gets past this row.
         agrees = following == batch.token_ids.flatten()[rows.flat + 2]
         losses: list[Tensor] = []
-        correct, goes_on = torch.zeros(
-            (2, k, rows.flat.shape[0]), dtype=torch.bool, device=rows.flat.device
-        )
+        correct = torch.zeros((k, rows.flat.shape[0]), dtype=torch.bool, device=rows.flat.device)
         with self._compute.autocast():
             outputs = self._head.unroll(self._embedding, batch.token_ids, states.auxiliary, k)
             for draft, last in enumerate(outputs):
@@ -106,9 +104,7 @@ class HeadObjective(Distillation):
                 losses.append(soft_cross_entropy(logits, probabilities[draft:], counted))
                 chosen = self._token_ids[logits.detach().argmax(-1)]
                 correct[draft, :num_rows] = chosen == following[draft:]
-                before = agrees[draft - 1 : draft - 1 + num_rows] if draft else live
-                goes_on[draft, :num_rows] = live & before
         weights = [self._unroll.decay**draft for draft in range(k)]
         total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
-        acceptance, num_accepted = count_accepted(correct, goes_on)
+        acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, k))
         return StepLoss(total / sum(weights), acceptance), Judged(num_accepted, rows.counts)

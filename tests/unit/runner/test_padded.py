@@ -21,7 +21,7 @@ from sametoken.state.sequences import Sequences
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = {0: [3, 1, 4, 1, 5, 9, 2], 2: [7, 8, 7]}
-SLOTS, CHUNK, LENGTH = 3, 5, 16
+SLOTS, CHUNK, LENGTH = 3, 5, 12
 
 
 def padded_step(model: HybridToy, k: int) -> PaddedStep:

@@ -14,12 +14,9 @@ from helpers.training import (
     SIZES,
     open_llm,
     prompts_of,
-    write_own_text,
-    write_target,
 )
 from sametoken.errors import ConfigError
 from sametoken.models.loader import read_config
-from sametoken.train.distillation import TrainingText
 from sametoken.train.draft import train_draft
 from sametoken.train.options import DraftOptions, LoopOptions
 
@@ -34,18 +31,6 @@ LOOP = LoopOptions(
     validation=0.0,
     device="cpu",
 )
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def text(target, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    write_own_text(target, path)
-    return TrainingText(file=path)
 
 
 def train(target, output, text, *, loop=LOOP):

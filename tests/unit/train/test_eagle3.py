@@ -18,8 +18,6 @@ from helpers.training import (
     SIZES,
     open_llm,
     prompts_of,
-    write_own_text,
-    write_target,
 )
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.train.distillation import TrainingText
@@ -42,18 +40,6 @@ LOOP = LoopOptions(
 
 def ignore(_):
     pass
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture(scope="module")
-def text(target, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    write_own_text(target, path)
-    return TrainingText(file=path)
 
 
 def train(target, output, text, *, head=HEAD, loop=LOOP, report=ignore):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
-from helpers.training import GREEDY, open_llm, prompts_of, write_own_text, write_target
+from helpers.clock import Clock
+from helpers.training import GREEDY, open_llm, prompts_of, write_own_text
 from sametoken.errors import ConfigError, RequestError
+from sametoken.train import generate
 from sametoken.train.generate import TextPrompt, read_prompts, write_text
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    return write_target(tmp_path_factory.mktemp("target"))
 
 
 def rows_of(path):
@@ -54,14 +50,16 @@ def test_a_prompt_s_own_temperature_and_seed_go_first(target, tmp_path):
     assert len({tuple(answer) for answer in (greedy, one, other)}) == 3
 
 
-def test_no_answers_are_begun_after_the_time(target, tmp_path):
+def test_no_answers_are_begun_after_the_time(target, tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(generate, "time", clock)
     llm = open_llm(target, max_num_seqs=1)
     asked = [TextPrompt(p["prompt_token_ids"], []) for p in prompts_of()]
 
-    def slow(count):
-        time.sleep(0.05)
+    def advance(count):
+        clock.now += 2
 
-    written = write_text(llm, asked, tmp_path / "t.jsonl", GREEDY, max_seconds=0.02, advance=slow)
+    written = write_text(llm, asked, tmp_path / "t.jsonl", GREEDY, max_seconds=1, advance=advance)
     assert written.answers == len(rows_of(tmp_path / "t.jsonl")) == 8
 
 

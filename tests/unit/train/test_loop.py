@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
 
+from helpers.clock import Clock
 from sametoken.errors import CheckpointError, ConfigError, NumericalError
+from sametoken.train import loop
 from sametoken.train.acceptance import Acceptance
 from sametoken.train.loop import CHECKPOINT, StepLoss, learning_rate, run_loop
 from sametoken.train.options import LoopOptions
@@ -22,16 +22,16 @@ class Line(nn.Module):
 
 
 class Fit:
-    """Least squares; a step's data follow from the step."""
+    """Least squares; a step's data follow from the step. On a clock it takes a second."""
 
-    def __init__(self, pause: float = 0.0) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.network = Line()
         self.seen: list[int] = []
-        self.pause = pause
+        self.clock = clock or Clock()
 
     def loss(self, step: int) -> StepLoss:
         self.seen.append(step)
-        time.sleep(self.pause)
+        self.clock.now += 1
         x = torch.randn(8, 2, generator=torch.Generator().manual_seed(step))
         y = x @ torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, -1.0]])
         error = x @ self.network.weight.T + self.network.bias - y
@@ -48,10 +48,15 @@ def options(**changes) -> LoopOptions:
     return LoopOptions(**{"steps": 40, "warmup_steps": 5, "learning_rate": 0.1} | changes)
 
 
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    return clock
+
+
 def train(objective, output, chosen, report=lambda now: None, identity=None):
-    return run_loop(
-        objective, chosen, output, report, identity=identity or {}, began=time.monotonic()
-    )
+    return run_loop(objective, chosen, output, report, identity=identity or {}, began=0.0)
 
 
 def test_it_learns_and_reports(tmp_path):
@@ -131,24 +136,21 @@ def test_a_missing_or_broken_checkpoint_is_named(tmp_path):
         train(Fit(), tmp_path, options(resume=True))
 
 
-def test_steps_are_chosen_to_fit_the_time_and_repeat_under_that_number(tmp_path):
-    timed, reports = Fit(pause=0.01), []
-    (tmp_path / "a").mkdir()
-    result = train(timed, tmp_path / "a", options(steps=100_000, max_seconds=1.0), reports.append)
-    assert 10 < result.steps <= 100
-    assert result.report.step <= result.steps
-    if result.report.step == result.steps:
-        again = Fit()
-        (tmp_path / "b").mkdir()
-        train(again, tmp_path / "b", options(steps=result.steps))
-        assert torch.equal(again.network.weight, timed.network.weight)
+def test_steps_are_chosen_to_fit_the_time_and_repeat_under_that_number(tmp_path, clock):
+    timed, again = Fit(clock), Fit()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    result = train(timed, tmp_path / "a", options(steps=100_000, max_seconds=100.0))
+    # 94 % of the time is planned.
+    assert result.steps == result.report.step == 94
+    train(again, tmp_path / "b", options(steps=result.steps))
+    assert torch.equal(again.network.weight, timed.network.weight)
 
 
-def test_no_step_is_begun_after_the_time(tmp_path):
-    slow = Fit(pause=0.05)
-    result = train(slow, tmp_path, options(warmup_steps=1000, steps=1000, max_seconds=0.2))
-    assert 2 <= len(slow.seen) <= 10
-    assert result.report.step == len(slow.seen)
+def test_no_step_is_begun_after_the_time(tmp_path, clock):
+    slow = Fit(clock)
+    result = train(slow, tmp_path, options(warmup_steps=1000, steps=1000, max_seconds=4.5))
+    assert result.report.step == len(slow.seen) == 5
     assert (tmp_path / CHECKPOINT).is_file()
 
 

@@ -11,9 +11,8 @@ from safetensors.torch import load_file
 
 from helpers.checkpoints import write_checkpoint, write_llama
 from helpers.hybrids import hybrid_config, hybrid_tensors, without_mtp
-from helpers.training import GREEDY, NUM_PROMPTS, open_llm, prompts_of, write_own_text
+from helpers.training import GREEDY, NUM_PROMPTS, open_llm, prompts_of
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.train.distillation import TrainingText
 from sametoken.train.mtp import train_mtp
 from sametoken.train.options import LoopOptions, MTPOptions
 
@@ -37,13 +36,6 @@ def target(tmp_path_factory):
     config = hybrid_config("qwen3_5", **SIZES)
     tensors = without_mtp(hybrid_tensors(config, 2))
     return write_checkpoint(tmp_path_factory.mktemp("target"), config, tensors)
-
-
-@pytest.fixture(scope="module")
-def text(target, tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    write_own_text(target, path)
-    return TrainingText(file=path)
 
 
 def train(target, output, text, *, loop=LOOP, module=MODULE):

@@ -98,22 +98,30 @@ def audit_sides(
             against("subject against itself", found, found_again),
         ),
         noise=noise,
-        defects=_defects(speculation, truth, found),
+        defects=_defects(speculation, truth, found, found_again),
         diagnosis=_diagnosis(before, after),
     )
 
 
-def _defects(comparison: Comparison, truth: Answers, found: Answers) -> tuple[TextDefect, ...]:
-    """Defects that a near tie does not explain; other samples may well end elsewhere."""
-    return tuple(
-        defect
-        for divergence in comparison.divergences
-        if divergence.kind != TIE
-        for defect in text_defects(
-            divergence.request, truth[divergence.request], found[divergence.request]
-        )
-        if divergence.kind != SAMPLED or defect.kind == REPEATED
-    )
+def _defects(
+    comparison: Comparison, truth: Answers, found: Answers, again: Answers
+) -> tuple[TextDefect, ...]:
+    """Defects that neither a near tie nor chance explains.
+
+    Nothing is told from where the baseline's answer had ended. Other samples may well end
+    elsewhere, and may loop once: there a fragment counts if the subject repeats its answer.
+    """
+    defects: list[TextDefect] = []
+    for divergence in comparison.divergences:
+        request = divergence.request
+        if divergence.kind == TIE or divergence.expected is None:
+            continue
+        shown = text_defects(request, truth[request], found[request])
+        if divergence.kind == SAMPLED:
+            lasting = found[request].tokens == again[request].tokens
+            shown = tuple(d for d in shown if lasting and d.kind == REPEATED)
+        defects.extend(shown)
+    return tuple(defects)
 
 
 def kernel_noise(

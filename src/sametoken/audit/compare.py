@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from sametoken.audit.answers import Answer, TopTwo
 from sametoken.bench.trace import Window
@@ -123,6 +124,24 @@ def first_difference(expected: Answer, found: Answer) -> int | None:
     if len(expected.tokens) == len(found.tokens):
         return None
     return min(len(expected.tokens), len(found.tokens))
+
+
+def differences(
+    one: Mapping[str, Answer], other: Mapping[str, Answer], most: int | None = None
+) -> Iterator[float]:
+    """How far the candidates' log-probabilities of equal contexts lie apart.
+
+    Args:
+        one, other: answers with ``top``; ``one`` has at least those of ``other``.
+        most: positions of each answer to look at, from the first on; None for all.
+    """
+    for name, answer in other.items():
+        parted = first_difference(one[name], answer)
+        end = None if parted is None else parted + 1
+        shown = zip(one[name].top[:end], answer.top[:end], strict=False)
+        for top, their_top in islice(shown, most):
+            known = dict(top)
+            yield from (abs(known[token] - p) for token, p in their_top if token in known)
 
 
 def margin_of(top: TopTwo) -> float | None:

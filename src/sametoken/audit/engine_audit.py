@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sametoken.audit.answers import Answers, Ask
-from sametoken.audit.compare import Comparison, compare, compare_logits
+from sametoken.audit.compare import Comparison, compare, compare_logits, differences
 from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
 from sametoken.audit.engine_runs import RunSettings, run_asks
 from sametoken.audit.text_defects import TextDefect, text_defects
@@ -93,14 +93,9 @@ def audit_engine(
     gc.collect()
     announce(f"speculation by {speculative.method}")
     core = build(config)
-    eos = _eos(core, settings)
-    runs = {
-        name: run_asks(core, asks, how, eos)
-        for name, how in _variants(settings, config.num_drafts).items()
-    }
-    alone = asks[: settings.num_alone]
-    runs["one at a time"] = run_asks(core, alone, RunSettings(1), eos)
-    top = run_asks(core, asks, RunSettings(settings.concurrency, top=True), eos)
+    runs = _runs(core, asks, settings)
+    with_top = RunSettings(settings.concurrency, top=True)
+    top = run_asks(core, asks, with_top, _eos(core, settings))
     comparisons = [
         compare(name, baseline.answers, found, noise=baseline.noise, margins=baseline.top)
         for name, found in runs.items()
@@ -122,13 +117,20 @@ def audit_engine(
     )
 
 
-def _variants(settings: AuditSettings, k: int) -> dict[str, RunSettings]:
-    fewer = max(1, settings.concurrency // 2)
-    return {
+def _runs(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) -> dict[str, Answers]:
+    """The runs with speculation, by name."""
+    eos = _eos(core, settings)
+    fewer, fewer_drafts = (
+        max(1, most // 2) for most in (settings.concurrency, core.resolved.config.num_drafts)
+    )
+    variants = {
         "as configured": RunSettings(settings.concurrency),
         f"shuffled, {fewer} at once": RunSettings(fewer, shuffled=True),
-        f"k={max(1, k // 2)}": RunSettings(settings.concurrency, max_drafts=max(1, k // 2)),
+        f"k={fewer_drafts}": RunSettings(settings.concurrency, max_drafts=fewer_drafts),
     }
+    runs = {name: run_asks(core, asks, how, eos) for name, how in variants.items()}
+    runs["one at a time"] = run_asks(core, asks[: settings.num_alone], RunSettings(1), eos)
+    return runs
 
 
 def _baseline(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) -> Baseline:
@@ -136,26 +138,12 @@ def _baseline(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) ->
     answers = run_asks(core, asks, RunSettings(settings.concurrency), eos)
     top = run_asks(core, asks, RunSettings(settings.concurrency, top=True), eos)
     alone = run_asks(core, asks[: settings.num_alone], RunSettings(1, top=True), eos)
-    noise = largest_difference(top, alone)
+    noise = max(differences(top, alone), default=0.0)
     repeats = (
         compare("plain, again", answers, top, noise=noise, margins=top),
         compare("plain, one at a time", answers, alone, noise=noise, margins=top),
     )
     return Baseline(answers, top, noise, repeats)
-
-
-def largest_difference(one: Answers, other: Answers) -> float:
-    """The largest difference of a candidate's log-probability over equal beginnings."""
-    largest = 0.0
-    for name, answer in other.items():
-        pairs = zip(one[name].tokens, answer.tokens, one[name].top, answer.top, strict=False)
-        for mine, theirs, top, their_top in pairs:
-            known = dict(top)
-            differences = [abs(known[t] - p) for t, p in their_top if t in known]
-            largest = max(largest, *differences) if differences else largest
-            if mine != theirs:
-                break
-    return largest
 
 
 def _defects(baseline: Answers, found: Answers) -> tuple[TextDefect, ...]:

@@ -6,12 +6,11 @@ speculation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from sametoken.audit.answers import Answers, Ask
-from sametoken.audit.compare import SAMPLED, TIE, Comparison, compare, first_difference
+from sametoken.audit.compare import SAMPLED, TIE, Comparison, compare, differences
 from sametoken.audit.diagnosis import Diagnosis
 from sametoken.audit.servers import Server, ask_server, read_counters
 from sametoken.audit.text_defects import REPEATED, TextDefect, text_defects
@@ -139,23 +138,12 @@ def kernel_noise(
     Returns:
         ``MARGIN_OVER_NOISE`` times the largest difference; None if there is none to see.
     """
-    differences = [*_differences(*repeats)]
+    seen = [*differences(*repeats)]
     for one, other in crossed:
-        differences.extend(_differences(one, other, most=1))
-    if not differences:
+        seen.extend(differences(one, other, most=1))
+    if not seen:
         return None
-    return min(MARGIN_OVER_NOISE * max(differences), MOST_NOISE)
-
-
-def _differences(one: Answers, other: Answers, most: int | None = None) -> Iterator[float]:
-    """Differences of candidates' log-probabilities over the answers' equal beginnings."""
-    for name, answer in other.items():
-        equal = first_difference(one[name], answer)
-        end = len(answer.tokens) if equal is None else equal + 1
-        shown = zip(one[name].top[:end], answer.top[:end], strict=False)
-        for top, their_top in islice(shown, most):
-            known = dict(top)
-            yield from (abs(known[t] - p) for t, p in their_top if t in known)
+    return min(MARGIN_OVER_NOISE * max(seen), MOST_NOISE)
 
 
 def _has_ids(answers: Answers) -> bool:

@@ -274,10 +274,3 @@ def run(ready: Run, output: Path, report: Callable[[Report], None], began: float
     )
     write_result(output, ready.settings | {"loop": asdict(loop)}, asdict(result))
     return result
-
-
-def soft_cross_entropy(logits: Tensor, probabilities: Tensor, counted: Tensor) -> Tensor:
-    """The mean over counted rows of ``-sum(probabilities * log_softmax(logits))``."""
-    wide = logits.float()
-    losses = wide.logsumexp(-1) - (probabilities * wide).sum(-1)
-    return torch.where(counted, losses, 0.0).sum() / counted.sum().clamp(min=1)

@@ -26,11 +26,11 @@ from sametoken.train.distillation import (
     TrainingText,
     read_material,
     run,
-    soft_cross_entropy,
 )
 from sametoken.train.loop import Report, StepLoss
 from sametoken.train.options import DraftOptions, LoopOptions
 from sametoken.train.results import make_directory
+from sametoken.train.soft_targets import judge_rows
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget
 
@@ -73,10 +73,13 @@ class DraftObjective(Distillation):
         agrees = following == batch.token_ids.flatten()[places + 1]
         with self._compute.autocast():
             last = self._drafter(batch.token_ids).flatten(0, 1).index_select(0, places)
-            logits = last @ self._drafter.head.T
-        everywhere = torch.ones_like(agrees)
-        loss = soft_cross_entropy(logits, wanted.float().softmax(-1), everywhere)
-        right = logits.detach().argmax(-1) == following
+        loss, chosen = judge_rows(
+            last.to(self._compute.dtype),
+            self._drafter.head.to(self._compute.dtype),
+            wanted.float().softmax(-1),
+            torch.ones_like(agrees),
+        )
+        right = chosen == following
         correct = torch.zeros((self._k, right.shape[0]), dtype=torch.bool, device=right.device)
         for draft in range(self._k):
             correct[draft, : max(right.shape[0] - draft, 0)] = right[draft:]

@@ -101,10 +101,10 @@ class Eagle3Network(HeadNetwork):
             hidden = layer(embedding[following].to(hidden.dtype), hidden, cos, sin, kv)
             yield self.norm(hidden)
 
-    def draft_logits(self, last: Tensor) -> Tensor:
+    @property
+    def draft_head(self) -> Tensor:
         """See ``HeadNetwork``."""
-        logits: Tensor = self.lm_head(last)
-        return logits
+        return self.lm_head.weight
 
     def export_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The weights under the names of ``speculators``, on the host."""

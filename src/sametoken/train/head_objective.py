@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows
 from sametoken.train.devices import Compute
-from sametoken.train.distillation import Distillation, Judged, soft_cross_entropy
+from sametoken.train.distillation import Distillation, Judged
 from sametoken.train.loop import StepLoss
+from sametoken.train.soft_targets import judge_rows
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.vocabulary import membership
 
@@ -43,9 +44,10 @@ class HeadNetwork(nn.Module, ABC):
                 the token at r + s + 1.
         """
 
+    @property
     @abstractmethod
-    def draft_logits(self, last: Tensor) -> Tensor:
-        """[M, hidden] to [M, draft vocabulary]."""
+    def draft_head(self) -> Tensor:
+        """[draft vocabulary, hidden], what logits are made with."""
 
 
 class HeadObjective(Distillation):
@@ -83,7 +85,7 @@ class HeadObjective(Distillation):
 
     def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, Judged]:
         """The loss of a batch, and how its drafts were judged."""
-        rows, k = DraftRows.of(batch), self._unroll.steps
+        rows, k, dtype = DraftRows.of(batch), self._unroll.steps, self._compute.dtype
         wanted = states.last.flatten(0, 1)[rows.flat + 1] @ self._draft_rows.T
         probabilities = wanted.float().softmax(-1)
         following = states.greedy.flatten()[rows.flat + 1]
@@ -97,13 +99,15 @@ class HeadObjective(Distillation):
                 # Row i's draft stands where row i + draft drafts first, if that is its sequence's.
                 num_rows = max(rows.flat.shape[0] - draft, 0)
                 live = draft < rows.left[:num_rows]
-                logits = self._head.draft_logits(
-                    last.flatten(0, 1).index_select(0, rows.flat[:num_rows])
-                )
                 counted = live & self._inside[following[draft:]]
-                losses.append(soft_cross_entropy(logits, probabilities[draft:], counted))
-                chosen = self._token_ids[logits.detach().argmax(-1)]
-                correct[draft, :num_rows] = chosen == following[draft:]
+                loss, chosen = judge_rows(
+                    last.flatten(0, 1).index_select(0, rows.flat[:num_rows]).to(dtype),
+                    self._head.draft_head.to(dtype),
+                    probabilities[draft:],
+                    counted,
+                )
+                losses.append(loss)
+                correct[draft, :num_rows] = self._token_ids[chosen] == following[draft:]
         weights = [self._unroll.decay**draft for draft in range(k)]
         total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
         acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, k))

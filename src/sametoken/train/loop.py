@@ -278,8 +278,7 @@ def _optimizer(network: nn.Module, options: LoopOptions) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    fused = trained[0].device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=fused)
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def _fixed(options: LoopOptions) -> dict[str, Any]:

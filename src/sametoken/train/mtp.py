@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.kernels.interface import RotaryTable
@@ -64,9 +63,10 @@ class ModuleNetwork(HeadNetwork):
         """See ``HeadNetwork``; ``auxiliary`` is [B, L, hidden], after the final norm."""
         return self.mtp.unroll(embedding, token_ids, auxiliary, self._frozen[1], num_steps)
 
-    def draft_logits(self, last: Tensor) -> Tensor:
+    @property
+    def draft_head(self) -> Tensor:
         """See ``HeadNetwork``."""
-        return functional.linear(last, self._frozen[0])
+        return self._frozen[0]
 
 
 def train_mtp(

@@ -16,8 +16,8 @@ from sametoken.train.batches import Batch, Batches
 from sametoken.train.target import FrozenTarget, TargetStates
 from sametoken.train.text import Sequences
 
-# Tokens of a pass that fills the memory.
-_PASS_TOKENS = 32768
+# Tokens of a pass that fills the memory: a GPU wants many, a CPU what its cache holds.
+_GPU_PASS_TOKENS, _CPU_PASS_TOKENS = 32768, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ def keep(target: Target, sequences: Sequences, num_aux: int) -> Kept:
         torch.empty(num_tokens, dtype=torch.int64, device=device),
     )
     everything = list(range(len(sequences)))
-    batches = Batches(sequences, everything, batch_tokens=_PASS_TOKENS, seed=0, device=device)
+    at_once = _GPU_PASS_TOKENS if device.type == "cuda" else _CPU_PASS_TOKENS
+    batches = Batches(sequences, everything, batch_tokens=at_once, seed=0, device=device)
     run = RunAnew(target)
     for step in range(len(batches)):
         batch = batches.at(step)

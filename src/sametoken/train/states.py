@@ -155,20 +155,24 @@ def read_states(
             f'extract with "eagle_aux_hidden_state_layer_ids": {sorted(set(needed))}',
         )
     places = [layers.index(layer) for layer in needed]
-    pairs, parts = [], []
+    pairs, first = [], 0
+    most = sum(min(one.num_rows + 1, max_length) for one in extracted.manifest.sequences)
+    # The last token of a sequence was never run; no draft is judged by its state.
+    auxiliary = target.embedding.new_zeros(most, len(aux_layers) * config.hidden_size)
+    last = target.embedding.new_zeros(most, config.hidden_size)
     for index in range(len(extracted)):
         one = extracted[index]
         token_ids = one.token_ids[:max_length].tolist()
         if one.prompt_len + 2 > len(token_ids):
             continue
         pairs.append((token_ids, one.prompt_len))
-        # The last token was never run; no draft is judged by its state.
-        states = one.hidden_states[: len(token_ids) - 1, places]
-        parts.append(torch.cat((states, torch.zeros_like(states[:1]))))
-    states = torch.cat(parts).to(target.embedding)
-    last = rms_norm(states[:, -1], target.final_norm, config.rms_norm_eps)
-    kept = Kept(states[:, :-1].flatten(1), last, greedy_tokens(last, target.head))
-    return Sequences.of(pairs), kept
+        rows = slice(first, first + len(token_ids) - 1)
+        states = one.hidden_states[: len(token_ids) - 1, places].to(last)
+        auxiliary[rows] = states[:, :-1].flatten(1)
+        last[rows] = rms_norm(states[:, -1], target.final_norm, config.rms_norm_eps)
+        first += len(token_ids)
+    last = last[:first]
+    return Sequences.of(pairs), Kept(auxiliary[:first], last, greedy_tokens(last, target.head))
 
 
 def greedy_tokens(last: Tensor, head: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from sametoken.train.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Windows to measure with follow from another seed, which no training may have.
 _MEASURED_STEPS = 16
@@ -82,25 +85,30 @@ class LMObjective:
     ) -> None:
         self.network = network
         self._corpus = corpus
-        self._options = options
+        self.options = options
         self._loop = loop
         self._compute = compute
-        self.windows_per_step = max(loop.batch_tokens // loop.max_length, 1)
+        self._num_windows = max(loop.batch_tokens // loop.max_length, 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch."""
+        return self._num_windows * self._loop.max_length
 
     def loss(self, step: int) -> StepLoss:
         """See ``Objective``."""
         main, drafts, acceptance = self.losses(self._loop.seed, step)
-        return StepLoss(main + self._options.mtp_weight * drafts, acceptance)
+        return StepLoss(main + self.options.mtp_weight * drafts, acceptance)
 
     def losses(self, seed: int, step: int) -> tuple[Tensor, Tensor, Acceptance]:
         """The loss of next tokens, of the module's, and how its drafts would be accepted."""
-        windows = self._corpus.windows(seed, step, self.windows_per_step, self._loop.max_length)
+        windows = self._corpus.windows(seed, step, self._num_windows, self._loop.max_length)
         token_ids = windows.to(self._compute.device)
         with self._compute.autocast():
             states = self.network(token_ids)
             logits = functional.linear(states, self.network.head)
             main = _next_token_loss(logits, token_ids, 1)
-            if self._options.mtp_steps == 0:
+            if self.options.mtp_steps == 0:
                 none = Acceptance.none(1, token_ids.device)
                 return main, torch.zeros_like(main), none
             drafts, acceptance = self._module(token_ids, states, logits.detach().argmax(-1))
@@ -110,7 +118,7 @@ class LMObjective:
         self, token_ids: Tensor, states: Tensor, greedy: Tensor
     ) -> tuple[Tensor, Acceptance]:
         """The module's loss; its draft i of row r is judged by what the model says at r + 1 + i."""
-        k, length = self._options.mtp_steps, token_ids.shape[1]
+        k, length = self.options.mtp_steps, token_ids.shape[1]
         losses, correct, goes_on = [], [], []
         # Rows for which even the last draft has a token of the window to stand against.
         num_rows = length - k - 1
@@ -158,12 +166,7 @@ def train_lm(
     began = time.monotonic()
     make_directory(output)
     compute = choose_compute(loop)
-    if loop.resume:
-        tokenizer = load_trained_tokenizer(output)
-    else:
-        announce("training the tokenizer")
-        tokenizer = train_tokenizer(_sample(sources), options.vocab_size)
-        save_tokenizer(tokenizer, output)
+    tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
     ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
     corpus = encode_corpus(
         sources,
@@ -184,29 +187,44 @@ def train_lm(
     settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
     settings |= asdict(options)
     announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
-    done = run_loop(
-        objective,
-        loop,
-        output,
-        report,
-        identity=settings | {"tokens": corpus.num_tokens},
-        began=began,
-    )
+    identity = settings | {"tokens": corpus.num_tokens}
+    done = run_loop(objective, loop, output, report, identity=identity, began=began)
     write_decoder(output, config, network, torch.bfloat16)
-    perplexity, acceptance = _measure(objective)
-    result = LMResult(
-        steps=done.report.step,
-        seconds=round(time.monotonic() - began, 1),
-        loss=done.report.loss,
-        parameters=_parameters(network),
-        tokens=corpus.num_tokens,
-        trained_tokens=done.report.step * objective.windows_per_step * loop.max_length,
-        perplexity=perplexity,
-        acceptance=acceptance.conditional if options.mtp_steps else (),
-        average_length=acceptance.length(),
-    )
+    result = _result(objective, done.report, corpus, began)
     write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
     return result
+
+
+def _tokenizer(
+    output: Path,
+    sources: list[Source],
+    options: LMOptions,
+    *,
+    resume: bool,
+    announce: Callable[[str], None],
+) -> PreTrainedTokenizerFast:
+    """The tokenizer of the output directory if that is gone on with, else a new one."""
+    if resume:
+        return load_trained_tokenizer(output)
+    announce("training the tokenizer")
+    tokenizer = train_tokenizer(_sample(sources), options.vocab_size)
+    save_tokenizer(tokenizer, output)
+    return tokenizer
+
+
+def _result(objective: LMObjective, last: Report, corpus: Corpus, began: float) -> LMResult:
+    perplexity, acceptance = _measure(objective)
+    return LMResult(
+        steps=last.step,
+        seconds=round(time.monotonic() - began, 1),
+        loss=last.loss,
+        parameters=_parameters(objective.network),
+        tokens=corpus.num_tokens,
+        trained_tokens=last.step * objective.tokens_per_step,
+        perplexity=perplexity,
+        acceptance=acceptance.conditional if objective.options.mtp_steps else (),
+        average_length=acceptance.length(),
+    )
 
 
 def lm_config(

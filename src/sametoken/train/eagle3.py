@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sametoken.errors import ConfigError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.loader import read_config
@@ -69,7 +70,8 @@ def train_eagle3(
     began = time.monotonic()
     make_directory(output)
     compute = choose_compute(loop)
-    layers = head.layer_ids(read_config(model).num_layers)
+    config = read_config(model)
+    layers, layer = head.layer_ids(config.num_layers), _layer_config(config, head)
     target = FrozenTarget(
         model,
         aux_layers=layers,
@@ -83,10 +85,10 @@ def train_eagle3(
     token_ids = frequent_tokens(material.counts, head.draft_vocab_size)
     covered = coverage(material.counts, token_ids)
     announce(f"{token_ids.shape[0]} draft tokens cover {100 * covered:.2f} % of the answers")
-    network = _network(target, token_ids, head, loop)
+    network = _network(target, layer, token_ids, head, loop)
     _set_state_scale(network, material)
     layout = HeadLayout(
-        layer=_layer_config(target.config, head),
+        layer=layer,
         draft_vocab_size=token_ids.shape[0],
         aux_layers=layers,
         norm_before_residual=head.norm_before_residual,
@@ -125,14 +127,28 @@ def _write(network: Eagle3Network, token_ids: Tensor, layout: HeadLayout, output
 
 
 def _layer_config(config: ModelConfig, head: Eagle3Options) -> ModelConfig:
-    return replace(config, intermediate_size=head.intermediate_size or config.intermediate_size)
+    num_kv_heads = head.num_kv_heads or config.num_kv_heads
+    if config.num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{config.num_heads} heads cannot share {num_kv_heads} key-value heads",
+            f"set num_kv_heads to a divisor of {config.num_heads}",
+        )
+    return replace(
+        config,
+        intermediate_size=head.intermediate_size or config.intermediate_size,
+        num_kv_heads=num_kv_heads,
+    )
 
 
 def _network(
-    target: FrozenTarget, token_ids: Tensor, head: Eagle3Options, loop: LoopOptions
+    target: FrozenTarget,
+    config: ModelConfig,
+    token_ids: Tensor,
+    head: Eagle3Options,
+    loop: LoopOptions,
 ) -> Eagle3Network:
     """A head of random weights, but for those that make its logits: they are the target's."""
-    config, device = _layer_config(target.config, head), target.embedding.device
+    device = target.embedding.device
     network = Eagle3Network(
         config,
         draft_vocab_size=token_ids.shape[0],

@@ -82,6 +82,9 @@ class Eagle3Options:
         32000, "tokens that the head can propose, the most frequent ones; at most the target's"
     )
     intermediate_size: int | None = option(None, "of the head's MLP; default the target's")
+    num_kv_heads: int | None = option(
+        None, "key-value heads of the head's attention; default the target's"
+    )
     aux_layers: str | None = option(
         None, "three layers whose inputs the head reads, as in 2,15,27; default 2, n // 2, n - 3"
     )
@@ -100,10 +103,10 @@ class Eagle3Options:
                 f"step_loss_decay={self.step_loss_decay} is not possible",
                 "use a number above 0 and up to 1",
             )
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise ConfigError(
-                f"intermediate_size={self.intermediate_size} is not possible", "use at least 1"
-            )
+        for name in ("intermediate_size", "num_kv_heads"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name}={size} is not possible", "use at least 1")
         self.layer_ids(3)
 
     def layer_ids(self, num_layers: int) -> tuple[int, ...]:

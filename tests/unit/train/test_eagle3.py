@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.checkpoints import LLAMA
 from helpers.training import (
     ANSWER_LEN,
     GREEDY,
@@ -57,10 +58,14 @@ def assert_equal_heads(one, other):
         assert torch.equal(tensor, second[name]), name
 
 
-def test_a_trained_head_is_accepted_as_training_said(target, text, tmp_path):
+@pytest.mark.parametrize(
+    "sizes", [{}, {"num_kv_heads": LLAMA["num_attention_heads"], "intermediate_size": 80}]
+)
+def test_a_trained_head_is_accepted_as_training_said(target, text, tmp_path, sizes):
     reports = []
     loop = replace(LOOP, steps=80, warmup_steps=10, batch_tokens=512)
-    result = train(target, tmp_path, text, loop=loop, report=reports.append)
+    head = replace(HEAD, **sizes)
+    result = train(target, tmp_path, text, head=head, loop=loop, report=reports.append)
     assert reports[-1].loss < reports[0].loss - 0.3
     assert reports[-1].acceptance[0] > reports[0].acceptance[0]
 
@@ -193,6 +198,7 @@ def test_a_gpu_that_is_not_there(target, text, tmp_path):
         {"draft_vocab_size": 1},
         {"step_loss_decay": 0.0},
         {"intermediate_size": 0},
+        {"num_kv_heads": 0},
         {"aux_layers": "1,2"},
         {"aux_layers": "1,2,x"},
     ],
@@ -200,6 +206,12 @@ def test_a_gpu_that_is_not_there(target, text, tmp_path):
 def test_impossible_options_are_refused(changes):
     with pytest.raises(ConfigError):
         Eagle3Options(**changes)
+
+
+def test_heads_that_cannot_share_are_refused(target, text, tmp_path):
+    head = replace(HEAD, num_kv_heads=LLAMA["num_attention_heads"] + 1)
+    with pytest.raises(ConfigError, match="cannot share"):
+        train(target, tmp_path, text, head=head)
 
 
 def test_mixed_precision_learns_as_well(target, text, tmp_path):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from sametoken.train.loop import Report
 
 _TEXT = "text.jsonl"
+# Between two lines on how training goes, where there is no terminal for a bar.
+_SECONDS_OF_LINE = 20.0
 
 train = typer.Typer(
     help="Train drafters and small models.", no_args_is_help=True, rich_markup_mode=None
@@ -120,7 +122,7 @@ def draft(model: Model, output: Output, **options: Any) -> None:
 
 
 @train.command()
-@with_options(options_of(LMOptions), options_of(LoopOptions, ("validation",)))
+@with_options(options_of(LMOptions), options_of(LoopOptions, ("validation", "prompt_rows")))
 def lm(
     output: Output,
     text: Annotated[
@@ -135,7 +137,7 @@ def lm(
 
     sources = [Source.parse(value) for value in text]
     model = _take(LMOptions, options)
-    loop = _take(LoopOptions, options | {"validation": 0.0})
+    loop = _take(LoopOptions, options | {"validation": 0.0, "prompt_rows": False})
     with _progress() as report:
         result = train_lm(output, sources, model, loop, report=report, announce=_say)
     if json_output:
@@ -270,17 +272,28 @@ def _progress() -> Iterator[Callable[[Report], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    with Progress(*columns, console=_console()) as progress:
+    console, told = _console(), 0.0
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=None, figures="")
 
         def report(now: Report) -> None:
-            figures = f"loss {now.loss:.3f}  lr {now.learning_rate:.1e}"
-            if now.acceptance:
-                rates = " ".join(f"{100 * rate:.0f}" for rate in now.acceptance)
-                figures += f"  accepted {rates} %  length {now.length:.2f}"
+            nonlocal told
+            figures = _figures(now)
             progress.update(task, completed=now.step, total=now.steps, figures=figures)
+            # A bar is drawn on terminals alone; a log gets a line now and then.
+            if not console.is_terminal and now.seconds - told >= _SECONDS_OF_LINE:
+                told = now.seconds
+                _say(f"step {now.step} of {now.steps}, {now.seconds:.0f} s: {figures}")
 
         yield report
+
+
+def _figures(now: Report) -> str:
+    figures = f"loss {now.loss:.3f}  lr {now.learning_rate:.1e}"
+    if now.acceptance:
+        rates = " ".join(f"{100 * rate:.0f}" for rate in now.acceptance)
+        figures += f"  accepted {rates} %  length {now.length:.2f}"
+    return figures
 
 
 def _console() -> Any:

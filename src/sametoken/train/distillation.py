@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,20 @@ class Material:
     loop: LoopOptions
     device: torch.device
 
-    def batches(self, indices: list[int], seed: int) -> Batches:
-        """Batches of some of the sequences."""
+    def training_batches(self) -> Batches:
+        """Batches of what is trained on; with ``prompt_rows`` no token counts as a prompt's."""
+        sequences = self.sequences
+        if self.loop.prompt_rows:
+            sequences = replace(sequences, prompt_lens=torch.zeros_like(sequences.prompt_lens))
+        return self._batches(sequences, self.trained, self.loop.seed)
+
+    def answers(self, indices: list[int], seed: int) -> Batches:
+        """Batches of some of the sequences, of which the answers count."""
+        return self._batches(self.sequences, indices, seed)
+
+    def _batches(self, sequences: Sequences, indices: list[int], seed: int) -> Batches:
         return Batches(
-            self.sequences,
+            sequences,
             indices,
             batch_tokens=self.loop.batch_tokens,
             seed=seed,
@@ -114,7 +124,7 @@ class Material:
     @torch.no_grad()
     def measure(self, objective: Distillation, k: int) -> tuple[Acceptance, SpeculationMetrics]:
         """Acceptance over what was held back, or without it over what was trained on."""
-        batches = self.batches(self.held or self.trained, 0)
+        batches = self.answers(self.held or self.trained, 0)
         acceptance = Acceptance.none(k, self.device)
         num_accepted: list[int] = []
         counts: list[int] = []
@@ -254,7 +264,7 @@ def run(ready: Run, output: Path, report: Callable[[Report], None], began: float
         NumericalError: the loss is not finite.
     """
     material, loop = ready.material, ready.material.loop
-    ready.objective.train_on(material.batches(material.trained, loop.seed), material.states)
+    ready.objective.train_on(material.training_batches(), material.states)
     identity = ready.settings | {"text": material.sequences.digest}
     done = run_loop(ready.objective, loop, output, report, identity=identity, began=began)
     ready.write()

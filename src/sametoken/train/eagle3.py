@@ -174,7 +174,7 @@ def _network(
 @torch.no_grad()
 def _set_state_scale(network: Eagle3Network, material: Material) -> None:
     """Give every channel of the target's states the size 1 in the rows that are trained."""
-    batches = material.batches(material.trained, material.loop.seed)
+    batches = material.training_batches()
     total, count = torch.zeros_like(network.state_scale), 0
     for step in range(min(len(batches), _SCALE_BATCHES)):
         batch = batches.at(step)

@@ -30,6 +30,7 @@ class LoopOptions:
     weight_decay: float = option(0.0, "AdamW's, of matrices alone")
     clip_norm: float = option(1.0, "longest gradient; a longer one is scaled down to it")
     validation: float = option(0.02, "share of the prompts that is held back to measure with")
+    prompt_rows: bool = option(False, "train on the tokens of prompts as well as of answers")
     seed: int = option(0, "of weights and of the order of the data")
     checkpoint_every: int = option(0, "steps between checkpoints; 0 writes one at the end alone")
     resume: bool = option(False, "go on from the checkpoint in the output directory")

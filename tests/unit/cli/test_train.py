@@ -54,6 +54,14 @@ def test_a_head_straight_from_prompts(target, prompts, tmp_path):
     assert (tmp_path / "head" / "model.safetensors").is_file()
 
 
+def test_a_log_gets_lines_in_place_of_a_bar(target, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("sametoken.cli.train._SECONDS_OF_LINE", 0.0)
+    options = ["--generate-from", prompts, "--answer-tokens", 6]
+    trained = run("eagle3", target, tmp_path / "head", *options, *HEAD, *QUICK)
+    assert "step 3 of 3" in trained.stderr
+    assert "loss" in trained.stderr
+
+
 def test_answers_as_text_go_through_the_chat_template(target, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text('{"prompt": "what is it", "answer": "the rain in the car"}\n')

@@ -219,3 +219,13 @@ def test_mixed_precision_learns_as_well(target, text, tmp_path):
     loop = replace(LOOP, steps=30, batch_tokens=512, dtype="bfloat16")
     train(target, tmp_path, text, loop=loop, report=reports.append)
     assert reports[-1].loss < reports[0].loss - 0.1
+
+
+def test_prompts_can_be_trained_on_as_well(target, text, tmp_path):
+    answers = train(target, tmp_path / "answers", text)
+    both = train(target, tmp_path / "both", text, loop=replace(LOOP, prompt_rows=True))
+    # What is counted and measured are answers in either case.
+    assert both.tokens == answers.tokens
+    assert both.coverage == answers.coverage
+    first, second = weights(tmp_path / "answers"), weights(tmp_path / "both")
+    assert not torch.equal(first["fc.weight"], second["fc.weight"])

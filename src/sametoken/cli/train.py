@@ -93,14 +93,15 @@ def eagle3(
     model: Model,
     output: Output,
     states: Annotated[
-        Path | None, typer.Option(help="directory that extract_hidden_states wrote")
+        list[Path] | None,
+        typer.Option(help="directory that extract_hidden_states wrote; may be given again"),
     ] = None,
     **options: Any,
 ) -> None:
     """Train an EAGLE-3 head for a target, on --text, --generate-from or --states."""
     from sametoken.train.eagle3 import train_eagle3
 
-    _train_drafter(train_eagle3, Eagle3Options, model, output, options, states)
+    _train_drafter(train_eagle3, Eagle3Options, model, output, options, tuple(states or ()))
 
 
 @train.command()
@@ -155,7 +156,7 @@ def _train_drafter(
     model: str,
     output: Path,
     options: dict[str, Any],
-    states: Path | None = None,
+    states: tuple[Path, ...] = (),
 ) -> None:
     """Run one of the trainings against a target, and say what came of it."""
     from sametoken.models.embedded import resolve_model
@@ -163,7 +164,7 @@ def _train_drafter(
 
     given = {parameter.name: options.pop(parameter.name) for parameter in _SOURCE}
     text, prompts = given["text"], given["generate_from"]
-    if sum(source is not None for source in (text, prompts, states)) != 1:
+    if sum(bool(source) for source in (text, prompts, states)) != 1:
         raise ConfigError(
             "training needs one source of text",
             "give --text, --generate-from, or where it is offered --states",

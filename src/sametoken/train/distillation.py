@@ -39,16 +39,16 @@ _MEASURED_BATCHES = 64
 
 @dataclass(frozen=True, slots=True)
 class TrainingText:
-    """What to train on: a file or a directory of states.
+    """What to train on: a file, or directories of states.
 
     Attributes:
         file: JSON lines, as ``read_sequences`` reads them.
-        states: a directory that ``extract_hidden_states`` wrote.
+        states: directories that ``extract_hidden_states`` wrote.
         encode: see ``read_sequences``.
     """
 
     file: Path | None = None
-    states: Path | None = None
+    states: tuple[Path, ...] = ()
     encode: Encode | None = None
 
 
@@ -189,13 +189,13 @@ def read_material(
     Raises:
         ConfigError: the text or the states are missing, malformed or of another target.
     """
-    if (text.file is None) == (text.states is None):
+    if (text.file is None) == (not text.states):
         raise ConfigError("training needs either text or states", "give one of the two")
     states: StateSource
-    if text.states is not None:
+    if text.states:
         if not isinstance(target, FrozenTarget):
             raise ConfigError("this training takes no extracted states", "give text")
-        extracted = ExtractedStates(text.states)
+        extracted = [ExtractedStates(directory) for directory in text.states]
         sequences, states = read_states(extracted, target, aux_layers, loop.max_length)
     else:
         assert text.file is not None

@@ -131,15 +131,47 @@ def kept_bytes(sequences: Sequences, target: Target, num_aux: int) -> int:
 
 
 def read_states(
-    extracted: ExtractedStates, target: FrozenTarget, aux_layers: tuple[int, ...], max_length: int
+    extracted: list[ExtractedStates],
+    target: FrozenTarget,
+    aux_layers: tuple[int, ...],
+    max_length: int,
 ) -> tuple[Sequences, Kept]:
-    """Sequences and states out of shards that ``extract_hidden_states`` wrote.
+    """Sequences and states out of what ``extract_hidden_states`` wrote, in one or more runs.
 
     Raises:
         ConfigError: the shards are of another target, or lack a layer that is needed: those
             the head reads, and the one that enters the final norm.
     """
-    config, source = target.config, extracted.manifest.source
+    config = target.config
+    needed = (*aux_layers, config.num_layers)
+    entries = [entry for one in extracted for entry in one.manifest.sequences]
+    most = sum(min(entry.num_rows + 1, max_length) for entry in entries)
+    # The last token of a sequence was never run; no draft is judged by its state.
+    auxiliary = target.embedding.new_zeros(most, len(aux_layers) * config.hidden_size)
+    last = target.embedding.new_zeros(most, config.hidden_size)
+    pairs, first = [], 0
+    for one in extracted:
+        places = _places_of(one, config, needed)
+        for index in range(len(one)):
+            sequence = one[index]
+            token_ids = sequence.token_ids[:max_length].tolist()
+            if sequence.prompt_len + 2 > len(token_ids):
+                continue
+            pairs.append((token_ids, sequence.prompt_len))
+            rows = slice(first, first + len(token_ids) - 1)
+            states = sequence.hidden_states[: len(token_ids) - 1, places].to(last)
+            auxiliary[rows] = states[:, :-1].flatten(1)
+            last[rows] = rms_norm(states[:, -1], target.final_norm, config.rms_norm_eps)
+            first += len(token_ids)
+    last = last[:first]
+    return Sequences.of(pairs), Kept(auxiliary[:first], last, greedy_tokens(last, target.head))
+
+
+def _places_of(
+    extracted: ExtractedStates, config: ModelConfig, needed: tuple[int, ...]
+) -> list[int]:
+    """Where the needed layers lie among those that were extracted."""
+    source = extracted.manifest.source
     found = (source.vocab_size, source.hidden_size, source.num_hidden_layers)
     if found != (config.vocab_size, config.hidden_size, config.num_layers):
         raise ConfigError(
@@ -147,32 +179,13 @@ def read_states(
             "extract them with the target that is trained for",
         )
     layers = source.eagle_aux_hidden_state_layer_ids
-    needed = (*aux_layers, config.num_layers)
     if not set(needed) <= set(layers) or not len(extracted):
         raise ConfigError(
             f"the states hold {len(extracted)} sequences of layers {layers}, training needs "
             f"layers {needed}",
             f'extract with "eagle_aux_hidden_state_layer_ids": {sorted(set(needed))}',
         )
-    places = [layers.index(layer) for layer in needed]
-    pairs, first = [], 0
-    most = sum(min(one.num_rows + 1, max_length) for one in extracted.manifest.sequences)
-    # The last token of a sequence was never run; no draft is judged by its state.
-    auxiliary = target.embedding.new_zeros(most, len(aux_layers) * config.hidden_size)
-    last = target.embedding.new_zeros(most, config.hidden_size)
-    for index in range(len(extracted)):
-        one = extracted[index]
-        token_ids = one.token_ids[:max_length].tolist()
-        if one.prompt_len + 2 > len(token_ids):
-            continue
-        pairs.append((token_ids, one.prompt_len))
-        rows = slice(first, first + len(token_ids) - 1)
-        states = one.hidden_states[: len(token_ids) - 1, places].to(last)
-        auxiliary[rows] = states[:, :-1].flatten(1)
-        last[rows] = rms_norm(states[:, -1], target.final_norm, config.rms_norm_eps)
-        first += len(token_ids)
-    last = last[:first]
-    return Sequences.of(pairs), Kept(auxiliary[:first], last, greedy_tokens(last, target.head))
+    return [layers.index(layer) for layer in needed]
 
 
 def greedy_tokens(last: Tensor, head: Tensor) -> Tensor:

@@ -141,11 +141,13 @@ def test_a_resumed_training_is_an_uninterrupted_one(target, text, tmp_path):
 def test_it_trains_on_extracted_states(target, text, tmp_path):
     speculative = {
         "method": "extract_hidden_states",
-        "shared_storage_path": str(tmp_path / "states"),
         "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
     }
-    open_llm(target, speculative_config=speculative).generate(prompts_of(), GREEDY)
-    source = TrainingText(states=tmp_path / "states")
+    half = len(prompts_of()) // 2
+    for part, prompts in enumerate((prompts_of()[:half], prompts_of()[half:])):
+        speculative["shared_storage_path"] = str(tmp_path / f"states-{part}")
+        open_llm(target, speculative_config=speculative).generate(prompts, GREEDY)
+    source = TrainingText(states=(tmp_path / "states-0", tmp_path / "states-1"))
     with pytest.raises(ConfigError, match=r"\[1, 2, 4\]|extract with"):
         train(target, tmp_path / "head", source, head=replace(HEAD, aux_layers="0,2,4"))
     head = replace(HEAD, aux_layers="1,2,4")

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -91,15 +91,14 @@ class Worker:
 
 
 @contextmanager
-def start(side: Side) -> Iterator[Worker]:
-    """A process that has nothing of this one's settings for threads."""
+def start(side: Side, command: Sequence[str] = (sys.executable, str(WORKER))) -> Iterator[Worker]:
+    """A side's process, which has nothing of this one's settings for threads."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_", "KMP_"))}
     kept |= {"OMP_NUM_THREADS": str(side.threads), "TQDM_DISABLE": "1"}
     if side.spin is not None:
         kept[SPIN_VARIABLE] = side.spin
-    command = [sys.executable, str(WORKER)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env=kept, text=True, **pipes) as process:
+    with subprocess.Popen([*command], env=kept, text=True, **pipes) as process:
         try:
             yield Worker(side, process)
         finally:
@@ -230,20 +229,22 @@ def take_turns(
             for title, prompt in prompts.items():
                 for one in measured:
                     answer = quiet_answer(one.worker, prompt, options.max_tokens)
+                    if len(ids_of(answer)) != options.max_tokens:
+                        raise SystemExit(f"{one.worker.side.name} ended its answer early")
                     one.answers.setdefault(title, []).append(answer)
                     progress.update(task, advance=1, refresh=True)
 
 
-def quiet_answer(worker: Worker, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+def quiet_answer(
+    worker: Worker, prompt: list[int], max_tokens: int, max_trials: int = MAX_TRIALS
+) -> dict[str, Any]:
     """An answer during which others left the cores alone; after some trials, the last."""
-    for trial in range(MAX_TRIALS):
+    for trial in range(max_trials):
         if trial:
             time.sleep(PAUSE_SECONDS)
         answer = worker.ask(prompt=prompt, max_tokens=max_tokens)
         if answer["others_cores"] <= MAX_OTHERS:
             break
-    if len(ids_of(answer)) != max_tokens:
-        raise SystemExit(f"{worker.side.name} gave {len(ids_of(answer))} tokens")
     return answer | {"trials": trial + 1}
 
 

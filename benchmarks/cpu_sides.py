@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ class Side:
     spin: str | None = None
 
     @property
+    def speculative(self) -> dict[str, Any] | None:
+        """The speculative config of a side of ours."""
+        if not self.num_drafts:
+            return None
+        lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        return {"method": "ngram", "num_speculative_tokens": self.num_drafts} | lookup
+
+    @property
     def name(self) -> str:
         method = "plain"
         if self.num_drafts:
@@ -74,33 +83,31 @@ def others_seconds() -> float:
 
 
 class SametokenModel:
-    """Our engine, token ids in and out as on the other side."""
+    """Our engine, token ids in and out as on the other side.
 
-    def __init__(self, side: Side) -> None:
+    Args:
+        side: what to run.
+        ignore_eos: go on after the end-of-text token, as far as a request wants.
+    """
+
+    def __init__(self, side: Side, *, ignore_eos: bool = True) -> None:
         from sametoken.core.sampling_params import SamplingParams
         from sametoken.engine.llm import LLM
 
-        options: dict[str, Any] = {}
-        if side.num_drafts:
-            options["speculative_config"] = {
-                "method": "ngram",
-                "num_speculative_tokens": side.num_drafts,
-                "prompt_lookup_max": 4,
-                "prompt_lookup_min": 2,
-            }
         # A repeat would find its prompt in the prefix cache and skip the prefill.
-        options |= {
+        options = {
+            "speculative_config": side.speculative,
             "dtype": side.dtype,
             "enable_prefix_caching": False,
             "skip_tokenizer_init": True,
         }
         self._llm = LLM(side.model, announce=lambda text: None, **options)
-        self._params = SamplingParams
+        self._params = partial(SamplingParams, temperature=0.0, ignore_eos=ignore_eos)
         self._speculation: dict[str, Any] = {}
         self.weights_bytes = self._llm.resolved.weights_bytes
 
     def stream(self, prompt: list[int], max_tokens: int) -> Iterator[list[int]]:
-        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = self._params(max_tokens=max_tokens)
         num_seen = 0
         for output in self._llm.generate_stream({"prompt_token_ids": prompt}, params):
             token_ids = output.outputs[0].token_ids

@@ -1,10 +1,11 @@
 """How often a target accepts what an EAGLE-3 head drafts, on the data sets of the package.
 
-    python benchmarks/training/acceptance.py MODEL HEAD OUT.json [--k 4] [--limit 200]
+    python benchmarks/training/acceptance.py MODEL HEAD OUT.json [--k 4] [--limit 200] [--batch 64]
 
-Greedy answers to GSM8K's test questions, HumanEval and the first turns of MT-Bench. The
-acceptance length counts steps that had drafts. OUT is written after every data set, so that
-a run that is cut short leaves what it had; only a whole run has the mean.
+Greedy answers to GSM8K's test questions, HumanEval and the first turns of MT-Bench. MODEL and
+HEAD are paths or short names: ``smollm2`` and ``smollm2-eagle3`` are what ships. The acceptance
+length counts steps that had drafts. OUT is written after every data set, so that a run that is
+cut short leaves what it had; only a whole run has the mean.
 """
 
 from __future__ import annotations
@@ -55,12 +56,14 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200, help="prompts of a data set at most")
     parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
     parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=64, help="prompts that run at once")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     asked = parser.parse_args()
     llm = LLM(
         asked.model,
         device=asked.device,
         max_model_len=asked.max_model_len,
+        max_num_seqs=asked.batch,
         speculative_config={
             "method": "eagle3",
             "model": asked.head,

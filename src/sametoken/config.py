@@ -16,6 +16,8 @@ EXTRACT = "extract_hidden_states"
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", EXTRACT)
 # Methods whose drafter is no checkpoint of its own.
 WITHOUT_MODEL = ("ngram", "suffix", "mtp", EXTRACT)
+# Those for which a drafter ships: the target decides whether one may be left out.
+_SHIPPED = ("eagle3",)
 # Names under which vLLM knew "mtp", each for one kind of model.
 METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
 MAX_SPECULATIVE_TOKENS = 64
@@ -44,7 +46,9 @@ class SpeculativeConfig:
         "", "ngram, suffix, draft_model, eagle3, eagle, mtp or extract_hidden_states"
     )
     num_speculative_tokens: int = option(0, "drafts per step at most, 1..64; mtp: 1..8")
-    model: str | None = option(None, "checkpoint of the drafter, for methods that load one")
+    model: str | None = option(
+        None, "the drafter's checkpoint, or smollm2-eagle3; eagle3 may leave it out with smollm2"
+    )
     prompt_lookup_max: int = option(5, "ngram: longest suffix to match, in tokens")
     prompt_lookup_min: int = option(1, "ngram: shortest suffix to match, in tokens")
     suffix_decoding_max_tree_depth: int = option(24, "suffix: longest match, in tokens")
@@ -114,7 +118,7 @@ class SpeculativeConfig:
                 f"method {self.method!r}",
                 f"use an integer from {least} to {most}",
             )
-        if self.method not in WITHOUT_MODEL and not self.model:
+        if self.method not in (*WITHOUT_MODEL, *_SHIPPED) and not self.model:
             raise ConfigError(f"method {self.method!r} needs a drafter", 'set "model"')
         if self.method in WITHOUT_MODEL and self.model:
             raise ConfigError(

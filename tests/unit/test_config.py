@@ -143,7 +143,7 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
         (NGRAM | {"prompt_lookup_min": 6}, "prompt_lookup_min=6", "1 <= min <= max"),
         (NGRAM | {"model": "x"}, "'ngram' loads no drafter", 'leave "model" out'),
         (NGRAM | {"method": "mtp", "model": "x"}, "'mtp' loads no drafter", 'leave "model" out'),
-        (NGRAM | {"method": "eagle3"}, "'eagle3' needs a drafter", 'set "model"'),
+        (NGRAM | {"method": "eagle"}, "'eagle' needs a drafter", 'set "model"'),
         (NGRAM | {"rejection_sample_method": "standard"}, "would differ from plain", "'keyed'"),
         (NGRAM | {"rejection_sample_method": "block"}, "would differ from plain", "'keyed'"),
         (NGRAM | {"rejection_sample_method": "x"}, "'x' is not known", "'keyed' or 'synthetic'"),

@@ -6,7 +6,7 @@ Both are built of tensors that have shapes and no memory, by the code that loads
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.dummy import dummy_reader
 from sametoken.models.embedded import resolve_model
+from sametoken.models.heads import resolve_drafter
 from sametoken.models.loader import read_config
 from sametoken.models.registry import model_class
 
@@ -99,9 +100,8 @@ def measure_memory(
             ``build_engine``.
     """
     config = resolve_sizes(config, resolve_device(config))
-    path, spec = resolve_model(config.model, announce), config.speculative_config
-    if spec is not None and spec.model:
-        spec = replace(spec, model=str(resolve_model(spec.model, announce)))
+    path = resolve_model(config.model, announce)
+    spec, _ = resolve_drafter(config.speculative_config, path, announce)
     architecture = read_config(path, load_format=config.load_format)
     dtype, _ = resolve_dtype(config, architecture.dtype)
     longest = resolve_max_model_len(config, architecture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from sametoken.engine.llm import LLM
 
 AUDIT_FAILED = 1
-SPECULATION = SpeculativeConfig(
+NGRAM = SpeculativeConfig(
     method="ngram", num_speculative_tokens=12, prompt_lookup_max=4, prompt_lookup_min=2
+)
+CASCADE = SpeculativeConfig(
+    method="eagle3", num_speculative_tokens=12, cascade="ngram", cascade_model_tokens=3
 )
 ACCEPTED_STYLE = "bold green"
 
@@ -58,9 +62,26 @@ QUESTION = "Why is the sky blue, and why are sunsets red? Explain it to a curiou
 
 
 @dataclass(frozen=True, slots=True)
+class Scene:
+    """A prompt, and how drafts for it are made: ``drafts`` says it in words."""
+
+    title: str
+    prompt: str
+    drafts: str
+    speculation: SpeculativeConfig
+
+
+SCENES = (
+    Scene("A code edit", CODE_EDIT, "n-gram", NGRAM),
+    Scene("A question", QUESTION, "n-gram or EAGLE-3", CASCADE),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """One prompt completed without and with speculation."""
 
+    scene: Scene
     plain: RequestOutput
     speculative: RequestOutput
 
@@ -94,24 +115,27 @@ def demo(
     console = Console(highlight=False, soft_wrap=True)
     status = Console(stderr=True, highlight=False, soft_wrap=True)
     plain = LLM(DEFAULT_MODEL, announce=status.print)
-    speculative = LLM(DEFAULT_MODEL, announce=_say_nothing, speculative_config=SPECULATION)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    for llm in (plain, speculative):
+    drafting = [
+        LLM(DEFAULT_MODEL, announce=_say_nothing, speculative_config=scene.speculation)
+        for scene in SCENES
+    ]
+    for llm in (plain, *drafting):
         llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=4))
     console.print(
         f"Greedy, {max_tokens} tokens each; a model that is done earlier is made to go on. "
         f"[{ACCEPTED_STYLE}]Green[/] tokens were drafted and accepted."
     )
-    same = True
-    for title, prompt in (("A code edit", CODE_EDIT), ("A question", QUESTION)):
-        console.rule(f"{title}, one token a step")
-        without = answer(plain, prompt, params, console)
-        console.rule(f"{title}, with n-gram drafts")
-        comparison = Comparison(without, answer(speculative, prompt, params, console))
-        console.print(comparison_table(title, comparison))
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    comparisons = []
+    for scene, llm in zip(SCENES, drafting, strict=True):
+        console.rule(f"{scene.title}, one token a step")
+        without = answer(plain, scene.prompt, params, console)
+        console.rule(f"{scene.title}, with drafts: {scene.drafts}")
+        comparison = Comparison(scene, without, answer(llm, scene.prompt, params, console))
         console.print(comparison.verdict())
-        same = same and comparison.first_difference is None
-    if not same:
+        comparisons.append(comparison)
+    console.print(comparison_table(comparisons))
+    if any(comparison.first_difference is not None for comparison in comparisons):
         raise typer.Exit(AUDIT_FAILED)
 
 
@@ -141,24 +165,28 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> R
     return output
 
 
-def comparison_table(title: str, comparison: Comparison) -> Table:
-    """Speed and acceptance of both runs of a prompt."""
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """Speed and acceptance of both runs of every prompt."""
     from rich.table import Table
 
-    table = Table(title=title)
-    for heading in ("", "tokens", "tokens/s", "acceptance length", "per position", "speed-up"):
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for heading in ("tokens", "tokens/s", "acceptance\nlength", "per position", "speed-up"):
         table.add_column(heading, justify="right")
-    base = tokens_per_second(comparison.plain)
-    for name, output in (("plain", comparison.plain), ("n-gram", comparison.speculative)):
-        rate, speculation = tokens_per_second(output), output.metrics.speculation
-        table.add_row(
-            name,
-            str(len(output.outputs[0].token_ids)),
-            f"{rate:.1f}",
-            f"{speculation.acceptance_length:.2f}",
-            per_position(speculation) if speculation.num_draft_tokens else "-",
-            f"{rate / base:.2f}x" if base else "-",
-        )
+    for comparison in comparisons:
+        scene, base = comparison.scene, tokens_per_second(comparison.plain)
+        sides = ((scene.title, comparison.plain), (f"  {scene.drafts}", comparison.speculative))
+        for name, output in sides:
+            rate, speculation = tokens_per_second(output), output.metrics.speculation
+            table.add_row(
+                name,
+                str(len(output.outputs[0].token_ids)),
+                f"{rate:.1f}",
+                f"{speculation.acceptance_length:.2f}",
+                per_position(speculation) if speculation.num_draft_tokens else "-",
+                f"{rate / base:.2f}x" if base else "-",
+            )
+        table.add_section()
     return table
 
 

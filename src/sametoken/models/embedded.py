@@ -32,15 +32,15 @@ def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
         announce: told in a sentence what is fetched or re-used, and from where.
 
     Raises:
-        CheckpointError: neither a path nor a short name, or the embedded model cannot be
-            fetched or is not the file it should be.
+        CheckpointError: neither a path nor a model's short name, or the embedded model
+            cannot be fetched or is not the file it should be.
     """
     path = Path(name).expanduser()
     if path.exists():
         return path
     if name != EMBEDDED_NAME:
         raise CheckpointError(
-            f"model {name!r} is neither a path nor a short name",
+            f"model {name!r} is neither a path nor a model's short name",
             f"give a checkpoint directory, a GGUF file, or {EMBEDDED_NAME!r}",
         )
     cached = cache_directory() / EMBEDDED_FILE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from sametoken.cli.demo import ACCEPTED_STYLE, Comparison, answer
+from sametoken.cli.demo import ACCEPTED_STYLE, SCENES, Comparison, answer
 from sametoken.cli.main import app
 from sametoken.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sametoken.core.sampling_params import SamplingParams
@@ -25,9 +26,11 @@ class LetterLLM:
 
     windows = ([0], [1, 2, 3], [4])
     speculative_windows = windows
+    asked: ClassVar[list] = []
 
     def __init__(self, model, *, announce, speculative_config=None) -> None:
         self.script = self.speculative_windows if speculative_config else self.windows
+        self.asked.append(speculative_config)
 
     def get_tokenizer(self):
         backend = Backend(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
@@ -71,7 +74,7 @@ def last(*windows):
     ],
 )
 def test_a_comparison_finds_the_first_difference(speculative, difference, verdict):
-    comparison = Comparison(last([0], [1], [2]), speculative)
+    comparison = Comparison(SCENES[0], last([0], [1], [2]), speculative)
     assert comparison.first_difference == difference
     assert comparison.verdict() == verdict
 
@@ -82,6 +85,17 @@ def test_the_same_tokens_exit_with_0(monkeypatch):
     assert result.exit_code == 0, result.output
     assert result.stdout.count("same tokens: yes (5 of 5)") == 2
     assert result.stdout.count("abcde") == 4
+
+
+def test_every_prompt_has_drafts_of_its_own_and_a_place_in_the_table(monkeypatch):
+    monkeypatch.setattr(llm_module, "LLM", LetterLLM)
+    monkeypatch.setattr(LetterLLM, "asked", [])
+    result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
+    assert LetterLLM.asked == [None, *(scene.speculation for scene in SCENES)]
+    _, table = result.stdout.rsplit("same tokens", 1)
+    for scene in SCENES:
+        assert scene.title in table
+        assert scene.drafts in table
 
 
 def test_other_tokens_exit_with_1(monkeypatch):

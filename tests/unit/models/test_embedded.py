@@ -98,7 +98,7 @@ def test_existing_paths_go_first(index, tmp_path, monkeypatch):
 
 
 def test_unknown_names(index):
-    with pytest.raises(CheckpointError, match="'gpt-5' is neither a path nor a short name"):
+    with pytest.raises(CheckpointError, match="'gpt-5' is neither a path nor a model's short name"):
         resolve_model("gpt-5", lambda text: None)
 
 

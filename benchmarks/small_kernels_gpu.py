@@ -24,6 +24,7 @@ from sametoken.kernels.embedding.triton import embedding
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
+    Cuts,
     LayerKV,
     QKNorm,
     RotaryTable,
@@ -32,6 +33,7 @@ from sametoken.kernels.ngram.triton import lookup
 from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.stage.triton import stage_windows
+from sametoken.kernels.truncation.triton import truncate
 from sametoken.state.sequences import Sequences
 
 ROW_COUNTS = (1, 4, 32, 64, 256, 384)
@@ -54,6 +56,19 @@ MODELS = (
     Model("Qwen3-8B", 4096, 12288, 151936, AttentionShape(32, 8, 128), True),
     Model("SmolLM2-135M", 576, 1536, 49152, AttentionShape(9, 3, 64), False),
 )
+
+
+#: Nothing to do; an edge among a row's leaders; one below them, where nearly all is kept.
+CUTS = (
+    ("truncate none", 0, 1.0),
+    ("truncate 20 0.95", 20, 0.95),
+    ("truncate all", 0, 1 - 1e-9),
+)
+
+
+def cuts_of(temperature: torch.Tensor, top_k: int, top_p: float) -> Cuts:
+    every = temperature.double()
+    return Cuts(temperature, (every * 0 + top_k).long(), every * 0 + top_p, every * 0)
 
 
 def microseconds(launch: Callable[[], object]) -> float:
@@ -129,6 +144,9 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
         "keys sampled",
         lambda: sampling.window_keys(logits, temperature, seeds, *places),
     )
+    for name, top_k, top_p in CUTS:
+        cuts, cut = cuts_of(temperature, top_k, top_p), logits.clone()
+        yield name, lambda cuts=cuts, cut=cut: truncate(cut, places[0], cuts)
     keys = sampling.greedy_keys(logits)
     yield "best_tokens", lambda: sampling.best_tokens(keys)
     yield "judge_and_commit", lambda: judge_and_commit(sequences, keys, x, k + 1)

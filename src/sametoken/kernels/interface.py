@@ -91,6 +91,22 @@ class QKNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Which tokens are too unlikely to be sampled, by slot (docs/lossless.md).
+
+    Attributes:
+        temperature: [S] fp32; 0 for greedy slots, where nothing is cut.
+        top_k: [S] int64, 0 keeps all.
+        top_p, min_p: [S] fp64; 1 and 0 keep all.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
 class PackedWeight(Protocol):
     """A linear or embedding weight in the layout its kernels want.
 
@@ -207,6 +223,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def mix_expert_parts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        """``mix_experts`` of a part of every expert's inner features: [T, H] -> [T, H] fp32.
+
+        Nothing is rounded after the gated products, so that parts can be added first.
+        """
+        ...
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -230,6 +255,10 @@ class Kernels(Protocol):
         KV is walked in splits of fixed size anchored at position 0, merged in order, so
         decode, verify and prefill rows of equal position have equal bits.
         """
+        ...
+
+    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
+        """Write -inf into [L, V] fp32 where the slot of a row, [L] int64, cuts a token off."""
         ...
 
     def sample(

@@ -15,6 +15,7 @@ from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
+    Cuts,
     LayerKV,
     PackedExperts,
     PackedWeight,
@@ -23,6 +24,7 @@ from sametoken.kernels.interface import (
 )
 from sametoken.kernels.norm_rope import reference as norm_rope
 from sametoken.kernels.sampling import reference as sampling
+from sametoken.kernels.truncation import reference as truncation
 
 
 class ReferenceKernels:
@@ -78,6 +80,11 @@ class ReferenceKernels:
     ) -> Tensor:
         return experts_reference.mix(self, x, experts, chosen, weights)
 
+    def mix_expert_parts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        return experts_reference.mix_parts(self, x, experts, chosen, weights)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -93,6 +100,9 @@ class ReferenceKernels:
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
         return attention.attention(q, shape, rows, kv)
+
+    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
+        truncation.truncate(logits, slots, cuts)
 
     def sample(
         self,

@@ -20,6 +20,7 @@ from sametoken.kernels.gemm.tuning import TuningTable, load_table
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
+    Cuts,
     LayerKV,
     PackedExperts,
     PackedWeight,
@@ -28,6 +29,7 @@ from sametoken.kernels.interface import (
 )
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.truncation import triton as truncation
 
 MAX_HEAD_DIM = 256
 
@@ -108,6 +110,12 @@ class TritonKernels:
         assert isinstance(experts, StackedExperts)
         return experts_triton.mix(x, experts, chosen, weights)
 
+    def mix_expert_parts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        assert isinstance(experts, StackedExperts)
+        return experts_triton.mix(x, experts, chosen, weights, torch.float32)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -126,6 +134,9 @@ class TritonKernels:
         if self._arrivals is None:
             self._arrivals = attention.new_arrivals(q.device)
         return attention.attention(q, shape, rows, kv, window=rows.window, arrivals=self._arrivals)
+
+    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
+        truncation.truncate(logits, slots, cuts)
 
     def sample(
         self,

@@ -17,7 +17,7 @@ class Parts:
     Attributes:
         windows: one launch.
         chunks: a launch each; several chunks of the largest bucket share one.
-        special: rows of requests whose logits need processing: the eager verbs.
+        special: rows of requests that no graph serves: the eager verbs.
     """
 
     windows: tuple[int, ...]
@@ -39,7 +39,7 @@ class GraphedRunner:
     but speed (tests/gpu/test_law_gpu.py).
 
     Attributes:
-        eager: takes up plans, and runs rows whose logits need processing on the way.
+        eager: takes up plans, and runs the rows of requests that no graph serves.
         graphs: run all other rows.
     """
 
@@ -97,27 +97,9 @@ class GraphedRunner:
 
     def _remember(self, admission: Admission) -> None:
         self._special.discard(admission.slot)
-        if needs_processing(admission):
+        if not self.graphs.step.serves(admission):
             self._special.add(admission.slot)
 
 
 def _uploaded(plan: StepPlan, b: int, amount: int, flag: bool) -> tuple[int, ...]:
     return (plan.rows[b].slot, amount, int(flag), plan.step_id)
-
-
-def needs_processing(admission: Admission) -> bool:
-    """Whether a request's logits are more than divided by its temperature."""
-    params = admission.params
-    return (
-        params.top_k > 0
-        or params.top_p < 1
-        or params.min_p > 0
-        or params.has_penalties
-        or bool(params.logit_bias)
-        or params.allowed_token_ids is not None
-        or bool(admission.bad_words_token_ids)
-        or admission.grammar is not None
-        or params.min_tokens > 0
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-    )

@@ -7,10 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sametoken.core.plan import Admission
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.padded import PaddedDraftContext
 from sametoken.kernels.outcome.triton import pack
 from sametoken.kernels.sampling.triton import window_keys
+from sametoken.kernels.truncation.triton import truncate
 from sametoken.layers.parallel import ALONE, TensorParallel, gather_columns
 from sametoken.models.base import CausalLM, HiddenStates
 from sametoken.state.inputs import StepInputs
@@ -59,6 +61,11 @@ class PaddedStep:
     judge: PaddedJudge = judge_and_commit
     parallel: TensorParallel = ALONE
 
+    def serves(self, admission: Admission) -> bool:
+        """Whether these verbs do all that a request asks for; if not, it takes the eager ones."""
+        cut_elsewhere = admission.params.has_cuts and not self._has_whole_rows
+        return not (needs_processing(admission) or cut_elsewhere)
+
     def layout(self, batch: int, chunk: int) -> FixedLayout:
         """The index tensors of a bucket, made before it is captured.
 
@@ -75,7 +82,8 @@ class PaddedStep:
         width = self.sequences.max_num_drafts + 1
         x = stage_windows(self.sequences, slots, draft_limit, live.bool(), width)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
-        keys = self._keys(hidden.last, x.rows.slots, x.rows.positions)
+        logits = self.model.compute_rank_logits(hidden.last)
+        keys = self._keys(logits, x.rows.slots, x.rows.positions)
         return self._settle(layout.inputs(x), x, hidden, keys, step_id)
 
     def chunks(self, plan: Tensor, layout: FixedLayout, rows: int) -> Tensor:
@@ -85,20 +93,26 @@ class PaddedStep:
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
         judged = layout.row_starts[:-1] + (x.num_query - 1).clamp(min=0)
         keys = self._keys(
-            hidden.last.index_select(0, judged),
+            self.model.compute_rank_logits(hidden.last.index_select(0, judged)),
             x.rows.slots.index_select(0, judged),
             x.rows.positions.index_select(0, judged),
         )
         return self._settle(layout.inputs(x), x, hidden, keys, step_id)
 
-    def _keys(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """[L, tiles] keys of all tokens; each rank makes those of its own columns."""
-        logits = self.model.compute_rank_logits(hidden)
+    def _keys(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """[L, tiles] keys of all tokens; each rank makes those of its own columns, ``logits``."""
+        if self._has_whole_rows:
+            truncate(logits, slots, self.table.cuts)
         first_id = self.parallel.rank * logits.shape[1]
         keys = window_keys(
             logits, self.table.temperature, self.table.seed, slots, positions, first_id
         )
         return gather_columns(self.parallel, keys)
+
+    @property
+    def _has_whole_rows(self) -> bool:
+        """Whether a row's logits can be compared here: of several ranks each has some columns."""
+        return self.parallel.size == 1
 
     def _settle(
         self,
@@ -125,3 +139,18 @@ class PaddedStep:
         drafts = self.drafter.propose(context)
         publish(self.sequences, x, drafts.draft_ids, drafts.num_drafts)
         return outcome
+
+
+def needs_processing(admission: Admission) -> bool:
+    """Whether a request's logits change before they are cut and divided by its temperature."""
+    params = admission.params
+    return (
+        params.has_penalties
+        or bool(params.logit_bias)
+        or params.allowed_token_ids is not None
+        or bool(admission.bad_words_token_ids)
+        or admission.grammar is not None
+        or params.min_tokens > 0
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+    )

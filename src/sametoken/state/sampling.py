@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sametoken.core.plan import Admission
 from sametoken.errors import InvariantError
+from sametoken.kernels.interface import Cuts
 
 #: Below this a temperature is greedy, as in vLLM: dividing by it would overflow fp32.
 GREEDY_TEMPERATURE = 1e-5
@@ -125,6 +126,11 @@ class SamplingTable:
             num_logprobs=full(-1, torch.int64),
             num_prompt_logprobs=full(-1, torch.int64),
         )
+
+    @property
+    def cuts(self) -> Cuts:
+        """What says which tokens are too unlikely; the table's own tensors."""
+        return Cuts(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def admit(self, admission: Admission) -> None:
         """Take up a request's parameters, replacing everything of the slot's former one.

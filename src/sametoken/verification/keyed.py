@@ -31,7 +31,7 @@ class KeyedVerifier:
     """``Verifier`` by keyed sampling; contracts are those of the protocol.
 
     Args:
-        kernels: chooses tokens.
+        kernels: cut off unlikely tokens, and choose among the others.
         sequences: committed tokens; read only.
         table: sampling parameters by slot; written by ``admit``.
     """
@@ -59,7 +59,9 @@ class KeyedVerifier:
         has_nan = logits.amax(dim=-1).isnan()
         scored = (self._table.num_logprobs[slots] >= 0).nonzero().squeeze(1)
         raw = logits[scored]
-        stuck = process_logits(logits, x, self._sequences, self._table, self._grammars)
+        stuck = process_logits(
+            logits, x, self._sequences, self._table, self._kernels, self._grammars
+        )
         tokens = self._kernels.sample(
             logits,
             self._table.temperature[slots],

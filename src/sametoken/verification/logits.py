@@ -2,7 +2,7 @@
 
 The order is vLLM's: allowed ids, bad words, min_tokens, logit_bias, repetition, frequency
 and presence penalties, temperature, min_p, top_k, top_p. Grammars come after the penalties.
-Rows of requests that use none of these are neither read nor written.
+Rows of requests that use none of these keep their bits.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sametoken.kernels.interface import Kernels
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.rules import apply_rules
-from sametoken.verification.truncation import truncate
-
-# Rows are independent, so a bounded number at a time costs no bits and saves memory.
-_ROWS_AT_A_TIME = 16
 
 
 def process_logits(
@@ -26,6 +23,7 @@ def process_logits(
     x: StepInputs,
     sequences: Sequences,
     table: SamplingTable,
+    kernels: Kernels,
     grammars: SlotGrammars | None = None,
 ) -> Tensor:
     """Apply the requests' parameters to a step's logits, in place.
@@ -38,6 +36,7 @@ def process_logits(
         x: the step's inputs.
         sequences: the committed tokens, before the step's commit.
         table: the slots' parameters.
+        kernels: cut off unlikely tokens.
         grammars: the slots' grammars, which take up committed tokens here; None for none.
 
     Returns:
@@ -49,15 +48,7 @@ def process_logits(
         stuck = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
     else:
         stuck = grammars.mask(logits, x)
-    slots = x.slots[x.logits_owner]
-    cut = (table.min_p > 0) | (table.top_k > 0) | (table.top_p < 1)
-    # Greedy rows keep their best token through any cut.
-    rows = (cut & (table.temperature > 0))[slots].nonzero().squeeze(1)
-    for first in range(0, rows.shape[0], _ROWS_AT_A_TIME):
-        some = rows[first : first + _ROWS_AT_A_TIME]
-        at = slots[some]
-        parameters = (table.temperature[at], table.min_p[at], table.top_k[at], table.top_p[at])
-        logits[some] = truncate(logits[some], *parameters)
+    kernels.truncate(logits, x.slots[x.logits_owner], table.cuts)
     return stuck
 
 

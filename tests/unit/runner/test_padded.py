@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from helpers.harness import Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
+from sametoken.core.plan import Admission
+from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.kernels.ngram.triton import lookup
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.truncation import triton as truncation
 from sametoken.runner.padded import PaddedStep
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.recurrent import RecurrentCache
@@ -22,9 +28,21 @@ from sametoken.state.sequences import Sequences
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = {0: [3, 1, 4, 1, 5, 9, 2], 2: [7, 8, 7]}
 SLOTS, CHUNK, LENGTH = 3, 5, 12
+GREEDY = dict.fromkeys(PROMPTS, SamplingParams(temperature=0.0))
+CUT = {
+    0: SamplingParams(temperature=9.0, top_k=3, top_p=0.8, seed=1),
+    2: SamplingParams(temperature=4.0, top_p=0.7, min_p=0.1, seed=1),
+}
 
 
-def padded_step(model: HybridToy, k: int) -> PaddedStep:
+class DeviceChoices(ReferenceKernels):
+    """The reference, but tokens are cut and chosen by the kernels of captured steps."""
+
+    truncate = staticmethod(truncation.truncate)
+    sample = staticmethod(sampling.sample)
+
+
+def padded_step(model: HybridToy, k: int, params: dict[int, SamplingParams]) -> PaddedStep:
     cache = RecurrentCache.allocate(
         model.recurrent_spec, max_num_seqs=SLOTS, num_drafts=k, device=DEVICE
     )
@@ -45,11 +63,12 @@ def padded_step(model: HybridToy, k: int) -> PaddedStep:
         reserved_block=20,
         device=DEVICE,
     )
+    table = SamplingTable.allocate(SLOTS, DEVICE)
     for slot, prompt in PROMPTS.items():
         sequences.token_ids[slot, : len(prompt)] = torch.tensor(prompt)
         sequences.num_tokens[slot] = len(prompt)
+        table.admit(Admission(slot, tuple(prompt), 0, params[slot]))
     drafter = NgramDrafter(k, 1, 2, lookup) if k else NoDrafter()
-    table = SamplingTable.allocate(SLOTS, DEVICE)
     return PaddedStep(sequences, model, kv, table, drafter)
 
 
@@ -71,9 +90,9 @@ def prefill(step: PaddedStep) -> None:
         step.chunks(plan_of(rows), layout, CHUNK)
 
 
-def generate(k: int) -> tuple[dict[int, list[int]], int]:
+def generate(k: int, params: dict[int, SamplingParams]) -> tuple[dict[int, list[int]], int]:
     """Tokens by slot, and accepted drafts. One plan row is padding; a slot skips some steps."""
-    step = padded_step(HybridToy(pull=9.0), k)
+    step = padded_step(HybridToy(pull=9.0), k, params)
     prefill(step)
     layout, accepted, turn = step.layout(3, 0), 0, 0
     first, second = PROMPTS
@@ -95,19 +114,53 @@ def generate(k: int) -> tuple[dict[int, list[int]], int]:
     return {slot: tokens[slot, :LENGTH].tolist() for slot in PROMPTS}, accepted
 
 
-@pytest.fixture(scope="module")
-def plain_tokens() -> dict[int, list[int]]:
+def plain_tokens(params: dict[int, SamplingParams], kernels=None) -> dict[int, list[int]]:
     """By the eager verbs, one request at a time, row by row in PyTorch."""
-    tokens = {}
+    shape, tokens = Shape(prefix_caching=False, cache_emitted=False), {}
     for slot, prompt in PROMPTS.items():
-        core = build(HybridToy(pull=9.0), Shape(prefix_caching=False, cache_emitted=False))
+        core = build(HybridToy(pull=9.0), shape, kernels=kernels)
         item = request("r", prompt, max_tokens=LENGTH - len(prompt))
+        item = replace(item, params=replace(params[slot], max_tokens=LENGTH - len(prompt)))
         tokens[slot] = [*prompt, *run(core, [item]).tokens["r"]]
     return tokens
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_chunks_and_windows_say_what_plain_decoding_says(plain_tokens, k):
-    tokens, accepted = generate(k)
-    assert tokens == plain_tokens
+def test_chunks_and_windows_say_what_plain_decoding_says(k):
+    tokens, accepted = generate(k, GREEDY)
+    assert tokens == plain_tokens(GREEDY)
     assert (accepted > 0) == (k > 0)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_cuts_in_windows_are_those_of_the_eager_verbs(k):
+    tokens, accepted = generate(k, CUT)
+    assert tokens == plain_tokens(CUT, DeviceChoices())
+    assert (accepted > 0) == (k > 0)
+
+
+def test_those_cuts_decide_tokens():
+    uncut = {slot: replace(p, top_k=0, top_p=1.0, min_p=0.0) for slot, p in CUT.items()}
+    tokens, others = plain_tokens(CUT), plain_tokens(uncut)
+    assert all(tokens[slot] != others[slot] for slot in PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "alone", "among_ranks"),
+    [
+        ({}, True, True),
+        ({"temperature": 0.0, "seed": 3}, True, True),
+        ({"top_k": 20}, True, False),
+        ({"top_p": 0.95}, True, False),
+        ({"min_p": 0.1}, True, False),
+        ({"top_k": 20, "repetition_penalty": 1.1}, False, False),
+        ({"logprobs": 0}, False, False),
+    ],
+)
+def test_requests_that_it_serves(asked, alone, among_ranks):
+    """Of several ranks each has a part of a row's logits, which cannot be cut by itself."""
+    step = padded_step(HybridToy(), 0, GREEDY)
+    admission = Admission(0, (1,), 0, SamplingParams(**asked))
+    assert step.serves(admission) == alone
+    ranks = SimpleNamespace(rank=0, size=2)
+    assert replace(step, parallel=ranks).serves(admission) == among_ranks

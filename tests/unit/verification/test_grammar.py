@@ -10,6 +10,7 @@ import torch
 
 from sametoken.core.plan import Admission
 from sametoken.core.sampling_params import SamplingParams
+from sametoken.kernels.reference import ReferenceKernels
 from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.logits import process_logits
 
@@ -143,7 +144,12 @@ def test_other_masks_and_cuts_compose(make_row, stage_step):
     logits = torch.zeros(2, VOCAB)
     logits[:, 8] = 0.5
     stuck = process_logits(
-        logits, step.x, step.sequences, step.table, admitted(step, {0: Grammar()})
+        logits,
+        step.x,
+        step.sequences,
+        step.table,
+        ReferenceKernels(),
+        admitted(step, {0: Grammar()}),
     )
     assert allowed_of(logits) == [[8, 30], [30, 35]]
     assert not stuck.any()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sametoken.core.plan import Admission
 from sametoken.core.sampling_params import SamplingParams
+from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import reference
 from sametoken.verification.logits import process_logits
 
@@ -65,7 +66,7 @@ def test_judge_agrees_with_a_plain_loop(specs, seed, make_row, stage_step):
             logits[start + spec["poisoned_row"], 1] = math.nan
         start += row.window
     processed = logits.clone()
-    process_logits(processed, step.x, step.sequences, step.table)
+    process_logits(processed, step.x, step.sequences, step.table, ReferenceKernels())
     verdict = step.verifier.judge(logits.clone(), step.x)
 
     start = 0

@@ -17,6 +17,7 @@ from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
+    Cuts,
     LayerKV,
     PackedExperts,
     PackedWeight,
@@ -25,6 +26,7 @@ from sametoken.kernels.interface import (
 )
 from sametoken.kernels.native.library import NativeLibrary, load_library
 from sametoken.kernels.native.memory import WeightMemory
+from sametoken.kernels.truncation import reference as truncation
 
 MAX_HEAD_DIM = 1024
 
@@ -163,6 +165,11 @@ class NativeKernels:
     ) -> Tensor:
         return experts_reference.mix(self, x, experts, chosen, weights)
 
+    def mix_expert_parts(
+        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        return experts_reference.mix_parts(self, x, experts, chosen, weights)
+
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -229,6 +236,9 @@ class NativeKernels:
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
         return out
+
+    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
+        truncation.truncate(logits, slots, cuts)
 
     def sample(
         self,

@@ -5,53 +5,45 @@ Ranks are threads here; tests/unit/engine/test_ranks.py has them as processes.
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 import pytest
 import torch
 
-from helpers.checkpoints import head_tensors, write_llama, write_safeailab
-from helpers.harness import request
+from helpers.checkpoints import (
+    eagle1_tensors,
+    head_tensors,
+    write_eagle1,
+    write_llama,
+    write_safeailab,
+)
 from helpers.recorded import RecordedLogits
 from helpers.thread_ranks import engine_over_threads
-from sametoken.config import EngineConfig
+from helpers.two_ranks import VOCAB, answer, config_of, drive, requests
 from sametoken.engine.build import build_engine
 
 SIZES = {
-    "vocab_size": 48,
+    "vocab_size": VOCAB,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
     "intermediate_size": 32,
     "max_position_embeddings": 256,
 }
-OPTIONS = {
-    "skip_tokenizer_init": True,
-    "device": "cpu",
-    "max_model_len": 96,
-    "max_num_batched_tokens": 64,
-    "prefill_chunk_size": 32,
-    "kv_cache_memory_bytes": 2**22,
-    "tensor_parallel_size": 2,
-}
-MAX_TOKENS = 14
-PARAMS = (
-    {},
-    {"temperature": 0.8},
-    {"temperature": 0.9, "top_p": 0.8, "repetition_penalty": 1.2},
-    {"temperature": 1.1, "logprobs": 2, "prompt_logprobs": 1},
-)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    head = head_tensors(**SIZES)
+    one_layer = SIZES | {"num_hidden_layers": 1}
+    headless = head_tensors(full_vocab=True, **SIZES)
+    del headless["lm_head.weight"]
     return {
         "target": write_llama(folder / "target", **SIZES),
         "other": write_llama(folder / "other", seed=9, **SIZES),
-        "head": write_safeailab(folder / "head", head, **SIZES | {"num_hidden_layers": 1}),
+        "eagle": write_eagle1(folder / "eagle", eagle1_tensors(**SIZES), **one_layer),
+        "eagle3": write_safeailab(folder / "eagle3", head_tensors(**SIZES), **one_layer),
+        "headless": write_safeailab(folder / "headless", headless, **one_layer),
     }
 
 
@@ -59,64 +51,18 @@ def speculation(files, method):
     if method in ("self", "other"):
         path = files["target" if method == "self" else "other"]
         return {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
-    if method == "eagle3":
-        return {"method": "eagle3", "model": str(files["head"]), "num_speculative_tokens": 2}
+    if method in ("eagle", "eagle3", "headless"):
+        name = "eagle" if method == "eagle" else "eagle3"
+        return {"method": name, "model": str(files[method]), "num_speculative_tokens": 2}
     if method == "ngram":
         return {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     return None
 
 
-def requests():
-    """Prompts around the edges of blocks and chunks, some that repeat themselves."""
-    chooser = random.Random(5)
-    for i, length in enumerate((1, 7, 16, 17, 33, 40)):
-        period = 1 + i % 3
-        pattern = [chooser.randrange(48) for _ in range(period)]
-        prompt = (pattern * length)[:length]
-        yield request(f"r{i}", prompt, MAX_TOKENS, seed=i, **PARAMS[i % len(PARAMS)])
-
-
-class Answers(dict):
-    """Tokens and log-probabilities by request, and what was offered and accepted."""
-
-    offered = accepted = 0
-
-
-def drive(core) -> Answers:
-    answers = Answers()
-    for item in requests():
-        core.add_request(item)
-        answers[item.request_id] = [], []
-    while core.has_unfinished:
-        for update in core.step():
-            answers.offered += update.num_drafts
-            answers.accepted += update.num_accepted
-            tokens, logprobs = answers[update.request_id]
-            tokens += update.token_ids
-            logprobs += update.logprobs or ()
-            if len(tokens) >= MAX_TOKENS:
-                del tokens[MAX_TOKENS:], logprobs[MAX_TOKENS:]
-                core.release(update.request_id)
-    core.scheduler.check_integrity()
-    return answers
-
-
-def answer(files, method="plain", **options) -> Answers:
-    config = EngineConfig.from_options(
-        model=str(files["target"]),
-        speculative_config=speculation(files, method),
-        **OPTIONS | options,
-    )
-    if config.tensor_parallel_size == 1:
-        return drive(build_engine(config))
-    with engine_over_threads(config) as (core, _):
-        return drive(core)
-
-
 @pytest.fixture(scope="module")
 def truth(files):
     """Every request alone in its batch, plainly."""
-    return answer(files, max_num_seqs=1)
+    return answer(files["target"], max_num_seqs=1)
 
 
 @pytest.mark.parametrize(
@@ -131,12 +77,14 @@ def truth(files):
         ("other", 2, 4, 32),
         ("eagle3", 1, 6, 16),
         ("eagle3", 2, 3, 64),
+        ("eagle", 1, 6, 16),
+        ("eagle", 2, 3, 64),
     ],
 )
 def test_the_same_tokens(files, truth, method, steps_in_flight, max_num_seqs, chunk):
     answers = answer(
-        files,
-        method,
+        files["target"],
+        speculation(files, method),
         steps_in_flight=steps_in_flight,
         max_num_seqs=max_num_seqs,
         prefill_chunk_size=chunk,
@@ -146,30 +94,36 @@ def test_the_same_tokens(files, truth, method, steps_in_flight, max_num_seqs, ch
 
 
 def test_scarce_memory_and_preemption_change_nothing(files, truth):
-    options = OPTIONS | {"num_kv_blocks": 10, "max_num_seqs": 6}
-    config = EngineConfig.from_options(
-        model=str(files["target"]), speculative_config=speculation(files, "self"), **options
-    )
+    drafts = speculation(files, "self")
+    config = config_of(files["target"], drafts, num_kv_blocks=10, max_num_seqs=6)
     with engine_over_threads(config) as (core, _):
         assert drive(core) == truth
         assert core._runner.num_swaps
 
 
-def test_a_drafter_that_is_the_target_is_always_right(files, monkeypatch):
+def test_a_drafter_that_is_the_target_is_always_right(files):
     """It runs whole on rank 0, so its logits differ by rounding alone."""
     plain = [item for item in requests() if item.params.top_p == 1]
-    monkeypatch.setitem(globals(), "requests", lambda: plain)
-    answers = answer(files, "self")
+    answers = answer(files["target"], speculation(files, "self"), plain)
     assert answers.accepted == answers.offered > 0
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "headless"])
+def test_a_head_is_right_as_often_as_with_one_rank(files, method):
+    """It runs whole on rank 0, and shares what the target has divided."""
+    options = speculation(files, method), list(requests())
+    two = answer(files["target"], *options)
+    one = answer(files["target"], *options, tensor_parallel_size=1)
+    assert [tokens for tokens, _ in two.values()] == [tokens for tokens, _ in one.values()]
+    assert (two.offered, two.accepted) == (one.offered, one.accepted)
+    assert two.accepted > 0
 
 
 def test_logits_are_near_those_of_one_rank_and_not_the_same(files):
     """The degree is part of the arithmetic: the law holds for each by itself."""
     rows = {}
     for size in (1, 2):
-        config = EngineConfig.from_options(
-            model=str(files["target"]), **OPTIONS | {"tensor_parallel_size": size}
-        )
+        config = config_of(files["target"], tensor_parallel_size=size)
         found = rows[size] = {}
         record = partial(_recorded, found)
         if size == 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from helpers.checkpoints import head_tensors, write_llama, write_safeailab
+from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
 from helpers.harness import request
+from helpers.hybrids import hybrid_tensors
 
 SIZES = {
     "vocab_size": 1500,
@@ -51,6 +52,14 @@ def write_target(folder, architecture: str, seed: int = 0):
     return folder
 
 
+def write_hybrid_target(folder, config: dict, seed: int = 0):
+    """A hybrid in bf16 of slow decay: what was folded once is seen for long."""
+    tensors = hybrid_tensors(config, seed)
+    for name, tensor in tensors.items():
+        tensors[name] = tensor - 3 if name.endswith("A_log") else tensor.bfloat16()
+    return write_checkpoint(folder, config, tensors)
+
+
 def speculation(files) -> dict[str, dict | None]:
     return {
         "plain": None,
@@ -83,6 +92,25 @@ def speculation(files) -> dict[str, dict | None]:
             "cascade_min_match": 2,
         },
     }
+
+
+#: What models' own generation settings ask for, each cut alone, all together, and none.
+CUTS: tuple[dict, ...] = (
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 3},
+    {"temperature": 0.7, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 700, "top_p": 0.99, "min_p": 0.001},
+    {"temperature": 0.0, "top_k": 20, "top_p": 0.8},
+    {"temperature": 0.8},
+)
+
+
+def cut_requests(count: int, max_tokens: int):
+    """The prompts of ``requests`` with the parameters of ``CUTS`` in turn, and no others."""
+    for i, item in enumerate(requests(count, max_tokens)):
+        cuts = CUTS[i % len(CUTS)]
+        yield request(item.request_id, item.prompt_token_ids, max_tokens, seed=i, **cuts)
 
 
 def requests(count: int, max_tokens: int):

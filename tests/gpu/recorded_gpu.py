@@ -34,18 +34,18 @@ class GraphTap:
 
     def __init__(self, monkeypatch) -> None:
         # Triton is part of CUDA builds of torch alone.
-        from sametoken.kernels.sampling.triton import window_keys
         from sametoken.runner.graphs import StepGraphs
         from sametoken.runner.padded import PaddedStep
 
         self.prompts: dict[int, tuple[int, ...]] = {}
         self._held, self._latest, self._copies = {}, (), []
         capture, replay = StepGraphs._capture, StepGraphs._replay
+        make_keys = PaddedStep._keys
 
-        def keys(step, hidden, slots, positions):
-            logits = step.model.compute_logits(hidden)
-            self._latest = (logits, slots, positions)
-            return window_keys(logits, step.table.temperature, step.table.seed, slots, positions)
+        def keys(step, logits, slots, positions):
+            # A copy, for cuts are written into the logits.
+            self._latest = (logits.clone(), slots, positions)
+            return make_keys(step, logits, slots, positions)
 
         def captured(graphs, bucket, *rest):
             step = capture(graphs, bucket, *rest)

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_files import OPTIONS, requests
+from gpu_files import OPTIONS, requests, write_hybrid_target
 
-from helpers.checkpoints import write_checkpoint
 from helpers.harness import Ran
-from helpers.hybrids import FULL, LINEAR, hybrid_config, hybrid_tensors
+from helpers.hybrids import FULL, LINEAR, hybrid_config
 from sametoken.config import EngineConfig
 from sametoken.drafters import build as drafters
 from sametoken.drafters.base import Drafts
@@ -268,17 +267,8 @@ def sparse_files(tmp_path_factory):
 
 
 def write_files(folder, config: dict) -> dict:
-    paths = {}
-    for name, seed in (("target", 0), ("other", 9)):
-        tensors = hybrid_tensors(config, seed)
-        for tensor_name, tensor in tensors.items():
-            if tensor_name.endswith("A_log"):
-                tensor.sub_(3)
-        tensors = {
-            name: t if name.endswith("A_log") else t.bfloat16() for name, t in tensors.items()
-        }
-        paths[name] = write_checkpoint(folder / name, config, tensors)
-    return paths
+    seeds = {"target": 0, "other": 9}
+    return {name: write_hybrid_target(folder / name, config, seed) for name, seed in seeds.items()}
 
 
 class Adversary(DraftModelDrafter):

@@ -5,12 +5,15 @@ Random Llama- and Qwen3-shaped targets in bf16, through the engine as a user bui
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from gpu_files import OPTIONS, requests, speculation, write_files
+from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
 
 from helpers.harness import Ran
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.runner.step import StepRunner
 
 MAX_TOKENS = 96
 
@@ -20,7 +23,9 @@ def files(request, tmp_path_factory):
     return write_files(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def generate(files, method: str, count: int, **options) -> tuple[dict[str, list[int]], Ran]:
+def generate(
+    files, method: str, count: int, make_requests=requests, **options
+) -> tuple[dict[str, list[int]], Ran]:
     config = EngineConfig.from_options(
         model=str(files["target"]),
         speculative_config=speculation(files)[method],
@@ -28,7 +33,7 @@ def generate(files, method: str, count: int, **options) -> tuple[dict[str, list[
     )
     core = build_engine(config)
     ran, limits = Ran(), {}
-    for item in requests(count, MAX_TOKENS):
+    for item in make_requests(count, MAX_TOKENS):
         core.add_request(item)
         ran.tokens[item.request_id] = []
         limits[item.request_id] = MAX_TOKENS
@@ -67,6 +72,42 @@ def test_the_same_tokens(files, truth, method, max_num_seqs, eager):
         assert ran.accepted > 0.9 * ran.offered
     elif method != "plain":
         assert ran.offered > 0
+
+
+@pytest.fixture(scope="module")
+def cut_truth(files):
+    """Requests with cuts, each alone in its batch, plainly, without graphs."""
+    tokens, _ = generate(files, "plain", 14, cut_requests, max_num_seqs=1, enforce_eager=True)
+    return tokens
+
+
+def test_cuts_decide_tokens(files, cut_truth):
+    """Or the tests of them below would show nothing."""
+
+    def uncut(count, max_tokens):
+        for item in cut_requests(count, max_tokens):
+            params = replace(item.params, top_k=0, top_p=1.0, min_p=0.0)
+            yield replace(item, params=params)
+
+    tokens, _ = generate(files, "plain", 14, uncut, max_num_seqs=7, enforce_eager=True)
+    # Greedy requests and those without a cut are 4 of the 14.
+    assert 4 <= sum(tokens[name] == cut_truth[name] for name in cut_truth) < 8
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("max_num_seqs", [1, 5, 14])
+@pytest.mark.parametrize("method", ["plain", "ngram", "other", "eagle3"])
+def test_the_same_tokens_under_cuts(files, cut_truth, method, max_num_seqs, eager, monkeypatch):
+    """In graph mode no request may fall back on the eager verbs."""
+    if not eager:
+        monkeypatch.setattr(StepRunner, "run_rows", None)
+    count = 7 if max_num_seqs == 1 else 14
+    tokens, ran = generate(
+        files, method, count, cut_requests, max_num_seqs=max_num_seqs, enforce_eager=eager
+    )
+    assert tokens == {name: cut_truth[name] for name in tokens}
+    assert (ran.offered > 0) == (method != "plain")
+    assert method != "ngram" or ran.accepted > 0
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])

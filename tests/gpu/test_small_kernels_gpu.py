@@ -8,6 +8,7 @@ import torch
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
+    Cuts,
     LayerKV,
     QKNorm,
     RotaryTable,
@@ -27,6 +28,8 @@ from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.sampling import reference as sampling_reference
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.stage.triton import stage_windows
+from sametoken.kernels.truncation import reference as truncation_reference
+from sametoken.kernels.truncation import triton as truncation
 from sametoken.state.sequences import Sequences
 
 pytestmark = pytest.mark.gpu
@@ -167,6 +170,67 @@ def test_sampling_of_mapped_columns(columns, vocab_size, rows):
     positions = torch.arange(rows, device="cuda") * 1000
     found = sampling.sample(logits, temperature, seeds, positions, token_ids)
     assert torch.equal(found, sampling.sample(full, temperature, seeds, positions))
+
+
+def cuts_of(*slots: tuple[float, int, float, float]) -> Cuts:
+    columns = torch.tensor(slots, dtype=torch.float64, device="cuda").t().contiguous()
+    return Cuts(columns[0].float(), columns[1].long(), columns[2], columns[3])
+
+
+CUTS = (
+    (0.6, 20, 0.95, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.05),
+    (1.5, 3000, 0.99, 0.0),
+    (0.8, 50, 1.0, 0.0),
+    (0.0, 1, 0.1, 1.0),
+    (1.0, 0, 1.0, 0.0),
+    (3.0, 0, 0.8, 0.0001),
+)
+
+
+@pytest.mark.parametrize("vocab_size", [49152, 151936, 50257])
+def test_truncation(vocab_size):
+    logits = noise(ROWS, vocab_size, dtype=torch.float32) * 4
+    # Of bf16 logits many are equal.
+    logits[::3] = logits[::3].bfloat16().float()
+    cuts, slots = cuts_of(*CUTS), torch.arange(ROWS, device="cuda") % len(CUTS)
+    whole, expected = logits.clone(), logits.clone()
+    truncation.truncate(whole, slots, cuts)
+    truncation_reference.truncate(expected, slots, cuts)
+    kept = whole != -torch.inf
+    assert torch.equal(whole[kept], logits[kept])
+    cut_rows = ~kept.all(dim=-1)
+    assert torch.equal(cut_rows, (cuts.temperature[slots] > 0) & (slots != 6))
+    assert torch.equal(whole[slots == 4], expected[slots == 4])
+    # Exponentials in fp32 and fp64 may part where a prefix all but reaches the goal, no more.
+    both = kept & (expected != -torch.inf)
+    differing = (both != kept).any(dim=-1) | (both != (expected != -torch.inf)).any(dim=-1)
+    left = logits.clone()
+    no_top_p = Cuts(cuts.temperature, cuts.top_k, torch.ones_like(cuts.top_p), cuts.min_p)
+    truncation_reference.truncate(left, slots, no_top_p)
+    scaled = left[differing].double() / cuts.temperature[slots[differing], None]
+    reached = (scaled.softmax(dim=-1) * both[differing]).sum(dim=-1)
+    assert ((reached - cuts.top_p[slots[differing]]).abs() < 5e-6).all()
+    assert differing.sum() < ROWS // 4
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        part = logits[some].clone()
+        truncation.truncate(part, slots[some].clone(), cuts)
+        assert torch.equal(part, whole[some])
+
+
+def test_truncation_in_a_graph():
+    logits, slots = noise(8, 151936, dtype=torch.float32), torch.arange(8, device="cuda")
+    cuts = cuts_of(*CUTS)
+    expected, static = logits.clone(), logits.clone()
+    truncation.truncate(expected, slots, cuts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        truncation.truncate(static, slots, cuts)
+    assert torch.equal(static, logits)
+    graph.replay()
+    assert torch.equal(static, expected)
 
 
 def test_poisoned_rows():

@@ -98,12 +98,10 @@ def head_tensors(
 
 
 def write_safeailab(directory: Path, tensors: dict[str, torch.Tensor], **changes) -> Path:
-    """One flat config.json, ``midlayer.*`` tensors."""
-    config = LLAMA | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
-    }
+    """One flat config.json, ``midlayer.*`` tensors; without an lm_head the vocabularies are one."""
+    config = LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    if "lm_head.weight" in tensors:
+        config["draft_vocab_size"] = tensors["lm_head.weight"].shape[0]
     renamed = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     return write_checkpoint(directory, config | changes, renamed)
 

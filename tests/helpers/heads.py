@@ -25,6 +25,9 @@ class SharedTarget:
         self.embedding = KERNELS.pack(self.embedding_matrix)
         self.head = KERNELS.pack(self.head_matrix)
 
+    def whole_head(self):
+        return self.head
+
 
 def rows_of_one_slot(first: int, count: int) -> AttentionRows:
     positions = torch.arange(first, first + count)

@@ -14,7 +14,7 @@ from sametoken.kernels.interface import (
     QKNorm,
     RotaryTable,
 )
-from sametoken.layers.linear import Linear
+from sametoken.layers.linear import Linear, Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class GatedAttention:
     """One attention block with an output gate per element of every head.
 
     Attributes:
+        shape: head counts of this rank.
         projection: fused projection to [gate | q | k | v].
         output: projection of the heads back to the hidden size.
         qk_norm: per-head norm of q and k before RoPE.
@@ -30,7 +31,7 @@ class GatedAttention:
     kernels: Kernels
     shape: AttentionShape
     projection: Linear
-    output: Linear
+    output: Projection
     rotary: RotaryTable
     qk_norm: QKNorm
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sametoken.kernels.interface import Kernels
-from sametoken.layers.linear import Linear
+from sametoken.layers.linear import Linear, Projection
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentPass, RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """One Gated DeltaNet block.
+    """One Gated DeltaNet block, or the heads of it that are on this rank.
 
     Attributes:
-        spec: head counts and sizes.
+        spec: head counts of this rank, and sizes.
         projection: fused projection to [q | k | v | z | b | a].
         params: weights of the convolution and of the gates.
         norm_weight: [value_dim], of the norm of every value head's output, before the gate z.
@@ -30,7 +30,7 @@ class GatedDeltaNet:
     params: GatedDeltaParams
     norm_weight: Tensor
     eps: float
-    output: Linear
+    output: Projection
 
     def __call__(self, x: Tensor, step: RecurrentPass, layer: int) -> Tensor:
         """[T, hidden] -> [T, hidden]; advances the rows' slots.

@@ -3,12 +3,68 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from sametoken.kernels.interface import Kernels, PackedExperts
+from sametoken.kernels.partial_sum import partial_sum
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
+from sametoken.layers.parallel import TensorParallel
+
+
+class Experts(Protocol):
+    """MLPs of which each row runs some: [T, hidden] to their weighted sum, [T, hidden]."""
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """``chosen`` and ``weights`` as ``Kernels.route`` gives them."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices on this rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeExperts:
+    """All of every expert."""
+
+    kernels: Kernels
+    experts: PackedExperts
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden] in the dtype of ``x``."""
+        return self.kernels.mix_experts(x, self.experts, chosen, weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts."""
+        return self.experts.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class DividedExperts:
+    """Every expert, its inner features divided among ranks.
+
+    A rank sums its part of a row's experts in fp32; those sums travel and are added in rank
+    order, rounded once, as ``RowParallelLinear`` does it.
+    """
+
+    kernels: Kernels
+    parallel: TensorParallel
+    experts: PackedExperts
+
+    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden] in the dtype of ``x``, the same bits on every rank."""
+        part = self.kernels.mix_expert_parts(x, self.experts, chosen, weights)
+        return partial_sum(self.parallel.gather(part), x.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part of all experts."""
+        return self.experts.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +72,17 @@ class SparseMoE:
     """A router's choice of experts per row, their weighted sum, and a gated shared expert.
 
     Attributes:
-        router: projection to one logit per expert.
+        router: projection to one logit per expert, whole on every rank.
         experts: MLPs of which each row runs some.
         top_k: experts per row.
         normalise: whether the weights of a row's experts are divided by their sum.
         shared: the expert of every row.
-        shared_gate: projection to the logit of the shared expert's gate.
+        shared_gate: projection to the logit of the shared expert's gate, whole on every rank.
     """
 
     kernels: Kernels
     router: Linear
-    experts: PackedExperts
+    experts: Experts
     top_k: int
     normalise: bool
     shared: GatedMLP
@@ -47,4 +103,4 @@ class SparseMoE:
     def _routed(self, x: Tensor) -> Tensor:
         """The weighted sum of every row's experts."""
         chosen, weights = self.kernels.route(self.router(x), self.top_k, self.normalise)
-        return self.kernels.mix_experts(x, self.experts, chosen, weights)
+        return self.experts(x, chosen, weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from sametoken.kernels.interface import (
 from sametoken.layers.attention import Attention
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.parallel import gather_columns
+from sametoken.layers.parallel import ALONE, gather_columns
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.weights import Part, Split, WeightReader
@@ -82,7 +82,6 @@ class Decoder:
         recurrent_spec: what one slot of recurrent state holds; None without such layers.
         layer_types: those of a config's ``layer_types`` that the class runs.
         unused_prefixes: beginnings of tensor names that the class has no use for.
-        tensor_parallel: whether several ranks can run the class together.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
@@ -93,7 +92,6 @@ class Decoder:
     recurrent_spec: RecurrentSpec | None = None
     layer_types: ClassVar[frozenset[str]] = frozenset(("full_attention",))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
-    tensor_parallel: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -118,6 +116,7 @@ class Decoder:
         )
         self.kernels: Kernels = weights.kernels
         self._parallel = weights.parallel
+        self._divided_from = weights if weights.parallel.size > 1 else None
         self._aux_layers = aux_layers
         rotary = rotary_table(
             config.rope,
@@ -137,6 +136,15 @@ class Decoder:
     def tensor_prefix(weights: WeightReader) -> str:
         """What the names of all tensors but the head's begin with."""
         return "model"
+
+    @staticmethod
+    def divided_sizes(config: ModelConfig) -> dict[str, int]:
+        """What ranks must divide evenly beside the vocabulary, by its key in config.json."""
+        return {
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.num_kv_heads,
+            "intermediate_size": config.intermediate_size,
+        }
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
@@ -174,6 +182,19 @@ class Decoder:
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
         return self.kernels.logits(hidden, self.head)
+
+    def whole_head(self) -> PackedWeight:
+        """The head with all its rows, for a rank that drafts by it.
+
+        A rank with a part of it reads the whole from the checkpoint, unless that is tied to the
+        embedding; errors as in the class.
+        """
+        if self._divided_from is None:
+            return self.head
+        if self.config.tie_word_embeddings:
+            return self.embedding
+        whole = replace(self._divided_from, parallel=ALONE)
+        return whole.packed(self.config.hidden_size, Part(HEAD, self.config.vocab_size))
 
     @property
     def weights_bytes(self) -> int:
@@ -239,10 +260,7 @@ def load_attention(
         qk_norm: the norm of q and k, if there is one.
         in_features: width of the block's input; default the hidden size.
     """
-    size = weights.parallel.size
-    whole = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    shape = AttentionShape(config.num_heads // size, config.num_kv_heads // size, config.head_dim)
-    weights.kernels.require(shape)
+    whole, shape = attention_shapes(config, weights)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
         Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
@@ -253,6 +271,21 @@ def load_attention(
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
+
+
+def attention_shapes(
+    config: ModelConfig, weights: WeightReader
+) -> tuple[AttentionShape, AttentionShape]:
+    """Of an attention block as a whole, and on this rank.
+
+    Raises:
+        UnsupportedError: the kernels cannot run it.
+    """
+    size = weights.parallel.size
+    whole = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    shape = AttentionShape(config.num_heads // size, config.num_kv_heads // size, config.head_dim)
+    weights.kernels.require(shape)
+    return whole, shape
 
 
 def load_mlp(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels, PackedWeight
+from sametoken.kernels.interface import Kernels
 from sametoken.layers.parallel import ALONE, TensorParallel
 from sametoken.models.weights import Part, Share, WeightReader, rows_per_chunk
 
@@ -85,11 +85,6 @@ class DummyReader(WeightReader):
 @dataclass(frozen=True, slots=True)
 class ShapeReader(DummyReader):
     """Tensors of the shapes that are asked for, on a device whose tensors have no memory."""
-
-    def packed_stack(self, name: str, shape: tuple[int, int, int]) -> list[PackedWeight]:
-        """As ``WeightReader.packed_stack``."""
-        matrix = torch.empty(shape[1:], dtype=self.dtype, device=self.device)
-        return [self.kernels.pack(matrix) for _ in range(shape[0])]
 
     def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
         self._read.add(part.name)

@@ -89,11 +89,11 @@ class Eagle1Checkpoint:
         head = Eagle1Head(
             kernels=kernels,
             embedding=own_or_shared(
-                reader, "embed_tokens", vocab_size, hidden_size, shared.embedding
+                reader, "embed_tokens", vocab_size, hidden_size, lambda: shared.embedding
             ),
             fc=reader.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
             layers=tuple(_load_layer(reader, layer, i, rotary) for i in range(layer.num_layers)),
-            lm_head=own_or_shared(reader, "lm_head", vocab_size, hidden_size, shared.head),
+            lm_head=own_or_shared(reader, "lm_head", vocab_size, hidden_size, shared.whole_head),
         )
         reader.require_all_read(allowed=UNUSED_TENSORS)
         return head

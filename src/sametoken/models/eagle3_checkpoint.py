@@ -114,7 +114,7 @@ class Eagle3Checkpoint:
             config=config,
             kernels=kernels,
             embedding=own_or_shared(
-                reader, "embed_tokens", layer.vocab_size, hidden_size, shared.embedding
+                reader, "embed_tokens", layer.vocab_size, hidden_size, lambda: shared.embedding
             ),
             aux_norms=_aux_norms(reader, config),
             fc=reader.linear(config.num_aux * config.target_hidden_size, Part("fc", hidden_size)),
@@ -129,7 +129,7 @@ class Eagle3Checkpoint:
                 "lm_head",
                 draft_vocab_size,
                 hidden_size,
-                shared.head,
+                shared.whole_head,
                 None if token_ids is None else _ranks(token_ids),
             ),
             token_ids=None if token_ids is None else token_ids.sort().values.to(device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +37,10 @@ class SharedWeights(Protocol):
     """What a head may take from its target: two packed weights [V, hidden]."""
 
     embedding: PackedWeight
-    head: PackedWeight
+
+    def whole_head(self) -> PackedWeight:
+        """All rows of the target's lm_head; reads them if this rank does not hold them."""
+        ...
 
 
 class HeadCheckpoint(Protocol):
@@ -164,10 +167,10 @@ def own_or_shared(
     name: str,
     rows: int,
     hidden_size: int,
-    shared: PackedWeight,
+    share: Callable[[], PackedWeight],
     places: Tensor | None = None,
 ) -> PackedWeight:
-    """The [rows, hidden_size] weight ``name`` if the head has it, else the target's.
+    """The [rows, hidden_size] weight ``name`` if the head has it, else what ``share`` returns.
 
     ``places`` is that of ``Part``, for a weight of the head's own.
 
@@ -176,6 +179,7 @@ def own_or_shared(
     """
     if f"{name}.weight" in reader:
         return reader.packed(hidden_size, Part(f"{name}.weight", rows, places))
+    shared = share()
     if (shared.out_features, shared.in_features) != (rows, hidden_size):
         raise DrafterMismatchError(
             f"the EAGLE head has no {name} of its own and wants one of {rows} x {hidden_size}, "

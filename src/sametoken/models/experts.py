@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from sametoken.kernels.interface import PackedExperts
-from sametoken.layers.sparse_moe import SparseMoE
+from sametoken.layers.sparse_moe import DividedExperts, Experts, SparseMoE, WholeExperts
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import load_gated_mlp
 from sametoken.models.settings import Settings
-from sametoken.models.weights import Part, WeightReader
+from sametoken.models.weights import Part, Split, WeightReader
 
 
 def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
-    """The mixture of experts at ``prefix``.
+    """The mixture of experts at ``prefix``; ranks divide the inner features of every expert.
 
     Raises:
         CheckpointError: a size is missing or impossible.
@@ -31,13 +31,22 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
     )
 
 
-def _load_experts(
+def _load_experts(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Experts:
+    experts = _packed_experts(settings, weights, prefix, hidden)
+    if weights.parallel.size == 1:
+        return WholeExperts(weights.kernels, experts)
+    return DividedExperts(weights.kernels, weights.parallel, experts)
+
+
+def _packed_experts(
     settings: Settings, weights: WeightReader, prefix: str, hidden: int
 ) -> PackedExperts:
     count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
     if f"{prefix}.gate_up_proj" in weights:
-        gate_up = weights.packed_stack(f"{prefix}.gate_up_proj", (count, 2 * size, hidden))
-        down = weights.packed_stack(f"{prefix}.down_proj", (count, hidden, size))
+        fused = Part(f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, runs=(size, size))
+        gate_up = weights.packed_stack(count, hidden, fused)
+        down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
+        down = weights.packed_stack(count, size, down_part)
         return weights.kernels.pack_experts(gate_up, down)
     mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
     return weights.kernels.pack_experts(

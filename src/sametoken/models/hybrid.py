@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,11 +17,11 @@ from sametoken.layers.gated_delta_net import GatedDeltaNet
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.decoder import Block, Decoder, DecoderLayer, load_mlp
+from sametoken.models.decoder import Block, Decoder, DecoderLayer, attention_shapes, load_mlp
 from sametoken.models.experts import load_sparse_moe
 from sametoken.models.settings import Settings
-from sametoken.models.weights import Part, WeightReader
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.models.weights import Part, Split, WeightReader
+from sametoken.state.kv_cache import KVCache
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentSpec
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -56,14 +56,13 @@ class HybridDecoder(Decoder, ABC):
         aux_layers: tuple[int, ...] = (),
     ) -> None:
         location = weights.source.location
-        self._spec = recurrent_spec(config, weights.dtype, location)
+        self._whole_spec = recurrent_spec(config, weights.dtype, location)
         self._mixers = _mixers(config, location)
         super().__init__(config, weights, max_positions=max_positions, aux_layers=aux_layers)
-        num_linear = self._spec.num_layers
-        self.recurrent_spec = self._spec if num_linear else None
-        self.kv_spec = KVSpec(
-            config.num_layers - num_linear, config.num_kv_heads, config.head_dim, weights.dtype
-        )
+        num_linear = self._whole_spec.num_layers
+        if num_linear:
+            self.recurrent_spec = self._whole_spec.divided(weights.parallel.size)
+        self.kv_spec = replace(self.kv_spec, num_layers=config.num_layers - num_linear)
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
@@ -76,8 +75,31 @@ class HybridDecoder(Decoder, ABC):
     def load_projection(
         spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
-        """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``."""
+        """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``.
+
+        Args:
+            spec: head counts of all ranks together, which divide them.
+            weights: where tensors come from.
+            prefix: what the block's tensor names begin with.
+            in_features: width of the block's input.
+        """
         ...
+
+    @staticmethod
+    def divided_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.divided_sizes``; value heads go with their key head."""
+        sizes = Decoder.divided_sizes(config)
+        dense_size = sizes.pop("intermediate_size")
+        settings = Settings(config.extra, config.architecture)
+        if any(mixer.is_linear for mixer in _mixers(config, settings.location)):
+            sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
+        sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
+        if not all(sparse):
+            sizes["intermediate_size"] = dense_size
+        if any(sparse):
+            for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+                sizes[key] = settings.integer(key)
+        return sizes
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
         """[T] ids to hidden states; advances the rows' slots and writes their KV."""
@@ -112,23 +134,33 @@ class HybridDecoder(Decoder, ABC):
         return load_norm(self.config, weights, name)
 
     def _load_gated_delta_net(self, weights: WeightReader, prefix: str) -> GatedDeltaNet:
-        spec, hidden, fp32 = self._spec, self.config.hidden_size, torch.float32
-        heads, taps = spec.num_value_heads, (spec.conv_channels, 1, spec.conv_kernel)
-        params = GatedDeltaParams(
-            A_log=weights.tensor(f"{prefix}.A_log", (heads,), fp32),
-            dt_bias=weights.tensor(f"{prefix}.dt_bias", (heads,), fp32),
-            conv_weight=weights.tensor(f"{prefix}.conv1d.weight", taps).squeeze(1),
-            conv_bias=None,
-        )
+        spec, hidden = self._whole_spec, self.config.hidden_size
+        out_part = Part(f"{prefix}.out_proj", hidden)
         return GatedDeltaNet(
             kernels=self.kernels,
-            spec=spec,
+            spec=spec.divided(weights.parallel.size),
             projection=self.load_projection(spec, weights, prefix, hidden),
-            params=params,
+            params=_load_params(spec, weights, prefix),
             norm_weight=weights.vector(f"{prefix}.norm.weight", spec.value_dim),
             eps=self.config.rms_norm_eps,
-            output=weights.linear(heads * spec.value_dim, Part(f"{prefix}.out_proj", hidden)),
+            output=weights.row_parallel(spec.num_value_heads * spec.value_dim, out_part),
         )
+
+
+def _load_params(spec: RecurrentSpec, weights: WeightReader, prefix: str) -> GatedDeltaParams:
+    """Weights of the convolution, and of the gates in fp32; ranks divide them with their heads."""
+    heads, channels, rows = spec.num_value_heads, spec.conv_channels, Split.ROWS
+    conv = Part(f"{prefix}.conv1d.weight", channels, split=rows, runs=spec.qkv_sizes)
+
+    def by_head(name: str) -> Tensor:
+        return weights.tensor(Part(f"{prefix}.{name}", heads, split=rows), dtype=torch.float32)
+
+    return GatedDeltaParams(
+        A_log=by_head("A_log"),
+        dt_bias=by_head("dt_bias"),
+        conv_weight=weights.tensor(conv, (1, spec.conv_kernel)).squeeze(1),
+        conv_bias=None,
+    )
 
 
 def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
@@ -140,19 +172,17 @@ def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
 def load_gated_attention(
     config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
 ) -> GatedAttention:
-    """The attention block at ``prefix``, with gate, q, k and v fused."""
-    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    weights.kernels.require(shape)
+    """The attention block at ``prefix``, with gate, q, k and v fused; ranks divide its heads."""
+    whole, shape = attention_shapes(config, weights)
     projection = weights.linear(
         config.hidden_size,
-        Part(f"{prefix}.q_proj", 2 * shape.q_size, _gate_first(shape)),
-        Part(f"{prefix}.k_proj", shape.kv_size),
-        Part(f"{prefix}.v_proj", shape.kv_size),
+        Part(f"{prefix}.q_proj", 2 * whole.q_size, _gate_first(shape), Split.ROWS),
+        Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
+        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
         bias=config.attention_bias,
     )
-    output = weights.linear(
-        shape.q_size, Part(f"{prefix}.o_proj", config.hidden_size), bias=config.attention_bias
-    )
+    output_part = Part(f"{prefix}.o_proj", config.hidden_size)
+    output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
     qk_norm = QKNorm(
         _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
         _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from sametoken.models.decoder import Decoder
 
 
 class LlamaForCausalLM(Decoder):
     """The shared decoder as it is."""
-
-    tensor_parallel: ClassVar[bool] = True

@@ -93,7 +93,7 @@ class MTPCheckpoint:
             fc=reader.linear(2 * config.hidden_size, Part(f"{PREFIX}.fc", config.hidden_size)),
             layer=_load_layer(config, reader, max_positions),
             norm=load_norm(config, reader, f"{PREFIX}.norm"),
-            lm_head=shared.head,
+            lm_head=shared.whole_head(),
             kv_spec=KVSpec(1, config.num_kv_heads, config.head_dim, dtype),
         )
         reader.require_all_read(allowed=DERIVED_TENSORS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from sametoken.kernels.interface import QKNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -12,8 +10,6 @@ from sametoken.models.weights import WeightReader
 
 class Qwen3ForCausalLM(Decoder):
     """The shared decoder with an RMS norm on every head of q and k."""
-
-    tensor_parallel: ClassVar[bool] = True
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sametoken.layers.linear import Linear
 from sametoken.models.hybrid import HybridDecoder
-from sametoken.models.weights import Part, WeightReader
+from sametoken.models.weights import Part, Split, WeightReader
 from sametoken.state.recurrent import RecurrentSpec
 
 
@@ -15,11 +15,13 @@ class Qwen3_5ForCausalLM(HybridDecoder):
     def load_projection(
         spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
-        """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``."""
+        """As ``HybridDecoder.load_projection``."""
+        heads, rows = spec.num_value_heads, Split.ROWS
+        qkv = f"{prefix}.in_proj_qkv"
         return weights.linear(
             in_features,
-            Part(f"{prefix}.in_proj_qkv", spec.conv_channels),
-            Part(f"{prefix}.in_proj_z", spec.num_value_heads * spec.value_dim),
-            Part(f"{prefix}.in_proj_b", spec.num_value_heads),
-            Part(f"{prefix}.in_proj_a", spec.num_value_heads),
+            Part(qkv, spec.conv_channels, split=rows, runs=spec.qkv_sizes),
+            Part(f"{prefix}.in_proj_z", heads * spec.value_dim, split=rows),
+            Part(f"{prefix}.in_proj_b", heads, split=rows),
+            Part(f"{prefix}.in_proj_a", heads, split=rows),
         )

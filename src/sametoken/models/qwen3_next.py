@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sametoken.layers.linear import Linear
 from sametoken.models.hybrid import HybridDecoder
-from sametoken.models.weights import Part, WeightReader
+from sametoken.models.weights import Part, Split, WeightReader
 from sametoken.state.recurrent import RecurrentSpec
 
 
@@ -18,15 +18,16 @@ class Qwen3NextForCausalLM(HybridDecoder):
     def load_projection(
         spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
-        """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``."""
-        ratio = spec.num_value_heads // spec.num_key_heads
+        """As ``HybridDecoder.load_projection``."""
+        size = weights.parallel.size
+        groups, ratio = spec.num_key_heads // size, spec.num_value_heads // spec.num_key_heads
         values = ratio * spec.value_dim
-        qkvz = _regrouped(spec.num_key_heads, (spec.key_dim, spec.key_dim, values, values))
-        ba = _regrouped(spec.num_key_heads, (ratio, ratio))
+        qkvz = _regrouped(groups, (spec.key_dim, spec.key_dim, values, values))
+        ba = _regrouped(groups, (ratio, ratio))
         return weights.linear(
             in_features,
-            Part(f"{prefix}.in_proj_qkvz", len(qkvz), qkvz),
-            Part(f"{prefix}.in_proj_ba", len(ba), ba),
+            Part(f"{prefix}.in_proj_qkvz", size * len(qkvz), qkvz, Split.ROWS),
+            Part(f"{prefix}.in_proj_ba", size * len(ba), ba, Split.ROWS),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.errors import ConfigError
 from sametoken.models.base import ModelConfig
 from sametoken.models.registry import model_class
 
@@ -14,25 +14,21 @@ def require_divisible(config: ModelConfig, size: int) -> None:
     """Refuse a model whose heads, features or tokens ``size`` ranks cannot divide evenly.
 
     Raises:
-        UnsupportedError: the architecture is not implemented for several ranks.
+        UnsupportedError: no class runs the architecture.
+        CheckpointError: a size is missing or impossible.
         ConfigError: a size does not divide; named by its key in config.json.
     """
     if size == 1:
         return
-    if not model_class(config.architecture).tensor_parallel:
-        raise UnsupportedError(
-            f"tensor_parallel_size={size} with {config.architecture} is not implemented",
-            "use tensor_parallel_size=1",
+    for name, count in model_class(config.architecture).divided_sizes(config).items():
+        _require_multiple(name, count, size, size)
+    _require_multiple("vocab_size", config.vocab_size, size * _VOCABULARY_UNIT, size)
+
+
+def _require_multiple(name: str, count: int, unit: int, size: int) -> None:
+    if count % unit:
+        raise ConfigError(
+            f"tensor_parallel_size={size} does not divide the model: {name}={count} "
+            f"is no multiple of {unit}",
+            "use a size that divides it, or 1",
         )
-    for name, count, unit in (
-        ("num_attention_heads", config.num_heads, 1),
-        ("num_key_value_heads", config.num_kv_heads, 1),
-        ("intermediate_size", config.intermediate_size, 1),
-        ("vocab_size", config.vocab_size, _VOCABULARY_UNIT),
-    ):
-        if count % (size * unit):
-            raise ConfigError(
-                f"tensor_parallel_size={size} does not divide the model: {name}={count} "
-                f"is no multiple of {size * unit}",
-                "use a size that divides it, or 1",
-            )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -56,42 +57,74 @@ class Split(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor that becomes ``rows`` rows of a fused weight.
+    """A tensor that becomes rows of a fused weight.
 
     Attributes:
         rows: of the whole tensor, as the checkpoint has it.
-        places: [rows] int64, a permutation on the host: row i of the tensor becomes row
-            ``places[i]``. None: row i. Only of a tensor that is not split.
+        places: int64, a permutation on the host: row i of this rank's share becomes row
+            ``places[i]`` of the weight's part. None: row i.
         split: how ranks divide the tensor among them.
+        runs: numbers of adjacent rows, ``rows`` together, of which ranks divide each by
+            itself; (): all rows are one run.
     """
 
     name: str
     rows: int
     places: Tensor | None = None
     split: Split = Split.WHOLE
+    runs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The rows and columns of a tensor that one rank holds; of a vector only rows count."""
+    """What one rank holds of a tensor; of a vector only rows count.
 
-    rows: range
+    Attributes:
+        rows: runs of the tensor's rows, which the share has one after the other.
+        columns: the same of each.
+        places: that of ``Part``.
+    """
+
+    rows: tuple[range, ...]
     columns: range
+    places: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all runs."""
+        return sum(len(run) for run in self.rows)
 
     def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
         """Copy what the share has of a chunk whose row 0 is the tensor's row ``first``."""
-        begin = max(self.rows.start, first)
-        end = min(self.rows.stop, first + chunk.shape[0])
-        if begin < end:
-            wanted = chunk[begin - first : end - first]
-            if chunk.dim() > 1:
-                wanted = wanted[:, self.columns.start : self.columns.stop]
-            destination[begin - self.rows.start : end - self.rows.start].copy_(wanted)
+        offset = 0
+        for run in self.rows:
+            begin = max(run.start, first)
+            end = min(run.stop, first + chunk.shape[0])
+            if begin < end:
+                wanted = chunk[begin - first : end - first]
+                self._put(destination, offset + begin - run.start, wanted)
+            offset += len(run)
+
+    def _put(self, destination: Tensor, row: int, wanted: Tensor) -> None:
+        """Copy whole rows of the tensor to the share's rows from ``row`` on."""
+        if wanted.dim() > 1:
+            wanted = wanted[:, self.columns.start : self.columns.stop]
+        rows = slice(row, row + wanted.shape[0])
+        if self.places is None:
+            destination[rows].copy_(wanted)
+        else:
+            destination[self.places[rows].to(destination.device)] = wanted.to(destination)
 
 
 def _of_rank(whole: range, parallel: TensorParallel) -> range:
     size = len(whole) // parallel.size
     return whole[parallel.rank * size : (parallel.rank + 1) * size]
+
+
+def _adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
+    """Ranges of so many numbers each, one after the other from 0 on."""
+    ends = tuple(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,22 +152,29 @@ class WeightReader:
 
     def vector(self, name: str, size: int) -> Tensor:
         """A [size] tensor such as a norm's weight."""
-        return self._filled((size,), (Part(name, size),))
+        return self.tensor(Part(name, size))
 
-    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor that stays as it is, in ``dtype``, by default the reader's."""
-        return self._filled(shape, (Part(name, shape[0]),), dtype)
+    def tensor(
+        self, part: Part, row_shape: tuple[int, ...] = (), dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A [part.rows, *row_shape] tensor as it is, in ``dtype``, by default the reader's."""
+        return self._filled((part,), row_shape, dtype)
 
-    def packed_stack(self, name: str, shape: tuple[int, int, int]) -> list[PackedWeight]:
-        """Each of the [E, N, K] matrices of one tensor, packed by itself."""
-        self._require_shape(name, shape)
+    def packed_stack(self, count: int, in_features: int, part: Part) -> list[PackedWeight]:
+        """Each matrix of a [count, part.rows, in_features] tensor, packed by itself.
+
+        Ranks divide every matrix as ``part`` says.
+        """
+        self._require_shape(part.name, (count, part.rows, in_features))
+        share = self._share(part, (in_features,))
         packed: list[PackedWeight] = []
-        for chunk in self.source.chunks(name):
+        for chunk in self.source.chunks(part.name):
             for matrix in chunk:
-                own = matrix.to(self.device, self.dtype, copy=True)
-                self._require_finite(own, name)
+                own = self._empty((share,), (in_features,))
+                share.copy(own, matrix, 0)
+                self._require_finite(own, part.name)
                 packed.append(self.kernels.pack(own))
-        self._read.add(name)
+        self._read.add(part.name)
         return packed
 
     def packed(self, in_features: int, *parts: Part) -> PackedWeight:
@@ -144,8 +184,7 @@ class WeightReader:
             CheckpointError: a part is missing, of another shape, unreadable, or not finite.
             UnsupportedError: a part is of a dtype that cannot be converted.
         """
-        rows = sum(part.rows for part in parts)
-        return self.kernels.pack(self._filled((rows, in_features), parts))
+        return self.kernels.pack(self._filled(parts, (in_features,)))
 
     def linear(self, in_features: int, *parts: Part, bias: bool = False) -> Linear:
         """A projection fused of ``parts``, named without their ``.weight`` and ``.bias``."""
@@ -154,8 +193,7 @@ class WeightReader:
         if not bias:
             return Linear(self.kernels, weight)
         biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
-        rows = sum(part.rows for part in parts)
-        return Linear(self.kernels, weight, self._filled((rows,), biases))
+        return Linear(self.kernels, weight, self._filled(biases))
 
     def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
         """A projection whose input the ranks divide among them; its output is whole."""
@@ -204,29 +242,43 @@ class WeightReader:
             )
 
     def _filled(
-        self, shape: tuple[int, ...], parts: tuple[Part, ...], dtype: torch.dtype | None = None
+        self,
+        parts: tuple[Part, ...],
+        row_shape: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
+        """This rank's shares of the parts, one after the other."""
         # Checked first: a config at odds with the file must not decide what is allocated.
         for part in parts:
-            self._require_shape(part.name, (part.rows, *shape[1:]))
-        shares = [self._share(part, shape) for part in parts]
-        rows = sum(len(share.rows) for share in shares)
-        row_shape = shape[1:] if len(shape) == 1 else (len(shares[0].columns), *shape[2:])
-        destination = torch.empty((rows, *row_shape), dtype=dtype or self.dtype, device=self.device)
+            self._require_shape(part.name, (part.rows, *row_shape))
+        shares = tuple(self._share(part, row_shape) for part in parts)
+        destination = self._empty(shares, row_shape, dtype)
         first = 0
         for part, share in zip(parts, shares, strict=True):
-            self._fill(destination[first : first + len(share.rows)], part, share)
-            first += len(share.rows)
+            self._fill(destination[first : first + share.num_rows], part, share)
+            first += share.num_rows
         return destination
 
-    def _share(self, part: Part, shape: tuple[int, ...]) -> Share:
-        """This rank's share of a tensor of ``part.rows`` rows of ``shape[1:]``."""
-        rows, columns = range(part.rows), range(shape[1] if len(shape) > 1 else 1)
+    def _empty(
+        self,
+        shares: tuple[Share, ...],
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Memory for shares of tensors whose rows have one shape."""
+        rows = sum(share.num_rows for share in shares)
+        own_shape = (len(shares[0].columns), *row_shape[1:]) if row_shape else ()
+        return torch.empty((rows, *own_shape), dtype=dtype or self.dtype, device=self.device)
+
+    def _share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
+        """This rank's share of a [part.rows, *row_shape] tensor."""
+        rows = _adjacent(part.runs or (part.rows,))
+        columns = range(row_shape[0] if row_shape else 1)
         if part.split is Split.ROWS:
-            rows = _of_rank(rows, self.parallel)
+            rows = tuple(_of_rank(run, self.parallel) for run in rows)
         elif part.split is Split.COLUMNS:
             columns = _of_rank(columns, self.parallel)
-        return Share(rows, columns)
+        return Share(rows, columns, part.places)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self:
@@ -246,12 +298,8 @@ class WeightReader:
         """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
         first = 0
         for chunk in self.source.chunks(part.name):
-            last = first + chunk.shape[0]
-            if part.places is not None:
-                destination[part.places[first:last].to(self.device)] = chunk.to(destination)
-            else:
-                share.copy(destination, chunk, first)
-            first = last
+            share.copy(destination, chunk, first)
+            first += chunk.shape[0]
         self._require_finite(destination, part.name)
         self._read.add(part.name)
 

@@ -10,7 +10,7 @@ what is computed. Rejected drafts lie at p0 and above and are never run again
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -45,6 +45,21 @@ class RecurrentSpec:
     conv_kernel: int
     conv_channels: int
     dtype: torch.dtype = torch.float32
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Widths of q, k and v, which are ``conv_channels`` together."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.num_value_heads * self.value_dim
+
+    def divided(self, size: int) -> RecurrentSpec:
+        """What each of ``size`` ranks needs: value heads go with their key head."""
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // size,
+            num_value_heads=self.num_value_heads // size,
+            conv_channels=self.conv_channels // size,
+        )
 
     @property
     def state_bytes_per_slot(self) -> int:

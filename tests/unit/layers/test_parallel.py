@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from helpers.thread_ranks import run_ranks
+from sametoken.kernels.partial_sum import partial_sum
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.parallel import ALONE, gather_columns
+from sametoken.layers.sparse_moe import DividedExperts, WholeExperts
 
 KERNELS = ReferenceKernels()
 
@@ -53,5 +55,37 @@ def test_a_row_parallel_linear_sums_in_rank_order():
         torch.testing.assert_close(one, expected, rtol=1e-2, atol=1e-2)
         assert torch.equal(one, found[0])
     whole = Linear(KERNELS, KERNELS.pack(weight.clone()), bias)(x)
+    torch.testing.assert_close(found[0], whole, rtol=1e-2, atol=1e-2)
+    assert torch.equal(run_ranks(3, lambda p: run(p, slice(3, 4)))[0], found[0][3:4])
+
+
+def random(*shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(torch.bfloat16)
+
+
+def test_divided_experts_are_rounded_once_after_the_sum_over_ranks():
+    """Three experts of 12 inner features, 4 of them on each of three ranks."""
+    x, gate, up = random(5, 8, seed=1), random(3, 12, 8, seed=2), random(3, 12, 8, seed=3)
+    down = random(3, 8, 12, seed=4)
+    chosen, weights = KERNELS.route(random(5, 3, seed=5), 2, True)
+
+    def packed(part):
+        fused = [KERNELS.pack(torch.cat((g[part], u[part]))) for g, u in zip(gate, up, strict=True)]
+        return KERNELS.pack_experts(fused, [KERNELS.pack(d[:, part].clone()) for d in down])
+
+    parts = [packed(slice(first, first + 4)) for first in (0, 4, 8)]
+
+    def run(parallel, rows=slice(None)):
+        layer = DividedExperts(KERNELS, parallel, parts[parallel.rank])
+        assert layer.nbytes == parts[parallel.rank].nbytes
+        return layer(x[rows], chosen[rows], weights[rows])
+
+    found = run_ranks(3, run)
+    partials = [KERNELS.mix_expert_parts(x, part, chosen, weights) for part in parts]
+    assert all(partial.dtype == torch.float32 for partial in partials)
+    for one in found:
+        assert torch.equal(one, partial_sum(torch.stack(partials), torch.bfloat16))
+    whole = WholeExperts(KERNELS, packed(slice(0, 12)))(x, chosen, weights)
     torch.testing.assert_close(found[0], whole, rtol=1e-2, atol=1e-2)
     assert torch.equal(run_ranks(3, lambda p: run(p, slice(3, 4)))[0], found[0][3:4])

@@ -8,20 +8,27 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.checkpoints import write_llama
+from helpers.checkpoints import write_checkpoint, write_llama
+from helpers.forward import CPU, Bench
 from helpers.gguf_files import convert
-from helpers.hybrids import hybrid_config, hybrid_tensors, write_checkpoint
+from helpers.hybrids import (
+    EXPERTS,
+    hybrid_config,
+    hybrid_tensors,
+    merged_experts,
+    twin_config,
+    twin_tensors,
+    write_hybrid,
+)
 from helpers.thread_ranks import run_ranks
-from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.kernels.interface import AttentionRows
+from sametoken.errors import CheckpointError, ConfigError
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.parallel import ALONE
+from sametoken.models import weights
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.tensor_parallel import require_divisible
-from sametoken.state.kv_cache import KVCache
 
-CPU = torch.device("cpu")
 SIZES = {
     "vocab_size": 48,
     "hidden_size": 24,
@@ -30,7 +37,11 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-TOKENS = torch.tensor([3, 40, 17, 5, 5, 21, 0])
+HYBRID_SIZES = SIZES | {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+TOKENS = [3, 40, 17, 5, 5, 21, 0]
 
 
 def load(path, parallel=ALONE, dtype=torch.float32, kernels=None, **options):
@@ -45,12 +56,9 @@ def load(path, parallel=ALONE, dtype=torch.float32, kernels=None, **options):
     )
 
 
-def logits_of(model, first: int = 0, kv=None):
-    """Logits of the tokens from ``first`` on, all in one slot."""
-    kv = kv or KVCache.allocate(model.kv_spec, num_blocks=2, block_size=8, device=CPU)
-    positions = torch.arange(first, len(TOKENS))
-    rows = AttentionRows(positions, positions * 0, positions, torch.tensor([[0, 1], [1, 1]]))
-    return model.compute_logits(model.forward(TOKENS[first:], rows, kv).last), kv
+def logits_of(model, *chunks: int):
+    """Logits of the tokens, in chunks of the given lengths and a rest."""
+    return Bench(model, max_len=16).logits(TOKENS, list(chunks))
 
 
 def write_qwen3(folder):
@@ -68,10 +76,25 @@ def write_gguf(folder):
     return convert(LlamaForCausalLM(config), folder / "model.gguf")
 
 
+def write_merged(folder):
+    """Experts stacked in one tensor, as Qwen3.5 is published."""
+    config = hybrid_config("qwen3_5", **HYBRID_SIZES, **EXPERTS)
+    return write_checkpoint(folder, config, merged_experts(hybrid_tensors(config)))
+
+
+def write_biased(folder):
+    config = twin_config(**HYBRID_SIZES)
+    return write_checkpoint(folder, config, twin_tensors(config))
+
+
 WRITERS = {
     "llama": lambda folder: write_llama(folder, **SIZES),
     "qwen3": write_qwen3,
     "gguf": write_gguf,
+    "qwen3_5": lambda folder: write_hybrid(folder, "qwen3_5", **HYBRID_SIZES),
+    "qwen3_5 with biases": write_biased,
+    "qwen3_5 with experts": write_merged,
+    "qwen3_next": lambda folder: write_hybrid(folder, "qwen3_next", **HYBRID_SIZES),
 }
 
 
@@ -80,20 +103,20 @@ WRITERS = {
 def test_ranks_agree_and_are_near_one_rank(tmp_path, kind, bundle):
     path = WRITERS[kind](tmp_path)
     kernels = bundle()
-    whole, _ = logits_of(load(path, kernels=kernels))
-    first, second = run_ranks(2, lambda p: logits_of(load(path, p, kernels=kernels))[0])
+    whole = logits_of(load(path, kernels=kernels))
+    first, second = run_ranks(2, lambda p: logits_of(load(path, p, kernels=kernels)))
     assert torch.equal(first, second)
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_s_bits_do_not_depend_on_its_company(tmp_path):
-    path = write_llama(tmp_path, **SIZES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_next"])
+def test_a_row_s_bits_do_not_depend_on_its_company(tmp_path, kind):
+    path = WRITERS[kind](tmp_path)
 
     def run(parallel):
         model = load(path, parallel, torch.bfloat16)
-        together, kv = logits_of(model)
-        alone = [logits_of(model, first, kv)[0][0] for first in range(len(TOKENS))]
-        return torch.equal(torch.stack(alone), together)
+        alone = logits_of(model, *[1] * len(TOKENS))
+        return torch.equal(alone, logits_of(model))
 
     assert run_ranks(2, run) == [True, True]
 
@@ -109,10 +132,59 @@ def test_ranks_hold_shares_and_not_the_whole(tmp_path):
     assert [rank.head.out_features for rank in ranks] == [24, 24]
 
 
-def test_dummy_weights_are_shares_of_the_same(tmp_path):
-    path = write_llama(tmp_path, **SIZES)
-    whole, _ = logits_of(load(path, load_format="dummy"))
-    ranks = run_ranks(2, lambda p: logits_of(load(path, p, load_format="dummy"))[0])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5 with experts", "qwen3_next"])
+def test_ranks_hold_shares_of_a_hybrid_and_of_its_state(tmp_path, kind):
+    path = WRITERS[kind](tmp_path)
+    whole = load(path)
+    for rank in run_ranks(2, lambda p: load(path, p)):
+        assert rank.kv_spec == replace(whole.kv_spec, num_kv_heads=1)
+        assert 2 * rank.recurrent_spec.bytes_per_slot(3) == whole.recurrent_spec.bytes_per_slot(3)
+        block, part = whole._layers[0].attention, rank._layers[0].attention
+        assert 2 * part.nbytes == block.nbytes
+        assert [2 * w.numel() for w in (part.params.A_log, part.params.conv_weight)] == [
+            w.numel() for w in (block.params.A_log, block.params.conv_weight)
+        ]
+        mlp, share = whole._layers[0].mlp, rank._layers[0].mlp
+        # Routers and gates are whole on every rank.
+        undivided = 0 if kind == "qwen3_5" else mlp.router.nbytes + mlp.shared_gate.nbytes
+        assert 2 * (share.nbytes - undivided) == mlp.nbytes - undivided
+
+
+@pytest.mark.parametrize(
+    ("kind", "load_format"),
+    [
+        ("llama", "auto"),
+        ("llama", "dummy"),
+        ("qwen3", "auto"),
+        ("gguf", "auto"),
+        ("qwen3_5", "auto"),
+    ],
+)
+def test_a_rank_that_drafts_has_the_whole_head(tmp_path, kind, load_format):
+    path = WRITERS[kind](tmp_path)
+    whole = load(path, load_format=load_format)
+    assert whole.whole_head() is whole.head
+    unit = torch.eye(SIZES["hidden_size"])
+    expected = whole.kernels.logits(unit, whole.head)
+    for rank in run_ranks(2, lambda p: load(path, p, load_format=load_format)):
+        head = rank.whole_head()
+        assert torch.equal(rank.kernels.logits(unit, head), expected)
+        assert (head is rank.embedding) == whole.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5 with experts", "qwen3_next"])
+def test_shares_are_the_same_in_whatever_pieces_files_are_read(tmp_path, kind, monkeypatch):
+    path = WRITERS[kind](tmp_path)
+    at_once = run_ranks(2, lambda p: logits_of(load(path, p)))
+    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 5 * SIZES["hidden_size"])
+    assert torch.equal(run_ranks(2, lambda p: logits_of(load(path, p)))[0], at_once[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_dummy_weights_are_shares_of_the_same(tmp_path, kind):
+    path = WRITERS[kind](tmp_path)
+    whole = logits_of(load(path, load_format="dummy"))
+    ranks = run_ranks(2, lambda p: logits_of(load(path, p, load_format="dummy")))
     torch.testing.assert_close(ranks[1], whole, rtol=1e-4, atol=1e-4)
 
 
@@ -126,8 +198,8 @@ def test_biases_are_divided_with_their_rows_and_added_once(tmp_path):
         if name.endswith("bias"):
             tensor.normal_()
     model.save_pretrained(tmp_path)
-    whole, _ = logits_of(load(tmp_path))
-    ranks = run_ranks(2, lambda p: logits_of(load(tmp_path, p))[0])
+    whole = logits_of(load(tmp_path))
+    ranks = run_ranks(2, lambda p: logits_of(load(tmp_path, p)))
     torch.testing.assert_close(ranks[0], whole, rtol=1e-4, atol=1e-4)
 
 
@@ -157,8 +229,28 @@ def test_what_does_not_divide_is_refused_by_name(tmp_path, name, count):
         require_divisible(replace(config, **{name: count}), 4)
 
 
-def test_hybrids_are_refused_by_name(tmp_path):
-    config = hybrid_config("qwen3_5")
-    write_checkpoint(tmp_path, config, hybrid_tensors(config))
-    with pytest.raises(UnsupportedError, match=r"tensor_parallel_size=2 with Qwen3_5"):
-        require_divisible(read_config(tmp_path), 2)
+@pytest.mark.parametrize(
+    ("kind", "name", "count"),
+    [
+        ("qwen3_5", "num_key_value_heads", 1),
+        ("qwen3_5", "linear_num_key_heads", 1),
+        ("qwen3_5", "intermediate_size", 25),
+        ("qwen3_next", "moe_intermediate_size", 9),
+        ("qwen3_next", "shared_expert_intermediate_size", 15),
+    ],
+)
+def test_what_does_not_divide_a_hybrid_is_refused_by_name(tmp_path, kind, name, count):
+    def config(**changes):
+        changes = HYBRID_SIZES | {"num_key_value_heads": 2} | changes
+        return read_config(write_hybrid(tmp_path, kind, **changes))
+
+    require_divisible(config(), 2)
+    with pytest.raises(ConfigError, match=f"{name}={count}"):
+        require_divisible(config(**{name: count}), 2)
+
+
+def test_sizes_that_no_layer_has_need_not_divide(tmp_path):
+    """Of a mixture of experts the dense size; of full attention alone the linear heads."""
+    changes = HYBRID_SIZES | {"intermediate_size": 25, "linear_num_key_heads": 1}
+    changes |= {"layer_types": ["full_attention"] * 4}
+    require_divisible(read_config(write_hybrid(tmp_path, "qwen3_next", **changes)), 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,11 +44,30 @@ def mix(
     kernels: Kernels, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
 ) -> Tensor:
     """The weighted sum of every row's experts, added in the order of their ids, in fp32."""
+    return _mixed(kernels, kernels.linear, x, experts, chosen, weights).to(x.dtype)
+
+
+def mix_parts(
+    kernels: Kernels, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
+) -> Tensor:
+    """The same without rounding what an expert says, nor the sum: [T, H] fp32."""
+    # Of the kernels' products, that of logits alone leaves its fp32 sums unrounded.
+    return _mixed(kernels, kernels.logits, x, experts, chosen, weights)
+
+
+def _mixed(
+    kernels: Kernels,
+    project_down: Callable[[Tensor, PackedWeight], Tensor],
+    x: Tensor,
+    experts: PackedExperts,
+    chosen: Tensor,
+    weights: Tensor,
+) -> Tensor:
     assert isinstance(experts, SeparateExperts)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         rows, places = torch.nonzero(chosen == expert, as_tuple=True)
         inner = kernels.gated_linear(x[rows], experts.gate_up[expert])
-        said = kernels.linear(inner, experts.down[expert])
+        said = project_down(inner, experts.down[expert])
         out[rows] += said.float() * weights[rows, places, None]
-    return out.to(x.dtype)
+    return out

@@ -205,23 +205,30 @@ def _combine_kernel(
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), column < WIDTH)
 
 
-def mix(x: Tensor, experts: StackedExperts, chosen: Tensor, weights: Tensor) -> Tensor:
+def mix(
+    x: Tensor,
+    experts: StackedExperts,
+    chosen: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The weighted sum of every row's experts, added by rank, in fp32: [T, H] -> [T, H].
 
-    What an expert says is rounded to x's dtype first, and so are its gate and up.
+    What an expert says is rounded to the result's dtype first; its gate and up to x's.
 
     Args:
         x: [T, H].
         experts: E experts.
         chosen: [T, top_k] int64, below E.
         weights: [T, top_k] fp32.
+        dtype: of the result; default x's.
     """
     num_rows, top_k = chosen.shape
     num_experts, hidden, inner = experts.down.shape
     for tensor in (x, experts.gate_up, experts.down, chosen, weights):
         assert tensor.is_contiguous()
     assert x.shape == (num_rows, hidden)
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=dtype)
     if not num_rows:
         return out
     pairs = num_rows * top_k
@@ -237,8 +244,10 @@ def mix(x: Tensor, experts: StackedExperts, chosen: Tensor, weights: Tensor) -> 
         **overlapped(x),
     )
     groups = _Groups(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
-    gated = _product(x, experts.gate_up, groups, inner, pairs_per_row=top_k, is_gated=True)
-    said = _product(gated, experts.down, groups, hidden, pairs_per_row=1, is_gated=False)
+    gated = x.new_empty(pairs, inner)
+    _product(x, experts.gate_up, groups, gated, pairs_per_row=top_k, is_gated=True)
+    said = out.new_empty(pairs, hidden)
+    _product(gated, experts.down, groups, said, pairs_per_row=1, is_gated=False)
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
         said,
         weights,
@@ -256,13 +265,14 @@ def _product(
     x: Tensor,
     weight: Tensor,
     groups: _Groups,
-    out_features: int,
+    out: Tensor,
     *,
     pairs_per_row: int,
     is_gated: bool,
-) -> Tensor:
+) -> None:
+    """Each pair's product with its expert, to ``out`` [pairs, N]."""
     num_experts, pairs = groups.members.shape
-    out = torch.empty(pairs, out_features, dtype=x.dtype, device=x.device)
+    out_features = out.shape[1]
     features = min(max(triton.next_power_of_2(out_features), 16), 64)
     depth = min(max(triton.next_power_of_2(weight.shape[2]), 16), 64)
     _expert_kernel[(num_experts, triton.cdiv(out_features, features))](
@@ -283,4 +293,3 @@ def _product(
         num_stages=4,
         **overlapped(x),
     )
-    return out

@@ -1,0 +1,139 @@
+"""The law for two ranks that divide a hybrid: its heads, its recurrent state, its experts.
+
+Ranks are threads here, but for one test that has them as processes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.checkpoints import write_checkpoint
+from helpers.harness import request
+from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_config, twin_tensors
+from helpers.thread_ranks import engine_over_threads
+from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
+from sametoken.engine.build import build_engine
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+DRAFTS = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+}
+KINDS = ("dense", "experts")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    dense, twin = hybrid_config("qwen3_5", **SIZES), twin_config(**SIZES)
+    experts = hybrid_config("qwen3_next", **SIZES)
+    return {
+        "dense": write_checkpoint(folder / "dense", dense, hybrid_tensors(dense, seed=4)),
+        "experts": write_checkpoint(
+            folder / "experts", experts, merged_experts(hybrid_tensors(experts, seed=3))
+        ),
+        "twin": write_checkpoint(folder / "twin", twin, twin_tensors(twin, seed=6)),
+    }
+
+
+def speculation(files, kind, method):
+    if method == "self":
+        drafts = {"method": "draft_model", "num_speculative_tokens": 3}
+        return drafts | {"model": str(files[kind])}
+    return DRAFTS[method]
+
+
+@pytest.fixture(scope="module")
+def truths(files):
+    """Every request alone in its batch, plainly."""
+    return {kind: answer(files[kind], max_num_seqs=1) for kind in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("method", "steps_in_flight", "max_num_seqs", "chunk"),
+    [
+        ("plain", 3, 3, 16),
+        ("ngram", 1, 2, 16),
+        ("ngram", 2, 6, 32),
+        ("mtp", 1, 6, 64),
+        ("mtp", 3, 3, 16),
+        ("self", 2, 4, 32),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_tokens(files, truths, kind, method, steps_in_flight, max_num_seqs, chunk):
+    answers = answer(
+        files[kind],
+        speculation(files, kind, method),
+        steps_in_flight=steps_in_flight,
+        max_num_seqs=max_num_seqs,
+        prefill_chunk_size=chunk,
+    )
+    assert answers == truths[kind]
+    assert (answers.offered > 0) == (method != "plain")
+
+
+@pytest.mark.parametrize("method", ["mtp", "self"])
+def test_scarce_memory_and_preemption_change_nothing(files, truths, method):
+    drafts = speculation(files, "experts", method)
+    config = config_of(files["experts"], drafts, num_kv_blocks=9, max_num_seqs=6)
+    with engine_over_threads(config) as (core, _):
+        assert drive(core) == truths["experts"]
+        assert core._runner.num_swaps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_that_is_the_target_is_always_right(files, kind):
+    """It runs whole on rank 0, so its logits differ by rounding alone."""
+    plain = [item for item in requests() if item.params.top_p == 1]
+    answers = answer(files[kind], speculation(files, kind, "self"), plain)
+    assert answers.accepted == answers.offered > 0
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_so_is_a_module_that_is_its_target_s_twin(files, steps_in_flight):
+    """Token 0 begins every prompt; every other request is sampled."""
+    items = [
+        request(f"r{i}", (0, *range(i, i + length)), MAX_TOKENS, temperature=0.9 * (i % 2), seed=i)
+        for i, length in enumerate((1, 15, 16, 31, 33))
+    ]
+    plain = answer(files["twin"], None, items, max_num_seqs=1)
+    answers = answer(files["twin"], DRAFTS["mtp"], items, steps_in_flight=steps_in_flight)
+    assert answers == plain
+    assert answers.accepted == answers.offered > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_is_right_as_often_as_with_one_rank(files, kind):
+    two = answer(files[kind], DRAFTS["mtp"])
+    one = answer(files[kind], DRAFTS["mtp"], tensor_parallel_size=1)
+    assert [tokens for tokens, _ in two.values()] == [tokens for tokens, _ in one.values()]
+    assert (two.offered, two.accepted) == (one.offered, one.accepted)
+    assert two.accepted > 0
+
+
+def test_processes_say_the_same(files, truths):
+    core = build_engine(config_of(files["experts"], DRAFTS["mtp"], steps_in_flight=2))
+    answers = drive(core)
+    assert answers == truths["experts"]
+    assert answers.accepted > 0
+
+
+def test_each_rank_has_its_heads_state_and_no_more(files):
+    one = build_engine(config_of(files["dense"], DRAFTS["ngram"], tensor_parallel_size=1)).resolved
+    with engine_over_threads(config_of(files["dense"], DRAFTS["ngram"])) as (core, _):
+        assert 2 * core.resolved.recurrent_bytes == one.recurrent_bytes > 0
+        assert core._runner._inner.kv.recurrent.nbytes == core.resolved.recurrent_bytes
+        assert core.resolved.num_kv_blocks >= one.num_kv_blocks
+        kv, whole = core.resolved.request_memory, one.request_memory
+        assert 2 * kv.kv_per_token == whole.kv_per_token
+        assert 2 * kv.recurrent_state == whole.recurrent_state
+        assert 2 * kv.pending == whole.pending > 0

@@ -75,7 +75,9 @@ def answers(target: str, speculation: dict | None, device: str, *, eager: bool):
     tokens: dict[str, list[int]] = {}
     for i, length in enumerate(PROMPT_LENGTHS):
         prompt = tuple((7 * j + i) % TARGET["vocab_size"] for j in range(length))
-        params = SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=MAX_TOKENS)
+        params = SamplingParams(
+            temperature=0.8 * (i % 2), top_k=20, top_p=0.9, seed=i, max_tokens=MAX_TOKENS
+        )
         core.add_request(EngineRequest(str(i), prompt, params, length + MAX_TOKENS))
         tokens[str(i)] = []
     accepted = 0

@@ -26,6 +26,7 @@ from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import CheckpointError
 from sametoken.models.embedded import resolve_model
+from sametoken.models.heads import HEAD_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sametoken"
@@ -70,7 +71,8 @@ def tiny_models(tmp_path_factory) -> Path:
         write_llama(directory / name, seed, max_position_embeddings=MAX_POSITIONS)
         write_tokenizer(directory / name)
     layer = {"max_position_embeddings": MAX_POSITIONS}
-    write_speculators(directory / "path/to/head", head_tensors(), layer)
+    for name in (HEAD_NAME, "path/to/head"):
+        write_speculators(directory / name, head_tensors(), layer)
     return directory
 
 

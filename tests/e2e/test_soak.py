@@ -1,75 +1,96 @@
-"""A served engine under requests that are cut short at random: right, empty at the end, small.
+"""A real server under requests that are cut short at random: right, empty at the end, small.
 
 ``SAMETOKEN_SOAK_REQUESTS`` sets their number; ``benchmarks/soak.py`` runs 10,000 of any model.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import write_llama
-from sametoken.config import EngineConfig
-from sametoken.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from helpers.chat_model import write_chat_model
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUM_REQUESTS = int(os.environ.get("SAMETOKEN_SOAK_REQUESTS", "400"))
-#: What allocators may still gain after the warm state. A leak of a request's objects is more.
-MAX_GROWTH_MIB = 8.0
 
 
 @pytest.fixture(scope="module")
 def soak():
-    spec = importlib.util.spec_from_file_location("soak", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    sys.modules["soak"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["soak"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        yield importlib.import_module("soak")
+    del sys.modules["soak"], sys.modules["soak_requests"]
 
 
 def test_every_request_is_answered_as_offline_and_memory_stays_flat(soak, tmp_path):
-    config = EngineConfig.from_options(
-        model=str(write_llama(tmp_path / "model")),
-        skip_tokenizer_init=True,
-        max_model_len=64,
-        max_num_seqs=16,
-        prefill_chunk_size=16,
-        block_size=8,
-        # Too few for 16 long requests: some are preempted.
-        num_kv_blocks=60,
-        steps_in_flight=2,
-        device="cpu",
-        speculative_config=soak.NGRAM,
-    )
-    soaked = soak.soak(config, NUM_REQUESTS, concurrency=48, max_tokens=24)
+    model = write_chat_model(tmp_path / "model")
+    soaked = soak.soak(str(model), NUM_REQUESTS, concurrency=32)
     assert soaked.wrong == []
     assert soaked.no_beginning == []
-    assert (soaked.num_left, soaked.mismatched) == (0, 0)
-    assert soaked.fates.total() == NUM_REQUESTS
-    assert soaked.fates["length"] > NUM_REQUESTS // 2
-    assert {"abort", "left", "cancelled", "dropped"} <= set(soaked.fates)
-    assert soaked.audited > 0
-    assert soaked.growth_mib < MAX_GROWTH_MIB
+    assert soaked.failed == []
+    assert not any(soaked.left.values())
+    assert soaked.is_right
+    assert soaked.fates.total() == NUM_REQUESTS + soak.NUM_LONG
+    assert soaked.fates["whole"] + soaked.fates["streamed"] > NUM_REQUESTS // 3
+    assert soaked.fates["refused"] > 0
+    assert soaked.fates["left in mid-stream"] > 0
+    assert soaked.fates["left before the first token"] > 0
+    assert soaked.num_met == soak.NUM_LONG
+    assert soaked.counted["shadow_audits_total"] > 0
+    # A leak of requests' objects is more. The serving process is warm after 2,000 requests only.
+    assert soaked.growth_mib["engine_mib"] < 8
 
 
 def test_the_soak_finds_wrong_answers(soak):
     """What it is there for: an answer that differs is named."""
-    judged = soak.Soak(None, [], [], seed=0)
-    completion = soak_output((1, 2, 3), "length")
-    judged._judge("right", completion, (1, 2, 3))
-    judged._judge("wrong", completion, (1, 2, 4))
-    judged._judge("cut", soak_output((1, 5), "abort"), (1, 2, 4))
-    assert judged.soaked.wrong == ["wrong"]
-    assert judged.soaked.no_beginning == ["wrong", "cut"]
-    assert not judged.soaked.is_right
+    case = soak.Case("/v1/completions", {}, (1, 2, 4), "abd")
+    soaked = soak.Soaked()
+    for name, token_ids, text, is_whole in (
+        ("right", [1, 2, 4], "abd", True),
+        ("beginning", [1, 2], "ab", False),
+        ("other token", [1, 2, 3], "abd", True),
+        ("other text", [1, 2, 4], "abc", True),
+        ("too short", [1, 2], "ab", True),
+        ("cut", [1, 5], "a", False),
+        ("cut text", [1], "b", False),
+    ):
+        soaked.judge(name, case, soak.Answer(token_ids, text, is_whole))
+    assert soaked.wrong == ["other token", "other text", "too short"]
+    assert soaked.no_beginning == ["other token", "other text", "cut", "cut text"]
 
 
-def soak_output(token_ids, reason):
-    completion = CompletionOutput(0, "", token_ids, reason)
-    return RequestOutput("r", None, (), (completion,), True, RequestMetrics(0.0))
+def test_the_soak_finds_what_else_went_wrong(soak):
+    counted = dict.fromkeys(soak.HARM, 0.0) | {soak.ACCEPTED: 5.0}
+    right = {"left": {"num_requests_running": 0.0}, "counted": counted, "exit_code": 0}
+    assert soak.Soaked(**right).is_right
+    for fault in (
+        {"failed": ["3, whole: 500"]},
+        {"left": {"num_requests_running": 1.0}},
+        {"counted": counted | {"requests_failed_total": 1.0}},
+        {"counted": counted | {soak.ACCEPTED: 0.0}},
+        {"exit_code": None},
+        {"exit_code": -9},
+        {"num_tracebacks": 1},
+    ):
+        assert not soak.Soaked(**right | fault).is_right, fault
+
+
+def test_growth_is_that_of_the_warm_state(soak):
+    values = [10.0, 40.0, 50.0, 51.0, 55.0, 53.0, 52.0]
+    soaked = soak.Soaked(samples=[{"server_mib": one, "engine_mib": 7.0} for one in values])
+    soaked.weigh()
+    assert soaked.growth_mib == {"server_mib": 5.0, "engine_mib": 0.0}
+
+
+def test_pieces_of_an_answer_add_up(soak):
+    answer = soak.Answer()
+    answer.take({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    answer.take({"choices": [{"delta": {"content": "a"}, "token_ids": [1]}]})
+    answer.take({"choices": [{"delta": {}, "token_ids": [2]}]})
+    answer.take({"choices": [{"text": "b", "token_ids": [3]}]})
+    answer.take({"choices": [{"message": {"content": "c"}, "token_ids": [4, 5]}]})
+    assert (answer.text, answer.token_ids) == ("abc", [1, 2, 3, 4, 5])

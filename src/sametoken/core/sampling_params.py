@@ -92,6 +92,11 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def has_cuts(self) -> bool:
+        """Whether unlikely tokens lose their chance."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def _check_numbers(self) -> None:
         _require(_is_int(self.n) and self.n >= 1, "n", self.n, "use an integer of at least 1")
         for name, low, high in _RANGES:

@@ -42,6 +42,7 @@ from sametoken.kernels.select import select_kernels
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.embedded import resolve_model
+from sametoken.models.heads import resolve_drafter
 from sametoken.models.loader import load_model, read_config
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.launch import EagerLauncher
@@ -66,7 +67,7 @@ class _Asked:
         path: the target's checkpoint.
         dtype: of weights and activations, and why.
         aux_layers: the target's layers whose inputs the drafter reads.
-        reasons: what was turned off, and why.
+        reasons: what was turned off or completed, and why.
     """
 
     config: EngineConfig
@@ -112,7 +113,8 @@ def build_engine(
         loaded = _load(asked, ranks, announce)
         eager, runner = _assemble(loaded, ranks, announce)
         scheduler = Scheduler(_limits(loaded, eager.drafter))
-        return EngineCore(loaded.resolved, scheduler, ranks.lead(runner), loaded.extraction)
+        leader = ranks.lead(runner)
+        return EngineCore(loaded.resolved, scheduler, leader, loaded.extraction, ranks)
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
@@ -172,18 +174,18 @@ def _assemble(
 def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
     device = resolve_device(config)
     config = resolve_sizes(config, device)
-    config = _with_drafter_path(config, announce)
     path = Path(resolve_model(config.model, announce))
+    spec, shipped = resolve_drafter(config.speculative_config, path, announce)
+    config = replace(config, speculative_config=spec)
     architecture = read_config(path, load_format=config.load_format)
     dtype = resolve_dtype(config, architecture.dtype)
-    spec = config.speculative_config
     max_len = resolve_max_model_len(config, architecture)
     _require_room(config)
     require_ranks(config, architecture, device)
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
-    return _Asked(config, device, path, architecture, dtype, layers, reasons)
+    return _Asked(config, device, path, architecture, dtype, layers, shipped | reasons)
 
 
 def _load(asked: _Asked, ranks: Ranks, announce: Callable[[str], None]) -> _Loaded:
@@ -244,15 +246,6 @@ def _load(asked: _Asked, ranks: Ranks, announce: Callable[[str], None]) -> _Load
         ),
     )
     return _Loaded(target, drafter, kernels, memory, resolved, extraction)
-
-
-def _with_drafter_path(config: EngineConfig, announce: Callable[[str], None]) -> EngineConfig:
-    """The config with the drafter's short name, if it is one, replaced by its path."""
-    spec = config.speculative_config
-    if spec is None or not spec.model:
-        return config
-    found = str(resolve_model(spec.model, announce))
-    return replace(config, speculative_config=replace(spec, model=found))
 
 
 def _require_room(config: EngineConfig) -> None:

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.engine.extraction import Extraction, NoExtraction
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.errors import EngineDeadError
+from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.step import Runner
 from sametoken.scheduler.scheduler import Scheduler
 
 
+class Peers(Protocol):
+    """The other processes that an engine cannot go on without."""
+
+    def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
+        """Have ``notice`` called with the cause, on any thread, once one of them has ended."""
+        ...
+
+
+class NoPeers:
+    """Nobody is watched."""
+
+    def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
+        """There is nobody whose end could be told."""
+
+
 class EngineCore:
-    """Token ids in, token ids out, with up to ``steps_in_flight`` steps enqueued at once."""
+    """Token ids in, token ids out, with up to ``steps_in_flight`` steps enqueued at once.
+
+    Attributes:
+        resolved: every setting.
+        scheduler: of the requests.
+        peers: processes that share the model; the next step fails once one of them has ended.
+    """
 
     def __init__(
         self,
@@ -22,11 +45,13 @@ class EngineCore:
         scheduler: Scheduler,
         runner: Runner,
         extraction: Extraction | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.resolved = resolved
         self.scheduler = scheduler
         self._runner = runner
         self._extraction = extraction or NoExtraction()
+        self.peers = peers or NoPeers()
         self._in_flight: deque[PendingOutput] = deque()
         self._failure: BaseException | None = None
 

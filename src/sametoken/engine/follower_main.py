@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from sametoken.engine.build import build_follower
+from sametoken.engine.core import NoPeers
 from sametoken.engine.messages import Failure, encode
 from sametoken.engine.process_main import Inbox
 from sametoken.engine.ranks import Built, Enlist, Number, Present
@@ -29,8 +30,8 @@ from sametoken.runner.stream import CudaStream, ImmediateStream, Stream
 T = TypeVar("T")
 
 
-class FollowingRank:
-    """A rank other than 0, as ``Ranks``."""
+class FollowingRank(NoPeers):
+    """A rank other than 0, as ``Ranks``. Rank 0 watches for all."""
 
     def __init__(self, enlist: Enlist, sock: socket.socket, inbox: Inbox) -> None:
         size = enlist.config.tensor_parallel_size

@@ -53,6 +53,10 @@ class Inbox:
         threading.Thread(target=self._read_on, name="inbox", daemon=True).start()
         return message
 
+    def put(self, message: Any) -> None:
+        """Add a message of this process's own; from any thread."""
+        self._messages.put(message)
+
     def take(self, *, wait: bool) -> list[Any]:
         """All messages that have come; with ``wait`` at least one."""
         messages = [self._messages.get()] if wait else []
@@ -124,7 +128,11 @@ class EngineLoop:
         return self._engine.has_unfinished
 
     def turn(self, messages: list[Any]) -> None:
-        """Take messages in order, run one step if there is one to run, and report."""
+        """Take messages in order, run one step if there is one to run, and report.
+
+        Raises:
+            SametokenError: the step failed, or a message says that the engine cannot go on.
+        """
         for message in messages:
             self._take(message)
         updates: tuple[RequestUpdate, ...] = ()
@@ -139,7 +147,9 @@ class EngineLoop:
                 self._engine.release(update.request_id, num_kept)
         self._outbox.put(StepReport(updates, self._load(), step_seconds))
 
-    def _take(self, message: Submit | Release) -> None:
+    def _take(self, message: Submit | Release | Failure) -> None:
+        if isinstance(message, Failure):
+            raise message.error
         if isinstance(message, Submit):
             self._submit(message)
             return
@@ -179,10 +189,12 @@ def run(inbox: Inbox, outbox: Outbox) -> None:
     """Build what the first message asks for, and serve until the socket closes.
 
     Raises:
-        SametokenError: it cannot be built, or a step failed.
+        SametokenError: it cannot be built, a step failed, or a rank of the model ended.
     """
     launch: Launch = inbox.read_first()
     engine = launch.build(launch.config, lambda text: outbox.put(Announcement(text)))
+    # As a message, so that it is heard while there is nothing to step.
+    engine.peers.when_lost(lambda cause: inbox.put(Failure(cause)))
     outbox.put(Ready(summarise(engine.resolved), engine.scheduler.limits))
     loop = EngineLoop(engine, outbox)
     while True:

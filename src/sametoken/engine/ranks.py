@@ -14,6 +14,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 
 from sametoken.config import EngineConfig
 from sametoken.core.plan import StepPlan
+from sametoken.engine.core import NoPeers, Peers
 from sametoken.engine.messages import LENGTH, Failure, decode, encode
 from sametoken.engine.process import spawn
 from sametoken.errors import EngineDeadError, SametokenError
@@ -82,7 +84,7 @@ class Built:
     """The runner is built; plans may come."""
 
 
-class Ranks(Protocol):
+class Ranks(Peers, Protocol):
     """What building an engine asks of the processes that share its model.
 
     Attributes:
@@ -112,7 +114,7 @@ class Ranks(Protocol):
         ...
 
 
-class SoleRank:
+class SoleRank(NoPeers):
     """One process with the whole model."""
 
     parallel: TensorParallel = ALONE
@@ -144,18 +146,15 @@ class Follower:
     """One follower as rank 0 holds it; a thread reads what it says.
 
     Attributes:
-        ended: set once the process has closed its end, and ``cause`` says why.
-        when_ended: called then, on that thread.
+        ended: done once the process has ended; its result says why.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.ended = threading.Event()
-        self.when_ended: Callable[[], None] = lambda: None
+        self.ended: futures.Future[SametokenError] = futures.Future()
         self._sock, theirs = socket.socketpair()
         with theirs:
             self._process = spawn(FOLLOWER_MODULE, theirs.fileno())
-        self._failure: SametokenError | None = None
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._read_all, name=f"rank {rank}", daemon=True)
         self._thread.start()
@@ -188,18 +187,8 @@ class Follower:
         return message
 
     def cause(self) -> SametokenError:
-        """Why the process has ended."""
-        if self._failure is not None:
-            return self._failure
-        try:
-            status = self._process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            how = "no status"
-        else:
-            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
-        return EngineDeadError(
-            f"rank {self.rank} of the model ended with {how}", "see its log; restart the engine"
-        )
+        """Why the process has ended; waits until that is known."""
+        return self.ended.result()
 
     def hang_up(self) -> None:
         """Let the process end by itself."""
@@ -219,14 +208,14 @@ class Follower:
         self._sock.close()
 
     def _read_all(self) -> None:
+        failure = None
         while (message := self._read()) is not None:
             if isinstance(message, Failure):
-                self._failure = message.error
+                failure = message.error
             else:
                 self._messages.put(message)
-        self.ended.set()
+        self.ended.set_result(failure or self._how_it_ended())
         self._messages.put(None)
-        self.when_ended()
 
     def _read(self) -> Any | None:
         with suppress(OSError):
@@ -235,6 +224,17 @@ class Follower:
                 (length,) = LENGTH.unpack(header)
                 return decode(self._sock.recv(length, socket.MSG_WAITALL))
         return None
+
+    def _how_it_ended(self) -> SametokenError:
+        try:
+            status = self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            how = "no status"
+        else:
+            how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return EngineDeadError(
+            f"rank {self.rank} of the model ended with {how}", "see its log; restart the engine"
+        )
 
 
 class LeadingRank:
@@ -264,8 +264,7 @@ class LeadingRank:
             self.stop()
             raise
         self.parallel: TensorParallel = group
-        for follower in self.followers:
-            follower.when_ended = group.abort
+        self.when_lost(lambda cause: group.abort())
 
     def least(self, number: int) -> int:
         """The least of all ranks' numbers."""
@@ -293,6 +292,11 @@ class LeadingRank:
         for follower in self.followers:
             follower.send(frame)
 
+    def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
+        """Have ``notice`` called with the cause, on the follower's thread, once one has ended."""
+        for follower in self.followers:
+            follower.ended.add_done_callback(lambda ended: notice(ended.result()))
+
     def check(self) -> None:
         """Raise if a follower has ended.
 
@@ -300,7 +304,7 @@ class LeadingRank:
             SametokenError: why it did.
         """
         for follower in self.followers:
-            if follower.ended.is_set():
+            if follower.ended.done():
                 raise follower.cause()
 
     @contextmanager
@@ -309,10 +313,12 @@ class LeadingRank:
         try:
             yield
         except BaseException as error:
-            # A broken connection is noticed before the process that broke it is gone.
+            # A broken connection is noticed before the process that broke it is gone, and that
+            # before its status is known.
             if isinstance(error, RuntimeError):
-                self.followers[0].ended.wait(_GRACE_S)
-            failed = [one for one in self.followers if one.ended.is_set()]
+                ended = [one.ended for one in self.followers]
+                futures.wait(ended, 2 * _GRACE_S, futures.FIRST_COMPLETED)
+            failed = [one for one in self.followers if one.ended.done()]
             cause = failed[0].cause() if failed and isinstance(error, Exception) else error
             self.stop()
             if cause is error:

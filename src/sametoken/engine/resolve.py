@@ -99,22 +99,14 @@ def resolve_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Refuse ranks that the model, the drafter or the machine has no place for.
+    """Refuse ranks that the model or the machine has no place for.
 
     Raises:
         ConfigError: the model cannot be divided so, or there are fewer GPUs.
-        UnsupportedError: the architecture or the method is not implemented for several ranks.
+        CheckpointError, UnsupportedError: as ``require_divisible``.
     """
-    size, spec = config.tensor_parallel_size, config.speculative_config
+    size = config.tensor_parallel_size
     require_divisible(model, size)
-    if size == 1:
-        return
-    if spec is not None and spec.method == "eagle":
-        raise UnsupportedError(
-            f"tensor_parallel_size={size} with method 'eagle' is not implemented: the head uses "
-            "the target's lm_head, of which a rank holds a part",
-            "use eagle3 or another method, or tensor_parallel_size=1",
-        )
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
             f"tensor_parallel_size={size} needs as many GPUs, and there are "

@@ -20,6 +20,9 @@ from sametoken.server.listen import address_of
 
 #: What is left of a response once the engine is done with it: a few packets.
 _LAST_SECONDS = 5
+#: Seconds that an idle connection stays open. Longer than clients and proxies keep theirs, most
+#: of them 5 to 60: a request on a connection that is being closed is lost.
+_KEEP_ALIVE_S = 75
 _logger = logging.getLogger("sametoken.server")
 
 
@@ -66,6 +69,7 @@ class DrainingServer(uvicorn.Server):
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 timeout_graceful_shutdown=_LAST_SECONDS,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 ws="none",
             )
         )

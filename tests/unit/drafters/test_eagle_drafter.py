@@ -84,6 +84,9 @@ class MarkovTarget:
     def compute_logits(self, hidden):
         return hidden
 
+    def whole_head(self):
+        return self.head
+
 
 def markov_head(directory, target: MarkovTarget, draft_ids: list[int]):
     """A head wired to it: sharp attention to its own row maps the embedding to its successor."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 
 import pytest
 
@@ -32,6 +31,10 @@ from sametoken.errors import ConfigError, EngineDeadError
 def config(tmp_path_factory):
     path = write_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=256)
     return EngineConfig.from_options(model=str(path), skip_tokenizer_init=True, **SIZES)
+
+
+#: For what comes at once or never.
+PATIENCE_S = 120.0
 
 
 def is_alive(pid: int) -> bool:
@@ -81,13 +84,12 @@ def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(config):
         first.send(request(1, 2))
         assert isinstance(await first.receive(), StepReport)
         os.kill(first.pid, signal.SIGKILL)
-        while await asyncio.wait_for(first.receive(), 5) is not None:
+        while await asyncio.wait_for(first.receive(), PATIENCE_S) is not None:
             pass
         assert "SIGKILL" in (await first.stop()).cause
 
-        began = time.monotonic()
-        await second.stop()
-        assert time.monotonic() - began < 4, "it ended by itself"
+        # By itself: one that is killed has another status.
+        assert "exit status 0" in (await second.stop(grace_s=PATIENCE_S)).cause
         assert not is_alive(second.pid)
 
     asyncio.run(scenario())

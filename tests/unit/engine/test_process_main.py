@@ -9,7 +9,7 @@ import pytest
 
 from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.messages import Refused, Release, StepReport, Submit
+from sametoken.engine.messages import Failure, Refused, Release, StepReport, Submit
 from sametoken.engine.process_main import EngineLoop
 from sametoken.errors import EngineDeadError, RequestError
 
@@ -116,3 +116,11 @@ def test_a_failed_step_ends_the_loop(start):
     _, loop, _ = start(EngineDeadError("a step failed"))
     with pytest.raises(EngineDeadError):
         loop.turn([])
+
+
+def test_what_the_engine_cannot_go_on_without_ends_the_loop_before_a_step(start):
+    engine, loop, sent = start((update("a", 5),))
+    with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+        loop.turn([Failure(EngineDeadError("rank 1 is gone"))])
+    assert engine.released_before_step == []
+    assert sent == []

@@ -75,3 +75,12 @@ def test_a_second_signal_or_sigint_waits_for_nobody(signals):
         assert server.interrupted == (signal.SIGINT in signals)
 
     asyncio.run(main())
+
+
+def test_idle_connections_outlive_those_of_clients_and_proxies():
+    """Else a client sends on one that is just being closed, and its request is lost."""
+    engine = DrainedEngine()
+    server = DrainingServer(create_app(engine, CONFIG), engine, CONFIG)
+    assert server.config.timeout_keep_alive > httpx.Limits().keepalive_expiry
+    # What nginx and the balancers of the large clouds take.
+    assert server.config.timeout_keep_alive > 60

@@ -22,6 +22,8 @@ class RayConfig:
     ray_target_ongoing_requests: int = option(
         0, "requests of an engine at which Ray adds another; 0: max_num_seqs"
     )
+    ray_upscale_delay_s: float = option(30.0, "seconds of load before Ray adds an engine")
+    ray_downscale_delay_s: float = option(600.0, "seconds of idleness before Ray ends an engine")
     ray_num_cpus: float = option(1.0, "CPU cores that Ray sets aside for each engine")
     ray_max_surge_percent: int = option(
         0, "engines that a rolling update may start before it ends old ones; 0: ends old ones first"
@@ -56,6 +58,8 @@ _LIMITS: tuple[tuple[str, float, float], ...] = (
     ("ray_min_replicas", 1, 10_000),
     ("ray_max_replicas", 0, 10_000),
     ("ray_target_ongoing_requests", 0, 2**20),
+    ("ray_upscale_delay_s", 0.0, 86400.0),
+    ("ray_downscale_delay_s", 0.0, 86400.0),
     ("ray_num_cpus", 0.0, 1024.0),
     ("ray_max_surge_percent", 0, 100),
 )

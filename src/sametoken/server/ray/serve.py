@@ -26,6 +26,9 @@ APP = "sametoken"
 #: The engine bounds its requests itself, by blocks and queues; Ray's bound must lie above that.
 _MANY = 2**20
 _HEALTH_PERIOD_S = 5.0
+#: A resource of the head node alone. Without that node there is no cluster; of any other one the
+#: loss must take replicas only.
+_ON_HEAD = {"node:__internal_head__": 0.001}
 _START_ATTEMPTS = 3
 _logger = logging.getLogger("sametoken.server")
 
@@ -121,7 +124,7 @@ def build_application(
     return serve.deployment(
         serve.ingress()(Gateway),
         name="gateway",
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": _ON_HEAD},
         **_every_deployment(config),
     ).bind(replicas, config.max_request_bytes, config.root_path)
 
@@ -142,6 +145,8 @@ def _number_of_replicas(ray_config: RayConfig, max_num_seqs: int) -> dict[str, A
             min_replicas=ray_config.ray_min_replicas,
             max_replicas=ray_config.ray_max_replicas,
             target_ongoing_requests=ray_config.ray_target_ongoing_requests or max_num_seqs,
+            upscale_delay_s=ray_config.ray_upscale_delay_s,
+            downscale_delay_s=ray_config.ray_downscale_delay_s,
         )
     }
 

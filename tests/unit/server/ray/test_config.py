@@ -13,6 +13,8 @@ from sametoken.server.ray.config import RayConfig, require_ray
     [
         ({"replicas": 0}, "replicas=0"),
         ({"ray_num_cpus": -1.0}, "ray_num_cpus"),
+        ({"ray_upscale_delay_s": -1.0}, "ray_upscale_delay_s"),
+        ({"ray_downscale_delay_s": float("nan")}, "ray_downscale_delay_s"),
         ({"ray_max_surge_percent": 101}, "ray_max_surge_percent"),
         ({"replicas": 2, "ray_max_replicas": 4}, "contradict"),
         ({"ray_min_replicas": 3, "ray_max_replicas": 2}, "above"),

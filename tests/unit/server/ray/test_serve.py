@@ -43,7 +43,9 @@ def test_every_replica_has_its_devices(engine, num_gpus):
     assert replicas.num_replicas == 3
     assert replicas.ray_actor_options["num_gpus"] == num_gpus
     assert replicas.ray_actor_options["num_cpus"] == 2.0
+    # Where no other node's loss takes it.
     assert gateway.ray_actor_options["num_cpus"] == 0
+    assert list(gateway.ray_actor_options["resources"]) == ["node:__internal_head__"]
     assert gateway.init_args[1:] == (99, "/under")
     assert replicas.init_args == (EngineConfig(**engine), LIMITS, SERVER)
 
@@ -60,8 +62,12 @@ def test_replicas_follow_the_load_where_that_is_asked_for():
     scaling = replicas._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
     assert scaling.target_ongoing_requests == 24
-    _, replicas = deployments({"device": "cpu"}, **options, ray_target_ongoing_requests=3)
-    assert replicas._deployment_config.autoscaling_config.target_ongoing_requests == 3
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (30.0, 600.0)
+    options |= {"ray_target_ongoing_requests": 3, "ray_upscale_delay_s": 2.0}
+    _, replicas = deployments({"device": "cpu"}, **options, ray_downscale_delay_s=9.0)
+    scaling = replicas._deployment_config.autoscaling_config
+    assert scaling.target_ongoing_requests == 3
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (2.0, 9.0)
 
 
 def test_the_router_is_told_how_far_ahead_a_replica_may_be():

@@ -2,7 +2,7 @@
 
     python benchmarks/ray_faults.py MODEL [--only autoscaling|serving|batch] [--json PATH]
 
-autoscaling  one engine; load brings a second one, and idleness ends it again
+autoscaling  one engine; load brings a second one, which ends again once there is less
 serving      two nodes with an engine each; one node is killed under load, and another one joins
 batch        ``sametoken batch --ray`` over two nodes, of which one is killed
 
@@ -214,7 +214,7 @@ def deployed(config: EngineConfig, ray_config: RayConfig) -> str:
 
 
 async def autoscaling(config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]:
-    """Load brings a second engine and idleness ends it; one client asks all the time."""
+    """Load brings a second engine, and two clients that go on asking are too few for it."""
     times: dict[str, float] = {}
     options = RayConfig(
         ray_min_replicas=1,
@@ -237,7 +237,7 @@ async def autoscaling(config: EngineConfig, cases: Sequence[Case]) -> dict[str, 
         url = deployed(config, options)
         before = num_running()
         busy = await under_load(url, cases, NUM_CLIENTS, grow)
-        idle = await under_load(url, cases, 1, shrink)
+        idle = await under_load(url, cases, 2, shrink)
     is_right = before == 1 and len(busy.answered) == 2 and busy.is_right and idle.is_right
     return {"is_right": is_right, **times, "busy": vars(busy), "idle": vars(idle)}
 

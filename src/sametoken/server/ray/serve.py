@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
 
 from sametoken.config import EngineConfig
 from sametoken.engine.serving_limits import ServingLimits
@@ -85,7 +85,8 @@ def deploy(
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )
-    serve.start(http_options=http)
+    # Connections end with the node that they lead to, so they lead to the gateway's.
+    serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http)
     application = build_application(engine_config, limits, config, ray_config)
     try:
         serve.run(application, name=APP, route_prefix="/")

@@ -105,12 +105,16 @@ def test_a_failed_deployment_says_why(monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("failed")
 
-    monkeypatch.setattr(serve, "start", lambda **options: None)
+    started = {}
+    monkeypatch.setattr(serve, "start", lambda **options: started.update(options))
     monkeypatch.setattr(serve, "run", fail)
     monkeypatch.setattr(ours, "_why", lambda otherwise: cluster.last_line("a\n  the cause\n\n"))
     with pytest.raises(ConfigError, match=r"\(the cause\)"):
         deploy(EngineConfig(device="cpu"), LIMITS, SERVER, RayConfig())
     assert cluster.last_line(" \n") == "no reason was given"
+    # Connections to any other node would be lost with it.
+    assert started["proxy_location"] == "HeadOnly"
+    assert started["http_options"].port == SERVER.port
 
 
 @pytest.fixture

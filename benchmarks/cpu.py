@@ -32,11 +32,12 @@ from cpu_sides import Side
 from rich.console import Console
 from rich.progress import Progress
 
-from sametoken.cli.demo import CODE_EDIT, QUESTION
+from sametoken.cli.demo import CODE_EDIT
 from sametoken.config import DEFAULT_MODEL
 from sametoken.engine.tokenizer import load_tokenizer
 from sametoken.models.embedded import resolve_model
 
+QUESTION = "Why is the sky blue, and why are sunsets red? Explain it to a curious child in detail."
 PROMPTS = {"A code edit": CODE_EDIT, "A question": QUESTION}
 WORKER = Path(__file__).with_name("cpu_sides.py")
 NGRAM_DRAFTS = (4, 8, 12)

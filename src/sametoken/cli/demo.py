@@ -1,4 +1,4 @@
-"""``sametoken demo``: the same tokens, sooner, shown on a code edit and on a question."""
+"""``sametoken demo``: the same tokens, sooner, shown on a code edit and on a word problem."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ class Account:
 CODE_EDIT = (
     f"```python\n{_CODE}```\nRename the class Account to BankAccount. Return the whole class."
 )
-QUESTION = "Why is the sky blue, and why are sunsets red? Explain it to a curious child in detail."
+WORD_PROBLEM = (
+    "A train travels 60 miles in the first hour and 45 miles in each of the next two hours. "
+    "How far does it travel in all, and what is its average speed?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Scene:
 
 SCENES = (
     Scene("A code edit", CODE_EDIT, "n-gram", NGRAM),
-    Scene("A question", QUESTION, "n-gram or EAGLE-3", CASCADE),
+    Scene("A word problem", WORD_PROBLEM, "n-gram or EAGLE-3", CASCADE),
 )
 
 

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shlex
 import socket
 import sys
 import tempfile
@@ -27,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ import httpx
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
+from soak import where
 
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
@@ -158,7 +157,7 @@ async def under_load(
 
     async def keep_asking(first: int) -> None:
         for number in range(first, sys.maxsize, num_clients):
-            await ask(client, cases[number % len(cases)], tally, stream=number % 4 == 0)
+            await ask(client, cases[number % len(cases)], tally, stream=number % 2 == 0)
             if changed:
                 return
 
@@ -321,12 +320,7 @@ def main() -> int:
     model = str(Path(asked.model).resolve())
     config = EngineConfig.from_options(model=model, speculative_config=NGRAM, **ENGINE)
     cases = make_cases(model)
-    found = {
-        "date": datetime.now().astimezone().date().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
-        "ray": ray.__version__,
-        "cores": os.cpu_count(),
-    }
+    found: dict[str, Any] = {**where(), "ray": ray.__version__}
     for name in asked.only or SCENARIOS:
         found[name] = asyncio.run(SCENARIOS[name](config, cases))
         print(name, json.dumps(found[name], indent=1), flush=True)

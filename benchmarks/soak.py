@@ -367,7 +367,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _where() -> dict[str, str]:
+def where() -> dict[str, str]:
     """When, on what, and by which command."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
@@ -386,7 +386,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     soaked = soak(asked.model, asked.requests, asked.concurrency)
-    text = json.dumps(_where() | vars(soaked), indent=1)
+    text = json.dumps(where() | vars(soaked), indent=1)
     print(text)
     if asked.json:
         asked.json.write_text(text + "\n")

@@ -19,13 +19,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cpu_report import MAX_OTHERS, Results, report
 from cpu_sides import Side
@@ -272,13 +272,12 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="raw results; the tables go beside it as .md")
-    options = parser.parse_args()
+def measure(
+    options: argparse.Namespace,
+    run: Callable[[argparse.Namespace, Console], Results],
+    report: Callable[[Results, Console], bool],
+) -> NoReturn:
+    """Run, report and store; the exit status is 1 if a token of ours changed."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -289,6 +288,15 @@ def main() -> None:
         with options.json.with_suffix(".md").open("w", encoding="utf-8") as file:
             report(results, Console(file=file, width=FILE_WIDTH, highlight=False))
     sys.exit(0 if same else 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="raw results; the tables go beside it as .md")
+    measure(parser.parse_args(), run, report)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import sys
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu import FILE_WIDTH, MAX_TRIALS, WARM_UP_TOKENS, Worker, describe, quiet_answer, start
+from cpu import MAX_TRIALS, WARM_UP_TOKENS, Worker, describe, measure, quiet_answer, start
 from cpu_drafters_report import Results, report
 from drafter_sides import LLAMA, DrafterSide
 from rich.console import Console
@@ -103,9 +102,13 @@ def run(options: argparse.Namespace, console: Console) -> Results:
     head = str(spec.model if spec else "")
     prompts = read_prompts(str(model), options.prompts)
     environment = describe(options)
+    if options.llama_python:
+        # Where an interpreter lies says something of one machine alone.
+        name = Path(options.llama_python).name
+        environment["command"] = environment["command"].replace(options.llama_python, name)
     with ExitStack() as stack:
         measured = []
-        for side in sides(str(model), head, options):
+        for side in sides(str(model), options.head, options):
             python = options.llama_python if side.engine == LLAMA else sys.executable
             worker = stack.enter_context(start(side, (python, str(WORKER))))
             # One loads at a time, and warms up, while nothing is measured.
@@ -213,17 +216,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="raw results; the tables go beside it as .md")
     parser.set_defaults(repeats=1)
-    options = parser.parse_args()
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
-    results = run(options, console)
-    same = report(results, console)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        with options.json.with_suffix(".md").open("w", encoding="utf-8") as file:
-            report(results, Console(file=file, width=FILE_WIDTH, highlight=False))
-    sys.exit(0 if same else 1)
+    measure(parser.parse_args(), run, report)
 
 
 if __name__ == "__main__":

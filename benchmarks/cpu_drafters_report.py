@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from cpu_report import MAX_LOAD, MAX_OTHERS, SHOWN_POSITIONS
+from cpu_report import SHOWN_POSITIONS, Results, disturbance
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-Results = dict[str, Any]
 
 
 def report(results: Results, console: Console) -> bool:
@@ -32,7 +29,8 @@ def report(results: Results, console: Console) -> bool:
     console.print("\n**Acceptance length** of steps with drafts, accepted %, by place\n")
     console.print(acceptance_table(results))
     same, verdicts = compare_tokens(results)
-    lines = [*verdicts, *beside_llama(results), *quietness(results)]
+    shares = [share for side in results["sides"] for share in side["others_cores"]]
+    lines = [*verdicts, *beside_llama(results), *disturbance(results, shares)]
     console.print("\n" + "\n".join(f"- {line}" for line in lines), soft_wrap=True)
     return same
 
@@ -105,18 +103,3 @@ def beside_llama(results: Results) -> Iterator[str]:
             f"{other['name']}: llama-cpp-python {facts['llama-cpp-python']}, {facts['system']}; "
             f"our tokens in {equal} of {total} prompts, its arithmetic being another"
         )
-
-
-def quietness(results: Results) -> Iterator[str]:
-    """How much other processes disturbed."""
-    shares = [share for side in results["sides"] for share in side["others_cores"]]
-    mean, most = sum(shares) / len(shares), max(shares)
-    disturbed = sum(share > MAX_OTHERS for share in shares)
-    yield (
-        f"Load average before {results['load_before']:.2f}, after {results['load_after']:.2f} "
-        f"(this run's own {results['threads']} threads included); cores that others used while a "
-        f"request ran: mean {mean:.2f}, at most {most:.2f}, above {MAX_OTHERS} in {disturbed} of "
-        f"{len(shares)}"
-    )
-    if results["load_before"] > MAX_LOAD or disturbed:
-        yield "WARN: other processes disturbed this run"

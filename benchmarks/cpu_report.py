@@ -182,6 +182,11 @@ def quietness(results: Results) -> Iterator[str]:
         for answer in side["prompts"].values()
         for sample in answer["samples"]
     ]
+    yield from disturbance(results, shares)
+
+
+def disturbance(results: Results, shares: list[float]) -> Iterator[str]:
+    """In words: the load, and cores that others used while each request ran."""
     mean, most = sum(shares) / len(shares), max(shares)
     disturbed = sum(share > MAX_OTHERS for share in shares)
     yield (

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from itertools import islice
 from pathlib import Path
+
+from training.sources import read_rows
 
 from sametoken.engine.tokenizer import load_tokenizer
 from sametoken.models.embedded import resolve_model
@@ -27,14 +28,6 @@ EDIT = """\
 <update>
 Add a docstring to every function. Output the whole file.
 </update>"""
-
-
-def read_rows(folder: Path, name: str) -> list[dict]:
-    path = next(iter(sorted(folder.rglob(name))), None)
-    if path is None:
-        sys.exit(f"{folder} holds no {name}: give the folder of the data sets")
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line.strip()]
 
 
 def texts(folder: Path) -> list[str]:

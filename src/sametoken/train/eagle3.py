@@ -87,14 +87,7 @@ def train_eagle3(
     announce(f"{token_ids.shape[0]} draft tokens cover {100 * covered:.2f} % of the answers")
     network = _network(target, layer, token_ids, head, loop)
     _set_state_scale(network, material)
-    layout = HeadLayout(
-        layer=layer,
-        draft_vocab_size=token_ids.shape[0],
-        aux_layers=layers,
-        norm_before_residual=head.norm_before_residual,
-        num_speculative_tokens=_SERVED_DRAFTS,
-        verifier=model.name,
-    )
+    layout = _layout(layer, token_ids, layers, head, model.name)
     ready = Run(
         objective=_objective(network, target, token_ids, head, compute),
         material=material,
@@ -104,6 +97,23 @@ def train_eagle3(
         write=lambda: _write(network, token_ids, layout, output),
     )
     return run(ready, output, report, began)
+
+
+def _layout(
+    layer: ModelConfig,
+    token_ids: Tensor,
+    aux_layers: tuple[int, ...],
+    head: Eagle3Options,
+    verifier: str,
+) -> HeadLayout:
+    return HeadLayout(
+        layer=layer,
+        draft_vocab_size=token_ids.shape[0],
+        aux_layers=aux_layers,
+        norm_before_residual=head.norm_before_residual,
+        num_speculative_tokens=_SERVED_DRAFTS,
+        verifier=verifier,
+    )
 
 
 def _objective(

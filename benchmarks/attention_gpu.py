@@ -1,104 +1,113 @@
-"""Time attention on the GPU at hand, for Qwen3-8B's heads, and compare bits between forms.
+"""Time every cut of attention on the GPU at hand, and compare their bits.
 
-    python benchmarks/attention_gpu.py
+    python benchmarks/attention_gpu.py [--heads qwen3|qwen35] [--cases 1x1,64x4,...] [--context N]
 
-Times are of one layer inside a CUDA graph that walks over several layers' KV, so KV comes from
-memory. GB/s counts KV read once per window. ``decode_gpu.py`` times the same cuts in whole steps.
+A case is batch x window. Times are of one layer, inside a CUDA graph that walks over several
+layers' KV, so KV comes from memory. Cuts are listed by form, queries, warps, stages and tile, "q"
+where the queries are the left operand, the fastest first. ``!`` marks bits that differ from those
+of the first cut of the same tile. ``decode_gpu.py`` times the cuts of Qwen3-8B in whole steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.attention.triton import (
-    SPLIT,
-    AttentionConfig,
-    attention,
-    choose,
-    new_arrivals,
-)
-from sametoken.kernels.attention.tuning import BUSY_PROGRAMS
+from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
-SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
-GROUP = SHAPE.num_heads // SHAPE.num_kv_heads
-BLOCK_SIZE = 64
+HEADS = {
+    "qwen3": AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128),
+    "qwen35": AttentionShape(num_heads=16, num_kv_heads=4, head_dim=256),
+}
+#: By head size, warps, stages and tile where a program has few queries.
+SMALL = {
+    128: ((4, 3, 64), (4, 2, 64), (2, 2, 64), (2, 3, 64)),
+    256: (
+        (4, 3, 32), (4, 2, 32), (4, 4, 32), (8, 2, 32), (8, 3, 32), (2, 2, 32), (2, 3, 32),
+        (4, 2, 64), (8, 2, 64), (8, 3, 64),
+    ),
+}  # fmt: skip
+#: By head size, queries, warps, stages, tile, and whether KV is the left operand, for prefill.
+LARGE = {
+    128: (
+        (32, 4, 3, 64, True), (32, 4, 2, 64, True), (64, 4, 2, 64, False), (64, 4, 3, 64, False),
+        (64, 8, 2, 64, False), (64, 8, 3, 64, False), (128, 8, 2, 64, False),
+    ),
+    256: (
+        (32, 4, 2, 32, True), (32, 4, 3, 32, True), (32, 8, 2, 32, True), (32, 8, 3, 32, True),
+        (64, 8, 2, 32, False), (64, 8, 3, 32, False), (32, 4, 2, 64, True), (32, 8, 2, 64, True),
+        (64, 8, 2, 64, False),
+    ),
+}  # fmt: skip
+#: Programs to spread splits over, beside the default.
+PROGRAMS = (264, 1056)
+#: From so many queries of a window on, cuts are those of prefill.
+MANY_QUERIES = 128
+
+#: Batch and window of prefill.
+PREFILL = ((1, 512), (4, 512))
+
+BLOCK_SIZE, MAX_LEN = 64, 2048
 ROTATED_BYTES = 300 << 20
 MAX_LAYERS = 36
-TABLE_BLOCKS = 40960 // BLOCK_SIZE
-COMPILERS = 14
+COMPILERS = min(15, os.cpu_count() or 1)
+GIGABYTES_PER_SECOND = 4300
 
-#: Batch and window of prefill, for which time alone is of interest.
-ALONE = ((1, 512), (4, 512))
-
-#: Bits are compared over these: window (None: ragged) and cut.
-FORMS = (
-    (1, AttentionConfig("spread", 16, 4, 3)), (1, AttentionConfig("joined", 16, 4, 3)),
-    (1, AttentionConfig("walk", 16, 2, 2)), (4, AttentionConfig("joined", 16, 2, 2)),
-    (4, AttentionConfig("walk", 16, 8, 3)), (8, AttentionConfig("joined", 32, 4, 2)),
-    (8, AttentionConfig("walk", 32, 2, 2, kv_left=False)),
-    (64, AttentionConfig("spread", 32, 8, 3)), (64, AttentionConfig("walk", 64, 8, 3)),
-    (64, AttentionConfig("walk", 64, 4, 2, kv_left=False)),
-    (64, AttentionConfig("walk", 128, 8, 2, kv_left=False)),
-    (None, AttentionConfig("walk", 16, 4, 3)), (None, AttentionConfig("walk", 32, 4, 3)),
-)  # fmt: skip
+Case = tuple[int, int]
 
 
 class Scene:
     """A batch of slots with equal contexts, over several layers of shuffled blocks."""
 
-    def __init__(self, batch: int, context: int) -> None:
-        self.batch, self.context = batch, context
+    def __init__(self, shape: AttentionShape, batch: int, context: int) -> None:
+        self.shape, self.batch, self.context = shape, batch, context
         blocks_per_slot = -(-context // BLOCK_SIZE)
         num_blocks = batch * blocks_per_slot + 1
-        layer = (2, num_blocks, SHAPE.num_kv_heads, BLOCK_SIZE, SHAPE.head_dim)
+        layer = (2, num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
         layer_bytes = 2 * torch.Size(layer).numel()
         num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // layer_bytes)))
         memory = torch.empty((num_layers, *layer), dtype=torch.bfloat16, device="cuda").normal_()
         self.layers = [LayerKV(part[0], part[1]) for part in memory]
         blocks = torch.randperm(num_blocks - 1, device="cuda").view(batch, blocks_per_slot)
-        self.table = torch.zeros(batch, TABLE_BLOCKS, dtype=torch.int64, device="cuda")
+        max_blocks = max(MAX_LEN // BLOCK_SIZE, blocks_per_slot)
+        self.table = torch.zeros(batch, max_blocks, dtype=torch.int64, device="cuda")
         self.table[:, :blocks_per_slot] = blocks
 
-    def inputs(self, window: int) -> tuple[torch.Tensor, AttentionRows]:
-        """The last ``window`` rows of every slot."""
+    def attend(self, window: int, cut: AttentionConfig) -> Callable[[LayerKV], torch.Tensor]:
+        """Attention of the last ``window`` rows of every slot."""
         positions = torch.arange(self.context - window, self.context, device="cuda")
         slots = torch.arange(self.batch, device="cuda").repeat_interleave(window)
         rows = AttentionRows(positions.repeat(self.batch), slots, slots, self.table)
-        size = (len(slots), SHAPE.num_heads, SHAPE.head_dim)
-        return torch.randn(size, dtype=torch.bfloat16, device="cuda"), rows
+        size = (len(slots), self.shape.num_heads, self.shape.head_dim)
+        random = torch.Generator("cuda").manual_seed(0)
+        q = torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=random)
+        return lambda kv: attention(q, self.shape, rows, kv, window=window, config=cut)
 
 
-def cuts(batch: int, window: int) -> list[AttentionConfig]:
-    """What is worth trying for a batch of windows."""
-    cut = AttentionConfig("walk", 16, 2, 2)
-    if window * GROUP > 128:
-        kv_left = [replace(cut, block_queries=32, num_warps=4, num_stages=s) for s in (3, 2)]
-        q_left = replace(cut, kv_left=False)
-        return kv_left + [
-            replace(q_left, block_queries=queries, num_warps=warps, num_stages=stages)
-            for queries, warps in ((32, 2), (64, 4), (128, 8))
-            for stages in (2, 3)
+def cuts(shape: AttentionShape, window: int) -> list[AttentionConfig]:
+    """What is worth trying for windows of so many rows."""
+    queries = window * shape.num_heads // shape.num_kv_heads
+    if queries > MANY_QUERIES:
+        return [
+            AttentionConfig("walk", block, warps, stages, tile=tile, kv_left=kv_left)
+            for block, warps, stages, tile, kv_left in LARGE[shape.head_dim]
         ]
-    shapes = [(4, 3), (4, 2), (2, 2), (2, 3)]
-    if window * GROUP > 16:
-        cut = replace(cut, block_queries=32)
-    shaped = [replace(cut, num_warps=warps, num_stages=stages) for warps, stages in shapes]
-    joined = [replace(one, form="joined") for one in shaped]
-    tiles = cut.num_tiles(batch * window, window, GROUP) * SHAPE.num_kv_heads
-    if tiles < BUSY_PROGRAMS:
-        return [replace(shaped[0], form="spread"), *joined, replace(joined[2], programs=1024)]
-    several = [replace(one, programs=count) for one in joined[1:3] for count in (1024, 2560)]
-    return [*shaped, *several]
+    walks = [
+        AttentionConfig("walk", 16 if queries <= 16 else 32, warps, stages, tile=tile)
+        for warps, stages, tile in SMALL[shape.head_dim]
+    ]
+    spreads = [replace(cut, form="spread") for cut in walks]
+    return [*walks, *spreads, *(replace(spreads[0], programs=count) for count in PROGRAMS)]
 
 
 def microseconds(call: Callable[[LayerKV], object], layers: list[LayerKV]) -> float:
@@ -121,93 +130,80 @@ def microseconds(call: Callable[[LayerKV], object], layers: list[LayerKV]) -> fl
 
 
 def name_of_cut(cut: AttentionConfig) -> str:
+    usual = AttentionConfig(cut.form, cut.block_queries, cut.num_warps, cut.num_stages)
+    tile = "" if cut.tile == usual.tile else f"t{cut.tile}"
     left = "" if cut.kv_left else "q"
-    programs = "" if cut.programs == 2 * BUSY_PROGRAMS else f"p{min(cut.programs, 9999)}"
-    return f"{cut.form}{cut.block_queries}w{cut.num_warps}s{cut.num_stages}{left}{programs}"
+    programs = "" if cut.programs == usual.programs else f"p{cut.programs}"
+    return f"{cut.form}{cut.block_queries}w{cut.num_warps}s{cut.num_stages}{tile}{left}{programs}"
 
 
-def measure(scene: Scene, window: int, cut: AttentionConfig) -> float | None:
-    q, rows = scene.inputs(window)
-    arrivals = new_arrivals(q.device)
+def time_cuts(shape: AttentionShape, cases: Iterable[Case], context: int) -> None:
+    """One line per case: all cuts alone, us a layer, the fastest first."""
+    print("\nattention alone, us a layer; the floor is KV read once; ! other bits")
+    for batch, window in cases:
+        scene = Scene(shape, batch, max(context, window))
+        expected: dict[int, torch.Tensor] = {}
+        found = []
+        for cut in cuts(shape, window):
+            call = scene.attend(window, cut)
+            with contextlib.suppress(OutOfResources):
+                out = call(scene.layers[0])
+                wrong = "" if torch.equal(out, expected.setdefault(cut.tile, out)) else "!"
+                elapsed = microseconds(call, scene.layers)
+                found.append((elapsed, f"{name_of_cut(cut)} {elapsed:.1f}{wrong}"))
+        kv_bytes = batch * scene.context * shape.kv_size * 2 * 2
+        chosen = choose(batch * window, shape, window, MAX_LEN, torch.bfloat16)
+        listed = ", ".join(text for _, text in sorted(found))
+        print(
+            f"{batch}x{window} at {scene.context}, floor "
+            f"{kv_bytes / GIGABYTES_PER_SECOND / 1e3:.1f}, chosen {name_of_cut(chosen)}: {listed}",
+            flush=True,
+        )
+        del scene
+        torch.cuda.empty_cache()
 
-    def call(layer: LayerKV) -> torch.Tensor:
-        return attention(
-            q, SHAPE, rows, layer, window=window, config=cut, arrivals=arrivals,
-            max_seq_len=scene.context,
-        )  # fmt: skip
 
-    try:
-        return microseconds(call, scene.layers)
-    except OutOfResources:
-        return None
-
-
-def compile_share(index: int) -> None:
-    """Compile one share of all kernels into Triton's cache; run in its own process."""
-    scene = Scene(1, 320)
-    cases = [*itertools.product((1, 8, 64), (1, 4, 6)), *ALONE]
-    jobs = [*FORMS, *((1, cut) for case in cases for cut in cuts(*case))]
-    for window, cut in list(dict.fromkeys(jobs))[index::COMPILERS]:
-        q, rows = scene.inputs(window or 64)
+def compile_cuts(shape: AttentionShape, cases: Iterable[Case], share: int) -> None:
+    """Compile one share of the cuts into Triton's cache."""
+    different = dict.fromkeys(cut for _, window in cases for cut in cuts(shape, window))
+    scene = Scene(shape, 1, BLOCK_SIZE)
+    for cut in list(different)[share::COMPILERS]:
         with contextlib.suppress(OutOfResources):
-            attention(q, SHAPE, rows, scene.layers[0], window=window, config=cut)
+            scene.attend(2, cut)(scene.layers[0])
 
 
-def check_bits(context: int) -> None:
-    """Decode, verify and prefill rows of the same positions, bit for bit."""
-    scene = Scene(1, context)
-    q, rows = scene.inputs(64)
-    results: dict[tuple, torch.Tensor] = {}
-    for window, cut in FORMS:
-        with contextlib.suppress(OutOfResources):
-            out = attention(q, SHAPE, rows, scene.layers[0], window=window, config=cut)
-            results[window, cut] = out
-    first = next(iter(results.values()))
-    differing = [
-        (window, name_of_cut(cut))
-        for (window, cut), out in results.items()
-        if not torch.equal(out, first)
-    ]
-    equal = f"all {len(results)} forms equal"
-    print(f"bits at context {context}, split {SPLIT}: {differing or equal}")
-
-
-def time_case(batch: int, window: int, context: int) -> None:
-    """One line: the cuts, the best first."""
-    scene = Scene(batch, context)
-    times = {cut: measure(scene, window, cut) for cut in cuts(batch, window)}
-    found = sorted((time, name_of_cut(cut)) for cut, time in times.items() if time is not None)
-    rate = batch * context * SHAPE.kv_size * 2 * 2 / found[0][0] / 1e3
-    chosen = choose(batch * window, SHAPE, window, context, torch.bfloat16)
-    listed = ", ".join(f"{name} {time:.1f}" for time, name in found)
-    print(
-        f"| {batch}x{window} at {context} | {rate:.0f} | {name_of_cut(chosen)} | {listed} |",
-        flush=True,
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
-    options = parser.parse_args()
-    if options.compile is not None:
-        compile_share(options.compile)
-        return
+def compile_in_parallel() -> None:
+    """Run this very command in ``COMPILERS`` processes, each to compile its share."""
     workers = [
         subprocess.Popen([sys.executable, *sys.argv, "--compile", str(index)])
         for index in range(COMPILERS)
     ]
     for worker in workers:
         worker.wait()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    check_bits(530)
-    check_bits(1100)
-    print("| batch x window at context | GB/s | chosen | all, us |\n|---|---|---|---|")
-    for context, batch, window in itertools.product((640, 4096), (1, 8, 64), (1, 4, 6)):
-        time_case(batch, window, context)
-        torch.cuda.empty_cache()
-    for batch, window in ALONE:
-        time_case(batch, window, window)
+
+
+def parsed_cases(text: str) -> list[Case]:
+    """Batches and windows of "1x4,8x1"."""
+    sizes = (case.split("x") for case in text.split(","))
+    return [(int(batch), int(window)) for batch, window in sizes]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", choices=HEADS, default="qwen3")
+    parser.add_argument("--cases", default="1x1,1x4,8x1,8x4,16x1,32x1,64x1,64x4,1x512,4x512")
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
+    options = parser.parse_args()
+    shape, cases = HEADS[options.heads], parsed_cases(options.cases)
+    if options.compile is not None:
+        compile_cuts(shape, cases, options.compile)
+        return
+    begun = time.time()
+    compile_in_parallel()
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
+    time_cuts(shape, cases, options.context)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from gemm_gpu import normal
 
-from sametoken.kernels.attention.triton import AttentionConfig, attention, new_arrivals
+from sametoken.kernels.attention.triton import AttentionConfig, attention
 from sametoken.kernels.commit.triton import judge
 from sametoken.kernels.embedding.triton import embedding
 from sametoken.kernels.gemm.triton import product
@@ -93,7 +93,6 @@ class Chain:
         self.rotary = RotaryTable(angles.cos(), angles.sin())
         self.temperature = torch.zeros(batch + 1, device=device)
         self.seeds = torch.arange(batch + 1, device=device)
-        self.arrivals = new_arrivals(device)
         self.staged = self.stage()
         # What stands in for a kernel that is left out.
         rows = self.rows
@@ -121,7 +120,7 @@ class Chain:
         return window_keys(logits, self.temperature, self.seeds, at.slots, at.positions)
 
     def attend(self, q, rows, kv: LayerKV, cut: Choice) -> torch.Tensor:
-        return attention(q, SHAPE, rows, kv, window=self.window, config=cut, arrivals=self.arrivals)
+        return attention(q, SHAPE, rows, kv, window=self.window, config=cut)
 
     def step(self, choices: Choices, without: str = "") -> torch.Tensor:
         """Launch the step; its logits. ``without``: a kernel to leave out."""

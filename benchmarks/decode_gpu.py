@@ -19,14 +19,22 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
-from attention_gpu import ALONE, Scene, cuts, microseconds, name_of_cut
+from attention_gpu import (
+    COMPILERS,
+    PREFILL,
+    compile_cuts,
+    compile_in_parallel,
+    cuts,
+    name_of_cut,
+    parsed_cases,
+    time_cuts,
+)
 from decode_chain import (
+    CONTEXT,
     HIDDEN,
     MAX_LEN,
     ROLES,
@@ -51,7 +59,7 @@ from gemm_gpu import (
 )
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.attention.triton import AttentionConfig, attention, choose, new_arrivals
+from sametoken.kernels.attention.triton import AttentionConfig, choose
 from sametoken.kernels.gemm.triton import product
 from sametoken.kernels.gemm.tuning import (
     CublasConfig,
@@ -69,7 +77,6 @@ SMALL_KERNELS = (
 )  # fmt: skip
 #: Bytes of each weight row asked into L2 before the kernel in front has finished.
 PREFETCHES = (0, 1024, 2048, 4096)
-COMPILERS = 15
 #: A candidate must beat the best so far by this factor, which noise does not.
 GAIN = 0.998
 
@@ -163,7 +170,7 @@ def run_case(
     before = tuner.best_time
     print(f"\nbatch {batch} window {window}: {before:.3f} ms/step with the choices of today")
     if options.variants != "gemm":
-        tuner.tune("attention", [*cuts(batch, window)])
+        tuner.tune("attention", [*cuts(SHAPE, window)])
     if options.variants != "attention":
         for key in ("down", "o", "qkv", "gate_up", "head"):
             tuner.tune(key, [*gemms(ROLES[key], chain.rows)])
@@ -197,37 +204,6 @@ def tune_head(table: TuningTable, row_counts: list[int]) -> TuningTable:
     return table
 
 
-def time_cuts(cases: list[tuple[int, int]]) -> None:
-    """Every cut alone: us a layer at the chain's context, and bits against a walk's."""
-    arrivals = new_arrivals(torch.device("cuda"))
-    print("\n| attention alone | KV, MB | us a layer, fastest first; ! other bits |\n|---|---|---|")
-    for batch, window in [*cases, *ALONE]:
-        scene = Scene(batch, max(640, window))
-        q, rows = scene.inputs(window)
-        expected, found = None, []
-        for cut in cuts(batch, window):
-
-            def call(kv, cut=cut):
-                return attention(
-                    q, SHAPE, rows, kv, window=window, max_seq_len=MAX_LEN, config=cut,  # noqa: B023
-                    arrivals=arrivals,
-                )  # fmt: skip
-
-            try:
-                out = call(scene.layers[0])
-                expected = out if expected is None else expected
-                elapsed = microseconds(call, scene.layers)
-            except OutOfResources:
-                continue
-            wrong = "" if torch.equal(out, expected) and not arrivals.any() else "!"
-            found.append((elapsed, f"{name_of_cut(cut)} {elapsed:.1f}{wrong}"))
-        kv_bytes = batch * max(640, window) * SHAPE.kv_size * 2 * 2
-        listed = ", ".join(text for _, text in sorted(found))
-        print(f"| {batch}x{window} | {kv_bytes / 1e6:.0f} | {listed} |", flush=True)
-        del scene
-        torch.cuda.empty_cache()
-
-
 def compile_share(index: int, cases: list[tuple[int, int]], variants: str) -> None:
     """Compile one share of all kernels into Triton's cache; run in its own process."""
     jobs: dict[tuple, tuple[TritonConfig, GemmShape]] = {}
@@ -242,14 +218,8 @@ def compile_share(index: int, cases: list[tuple[int, int]], variants: str) -> No
         x, matrix = normal(1, shape.in_features), normal(features, shape.in_features)
         with contextlib.suppress(OutOfResources):
             product(config, x, matrix, shape.epilogue)
-    if variants == "gemm":
-        return
-    all_cuts = dict.fromkeys(cut for case in [*cases, *ALONE] for cut in cuts(*case))
-    for cut in list(all_cuts)[index::COMPILERS]:
-        scene = Scene(1, 64)
-        q, rows = scene.inputs(2)
-        with contextlib.suppress(OutOfResources):
-            attention(q, SHAPE, rows, scene.layers[0], window=2, max_seq_len=MAX_LEN, config=cut)
+    if variants != "gemm":
+        compile_cuts(SHAPE, [*cases, *PREFILL], index)
 
 
 def main() -> None:
@@ -260,22 +230,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
-    sizes = (case.split("x") for case in options.cases.split(","))
-    cases = [(int(batch), int(window)) for batch, window in sizes]
+    cases = parsed_cases(options.cases)
     if options.compile is not None:
         compile_share(options.compile, cases, options.variants)
         return
     begun = time.time()
-    workers = [
-        subprocess.Popen([sys.executable, *sys.argv, "--compile", str(index)])
-        for index in range(COMPILERS)
-    ]
-    for worker in workers:
-        worker.wait()
+    compile_in_parallel()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
     if options.variants != "gemm":
-        time_cuts(cases)
+        time_cuts(SHAPE, [*cases, *PREFILL], CONTEXT)
     table = load_table(device)
     layers, head = random_layers(), normal(VOCABULARY, HIDDEN).mul_(HIDDEN**-0.5)
     path = options.out / table_name(device)
@@ -287,7 +251,7 @@ def main() -> None:
     if options.variants != "attention":
         table = tune_head(table, sorted({batch * window for batch, window in cases}))
         path.write_text(table.to_json())
-    print("\nfor FEW, MANY and WIDE of kernels/attention/tuning.py:")
+    print("\nfor LIGHT of kernels/attention/tuning.py:")
     for (batch, window), cut in winners.items():
         print(f"  {batch}x{window}: {cut}")
     print(f"wrote {path} after {time.time() - begun:.0f} s")

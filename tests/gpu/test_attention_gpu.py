@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from sametoken.kernels.attention.triton import (
-    SPLIT,
-    AttentionConfig,
-    attention,
-    new_arrivals,
-)
+from sametoken.kernels.attention.triton import SPLIT, AttentionConfig, attention, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
 pytestmark = [
@@ -21,6 +14,7 @@ pytestmark = [
 ]
 
 QWEN3 = AttentionShape(32, 8, 128)
+QWEN35 = AttentionShape(16, 4, 256)
 LENGTHS = [1100, 530, 256, 65, 1]
 
 
@@ -67,17 +61,23 @@ def window(slot, last, width):
     return [(slot, position) for position in range(last - width + 1, last + 1)]
 
 
-FORMS = ("walk", "spread", "joined")
+FORMS = ("walk", "spread")
 
 #: Queries, warps and stages of a program, and whether KV is the left operand.
 TILES = (
     (16, 2, 2, True), (16, 2, 3, True), (16, 4, 2, True), (16, 4, 5, True), (16, 8, 3, True),
-    (32, 4, 5, True), (64, 8, 3, True), (16, 4, 2, False), (64, 4, 2, False), (128, 8, 2, False),
+    (32, 4, 5, True), (64, 8, 3, True), (16, 4, 2, False), (64, 4, 2, False), (64, 8, 2, False),
+    (128, 8, 2, False),
 )  # fmt: skip
 
 
-def cut(form, queries=16, warps=4, stages=3, split=SPLIT, kv_left=True):
-    return AttentionConfig(form, queries, warps, stages, split=split, kv_left=kv_left)
+def cut(form, queries=16, warps=4, stages=3, split=SPLIT, kv_left=True, tile=64):
+    return AttentionConfig(form, queries, warps, stages, split=split, kv_left=kv_left, tile=tile)
+
+
+def tile_of(shape):
+    """The tile that the engine gives heads of this size."""
+    return choose(1, shape, 1, SPLIT, torch.bfloat16).tile
 
 
 @pytest.mark.parametrize(("block_size", "sliding_window"), [(16, None), (32, 100)])
@@ -95,37 +95,41 @@ def cut(form, queries=16, warps=4, stages=3, split=SPLIT, kv_left=True):
 def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_window):
     scene = Scene(shape, block_size=block_size)
     options = {"sliding_window": sliding_window}
-    largest = 16 if shape.head_dim == 256 else 32
+    tile = tile_of(shape)
     whole = [(0, position) for position in range(1100)]
-    prefill = scene.run(whole, config=cut("walk", largest), **options)
+    prefill = scene.run(whole, config=cut("walk", 32, tile=tile), **options)
     for position in (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 700, 1099):
         for form in FORMS:
-            alone = scene.run([(0, position)], window=1, config=cut(form), **options)
+            alone = scene.run([(0, position)], window=1, config=cut(form, tile=tile), **options)
             assert torch.equal(alone[0], prefill[position]), (position, form)
     for last in (64, 66, 256, 258, 515, 1099):
         for width in (2, 4, 6, 17, 65):
             rows = window(0, last, min(width, last + 1))
             for form in FORMS:
-                verified = scene.run(rows, window=len(rows), config=cut(form), **options)
+                config = cut(form, tile=tile)
+                verified = scene.run(rows, window=len(rows), config=config, **options)
                 expected = prefill[last + 1 - len(rows) : last + 1]
                 assert torch.equal(verified, expected), (last, width, form)
     exact = torch.stack([scene.exact(0, position, sliding_window) for _, position in whole])
     assert (prefill.double() - exact).norm() / exact.norm() < 6e-3
 
 
-@pytest.mark.parametrize("split", [64, 128, 256])
-def test_tiles_warps_and_stages_do_not_matter(split):
-    scene = Scene(QWEN3)
+@pytest.mark.parametrize(
+    ("shape", "split"), [(QWEN3, 64), (QWEN3, 128), (QWEN3, 256), (QWEN35, 128)]
+)
+def test_tiles_warps_and_stages_do_not_matter(shape, split):
+    scene = Scene(shape)
+    tile = tile_of(shape)
     rows = window(0, 1000, 12)
-    expected = scene.run(rows, window=1, config=cut("spread", split=split))
+    expected = scene.run(rows, window=1, config=cut("spread", split=split, tile=tile))
     for form in FORMS:
         for queries, warps, stages, kv_left in TILES:
-            config = cut(form, queries, warps, stages, split, kv_left)
+            config = cut(form, queries, warps, stages, split, kv_left, tile)
             for width in (1, 3, 4, 12):
                 got = scene.run(rows, window=width, config=config)
                 assert torch.equal(got, expected), (config, width)
     for queries, kv_left in ((16, True), (64, True), (64, False), (128, False)):
-        got = scene.run(rows, config=cut("walk", queries, 8, 2, split, kv_left))
+        got = scene.run(rows, config=cut("walk", queries, 8, 2, split, kv_left, tile))
         assert torch.equal(got, expected), (queries, kv_left)
 
 
@@ -149,8 +153,9 @@ def test_ragged_rows_equal_windows():
         assert torch.equal(scene.run([pair], window=1)[0], got[row]), pair
 
 
-def test_chosen_launches_agree_at_every_batch_size():
-    scene = Scene(QWEN3)
+@pytest.mark.parametrize("shape", [QWEN3, QWEN35])
+def test_chosen_launches_agree_at_every_batch_size(shape):
+    scene = Scene(shape)
     expected = scene.run(window(0, 900, 4), window=4)
     for batch in (1, 2, 8, 16, 64, 128):
         got = scene.run(window(0, 900, 4) * batch, window=4)
@@ -193,19 +198,6 @@ def test_a_captured_launch_follows_lengths_and_tables(form):
         q.copy_(scene.queries[where[:, 0], where[:, 1]])
         graph.replay()
         assert torch.equal(out, scene.run(where.tolist(), window=1))
-
-
-def test_joined_launches_merge_alike_in_whatever_order_programs_arrive():
-    scene = Scene(QWEN3)
-    where = window(0, 1099, 4) * 64
-    expected = scene.run(window(0, 1099, 4), window=4, config=cut("walk")).repeat(64, 1)
-    arrivals = new_arrivals(torch.device("cuda"))
-    for programs in (1 << 10, 1 << 11, 1 << 20):
-        config = replace(cut("joined", warps=2, stages=2), programs=programs)
-        for _ in range(20):
-            got = scene.run(where, window=4, config=config, arrivals=arrivals)
-            assert torch.equal(got, expected), programs
-        assert not arrivals.any()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -11,20 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.compiled import compile_launches
 from sametoken.errors import InvariantError
-from sametoken.kernels.attention.triton import (
-    AttentionConfig,
-    attention,
-    choose,
-    new_arrivals,
-)
+from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
 WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2, split=32, tile=16)
 SPREAD = replace(WALK, form="spread")
-JOINED = replace(WALK, form="joined")
-#: Every form, and either operand order with the form that uses it most.
-CUTS = (WALK, SPREAD, JOINED, replace(WALK, kv_left=False), replace(JOINED, kv_left=False))
+#: Both forms, in either operand order.
+CUTS = (WALK, SPREAD, replace(WALK, kv_left=False), replace(SPREAD, kv_left=False))
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
 BLOCK_SIZE = 16
 
@@ -117,7 +112,7 @@ def test_windows_across_every_edge(last, block_size, config):
 
 
 @pytest.mark.parametrize(
-    ("block_queries", "config"), [(16, SPREAD), (16, JOINED), (16, WALK), (64, WALK), (32, JOINED)]
+    ("block_queries", "config"), [(16, SPREAD), (16, WALK), (64, WALK), (32, SPREAD)]
 )
 def test_a_window_longer_than_a_query_tile(block_queries, config):
     scene = Scene(SHAPE, [40])
@@ -168,7 +163,7 @@ def test_unread_kv_may_be_anything():
     ("sliding_window", "poisoned"), [(None, (38, 40)), (3, (34, 38)), (3, (33, 40))]
 )
 @pytest.mark.parametrize(
-    ("config", "value"), [(WALK, torch.nan), (SPREAD, torch.inf), (JOINED, torch.nan)]
+    ("config", "value"), [(WALK, torch.nan), (SPREAD, torch.inf), (SPREAD, torch.nan)]
 )
 def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(
     config, value, sliding_window, poisoned
@@ -223,19 +218,40 @@ def test_max_seq_len_bounds_the_launch_not_the_result():
 def test_chosen_form_follows_the_shapes_alone():
     shape = AttentionShape(32, 8, 128)
     bf16 = torch.bfloat16
-    assert choose(1, shape, 1, 4096, bf16).form == "joined"
+    assert choose(1, shape, 1, 4096, bf16).form == "spread"
     assert choose(1, shape, 1, 4096, bf16).block_queries == 16
     assert choose(1, shape, 1, 128, bf16).form == "walk"
     assert choose(128, shape, 1, 4096, bf16).form == "walk"
     assert choose(512, shape, None, 4096, bf16).form == "walk"
-    assert choose(512, shape, None, 4096, bf16).block_queries == 32
+    assert choose(512, shape, None, 4096, bf16).block_queries == 64
+    assert choose(512, shape, None, 4096, torch.float32).block_queries == 16
     assert choose(6, shape, 6, 4096, bf16).block_queries == 32
     for window in (1, 4, 6):
-        assert choose(8 * window, shape, window, 4096, bf16).form == "joined"
+        assert choose(8 * window, shape, window, 4096, bf16).form == "spread"
         assert choose(64 * window, shape, window, 4096, bf16).form == "walk"
     assert choose(4, AttentionShape(48, 1, 64), 4, 64, bf16).block_queries >= 48
-    assert choose(128, shape, 4, 4096, bf16).form == "joined"
-    assert choose(128, shape, 4, 40960, bf16).form == "walk"
+    assert choose(64, shape, 4, 4096, bf16).form == "spread"
+    assert choose(64, shape, 4, 81920, bf16).form == "walk"
+
+
+def test_heavy_heads_keep_the_chip_busy_with_fewer_programs():
+    shape = AttentionShape(16, 4, 256)
+    for window in (1, 4):
+        assert choose(16 * window, shape, window, 4096, torch.bfloat16).form == "spread"
+        assert choose(64 * window, shape, window, 4096, torch.bfloat16).form == "walk"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
+def test_chosen_launches_over_heads_of_a_size_share_what_their_bits_follow_from(head_dim, dtype):
+    shape = AttentionShape(16, 4, head_dim)
+    found = {
+        (cut.split, cut.tile)
+        for window in (1, 4, 8, 16, 512, None)
+        for batch in (1, 8, 64)
+        for cut in [choose(batch * (window or 3), shape, window, 4096, dtype)]
+    }
+    assert len(found) == 1
 
 
 def test_impossible_launches_are_refused():
@@ -254,7 +270,7 @@ def test_no_rows_give_no_rows():
         assert attention(q[:0], SHAPE, nothing, scene.kv, window=window).shape == (0, 64)
 
 
-def test_the_last_program_of_a_tile_leaves_its_counter_at_zero(monkeypatch):
+def test_partial_results_that_no_program_wrote_are_not_read(monkeypatch):
     new_empty = torch.Tensor.new_empty
 
     def poisoned(tensor, *size, **options):
@@ -263,30 +279,25 @@ def test_the_last_program_of_a_tile_leaves_its_counter_at_zero(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     scene = Scene(SHAPE, [100, 40])
-    arrivals = new_arrivals(torch.device("cpu"))
     where = window_rows(0, 97, 5) + window_rows(1, 12, 5)
     for programs in (1, 8, 1000):
-        config = replace(JOINED, programs=programs)
-        got, expected = run(scene, where, window=5, config=config, arrivals=arrivals)
-        assert_close(got, expected)
-        assert not arrivals.any()
+        config = replace(SPREAD, programs=programs)
+        assert_close(*run(scene, where, window=5, config=config))
 
 
-def test_a_tile_is_not_written_before_its_last_split_arrived():
-    scene = Scene(SHAPE, [100])
-    arrivals = new_arrivals(torch.device("cpu"))
-    # Of one query tile a program too few can arrive, so nobody is the last.
-    arrivals[1] = -1
-    got, expected = run(scene, [(0, 99)], window=1, config=JOINED, arrivals=arrivals)
-    heads = SHAPE.num_heads // SHAPE.num_kv_heads * SHAPE.head_dim
-    assert_close(got[:, :heads], expected[:, :heads])
-    assert arrivals[1] == 3
-    with pytest.raises(AssertionError):
-        assert_close(got[:, heads:], expected[:, heads:])
+def test_every_chosen_launch_compiles_for_a_gpu(tmp_path):
+    """Heads of 128 and of 256: one row, a short window, longer ones, many rows, ragged rows."""
+    code = """
+from sametoken.kernels.attention.triton import attention
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 
-
-def test_joined_launches_need_counters_enough():
-    scene = Scene(SHAPE, [20])
-    few = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(AssertionError):
-        run(scene, [(0, 3)], window=1, config=JOINED, arrivals=few)
+table = torch.zeros(64, 32, dtype=torch.int64)
+for shape in (AttentionShape(32, 8, 128), AttentionShape(16, 4, 256)):
+    kv = torch.zeros(2, 2, shape.num_kv_heads, 64, shape.head_dim, dtype=torch.bfloat16)
+    for batch, window in ((1, 1), (1, 8), (1, 16), (64, 4), (2, 512), (1, None)):
+        at = torch.zeros(batch * (window or 3), dtype=torch.int64)
+        q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
+        rows = AttentionRows(at, at, at, table)
+        attention(q, shape, rows, LayerKV(kv[0], kv[1]), window=window)
+"""
+    compile_launches(code, tmp_path)

@@ -11,8 +11,6 @@ from sametoken.kernels.attention.arithmetic import (
     empty_split,
     end_of,
     merged,
-    per_element,
-    per_query,
     split_range,
     total_of,
     with_tile,
@@ -100,72 +98,38 @@ def walked(
 
 @triton.jit
 def merged_parts(
-    sums,  # [queries, max_splits, HEAD_DIM] fp32
-    stats,  # [queries, max_splits, 2] fp32: total weight, highest score
-    index,  # [queries] int32, where in sums and stats
-    position,  # [queries] int32, -1 for queries that take no part
-    max_splits,
+    sums,  # [max_splits, HEAD_DIM] fp32
+    stats,  # [max_splits, 2] fp32: total weight, highest score
+    position,  # [1] int32
     scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
-    KV_LEFT: tl.constexpr,
 ):
-    """Partial results of all splits, merged in order; splits that a query lacks change nothing."""
-    acc, _, peak = empty_split(BLOCK_DIM, position.shape[0], KV_LEFT)
-    total = tl.zeros([position.shape[0]], tl.float32)
+    """One query's partial results, merged in the order of the splits: [BLOCK_DIM, 1] and [1]."""
+    acc, _, peak = empty_split(BLOCK_DIM, 1, True)
+    total = tl.zeros([1], tl.float32)
     first, last = split_range(position, SPLIT, SLIDING_WINDOW)
-    # Four splits' loads in flight, or two of a great query tile, then as many merges.
-    AT_ONCE: tl.constexpr = 4 if position.shape[0] <= 16 else 2
-    for split in range(first, last + 1, AT_ONCE):
-        part_0 = _part(
-            sums, stats, index, position, split, max_splits,
-            HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, KV_LEFT,
-        )  # fmt: skip
-        part_1 = _part(
-            sums, stats, index, position, split + 1, max_splits,
-            HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, KV_LEFT,
-        )  # fmt: skip
-        if AT_ONCE == 4:
-            part_2 = _part(
-                sums, stats, index, position, split + 2, max_splits,
-                HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, KV_LEFT,
-            )  # fmt: skip
-            part_3 = _part(
-                sums, stats, index, position, split + 3, max_splits,
-                HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, KV_LEFT,
-            )  # fmt: skip
-        acc, total, peak = merged(acc, total, peak, part_0, scale, KV_LEFT)
-        acc, total, peak = merged(acc, total, peak, part_1, scale, KV_LEFT)
-        if AT_ONCE == 4:
-            acc, total, peak = merged(acc, total, peak, part_2, scale, KV_LEFT)
-            acc, total, peak = merged(acc, total, peak, part_3, scale, KV_LEFT)
+    # Four splits' loads in flight, then four merges; one beyond the last changes nothing.
+    for split in range(first, last + 1, 4):
+        part_0 = _part(sums, stats, split, last, HEAD_DIM, BLOCK_DIM)
+        part_1 = _part(sums, stats, split + 1, last, HEAD_DIM, BLOCK_DIM)
+        part_2 = _part(sums, stats, split + 2, last, HEAD_DIM, BLOCK_DIM)
+        part_3 = _part(sums, stats, split + 3, last, HEAD_DIM, BLOCK_DIM)
+        acc, total, peak = merged(acc, total, peak, part_0, scale, True)
+        acc, total, peak = merged(acc, total, peak, part_1, scale, True)
+        acc, total, peak = merged(acc, total, peak, part_2, scale, True)
+        acc, total, peak = merged(acc, total, peak, part_3, scale, True)
     return acc, total
 
 
 @triton.jit
-def _part(
-    sums,
-    stats,
-    index,
-    position,
-    split,
-    max_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr,
-    KV_LEFT: tl.constexpr,
-):
-    at = index * max_splits + split
-    seen = split * SPLIT <= position
-    if SLIDING_WINDOW:
-        seen = seen & ((split + 1) * SPLIT > position - SLIDING_WINDOW + 1)
-    dim = per_element(tl.arange(0, BLOCK_DIM), KV_LEFT)
-    mask = per_query(seen, KV_LEFT) & (dim < HEAD_DIM)
-    # From L2: another multiprocessor may have written them in this very launch.
-    acc = tl.load(sums + per_query(at, KV_LEFT) * HEAD_DIM + dim, mask, 0, cache_modifier=".cg")
-    total = tl.load(stats + at * 2, seen, 0, cache_modifier=".cg")
-    peak = tl.load(stats + at * 2 + 1, seen, float("-inf"), cache_modifier=".cg")
+def _part(sums, stats, split, last, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    dim = tl.arange(0, BLOCK_DIM)[:, None]
+    stat = stats + split * 2 + tl.arange(0, 1)
+    seen = split <= last
+    acc = tl.load(sums + split * HEAD_DIM + dim, seen & (dim < HEAD_DIM), 0)
+    total = tl.load(stat, seen, 0)
+    peak = tl.load(stat + 1, seen, float("-inf"))
     return acc, total, peak

@@ -4,9 +4,9 @@
 A row's KV is cut into splits of a fixed size, anchored at position 0. Each split gives a
 partial result (weighted values, their total weight, the highest score), and partial results
 are merged in the order of the splits. Whether one program walks the splits of its rows
-("walk"), or many programs take one split each and a second kernel merges ("spread") or the
-last of them does ("joined"), is a matter of speed: all run ``arithmetic``, so the bits agree,
-for every query tile and every window (tests/gpu/test_attention_gpu.py).
+("walk"), or many programs take one split each and a second kernel merges ("spread"), is a
+matter of speed: both run ``arithmetic``, so the bits agree, for every query tile and every
+window (tests/gpu/test_attention_gpu.py).
 """
 
 from __future__ import annotations
@@ -28,28 +28,13 @@ from sametoken.kernels.attention.arithmetic import (
 )
 from sametoken.kernels.attention.splits import merged_parts, split_result, walked
 from sametoken.kernels.attention.tiles import tile_queries, tile_rows
-from sametoken.kernels.attention.tuning import (
-    MAX_JOINED,
-    SPLIT,
-    AttentionConfig,
-    Form,
-    choose,
-)
+from sametoken.kernels.attention.tuning import SPLIT, AttentionConfig, Form, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
-__all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose", "new_arrivals"]
+__all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
 
 LOG2_E = 1.4426950408889634
-
-
-def new_arrivals(device: torch.device) -> Tensor:
-    """Counters of the joined form, [MAX_JOINED] int32: zero between launches.
-
-    Launches of one stream may share them, for each leaves them as it found them. Allocate
-    them before a capture: zeroed in one, they would be zeroed again by every replay.
-    """
-    return torch.zeros(MAX_JOINED, dtype=torch.int32, device=device)
 
 
 def attention(
@@ -62,7 +47,6 @@ def attention(
     max_seq_len: int | None = None,
     sliding_window: int | None = None,
     config: AttentionConfig | None = None,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Attention of [T, H, D] queries over their slots' KV: [T, H * D] in q's dtype.
 
@@ -79,7 +63,6 @@ def attention(
             table has room for.
         sliding_window: if given, a row sees its last so many positions only.
         config: how to cut the launch up; chosen from the shapes by default.
-        arrivals: ``new_arrivals`` of this stream; without them the joined form makes its own.
 
     Raises:
         InvariantError: a form of spread splits without a window, or rows that windows do
@@ -101,11 +84,7 @@ def attention(
     assert kv.keys.stride()[2:] == (shape.head_dim, 1)
     assert rows.block_table.stride(1) == 1
     assert config.split % config.tile == 0
-    if config.form == "joined" and arrivals is None:
-        arrivals = new_arrivals(q.device)
-    _launch(
-        q, shape, rows, kv, out, window, max_seq_len, sliding_window or 0, config, arrivals
-    )  # fmt: skip
+    _launch(q, shape, rows, kv, out, window, max_seq_len, sliding_window or 0, config)
     return out
 
 
@@ -119,7 +98,6 @@ def _launch(
     max_seq_len: int,
     sliding_window: int,
     config: AttentionConfig,
-    arrivals: Tensor | None,
 ) -> None:
     num_rows, group = q.shape[0], shape.num_heads // shape.num_kv_heads
     width = window or num_rows
@@ -145,25 +123,17 @@ def _launch(
         "num_stages": config.num_stages,
     }
     if config.form == "walk":
-        grid = (tiles, shape.num_kv_heads)
-        _walk_kernel[grid](*inputs, out, RAGGED=window is None, **constants)
+        _walk_kernel[tiles, shape.num_kv_heads](*inputs, out, RAGGED=window is None, **constants)
         return
     max_splits = triton.cdiv(max_seq_len, config.split)
     lanes = config.num_lanes(tiles * shape.num_kv_heads, max_splits)
     size = (num_rows, shape.num_heads, max_splits)
     sums = q.new_empty(*size, shape.head_dim, dtype=torch.float32)
     stats = q.new_empty(*size, 2, dtype=torch.float32)
-    joined = config.form == "joined"
-    if joined:
-        assert arrivals is not None
-        assert tiles * shape.num_kv_heads <= len(arrivals)
-    _spread_kernel[(tiles, shape.num_kv_heads, lanes)](
-        *inputs, sums, stats, max_splits, out, arrivals if joined else None, **constants
+    _spread_kernel[tiles, shape.num_kv_heads, lanes](*inputs, sums, stats, max_splits, **constants)
+    _merge_kernel[num_rows, shape.num_heads](
+        sums, stats, rows.positions, out, max_splits, scale, num_warps=1, **sizes
     )
-    if not joined:
-        _merge_kernel[(num_rows, shape.num_heads)](
-            sums, stats, rows.positions, out, max_splits, scale, num_warps=1, **sizes
-        )
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -251,8 +221,6 @@ def _spread_kernel(
     sums,  # [num_rows, heads, max_splits, HEAD_DIM] fp32
     stats,  # [num_rows, heads, max_splits, 2] fp32: total weight, highest score
     max_splits,
-    out,  # as for _walk_kernel, written if there are arrivals
-    arrivals,  # [query tiles * kv_heads] int32, zero before and after; None: another launch merges
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -270,7 +238,6 @@ def _spread_kernel(
         positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT
     )
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
-    out += first_index * HEAD_DIM
     sums += first_index * max_splits * HEAD_DIM
     stats += first_index * max_splits * 2
     dim = per_element(tl.arange(0, BLOCK_DIM), KV_LEFT)
@@ -297,27 +264,6 @@ def _spread_kernel(
         turn = tl.where(finished, -1, turn)
         split = tl.where(finished, split + tl.num_programs(2), split)
 
-    if arrivals is not None:
-        expected = tl.minimum(last_split - first_split + 1, tl.num_programs(2))
-        if tl.program_id(2) < expected:
-            arrival = arrivals + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-            if _is_last(arrival, expected):
-                acc, total = merged_parts(
-                    sums, stats, index, position, max_splits, scale,
-                    HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, KV_LEFT,
-                )  # fmt: skip
-                result = normalised(acc, total, KV_LEFT).to(out.dtype.element_ty)
-                tl.store(out + at, result, mask=mask)
-                tl.store(arrival, 0)
-
-
-@triton.jit
-def _is_last(arrival, expected):
-    """Count this program; whether all others had arrived, whose stores are then visible."""
-    # The count releases the stores of all threads, so none may still be ahead of its own.
-    tl.debug_barrier()
-    return tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == expected - 1
-
 
 @triton.jit(do_not_specialize=["max_splits"])
 def _merge_kernel(
@@ -339,12 +285,8 @@ def _merge_kernel(
     stats += query * max_splits * 2
     position = tl.load(positions + tl.program_id(0) + tl.arange(0, 1)).to(tl.int32)
     acc, total = merged_parts(
-        sums, stats, tl.arange(0, 1), position, max_splits, scale,
-        HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW, True,
-    )  # fmt: skip
-    dim = tl.arange(0, BLOCK_DIM)[:, None]
-    tl.store(
-        out + query * HEAD_DIM + dim,
-        normalised(acc, total, True).to(out.dtype.element_ty),
-        mask=dim < HEAD_DIM,
+        sums, stats, position, scale, HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW
     )
+    dim = tl.arange(0, BLOCK_DIM)[:, None]
+    result = normalised(acc, total, True).to(out.dtype.element_ty)
+    tl.store(out + query * HEAD_DIM + dim, result, mask=dim < HEAD_DIM)

@@ -13,18 +13,11 @@ from sametoken.kernels.interface import AttentionShape
 #: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
 SPLIT = 128
 
-#: Programs that keep the chip busy, two per multiprocessor; from there on rows walk.
-BUSY_PROGRAMS = 264
-
 #: Bytes of partial results that a launch may need at most; beyond, rows walk.
 MAX_PARTIAL_BYTES = 1 << 29
 
-#: Query tiles x KV heads that the joined form has counters for.
-MAX_JOINED = 1 << 14
-
-#: Who merges the splits of a query tile: its one program, a second launch, or of the programs
-#: that took a split each, the last one.
-Form = Literal["walk", "spread", "joined"]
+#: Who merges the splits of a query tile: its one program as it walks, or a second launch.
+Form = Literal["walk", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class AttentionConfig:
     split: int = SPLIT
     tile: int = 64
     kv_left: bool = True
-    programs: int = 2 * BUSY_PROGRAMS
+    programs: int = 528
 
     def num_tiles(self, num_rows: int, window: int, group: int) -> int:
         """Query tiles of a launch."""
@@ -64,34 +57,96 @@ class AttentionConfig:
         return min(max_splits, lanes)
 
 
-#: Cuts by kind of launch, for 16 queries a program, as benchmarks/decode_gpu.py chose them.
-FEW = AttentionConfig("joined", 16, num_warps=4, num_stages=3)
-MANY = AttentionConfig("walk", 16, num_warps=2, num_stages=2)
-#: More queries than 16 a program: long windows and prefill.
-WIDE = AttentionConfig("walk", 32, num_warps=4, num_stages=3)
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Cuts of all launches over heads of one size.
 
-#: Bytes of a head's row in memory above which tiles fill shared memory: a shallow pipeline.
-HEAVY_ROW = 256
+    Attributes:
+        tile: positions per loop turn: part of the bits, so one for all launches.
+        few: for 16 queries a program, where splits are spread.
+        many: for 16 queries a program, where rows walk: the last that a launch has the
+            programs for. So many as the first says keep the chip busy: from there on rows walk.
+        wide: for long windows, in either form.
+        prefill: for longer ones. No query tile is larger, unless one row's heads are.
+    """
+
+    tile: int
+    few: AttentionConfig
+    many: tuple[tuple[int, AttentionConfig], ...]
+    wide: AttentionConfig
+    prefill: AttentionConfig
+
+    @property
+    def busy_programs(self) -> int:
+        """Programs that keep the chip busy."""
+        return self.many[0][0]
+
+    def walk(self, programs: int) -> AttentionConfig:
+        """The cut of rows that walk, for 16 queries a program."""
+        fitting = [cut for least, cut in self.many if programs >= least]
+        return fitting[-1] if fitting else self.many[0][1]
+
+
+#: Cuts as benchmarks/decode_gpu.py and benchmarks/attention_gpu.py chose them. In prefill the
+#: queries fill a warp group.
+LIGHT = Cuts(
+    tile=64,
+    few=AttentionConfig("spread", 16, num_warps=4, num_stages=2),
+    many=(
+        (132, AttentionConfig("walk", 16, num_warps=4, num_stages=3)),
+        (396, AttentionConfig("walk", 16, num_warps=2, num_stages=2)),
+    ),
+    wide=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
+    prefill=AttentionConfig("walk", 64, num_warps=4, num_stages=2, kv_left=False),
+)
+#: With a larger tile only one program would fit a multiprocessor.
+HEAVY = Cuts(
+    tile=32,
+    few=AttentionConfig("spread", 16, num_warps=4, num_stages=3),
+    many=((132, AttentionConfig("walk", 16, num_warps=4, num_stages=3)),),
+    wide=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
+    prefill=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
+)
+#: fp32, which no matrix unit multiplies: small query tiles only.
+_FP32_WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2)
+FP32 = Cuts(
+    tile=64,
+    few=replace(_FP32_WALK, form="spread"),
+    many=((264, _FP32_WALK),),
+    wide=_FP32_WALK,
+    prefill=_FP32_WALK,
+)
+
+#: Elements of a head from which on it is heavy.
+HEAVY_HEAD = 256
+
+
+def cuts_for(shape: AttentionShape, dtype: torch.dtype) -> Cuts:
+    """The cuts of heads of this size and type."""
+    if dtype.itemsize == 4:
+        return FP32
+    return HEAVY if triton.next_power_of_2(shape.head_dim) >= HEAVY_HEAD else LIGHT
 
 
 def choose(
     num_rows: int, shape: AttentionShape, window: int | None, max_seq_len: int, dtype: torch.dtype
 ) -> AttentionConfig:
     """How to cut up a launch of at least one row, from its shapes."""
+    cuts = cuts_for(shape, dtype)
     group = shape.num_heads // shape.num_kv_heads
     width = window or num_rows
-    half = dtype.itemsize == 2
-    largest = WIDE.block_queries if half else 16
-    queries = min(largest, triton.next_power_of_2(width * group))
+    queries = min(cuts.prefill.block_queries, triton.next_power_of_2(width * group))
     queries = max(16, triton.next_power_of_2(group), queries)
     tiles = num_rows // width * triton.cdiv(width, queries // group)
-    busy = tiles * shape.num_kv_heads >= BUSY_PROGRAMS
+    programs = tiles * shape.num_kv_heads
+    busy = programs >= cuts.busy_programs
     partial_bytes = 4 * num_rows * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
     fits = partial_bytes <= MAX_PARTIAL_BYTES
-    heavy = triton.next_power_of_2(shape.head_dim) * dtype.itemsize > HEAVY_ROW
+    form: Form = "walk"
     if window is not None and not busy and max_seq_len > SPLIT and fits:
-        cut = FEW
+        form = "spread"
+    if queries == 16:
+        cut = cuts.few if form == "spread" else cuts.walk(programs)
     else:
-        # Walking programs fill the chip by themselves: small tiles do with half the warps.
-        cut = MANY if queries == 16 and half and not heavy else WIDE
-    return replace(cut, block_queries=queries, num_stages=2 if heavy else cut.num_stages)
+        cut = cuts.wide if queries <= cuts.wide.block_queries else cuts.prefill
+    return replace(cut, form=form, block_queries=queries, tile=cuts.tile)

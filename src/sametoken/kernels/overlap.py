@@ -27,6 +27,32 @@ def wait_for_earlier(OVERLAP: tl.constexpr):
         cuda.gdc_wait()
 
 
+@triton.jit
+def release_next(OVERLAP: tl.constexpr):
+    """Let the next kernel be set up; ``wait`` follows."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """Wait until all earlier kernels have finished."""
+    if OVERLAP:
+        cuda.gdc_wait()
+
+
+@triton.jit
+def wait_then_release(OVERLAP: tl.constexpr):
+    """Wait until all earlier kernels have finished, then let the next one run beside this one.
+
+    The next kernel may then read, before its own wait, what kernels before this one wrote,
+    but nothing that this one writes.
+    """
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
 def overlapped(tensor: Tensor) -> dict[str, bool]:
     """Launch options of a kernel that waits, for the device that holds ``tensor``."""
     if tensor.is_cuda and _can_overlap(tensor.get_device()):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.compiled import compile_launches
 from sametoken.kernels.gated_delta_rule.layout import slot_rows
 from sametoken.kernels.gated_delta_rule.triton import (
     LayerMemory,
@@ -308,3 +309,36 @@ def test_every_tile_computes_the_same_rule(columns):
         memory, raw = LayerMemory(*(one[0] for one in held)), RawRows(*inputs_of(rows, spec))
         found.append(advance(runs, spec, params_of(spec), raw, memory, tile))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
+    """Sizes of real heads, sizes that are no powers of two, and windows of one row."""
+    code = """
+from sametoken.kernels.gated_delta_rule import prepare, runs, triton
+from sametoken.kernels.interface import AttentionRows
+from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+
+for module in (prepare, runs, triton):
+    module.overlapped = lambda tensor: {"OVERLAP": True, "launch_pdl": True}
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+for heads, sizes, drafts in (((16, 32), (128, 128), 3), ((1, 2), (3, 5), 0)):
+    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
+    spec = RecurrentSpec(1, *heads, *sizes, 4, channels, torch.bfloat16)
+    cache = RecurrentCache.allocate(
+        spec, max_num_seqs=2, num_drafts=drafts, device=torch.device("cpu")
+    )
+    rows = torch.zeros(2 * (drafts + 1), dtype=torch.int64)
+    at = AttentionRows(rows, rows, rows, rows[None], drafts + 1, rows == 0)
+    plan = runs.plan_runs(at, cache.position, cache.num_pending, drafts)
+    held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
+    memory = triton.LayerMemory(*(one[0] for one in held))
+    gates = zeros(len(rows), heads[1])
+    raw = triton.RawRows(zeros(len(rows), channels), gates, gates)
+    params = GatedDeltaParams(gates[0], gates[0], zeros(channels, 4), None)
+    for tile in (triton.RuleTile(), triton.RuleTile(32, 1), triton.RuleTile(32, 2)):
+        triton.advance(plan, spec, params, raw, memory, tile)
+"""
+    compile_launches(code, tmp_path)

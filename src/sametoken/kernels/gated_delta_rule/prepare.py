@@ -24,10 +24,11 @@ from sametoken.kernels.gated_delta_rule.runs import (
     Runs,
     raw_row,
 )
-from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.overlap import overlapped, wait_then_release
 
 _EPS = tl.constexpr(NORM_EPS)
-_MAX_LANES = 64
+# Programs that fill a large GPU; with more rows than that each one runs several.
+_PROGRAMS = 8192
 
 
 @triton.jit
@@ -45,27 +46,49 @@ def _decay(a, A_log, dt_bias):
 
 
 @triton.jit
-def _convolved(
+def _taps(
+    conv_weight,  # [C, K]
+    channel,
+    inside,
+    K: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
+):
+    """The convolution's weights of some channels: [TAPS_BLOCK, BLOCK] fp32."""
+    tap = tl.arange(0, TAPS_BLOCK)[:, None]
+    return tl.load(conv_weight + channel * K + tap, inside & (tap < K), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _raw_rows(
     t,  # place among folded and new rows
     qkv, history, pending, first_row, num_folded, qkv_stride, channel, inside, empty,
-    conv_weight,  # [C, K]
-    conv_bias,  # [C] or None
     C: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """SiLU of the convolution at a row, for some channels: [BLOCK] fp32."""
-    summed = tl.zeros((BLOCK,), tl.float32)
-    for tap in tl.static_range(K):
-        index = t + tap
-        raw = raw_row(index, qkv, history, pending, first_row, num_folded, qkv_stride, C, K - 1)
-        # What came before a request's first row is zero.
-        exists = inside & ((index >= K - 1) | (empty == 0))
-        x = tl.load(raw + channel, exists, other=0.0).to(tl.float32)
-        summed += x * tl.load(conv_weight + channel * K + tap, inside, other=0.0).to(tl.float32)
+    """What the convolution reads at a row, of some channels: [TAPS_BLOCK, BLOCK] fp32."""
+    tap = tl.arange(0, TAPS_BLOCK)
+    index = t + tap
+    raw = raw_row(index, qkv, history, pending, first_row, num_folded, qkv_stride, C, K - 1)
+    # What came before a request's first row is zero.
+    exists = (tap < K) & ((index >= K - 1) | (empty == 0))
+    return tl.load(raw[:, None] + channel, exists[:, None] & inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _convolved(raw, taps, conv_bias, channel, inside):
+    """SiLU of the convolution of raw rows [TAPS_BLOCK, BLOCK]: [BLOCK] fp32."""
+    summed = tl.sum(raw * taps, axis=0)
     if conv_bias is not None:
         summed += tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
     return summed * _sigmoid(summed)
+
+
+@triton.jit
+def _store_gates(gate, raw_a, raw_b, A_log, dt_bias, HV: tl.constexpr):
+    """Decay and beta of a head, HV apart, from the raw gates at two addresses."""
+    tl.store(gate, _decay(tl.load(raw_a).to(tl.float32), A_log, dt_bias))
+    tl.store(gate + HV, _sigmoid(tl.load(raw_b).to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=["max_pending"])
@@ -81,7 +104,7 @@ def _prepare_kernel(
     conv_weight,  # [C, K]
     conv_bias,  # [C] or None
     runs,  # [B, FIELDS]
-    prepared,  # [T + B * P, C + 2 * HV], written
+    prepared,  # [T + B * P, C + 2 * HV + HK], written
     qkv_stride,
     a_stride,
     b_stride,
@@ -92,19 +115,24 @@ def _prepare_kernel(
     DV: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     C: tl.constexpr = 2 * HK * DK + HV * DV
-    WIDTH: tl.constexpr = C + 2 * HV
+    WIDTH: tl.constexpr = C + 2 * HV + HK
     TAPS: tl.constexpr = K - 1
     unit = tl.program_id(0)
-    is_value = unit >= 2 * HK
-    head = unit - 2 * HK
     column = tl.arange(0, BLOCK)
-    inside = column < tl.where(is_value, DV, DK)
-    channel = tl.where(is_value, 2 * HK * DK + head * DV, unit * DK) + column
+    # A unit is a key head, its q and its k, or a value head.
+    is_keys, head = unit < HK, tl.maximum(unit - HK, 0)
+    inside = column < tl.where(is_keys, DK, DV)
+    channel = tl.where(is_keys, unit * DK, 2 * HK * DK + head * DV) + column
+    k_channel = channel + HK * DK
+    # Weights are nobody's to write: they come before the wait.
+    taps = _taps(conv_weight, channel, inside, K, TAPS_BLOCK)
+    k_taps = _taps(conv_weight, k_channel, inside & is_keys, K, TAPS_BLOCK)
 
-    wait_for_earlier(OVERLAP)
+    wait_then_release(OVERLAP)
     run = tl.program_id(2).to(tl.int64)
     field = runs + run * FIELDS
     slot, first_row = tl.load(field + SLOT), tl.load(field + FIRST_ROW)
@@ -116,39 +144,53 @@ def _prepare_kernel(
     pending_gates += slot * max_pending * 2 * HV
     prepared += (first_row + run * max_pending) * WIDTH
     for t in range(tl.program_id(1), total, tl.num_programs(1)):
-        mixed = _convolved(
+        row = prepared + t * WIDTH
+        # Both loads before either is waited for.
+        raw = _raw_rows(
             t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, channel, inside,
-            empty, conv_weight, conv_bias, C, K, BLOCK,
+            empty, C, K, TAPS_BLOCK,
         )  # fmt: skip
-        if is_value:
-            row = first_row + t - num_folded
+        k_raw = _raw_rows(
+            t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, k_channel,
+            inside & is_keys, empty, C, K, TAPS_BLOCK,
+        )  # fmt: skip
+        mixed = _convolved(raw, taps, conv_bias, channel, inside)
+        if is_keys:
+            k = _convolved(k_raw, k_taps, conv_bias, k_channel, inside)
+            scale = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + _EPS) * DK**-0.5
+            k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
+            q_k = tl.sum(mixed * k, axis=0) * scale * k_scale
+            mixed *= scale
+            tl.store(row + k_channel, k * k_scale, inside)
+            tl.store(row + C + 2 * HV + unit, q_k)
+        else:
+            new = first_row + t - num_folded
             is_new = t >= num_folded
             held = pending_gates + t * 2 * HV + head
-            raw_a = tl.load(tl.where(is_new, a + row * a_stride + head, held)).to(tl.float32)
-            raw_b = tl.load(tl.where(is_new, b + row * b_stride + head, held + HV)).to(tl.float32)
-            gate = prepared + t * WIDTH + C + head
-            tl.store(gate, _decay(raw_a, tl.load(A_log + head), tl.load(dt_bias + head)))
-            tl.store(gate + HV, _sigmoid(raw_b))
-        else:
-            scale = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + _EPS)
-            mixed = mixed * tl.where(unit < HK, scale * DK**-0.5, scale)
-        tl.store(prepared + t * WIDTH + channel, mixed, inside)
+            _store_gates(
+                row + C + head,
+                tl.where(is_new, a + new * a_stride + head, held),
+                tl.where(is_new, b + new * b_stride + head, held + HV),
+                tl.load(A_log + head), tl.load(dt_bias + head), HV,
+            )  # fmt: skip
+        tl.store(row + channel, mixed, inside)
 
 
 def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemory) -> Tensor:
-    """What the rule reads of each run's folded rows and rows: [T + B * k, C + 2 * Hv] fp32.
+    """What the rule reads of each run's folded rows and rows: fp32 [T + B * k, C + 2 * Hv + Hk].
 
-    A row is [q | k | v | decay | beta], q and k normalised, q scaled by 1 / sqrt(Dk). Run b
-    starts k * b rows behind its first row. Arguments are those of ``triton.advance``.
+    A row is [q | k | v | decay | beta | q . k], q and k normalised, q scaled by 1 / sqrt(Dk).
+    Run b starts k * b rows behind its first row. Arguments are those of ``triton.advance``.
     """
     weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
     assert all(weight is None or weight.is_contiguous() for weight in weights)
     assert raw.qkv.shape[1] == spec.conv_channels == memory.history.shape[2]
     batch, heads = runs.table.shape[0], spec.num_value_heads
     num_rows = raw.qkv.shape[0] + batch * memory.max_pending
-    prepared = memory.states.new_empty(num_rows, spec.conv_channels + 2 * heads)
-    lanes = min(runs.max_rows + memory.max_pending, _MAX_LANES)
-    _prepare_kernel[(2 * spec.num_key_heads + heads, lanes, batch)](
+    units = spec.num_key_heads + heads
+    prepared = memory.states.new_empty(num_rows, spec.conv_channels + heads + units)
+    lanes = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, units * batch)))
+    _prepare_kernel[(units, lanes, batch)](
         raw.qkv,
         raw.a,
         raw.b,
@@ -162,6 +204,7 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
         memory.max_pending,
         **sizes(spec),
         BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
+        TAPS_BLOCK=triton.next_power_of_2(spec.conv_kernel),
         num_warps=1,
         **overlapped(prepared),
     )

@@ -3,8 +3,9 @@
 A pass makes three kinds of launch. ``plan_runs`` derives from positions what each slot
 folds, runs for good and leaves pending. Per layer ``prepare`` turns raw rows, pending ones
 included, into what the rule reads, and ``advance`` walks them in order with the state in
-registers. Row counts, windows and batches are no part of any compiled form, so decode,
-verify, fold and prefill run the same instructions and a row has the same bits in each.
+registers: first those that are only folded, then new ones, which also read the state. Row
+counts, windows and batches are no part of any compiled form, and one loop runs all rows, so
+decode, verify, fold and prefill run the same instructions and a row has the same bits in each.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -33,11 +34,15 @@ from sametoken.kernels.gated_delta_rule.runs import (
     plan_runs,
     raw_row,
 )
-from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.overlap import overlapped, release_next, wait
 
 __all__ = ["LayerMemory", "RawRows", "RuleTile", "Runs", "advance", "plan_runs"]
 
 _COPY_BLOCK = 512
+# What a warp reads of a state at once: 16 bytes a thread.
+_FLOATS_PER_WARP = 128
+# Prepared rows that are run or on their way.
+_STAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,90 +56,130 @@ class RuleTile:
             many as the compiler takes.
     """
 
-    value_columns: int = 16
+    value_columns: int = 32
     num_warps: int = 1
-    max_registers: int | None = 168
+    max_registers: int | None = None
 
 
 @triton.jit
-def _load_row(
-    at, exists, head, key, value, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr,
-):  # fmt: skip
-    """One prepared row for a tile of a head: q, k [BK], v [BV], decay, beta; zeros if none."""
-    key_head = head // (HV // HK)
-    q = at + key_head * DK + key
-    v = at + 2 * HK * DK + head * DV + value
-    gate = at + 2 * HK * DK + HV * DV + head
-    is_key = exists & (key < DK)
-    return (
-        tl.load(q, is_key, other=0.0),
-        tl.load(q + HK * DK, is_key, other=0.0),
-        tl.load(v, exists & (value < DV), other=0.0),
-        tl.load(gate, exists, other=0.0),
-        tl.load(gate + HV, exists, other=0.0),
-    )
+def _keys(BK: tl.constexpr, LANES: tl.constexpr):
+    """[LANES, RUNS, TOGETHER]: a thread's keys come in runs of four, which it reads at once."""
+    TOGETHER: tl.constexpr = min(4, BK // LANES)
+    RUNS: tl.constexpr = BK // (LANES * TOGETHER)
+    lane = tl.arange(0, LANES)[:, None, None]
+    run = tl.arange(0, RUNS)[None, :, None]
+    return (run * LANES + lane) * TOGETHER + tl.arange(0, TOGETHER)[None, None, :]
+
+
+@triton.jit
+def _add_product(factor, total, a, b):
+    """The running sum factor * total, and one more product; it rounds once."""
+    return 1.0, tl.fma(a, b, factor * total)
+
+
+@triton.jit
+def _along(state, part):
+    """Sum over keys of state [LANES, RUNS, TOGETHER, V] times part [.., 1]: [V].
+
+    Every rounding is written out: no compiler chooses one.
+    """
+    state, part = tl.broadcast(state, part)
+    HELD: tl.constexpr = state.shape[1] * state.shape[2]
+    state = tl.reshape(state, (state.shape[0], HELD, state.shape[3]))
+    part = tl.reshape(part, (part.shape[0], HELD, part.shape[3]))
+    factor, total = tl.reduce((state, part), 1, _add_product)
+    return tl.sum(factor * total, axis=0)
+
+
+@triton.jit
+def _delta(state, k, v, decay, beta):
+    return beta * tl.fma(-decay, _along(state, k), v)
+
+
+@triton.jit
+def _updated(state, k, decay, delta):
+    return tl.fma(k, delta[None, None, None, :], decay * state)
+
+
+@triton.jit
+def _fact(field, place: tl.constexpr):
+    return tl.load(field + place, cache_modifier=".cg")
 
 
 @triton.jit
 def _advance_tile(
     tile,
-    prepared,  # [rows, WIDTH] of the run
+    run,
+    prepared,  # [T + B * P, WIDTH]
     field,  # [FIELDS] of the run
     states,  # [S, HV, DK, DV]
     out,  # [T, HV * DV]
+    max_pending,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Run a run's rows over some columns of one head's state."""
     TILES: tl.constexpr = (DV + BV - 1) // BV
-    WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV
+    WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV + HK
     head = tile // TILES
-    key = tl.arange(0, BK)
-    value = (tile % TILES) * BV + tl.arange(0, BV)
-    inside = (key < DK)[:, None] & (value < DV)[None, :]
+    key_head = head // (HV // HK)
+    key, value = _keys(BK, LANES), (tile % TILES) * BV + tl.arange(0, BV)
+    is_key, is_value = key < DK, value < DV
+    inside = is_key[:, :, :, None] & is_value
 
-    # All at once: a load that waits for another one costs as much as the row itself.
-    slot, first_row = tl.load(field + SLOT), tl.load(field + FIRST_ROW)
-    num_rows = tl.load(field + NUM_ROWS).to(tl.int32)
-    num_folded = tl.load(field + NUM_FOLDED).to(tl.int32)
-    num_lasting = tl.load(field + NUM_LASTING).to(tl.int32)
-    empty, stop_row = tl.load(field + EMPTY) != 0, tl.load(field + STOP_ROW)
-    broken = tl.load(field + BROKEN) != 0
-    out += first_row * HV * DV + head * DV
-    if num_rows > 0:
-        slot_head = slot * HV + head
-        state_at = states + (slot_head * DK + key[:, None]) * DV + value[None, :]
-        q, k, v, decay, beta = _load_row(prepared, True, head, key, value, HK, HV, DK, DV)
-        state = tl.load(state_at, inside & (empty == 0), other=0.0)
-        total = num_folded + num_rows
-        for t in range(total):
-            # The next row is on its way while this one is run.
-            prepared += WIDTH
-            next_q, next_k, next_v, next_decay, next_beta = _load_row(
-                prepared, t + 1 < total, head, key, value, HK, HV, DK, DV
-            )
-            # Both sums read the state of before, so that neither waits for the other.
-            along_k = tl.sum(state * k[:, None], axis=0)
-            along_q = tl.sum(state * q[:, None], axis=0)
-            delta = beta * (v - decay * along_k)
-            read = decay * along_q + delta * tl.sum(q * k, axis=0)
-            state = decay * state + k[:, None] * delta[None, :]
-            at = out + (t - num_folded) * HV * DV + value
-            tl.store(at, read.to(out.dtype.element_ty), (t >= num_folded) & (value < DV))
-            if t + 1 == num_lasting:
-                tl.store(state_at, state, inside)
-            q, k, v, decay, beta = next_q, next_k, next_v, next_decay, next_beta
+    # All at once: a load that waits for another one costs as much as the row itself. And past
+    # L1, which need not know before the wait what earlier kernels wrote.
+    slot, first_row = _fact(field, SLOT), _fact(field, FIRST_ROW)
+    num_rows, stop_row = _fact(field, NUM_ROWS).to(tl.int32), _fact(field, STOP_ROW)
+    num_folded, num_lasting = _fact(field, NUM_FOLDED).to(tl.int32), _fact(field, NUM_LASTING)
+    empty, broken = _fact(field, EMPTY) != 0, _fact(field, BROKEN) != 0
+    # Offsets from one address: a thread keeps no address per element.
+    state_at = states + (slot * HV + head) * DK * DV + (key[:, :, :, None] * DV + value)
+    exists = inside & (empty == 0) & (num_rows > 0)
+    state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
+    # ``prepare`` released this kernel when all before it had ended, and writes no state.
+    wait(OVERLAP)
 
-    # Dead rows are zero; those of a slot whose rows do not follow are nobody's.
+    prepared += (first_row + run * max_pending) * WIDTH
+    q_at = prepared + key_head * DK + key
+    k_at = q_at + HK * DK
+    v_at = prepared + 2 * HK * DK + head * DV + value
+    decay_at = prepared + 2 * HK * DK + HV * DV + head
+    q_k_at = prepared + 2 * HK * DK + HV * DV + 2 * HV + key_head
+    out += first_row * HV * DV + head * DV + value
+    # One loop, so that a folded row and a new one go through the same instructions; what only
+    # new rows need stands apart.
+    for t in tl.range(num_folded + num_rows, num_stages=STAGES):
+        at, is_new = t * WIDTH, t >= num_folded
+        k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, None]
+        q = tl.load(q_at + at, is_key & is_new, other=0.0)[:, :, :, None]
+        v = tl.load(v_at + at, is_value, other=0.0)
+        decay, beta = tl.load(decay_at + at), tl.load(decay_at + at + HV)
+        delta = _delta(state, k, v, decay, beta)
+        if is_new:
+            read = tl.fma(delta, tl.load(q_k_at + at), decay * _along(state, q))
+            row = out + (t - num_folded) * HV * DV
+            tl.store(row, read.to(out.dtype.element_ty), is_value)
+        state = _updated(state, k, decay, delta)
+        if t + 1 == num_lasting:
+            tl.store(state_at, state, inside)
+
+    _fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_value, HV * DV, BV)
+
+
+@triton.jit
+def _fill_dead(out, num_rows, stop, broken, is_value, ROW: tl.constexpr, BV: tl.constexpr):
+    """Dead rows are zero; those of a slot whose rows do not follow are nobody's."""
     fill = tl.zeros((BV,), tl.float32) + tl.where(broken, float("nan"), 0.0)
-    for row in range(num_rows, (stop_row - first_row).to(tl.int32)):
-        at = out + row * HV * DV + value
-        tl.store(at, fill.to(out.dtype.element_ty), value < DV)
+    for row in range(num_rows, stop):
+        tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_value)
 
 
 @triton.jit
@@ -217,24 +262,26 @@ def _advance_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    LANES: tl.constexpr,
     BH: tl.constexpr,
     COPY_BLOCK: tl.constexpr,
     TAPS_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    release_next(OVERLAP)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     PROGRAMS: tl.constexpr = HV * ((DV + BV - 1) // BV)
     program = tl.program_id(0)
     run = tl.program_id(1).to(tl.int64)
     field = runs + run * FIELDS
     if program < PROGRAMS:
-        first = tl.load(field + FIRST_ROW) + run * max_pending
         _advance_tile(
-            program, prepared + first * (C + 2 * HV), field, states, out,
-            HK, HV, DK, DV, BK, BV,
+            program, run, prepared, field, states, out, max_pending,
+            HK, HV, DK, DV, BK, BV, LANES, STAGES, OVERLAP,
         )  # fmt: skip
     else:
+        wait(OVERLAP)
         _keep_raw(
             program - PROGRAMS, qkv, a, b, field, history, pending_qkv, pending_gates,
             qkv_stride, a_stride, b_stride, max_pending, C, HV, K, COPY_BLOCK, BH, TAPS_BLOCK,
@@ -268,6 +315,7 @@ def advance(
     if not num_rows:
         return out
     prepared = prepare(runs, spec, params, raw, memory)
+    keys = triton.next_power_of_2(spec.key_dim)
     columns = min(tile.value_columns, triton.next_power_of_2(spec.value_dim))
     programs = spec.num_value_heads * triton.cdiv(spec.value_dim, columns)
     copies = triton.cdiv(num_channels, _COPY_BLOCK)
@@ -285,11 +333,13 @@ def advance(
         *raw.strides,
         memory.max_pending,
         **sizes(spec),
-        BK=triton.next_power_of_2(spec.key_dim),
+        BK=keys,
         BV=columns,
+        LANES=min(keys, max(1, _FLOATS_PER_WARP * tile.num_warps // columns)),
         BH=triton.next_power_of_2(spec.num_value_heads),
         COPY_BLOCK=_COPY_BLOCK,
         TAPS_BLOCK=triton.next_power_of_2(max(spec.conv_kernel - 1, 1)),
+        STAGES=_STAGES,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers,
         **overlapped(out),

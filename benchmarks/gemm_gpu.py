@@ -49,6 +49,12 @@ SHAPES = {
         GemmShape(128256, 4096, "logits"),
     ],
     "eagle3": [GemmShape(6144, 8192), GemmShape(32000, 4096, "logits")],
+    "qwen35": [
+        GemmShape(12352, 4096),
+        GemmShape(10240, 4096),
+        GemmShape(4096, 8192),
+        GemmShape(248320, 4096, "logits"),
+    ],
     "smollm2": [
         GemmShape(960, 576),
         GemmShape(576, 576),

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from sametoken.config import EngineConfig
@@ -20,6 +21,19 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 
 STEPS = 20
+
+
+def gaps(spans: list[FunctionEvent]) -> Counter[tuple[str, str]]:
+    """Microseconds in which nothing ran, by the names of what ran before and after."""
+    idle: Counter[tuple[str, str]] = Counter()
+    ordered = sorted(spans, key=lambda event: event.time_range.start)
+    latest = ordered[0]
+    for event in ordered[1:]:
+        if event.time_range.start > latest.time_range.end:
+            idle[latest.name, event.name] += event.time_range.start - latest.time_range.end
+        if event.time_range.end > latest.time_range.end:
+            latest = event
+    return idle
 
 
 def main() -> None:
@@ -53,6 +67,10 @@ def main() -> None:
     first = min(e.time_range.start for e in spans)
     last = max(e.time_range.end for e in spans)
     print(f"{(last - first) / STEPS / 1e3:.3f} ms a step, {len(spans) / STEPS:.0f} kernels")
+    idle = gaps(spans)
+    print(f"{sum(idle.values()) / STEPS:9.1f} us a step with nothing on the device, mostly between")
+    for (before, after), microseconds in idle.most_common(12):
+        print(f"{microseconds / STEPS:9.1f} us {before[:60]} -> {after[:60]}")
     for name, microseconds in total.most_common(32):
         calls = count[name] / STEPS
         print(f"{microseconds / STEPS:9.1f} us {calls:6.1f} x {name[:110]}")

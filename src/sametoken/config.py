@@ -20,6 +20,9 @@ WITHOUT_MODEL = ("ngram", "suffix", "mtp", EXTRACT)
 _SHIPPED = ("eagle3",)
 # Names under which vLLM knew "mtp", each for one kind of model.
 METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
+# Methods whose drafter is a head over the target's states, and how such a head may be quantized.
+HEADS = ("eagle", "eagle3", "mtp")
+QUANTIZATIONS = ("fp8",)
 MAX_SPECULATIVE_TOKENS = 64
 MAX_MTP_TOKENS = 8
 # Fewest and most num_speculative_tokens where they are not 1..64. Extraction drafts nothing;
@@ -57,6 +60,9 @@ class SpeculativeConfig:
     )
     suffix_decoding_max_spec_factor: float = option(1.0, "suffix: drafts for a matched token")
     suffix_decoding_min_token_prob: float = option(0.1, "suffix: share of matches to agree, 0..1")
+    quantization: str | None = option(
+        None, "eagle, eagle3 or mtp on a GPU: fp8 makes drafts' logits of eight-bit weights"
+    )
     cascade: str | None = option(
         None, "ngram or suffix: drafts first where it matches; the method does elsewhere"
     )
@@ -130,6 +136,7 @@ class SpeculativeConfig:
                 f"prompt_lookup_max={self.prompt_lookup_max} leave nothing to match",
                 "use 1 <= min <= max",
             )
+        _check_quantization(self)
         check_lookups(self, MAX_SPECULATIVE_TOKENS)
         _check_extraction(self)
         check_acceptance(self)
@@ -280,6 +287,20 @@ _LIMITS = (
     ("steps_in_flight", 0, 3),
     ("tensor_parallel_size", 1, 64),
 )
+
+
+def _check_quantization(config: SpeculativeConfig) -> None:
+    if config.quantization is None:
+        return
+    if config.method not in HEADS:
+        raise ConfigError(
+            f"method {config.method!r} takes no quantization: it has no draft head",
+            f'leave "quantization" out, or use one of {HEADS}',
+        )
+    if config.quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"quantization {config.quantization!r} is not known", f"use one of {QUANTIZATIONS}"
+        )
 
 
 def _check_extraction(config: SpeculativeConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -43,17 +44,22 @@ def twin_shape(k: int, steps_in_flight: int) -> Shape:
 class Twin:
     """A target and its module, loaded from one checkpoint; by default over the references."""
 
-    def __init__(self, directory, seed: int = 0, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, directory, seed: int = 0, kernels: Kernels | None = None, *, quantized: bool = False
+    ) -> None:
         config = twin_config()
         write_checkpoint(directory, config, twin_tensors(config, seed))
+        kernels = kernels or ReferenceKernels()
         options = {
-            "kernels": kernels or ReferenceKernels(),
+            "kernels": kernels,
             "dtype": torch.float32,
             "device": CPU,
             "max_positions": 96,
         }
         self.target = load_model(directory, **options)
         self.head = MTPCheckpoint(directory).load(self.target, **options)
+        if quantized:
+            self.head = replace(self.head, lm_head=kernels.eight_bit(self.head.lm_head))
 
     def engine(self, k: int, *, steps_in_flight: int = 1, spoil: bool = False, device="late"):
         make: Callable = self._spoilt if spoil else self._drafter

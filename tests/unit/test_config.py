@@ -9,6 +9,7 @@ import pytest
 
 from sametoken.config import (
     EXTRACT,
+    HEADS,
     MAX_MTP_TOKENS,
     MAX_SPECULATIVE_TOKENS,
     METHOD_ALIASES,
@@ -239,3 +240,28 @@ def test_what_is_made_up_has_a_name():
         config = EngineConfig.from_options(**options)
         assert config.synthetic == names
         assert (config.draft_load_format == "dummy") == (config.load_format == "dummy")
+
+
+@pytest.mark.parametrize("method", HEADS)
+def test_draft_heads_may_be_quantized(method):
+    model = None if method in WITHOUT_MODEL else "a head"
+    given = {"method": method, "num_speculative_tokens": 2, "quantization": "fp8"}
+    spec = SpeculativeConfig.parse(given | ({"model": model} if model else {}))
+    assert spec.quantization == "fp8"
+    assert SpeculativeConfig(method, 2, model).quantization is None
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(HEADS)))
+def test_what_has_no_head_takes_no_quantization(method):
+    model = None if method in WITHOUT_MODEL else "a drafter"
+    with pytest.raises(ConfigError, match=f"method '{method}' takes no quantization") as caught:
+        SpeculativeConfig(method, 1, model, quantization="fp8")
+    assert "leave" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("value", "cause"), [("int4", "'int4' is not known"), (8, "wrong type")])
+def test_other_quantizations_are_refused(value, cause):
+    given = {"method": "mtp", "num_speculative_tokens": 2, "quantization": value}
+    with pytest.raises(ConfigError, match=cause) as caught:
+        SpeculativeConfig.parse(given)
+    assert caught.value.remedy

@@ -22,7 +22,9 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.kernels.gemm.eight_bit import EightBitWeight
 from sametoken.kernels.gemm.reference import PlainWeight
+from sametoken.kernels.interface import PackedWeight
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.dummy import dummy_reader
 from sametoken.models.embedded import resolve_model
@@ -44,7 +46,7 @@ class Memory:
         block_size: tokens of a KV block.
         max_model_len, max_num_seqs: the longest request, and how many run at once.
         weights, draft_weights: matrices; what the drafter shares with the target is the
-            target's.
+            target's, and a copy in eight bits of that the drafter's.
         request: what one request takes.
     """
 
@@ -106,11 +108,10 @@ def measure_memory(
     dtype, _ = resolve_dtype(config, architecture.dtype)
     longest = resolve_max_model_len(config, architecture)
     require_drafter_fits(spec, architecture, longest)
-    kernels = _CountingKernels()
+    kernels, draft_kernels = _CountingKernels(), _CountingKernels()
     reader = dummy_reader(path, kernels, dtype, _SHAPES_ONLY)
     target = model_class(architecture.architecture)(architecture, reader, max_positions=1)
-    weights = kernels.num_bytes
-    placement = Placement(kernels, dtype, _SHAPES_ONLY, longest, 1, DUMMY, Path(path))
+    placement = Placement(draft_kernels, dtype, _SHAPES_ONLY, longest, 1, DUMMY, Path(path))
     drafter = load_drafter(spec, target, placement)
     return Memory(
         model=str(path),
@@ -119,8 +120,8 @@ def measure_memory(
         block_size=config.block_size,
         max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
-        weights=weights,
-        draft_weights=kernels.num_bytes - weights,
+        weights=kernels.num_bytes,
+        draft_weights=draft_kernels.num_bytes,
         request=RequestMemory.of(
             config.num_drafts,
             target.kv_spec,
@@ -132,12 +133,21 @@ def measure_memory(
 
 
 class _CountingKernels(ReferenceKernels):
-    """Adds up what is packed; weights that two models share are packed once."""
+    """Adds up what is packed and not given up again for its copy in eight bits."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self._packed: list[PackedWeight] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self._packed)
 
     def pack(self, weight: Tensor) -> PlainWeight:
         packed = super().pack(weight)
-        self.num_bytes += packed.nbytes
+        self._packed.append(packed)
         return packed
+
+    def eight_bit(self, weight: PackedWeight) -> EightBitWeight:
+        copy = super().eight_bit(weight)
+        self._packed = [*(one for one in self._packed if one is not weight), copy]
+        return copy

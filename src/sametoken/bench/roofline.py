@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +64,13 @@ class Traffic:
         return weights + self.kv_per_token * context + self.recurrent_per_request * num_requests
 
 
+class DraftElements(NamedTuple):
+    """Elements of matrices: those of layers, and of projections to logits."""
+
+    layers: int
+    logits: int
+
+
 def step_traffic(resolved: ResolvedConfig) -> Traffic:
     """What a decode step of this engine must read.
 
@@ -79,14 +87,19 @@ def step_traffic(resolved: ResolvedConfig) -> Traffic:
     speculative = config.speculative_config
     return Traffic(
         weights=resolved.weights_bytes - looked_up * itemsize,
-        draft_weights=draft_elements(speculative, model) * itemsize if speculative else 0,
+        draft_weights=_draft_bytes(speculative, model, itemsize) if speculative else 0,
         kv_per_token=memory.kv_per_token + k * memory.draft_kv_per_token,
         recurrent_per_request=2 * memory.recurrent_state + (k + 1) * memory.draft_recurrent,
     )
 
 
-def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> int:
-    """Elements of all matrices that drafting k tokens reads; 0 for prompt lookup.
+def _draft_bytes(config: SpeculativeConfig, target: ModelConfig, itemsize: int) -> int:
+    read = draft_elements(config, target)
+    return read.layers * itemsize + read.logits * (1 if config.quantization else itemsize)
+
+
+def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftElements:
+    """Elements of all matrices that drafting k tokens reads; none for prompt lookup.
 
     Args:
         config: how drafts are made.
@@ -98,21 +111,22 @@ def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> int:
     k, path = config.num_speculative_tokens, Path(config.model or "")
     if config.method == "draft_model":
         model = read_config(path)
-        return k * (_layers(model, model.hidden_size) + _head(model, model.vocab_size))
+        layers = k * _layers(model, model.hidden_size)
+        return DraftElements(layers, k * _head(model, model.vocab_size))
     if config.method == "eagle":
         model = Eagle1Checkpoint(path).config.layer
-        fusion = 2 * model.hidden_size**2
-        return k * (fusion + _layers(model, model.hidden_size) + _head(model, model.vocab_size))
+        layers = k * (2 * model.hidden_size**2 + _layers(model, model.hidden_size))
+        return DraftElements(layers, k * _head(model, model.vocab_size))
     if config.method == "eagle3":
         head = Eagle3Checkpoint(path).config
         fusion = head.num_aux * head.target_hidden_size * head.layer.hidden_size
-        one_pass = _layers(head.layer, 2 * head.layer.hidden_size)
         # Only the first pass reads the target's states and so the fusion.
-        return fusion + k * (one_pass + _head(head.layer, head.draft_vocab_size))
+        layers = fusion + k * _layers(head.layer, 2 * head.layer.hidden_size)
+        return DraftElements(layers, k * _head(head.layer, head.draft_vocab_size))
     if config.method == "mtp":
-        fusion = 2 * target.hidden_size**2
-        return k * (fusion + _gated_layer(target) + _head(target, target.vocab_size))
-    return 0
+        layers = k * (2 * target.hidden_size**2 + _gated_layer(target))
+        return DraftElements(layers, k * _head(target, target.vocab_size))
+    return DraftElements(0, 0)
 
 
 def _layers(model: ModelConfig, attention_width: int) -> int:

@@ -34,7 +34,9 @@ from sametoken.state.history import NO_HISTORY, TokenHistory
 from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.recurrent import RecurrentSpec
 
-_HEADS: dict[str, type[Eagle1Checkpoint] | type[Eagle3Checkpoint] | type[MTPCheckpoint]] = {
+_Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint
+
+_HEADS: dict[str, type[_Checkpoint]] = {
     "eagle": Eagle1Checkpoint,
     "eagle3": Eagle3Checkpoint,
     "mtp": MTPCheckpoint,
@@ -110,7 +112,8 @@ def required_aux_layers(
         return extracted_layers(spec, target.num_layers)
     if spec is None or spec.method not in _HEADS:
         return ()
-    return _fitting_head(spec, target, target_path, load_format).aux_layers(target.num_layers)
+    head: HeadCheckpoint = _fitting_head(spec, target, target_path, load_format)
+    return head.aux_layers(target.num_layers)
 
 
 def require_drafter_fits(
@@ -211,6 +214,8 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
         device=placement.device,
         max_positions=placement.max_positions,
     )
+    if spec.quantization is not None:
+        head = replace(head, lm_head=placement.kernels.eight_bit(head.lm_head))
 
     def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
         return EagleDrafter(head, _given(kv_cache), k, coupling)
@@ -220,7 +225,7 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
 
 def _fitting_head(
     spec: SpeculativeConfig, target: ModelConfig, target_path: Path, load_format: str
-) -> HeadCheckpoint:
+) -> _Checkpoint:
     directory = target_path if spec.model is None else Path(spec.model)
     checkpoint = _HEADS[spec.method](directory, load_format=load_format)
     checkpoint.require_fit(target)

@@ -27,6 +27,7 @@ from sametoken.engine.resolve import (
     MemoryPlan,
     ResolvedConfig,
     plan_memory,
+    require_quantization,
     require_ranks,
     resolve_device,
     resolve_dtype,
@@ -173,6 +174,7 @@ def _assemble(
 
 def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
     device = resolve_device(config)
+    require_quantization(config, device)
     config = resolve_sizes(config, device)
     path = Path(resolve_model(config.model, announce))
     spec, shipped = resolve_drafter(config.speculative_config, path, announce)

@@ -17,6 +17,9 @@ from sametoken.state.recurrent import RecurrentSpec
 
 CPU_KV_BYTES = 2**30
 
+#: The first NVIDIA GPUs that convert float8.
+FLOAT8_CAPABILITY = (8, 9)
+
 #: Room for activations, graphs and the library's workspaces on a GPU.
 GPU_RESERVE_BYTES = 4 * 2**30
 
@@ -115,6 +118,31 @@ def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device
         )
 
 
+def require_quantization(config: EngineConfig, device: torch.device) -> None:
+    """Refuse drafts' logits of eight-bit weights where no kernel makes them.
+
+    Raises:
+        UnsupportedError: naming the device, or what its GPU lacks.
+    """
+    spec = config.speculative_config
+    if spec is None or spec.quantization is None:
+        return
+    asked = f"quantization {spec.quantization!r} of a draft head's projection to logits"
+    if device.type != "cuda":
+        raise UnsupportedError(f"{asked} does not run on a CPU", 'leave "quantization" out')
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        raise UnsupportedError(
+            f"{asked} needs a GPU of compute capability {_dotted(FLOAT8_CAPABILITY)}, "
+            f"this one has {_dotted(capability)}",
+            'leave "quantization" out',
+        )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
+
+
 def resolve_kv_bytes(config: EngineConfig, device: torch.device, recurrent_bytes: int = 0) -> int:
     """KV memory in bytes, once all weights are loaded.
 
@@ -130,6 +158,8 @@ def resolve_kv_bytes(config: EngineConfig, device: torch.device, recurrent_bytes
         return config.kv_cache_memory_bytes
     if device.type == "cpu":
         return CPU_KV_BYTES
+    # Loading leaves memory that torch keeps though nothing is in it.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     unused = int(total * (1 - config.gpu_memory_utilization))
     left = free - unused - GPU_RESERVE_BYTES - recurrent_bytes

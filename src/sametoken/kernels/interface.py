@@ -153,6 +153,14 @@ class Kernels(Protocol):
         """Take over a [N, K] weight; the caller drops its own reference."""
         ...
 
+    def eight_bit(self, weight: PackedWeight) -> PackedWeight:
+        """A copy in eight bits, with which ``logits`` makes logits of drafts and nothing else.
+
+        Raises:
+            UnsupportedError: this bundle has no products with such weights.
+        """
+        ...
+
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype."""
         ...

@@ -10,7 +10,9 @@ from sametoken.kernels.activation import reference as activation
 from sametoken.kernels.attention import reference as attention
 from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts.reference import SeparateExperts
+from sametoken.kernels.gemm import eight_bit
 from sametoken.kernels.gemm import reference as gemm
+from sametoken.kernels.gemm.eight_bit import EightBitWeight
 from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.interface import (
     AttentionRows,
@@ -38,10 +40,15 @@ class ReferenceKernels:
     def pack(self, weight: Tensor) -> PlainWeight:
         return PlainWeight(weight.contiguous())
 
+    def eight_bit(self, weight: PackedWeight) -> EightBitWeight:
+        return eight_bit.quantize(_own(weight).matrix)
+
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return gemm.linear(x, _own(weight), bias)
 
     def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        if isinstance(weight, EightBitWeight):
+            return eight_bit.logits(x, weight)
         return gemm.logits(x, _own(weight))
 
     def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:

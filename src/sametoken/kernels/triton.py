@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ from sametoken.kernels.attention import triton as attention
 from sametoken.kernels.embedding import triton as embedding
 from sametoken.kernels.experts import triton as experts_triton
 from sametoken.kernels.experts.triton import StackedExperts
+from sametoken.kernels.gemm import eight_bit_triton
 from sametoken.kernels.gemm import triton as gemm
+from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
 from sametoken.kernels.gemm.proof import ProvenTable
 from sametoken.kernels.gemm.selfcheck import GemmReport
 from sametoken.kernels.gemm.tuning import TuningTable, load_table
@@ -45,8 +48,8 @@ class TritonKernels:
 
     def __init__(self, table: TuningTable | None = None) -> None:
         self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
-        self._matrices: dict[tuple[int, ...], Tensor] = {}
-        self._arrivals: Tensor | None = None
+        # Of each shape one matrix that is still in use.
+        self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
 
     def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
         """Compare the chosen GEMMs with the canonical one on this chip, for packed weights.
@@ -69,10 +72,15 @@ class TritonKernels:
         self._matrices.setdefault(tuple(matrix.shape), matrix)
         return gemm.DeviceWeight(matrix)
 
+    def eight_bit(self, weight: PackedWeight) -> EightBitWeight:
+        return quantize(_own(weight).matrix)
+
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return gemm.linear(x, _own(weight), bias, table=self.table)
 
     def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        if isinstance(weight, EightBitWeight):
+            return eight_bit_triton.logits(x, weight)
         return gemm.logits(x, _own(weight), table=self.table)
 
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -130,10 +138,7 @@ class TritonKernels:
     def attention(
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
-        # Made by the first call, which precedes every capture; one stream runs all launches.
-        if self._arrivals is None:
-            self._arrivals = attention.new_arrivals(q.device)
-        return attention.attention(q, shape, rows, kv, window=rows.window, arrivals=self._arrivals)
+        return attention.attention(q, shape, rows, kv, window=rows.window)
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
+from sametoken.models.loader import read_config
 
 MB, GB = 10**6, 10**9
 # Qwen3.5-9B's sizes, as its config.json has them.
@@ -129,6 +132,20 @@ def test_what_is_counted_is_what_an_engine_holds(tmp_path, monkeypatch, method):
     monkeypatch.setattr(memory, "_SHAPES_ONLY", torch.device("cpu"))
     assert measure_memory(asked) == found
     assert bool(found.draft_weights) == (method not in ("plain", "ngram"))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_quantized_logits_are_the_drafter_s_and_stand_for_a_weight_of_its_own(tmp_path, method):
+    """Of these heads EAGLE-3's alone has a projection of its own, to 9 tokens."""
+    path, spec = cases(tmp_path)[method]
+    plain = measure_memory(config(path, spec))
+    found = measure_memory(config(path, spec | {"quantization": "fp8"}))
+    architecture = read_config(Path(path))
+    rows = 9 if method == "eagle3" else architecture.vocab_size
+    elements = rows * architecture.hidden_size
+    in_eight_bits, own = elements + 4 * rows, 4 * elements if method == "eagle3" else 0
+    expected = plain.draft_weights + in_eight_bits - own
+    assert found == dataclasses.replace(plain, draft_weights=expected)
 
 
 def test_speculation_is_what_a_request_takes_beyond_plain_decoding(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -35,7 +36,7 @@ def write_config(directory, **changes):
 
 def elements(method: str, k: int, path) -> int:
     """Of a drafter whose checkpoint is its own, which serves any target."""
-    return draft_elements(SpeculativeConfig(method, k, str(path)), read_config(path))
+    return sum(draft_elements(SpeculativeConfig(method, k, str(path)), read_config(path)))
 
 
 def head_bytes(head, layers):
@@ -73,11 +74,14 @@ def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_
     unread = 4 * experts_left * 3 * HIDDEN * EXPERTS["moe_intermediate_size"]
     one_pass = head.fc.nbytes + head.layer.nbytes + head.lm_head.nbytes - unread
     mtp = SpeculativeConfig("mtp", 3)
-    assert 4 * draft_elements(mtp, target.config) == 3 * one_pass
+    found = draft_elements(mtp, target.config)
+    assert 4 * sum(found) == 3 * one_pass
+    assert 4 * found.logits == 3 * head.lm_head.nbytes
 
 
 def test_prompt_lookup_reads_no_weights(tmp_path):
-    assert draft_elements(SpeculativeConfig("ngram", 5), read_config(write_config(tmp_path))) == 0
+    target = read_config(write_config(tmp_path))
+    assert draft_elements(SpeculativeConfig("ngram", 5), target) == (0, 0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -118,6 +122,24 @@ def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
     assert traffic.step_bytes(0, 3) - traffic.step_bytes(0, 1) == 2 * (2 * states + further)
     per_token = kv.memory.nbytes // (5 * core.resolved.config.block_size)
     assert traffic.kv_per_token == per_token * (1 + 2 * (models - 1))
+
+
+def test_quantized_logits_are_read_at_a_byte_an_element_and_all_else_as_it_is(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+    spec = SpeculativeConfig("mtp", 3)
+    config = EngineConfig(
+        str(tmp_path), load_format="dummy", max_model_len=32, speculative_config=spec
+    )
+    resolved = build_engine(config).resolved
+    spec = dataclasses.replace(spec, quantization="fp8")
+    quantized = dataclasses.replace(
+        resolved, config=dataclasses.replace(config, speculative_config=spec)
+    )
+    plain, found = step_traffic(resolved), step_traffic(quantized)
+    logits = 3 * resolved.model.vocab_size * HIDDEN
+    expected = plain.draft_weights - 3 * logits
+    assert found == dataclasses.replace(plain, draft_weights=expected)
+    assert plain.draft_weights > 4 * logits
 
 
 def test_a_drafter_s_kv_is_read_once_per_pass(tmp_path):

@@ -11,7 +11,7 @@ from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_s
 from helpers.harness import request, run
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
@@ -75,6 +75,13 @@ def test_an_eagle3_head_is_attached_over_kv_of_its_own(target, tmp_path):
     ran = run(core, [request("r", tuple(range(10)), 8)])
     assert len(ran.tokens["r"]) == 8
     assert ran.offered > 0
+
+
+def test_a_quantized_head_is_refused_on_a_cpu_before_anything_is_read(tmp_path):
+    spec = {"method": "eagle3", "model": "nowhere", "num_speculative_tokens": 2}
+    asked = {"speculative_config": spec | {"quantization": "fp8"}, "device": "cpu"}
+    with pytest.raises(UnsupportedError, match="does not run on a CPU"):
+        build(tmp_path / "missing", **asked)
 
 
 def test_the_scheduler_knows_how_far_the_drafter_looks(target, tmp_path):

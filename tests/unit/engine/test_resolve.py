@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from helpers.toy import toy_config
-from sametoken.config import EngineConfig
+from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import (
     CPU_KV_BYTES,
     plan_memory,
+    require_quantization,
     resolve_device,
     resolve_dtype,
     resolve_kv_bytes,
@@ -172,6 +173,27 @@ def test_recurrent_state_comes_out_of_what_a_gpu_leaves_for_kv(monkeypatch):
     assert "lower max_num_seqs" in caught.value.remedy
     asked = dataclasses.replace(config, kv_cache_memory_bytes=7)
     assert resolve_kv_bytes(asked, cuda, 10**9) == 7
+
+
+QUANTIZED = EngineConfig(speculative_config=SpeculativeConfig("mtp", 2, quantization="fp8"))
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+def test_a_gpu_that_knows_float8_runs_quantized_heads(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    require_quantization(QUANTIZED, CUDA)
+
+
+def test_quantized_heads_are_refused_elsewhere(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    for device, cause in ((CPU, "does not run on a CPU"), (CUDA, r"8\.9, this one has 8\.6")):
+        with pytest.raises(UnsupportedError, match=cause) as caught:
+            require_quantization(QUANTIZED, device)
+        assert caught.value.remedy == 'leave "quantization" out'
+        require_quantization(EngineConfig(), device)
+        unquantized = dataclasses.replace(QUANTIZED.speculative_config, quantization=None)
+        require_quantization(EngineConfig(speculative_config=unquantized), device)
 
 
 def test_a_model_without_attention_has_as_many_blocks_as_are_useful():

@@ -90,6 +90,12 @@ class NativeKernels:
         self._pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
         return PanelWeight(panels, panels.data_ptr(), n, k, weight.dtype)
 
+    def eight_bit(self, weight: PackedWeight) -> PackedWeight:
+        raise UnsupportedError(
+            f"the {self.name} kernels have no products with eight-bit weights",
+            'leave "quantization" out',
+        )
+
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         return self._product(x, weight, bias, x.dtype)
 

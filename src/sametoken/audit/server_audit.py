@@ -76,8 +76,10 @@ def audit_sides(
     before = subject.counters()
     found, found_again = subject.ask(asks), subject.ask(asks)
     after = subject.counters()
-    if not _has_ids(found):
-        truth, again = (_in_words(answers, baseline.text_of) for answers in (truth, again))
+    has_ids = _has_ids(found)
+    truth, again = (
+        _in_words(answers, baseline.text_of, tokens=not has_ids) for answers in (truth, again)
+    )
     noise = kernel_noise((truth, again), ((found, found_again), (truth, found)))
     sampled = frozenset(ask.name for ask in asks if ask.temperature)
 
@@ -150,8 +152,8 @@ def _has_ids(answers: Answers) -> bool:
     return all(isinstance(token, int) for answer in answers.values() for token in answer.tokens)
 
 
-def _in_words(answers: Answers, text_of: Callable[[int], str]) -> Answers:
-    """Answers whose tokens are texts, for a server that gives no ids."""
+def _in_words(answers: Answers, text_of: Callable[[int], str], *, tokens: bool) -> Answers:
+    """Answers whose candidates are texts, as servers name them; the tokens too if asked for."""
 
     def word(token: int | str) -> str:
         return text_of(token) if isinstance(token, int) else token
@@ -159,7 +161,7 @@ def _in_words(answers: Answers, text_of: Callable[[int], str]) -> Answers:
     return {
         name: replace(
             answer,
-            tokens=tuple(map(word, answer.tokens)),
+            tokens=tuple(map(word, answer.tokens)) if tokens else answer.tokens,
             top=tuple(tuple((word(t), p) for t, p in top) for top in answer.top),
         )
         for name, answer in answers.items()

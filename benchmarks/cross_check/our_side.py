@@ -1,0 +1,150 @@
+"""Our side of the cross-check: the prompts answered greedily, with the head and without.
+
+    python benchmarks/cross_check/our_side.py MODEL PROMPTS.jsonl OUTDIR [--head smollm2-eagle3]
+
+Writes ours_plain.json and ours_eagle3.json. Settings are those of vLLM's side: bf16, no prefix
+cache, as many requests and rows at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from passes import (
+    KV_CACHE_BYTES,
+    MAX_MODEL_LEN,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    NUM_CANDIDATES,
+    NUM_DRAFTS,
+    ONE_BY_ONE,
+    TOGETHER,
+    Pass,
+    Prompt,
+    Side,
+    alone,
+    read_prompts,
+    repeated,
+    write_side,
+)
+
+from sametoken import LLM, SamplingParams
+from sametoken.core.outputs import CompletionOutput, SpeculationMetrics
+
+
+def engine(asked: argparse.Namespace, head: str | None) -> LLM:
+    speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
+    started = time.perf_counter()
+    llm = LLM(
+        asked.model,
+        device=asked.device,
+        dtype=asked.dtype,
+        skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
+        enable_prefix_caching=False,
+        speculative_config=speculation if head else None,
+    )
+    print(
+        f"{'eagle3' if head else 'plain'} up in {time.perf_counter() - started:.0f} s", flush=True
+    )
+    return llm
+
+
+def params(prompt: Prompt, max_tokens: int, logprobs: int | None = None) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        stop_token_ids=prompt.stop_token_ids,
+        detokenize=False,
+        logprobs=logprobs,
+    )
+
+
+def steps_of(output: CompletionOutput) -> list[list[int]]:
+    """The answer cut into what each step emitted; the end cuts the last one short."""
+    steps, first = [], 0
+    for _, num_accepted in output.windows:
+        steps.append(list(output.token_ids[first : first + num_accepted + 1]))
+        first += num_accepted + 1
+    return [step for step in steps if step]
+
+
+def answer(llm: LLM, batches: list[list[Prompt]], max_tokens: int):
+    """[request][step] tokens and the speculation counters of these requests."""
+    steps, counters = [], SpeculationMetrics()
+    for batch in batches:
+        asked = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in batch]
+        for output in llm.generate(asked, [params(prompt, max_tokens) for prompt in batch]):
+            steps.append(steps_of(output.outputs[0]))
+            counters += output.metrics.speculation
+    offered = counters.offered_per_position
+    return steps, asdict(counters) | {"num_drafts": offered[0] if offered else 0}
+
+
+def measure(llm: LLM, prompts: list[Prompt], max_tokens: int) -> dict[str, Pass]:
+    singly = [[prompt] for prompt in prompts]
+    return {
+        ONE_BY_ONE: repeated(ONE_BY_ONE, lambda: answer(llm, singly, max_tokens), 1),
+        TOGETHER: repeated(TOGETHER, lambda: answer(llm, [prompts], max_tokens), 3),
+    }
+
+
+def probe(llm: LLM, prompts: list[Prompt], max_tokens: int):
+    """Answers and the likeliest tokens of each of their positions."""
+    asked = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
+    wanted = [params(prompt, max_tokens, NUM_CANDIDATES) for prompt in prompts]
+    outputs = [one.outputs[0] for one in llm.generate(asked, wanted)]
+    candidates = [
+        [
+            sorted(((t, one.logprob) for t, one in position.items()), key=lambda pair: -pair[1])
+            for position in output.logprobs
+        ]
+        for output in outputs
+    ]
+    return [list(output.token_ids) for output in outputs], candidates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--head", default="smollm2-eagle3")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--num-prompts", type=int, help="fewer than all")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--gate", type=Path, help="directory in which parties wait for each other")
+    parser.add_argument("--parties", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=150, help="seconds to wait for them")
+    asked = parser.parse_args()
+    prompts = read_prompts(asked.prompts)[: asked.num_prompts]
+    engines = {"plain": engine(asked, None), "eagle3": engine(asked, asked.head)}
+    for llm in engines.values():
+        answer(llm, [prompts, prompts[:1]], min(24, asked.max_tokens))
+    print("warm", flush=True)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    settings = {"device": gpu, "torch": torch.__version__, "max_tokens": asked.max_tokens}
+    sides = {}
+    with alone(asked.gate, "ours", asked.parties, asked.patience):
+        for name, llm in engines.items():
+            passes = measure(llm, prompts, asked.max_tokens)
+            sides[name] = Side("sametoken", passes, [], [], settings)
+            write_side(asked.out / f"ours_{name}.json", sides[name])
+            for one in passes.values():
+                num_tokens = sum(map(len, one.tokens))
+                print(f"ours_{name}, {one.name}: {num_tokens} tokens, {one.seconds} s", flush=True)
+    probed, candidates = probe(engines["plain"], prompts, asked.max_tokens)
+    probed_side = replace(sides["plain"], probed=probed, candidates=candidates)
+    write_side(asked.out / "ours_plain.json", probed_side)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""vLLM's side of the cross-check: the prompts answered greedily, with our head or without.
+
+    python benchmarks/cross_check/vllm_side.py CHECKPOINT PROMPTS.jsonl OUT.json [--head DIR]
+
+Needs vLLM and nothing of this package. Every step's tokens are kept, so that acceptance can be
+counted from what came out, whatever the engine's counters say.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+from passes import (
+    KV_CACHE_BYTES,
+    MAX_MODEL_LEN,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    NUM_CANDIDATES,
+    NUM_DRAFTS,
+    ONE_BY_ONE,
+    TOGETHER,
+    Prompt,
+    Side,
+    alone,
+    read_prompts,
+    repeated,
+    write_side,
+)
+
+CAPTURE_SIZES = [1, 2, 4, 5, 8, 16, 24, 32, 40, 48, 64, 80, 120, 160, 200, 240, 280, 320]
+COUNTERS = "vllm:spec_decode_"
+
+
+class Engine:
+    """vLLM's offline engine, driven step by step."""
+
+    def __init__(self, checkpoint: str, head: str | None) -> None:
+        from vllm import LLM
+
+        speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
+        self.llm = LLM(
+            model=checkpoint,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            gpu_memory_utilization=0.05,
+            kv_cache_memory_bytes=KV_CACHE_BYTES,
+            enable_prefix_caching=False,
+            disable_log_stats=False,
+            attention_backend="FLASH_ATTN",
+            seed=0,
+            cudagraph_capture_sizes=CAPTURE_SIZES,
+            speculative_config=speculation if head else None,
+        )
+        self._names = map(str, count())
+
+    def answer(self, prompts: list[Prompt], max_tokens: int) -> list[list[list[int]]]:
+        """[request][step] tokens, all prompts at once."""
+        from vllm import SamplingParams
+
+        engine, steps = self.llm.llm_engine, {}
+        for prompt in prompts:
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=max_tokens,
+                stop_token_ids=prompt.stop_token_ids,
+                detokenize=False,
+            )
+            name = next(self._names)
+            engine.add_request(name, {"prompt_token_ids": prompt.prompt_token_ids}, params)
+            steps[name] = ([], [])
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                before, own = steps[output.request_id]
+                tokens = list(output.outputs[0].token_ids)
+                if len(tokens) > len(before):
+                    own.append(tokens[len(before) :])
+                    before[:] = tokens
+        return [own for _, own in steps.values()]
+
+    def counters(self) -> dict:
+        """Speculation counters since the start; a number, or a list by position."""
+        return {
+            metric.name.removeprefix(COUNTERS): _value(metric)
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith(COUNTERS)
+        }
+
+    def probe(self, prompts: list[Prompt], max_tokens: int):
+        """Answers and the likeliest tokens of each of their positions."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=max_tokens,
+                stop_token_ids=prompt.stop_token_ids,
+                detokenize=False,
+                logprobs=NUM_CANDIDATES,
+            )
+            for prompt in prompts
+        ]
+        asked = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
+        outputs = [one.outputs[0] for one in self.llm.generate(asked, params, use_tqdm=False)]
+        tokens = [list(output.token_ids) for output in outputs]
+        return tokens, [[_ranked(position) for position in o.logprobs] for o in outputs]
+
+
+def _value(metric) -> int | list[int]:
+    return metric.values if hasattr(metric, "values") else metric.value
+
+
+def _ranked(position) -> list[tuple[int, float]]:
+    found = [(int(token), float(one.logprob)) for token, one in position.items()]
+    return sorted(found, key=lambda pair: -pair[1])
+
+
+def since(before: dict, after: dict) -> dict:
+    def less(name: str):
+        now, then = after[name], before.get(name, 0)
+        if isinstance(now, list):
+            return [a - b for a, b in zip(now, then or [0] * len(now), strict=True)]
+        return now - then
+
+    return {name: less(name) for name in after}
+
+
+def measure(engine: Engine, prompts: list[Prompt], max_tokens: int) -> Side:
+    import vllm
+
+    def run(batches: list[list[Prompt]]):
+        before = engine.counters()
+        steps = [one for batch in batches for one in engine.answer(batch, max_tokens)]
+        return steps, since(before, engine.counters())
+
+    singly = [[prompt] for prompt in prompts]
+    passes = {
+        ONE_BY_ONE: repeated(ONE_BY_ONE, lambda: run(singly), 1),
+        TOGETHER: repeated(TOGETHER, lambda: run([prompts]), 3),
+    }
+    config = engine.llm.llm_engine.vllm_config
+    v2 = bool(getattr(config, "use_v2_model_runner", False))
+    settings = {"max_tokens": max_tokens, "v2_model_runner": v2}
+    return Side(f"vLLM {vllm.__version__}", passes, [], [], settings)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint")
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--head", help="an EAGLE-3 head's directory")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--gate", type=Path, help="directory in which parties wait for each other")
+    parser.add_argument("--parties", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=150, help="seconds to wait for them")
+    asked = parser.parse_args()
+    prompts = read_prompts(asked.prompts)
+    engine = Engine(asked.checkpoint, asked.head)
+    print("up", flush=True)
+    for batch in (prompts, prompts[:1]):
+        engine.answer(batch, 24)
+    print("warm", flush=True)
+    with alone(asked.gate, asked.output.stem, asked.parties, asked.patience):
+        side = measure(engine, prompts, asked.max_tokens)
+    write_side(asked.output, side)
+    for name, one in side.passes.items():
+        num_tokens = sum(map(len, one.tokens))
+        print(f"{asked.output.stem}, {name}: {num_tokens} tokens, {one.seconds} s, {one.counters}")
+    if not asked.head:
+        # After the times are safe on disk: a failure here costs the margins alone.
+        probed, candidates = engine.probe(prompts, asked.max_tokens)
+        write_side(asked.output, replace(side, probed=probed, candidates=candidates))
+
+
+if __name__ == "__main__":
+    main()

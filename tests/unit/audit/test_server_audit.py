@@ -1,0 +1,34 @@
+"""Servers beside an engine: their candidates are texts, whatever their tokens are."""
+
+from __future__ import annotations
+
+import pytest
+
+from sametoken.audit.answers import Answer, Ask
+from sametoken.audit.compare import CORRUPTION, TIE
+from sametoken.audit.server_audit import Side, audit_sides
+
+TEXTS = {1: " a", 2: " b"}
+ASK = Ask("one", (5,), "prompt", 0.0, 0, 2)
+
+
+def engine(margin: float) -> Side:
+    """Names its candidates by id."""
+    top = (((1, -1.0), (2, -3.0)), ((1, -1.0), (2, -1.0 - margin)))
+    return Side("engine", lambda asks: {"one": Answer((1, 1), top=top)}, text_of=TEXTS.__getitem__)
+
+
+def server(tokens: tuple[int | str, ...]) -> Side:
+    """Its kernels are 1/64 off the engine's, and it prefers the other token at the end."""
+    top = (((" a", -1.0), (" b", -3.015625)), ((" b", -1.0), (" a", -1.01)))
+    return Side("server", lambda asks: {"one": Answer(tokens, top=top)})
+
+
+@pytest.mark.parametrize("tokens", [(1, 2), (" a", " b")])
+@pytest.mark.parametrize(("margin", "kind"), [(0.0625, TIE), (0.0635, CORRUPTION)])
+def test_noise_against_an_engine_is_measured(tokens, margin, kind):
+    """Four times the largest difference after the prompt, 4/64, is what a tie may span."""
+    verdict = audit_sides(server(tokens), engine(margin), [ASK])
+    assert verdict.noise == 0.0625
+    (divergence,) = verdict.comparisons[0].divergences
+    assert (divergence.position, divergence.found, divergence.kind) == (1, tokens[1], kind)

@@ -4,16 +4,17 @@
 #   MODELS=DIR benchmarks/beside_vllm.sh OUTDIR CONFIG...
 #
 # CONFIG: plain, eagle3, ngram3, ngram5: Qwen3-8B; q35, q35mtp3: Qwen3.5-9B without and with its
-# MTP module; smol, smolng: SmolLM2 without and with n-gram drafts, at one request.
+# MTP module; eagle3fp8, q35mtp3fp8: with drafts' logits in eight bits; smol, smolng: SmolLM2
+# without and with n-gram drafts, at one request.
 # MODELS holds qwen3-8b/, eagle3-qwen3-8b/ and qwen35-9b/, each with the config.json of the model:
 # weights are random there, and drafts of eagle3 and q35mtp3 are accepted at given rates, so only
 # times mean something. How often n-gram drafts are right on random weights is chance: compare
 # steps, not tokens, per second. SMOLLM2 is its GGUF file; by default it is fetched.
-# LIMIT: seconds of each (100). PYTHON names the interpreter. OUTDIR gets one JSON object and one
-# log for each. Exit status: 0 if all ran.
+# Steps take 8192 rows at most, as vLLM's do. LIMIT: seconds of each (100). PYTHON names the
+# interpreter. OUTDIR gets one JSON object and one log for each. Exit status: 0 if all ran.
 set -u
 if [ $# -lt 2 ]; then
-    sed -n '2,7s/^# \{0,1\}//p' "$0"
+    sed -n '2,8s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 mkdir -p "$1" && out=$(realpath "$1") || exit 1
@@ -44,15 +45,16 @@ for row in json.load(open(sys.argv[1]))["results"]:
     step = row["step_median"]
     print(f"{sys.argv[2]}, {row['concurrency']} at once: {row['tokens_per_second']:.0f} tokens/s,"
           f" decode step {'-' if step is None else f'{step:.2f} ms'},"
-          f" first token {row['ttft_median']:.1f} ms")
+          f" first token {row['ttft_mean']:.1f} ms in the mean")
 PRINT
 }
 shape() {
     local name=$1 model=$2
     shift 2
     measure "$name" "$models/$model" --load-format dummy --preset peer --num-iters 2 \
-        --max-model-len 2048 "$@"
+        --max-model-len 2048 --max-num-batched-tokens 8192 "$@"
 }
+bits() { case $1 in *fp8) echo ', "quantization": "fp8"' ;; esac }
 small() {
     local name=$1
     shift
@@ -63,13 +65,14 @@ small() {
 for name in "$@"; do
     case $name in
         plain) shape plain qwen3-8b ;;
-        eagle3) shape eagle3 qwen3-8b --speculative-config "{\"method\": \"eagle3\",
-            \"num_speculative_tokens\": 3, \"model\": \"$models/eagle3-qwen3-8b\", $rates}" ;;
+        eagle3 | eagle3fp8) shape "$name" qwen3-8b --speculative-config "{\"method\": \"eagle3\",
+            \"num_speculative_tokens\": 3, \"model\": \"$models/eagle3-qwen3-8b\", $rates
+            $(bits "$name")}" ;;
         ngram[35]) shape "$name" qwen3-8b \
             --speculative-config "{$ngram, \"num_speculative_tokens\": ${name#ngram}}" ;;
         q35) shape q35 qwen35-9b ;;
-        q35mtp3) shape q35mtp3 qwen35-9b \
-            --speculative-config "{\"method\": \"mtp\", \"num_speculative_tokens\": 3, $rates}" ;;
+        q35mtp3 | q35mtp3fp8) shape "$name" qwen35-9b --speculative-config "{\"method\": \"mtp\",
+            \"num_speculative_tokens\": 3, $rates $(bits "$name")}" ;;
         smol) small smol ;;
         smolng) small smolng \
             --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}' ;;

@@ -31,7 +31,7 @@ for size in ${*:-1 2}; do
 import json, sys
 for row in json.load(open(sys.argv[1]))["results"]:
     print(f"{sys.argv[2]}, {row['concurrency']} at once: {row['tokens_per_second']:.0f} tokens/s,"
-          f" decode step {row['step_median']:.2f} ms, first token {row['ttft_median']:.1f} ms")
+          f" decode step {row['step_median']:.2f} ms, first token {row['ttft_mean']:.1f} ms in the mean")
 PRINT
     done
 done

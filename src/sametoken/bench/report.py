@@ -67,7 +67,7 @@ class Summary:
         tokens_per_second: emitted tokens over all seconds, prefill included.
         best_tokens_per_second: of the best single run.
         decode_tokens_per_second: tokens of steady decode steps over their time alone.
-        ttft_median, ttft_p99: time to the first token.
+        ttft_mean, ttft_median, ttft_p99: time to the first token.
         tpot_mean, tpot_median: time per token after the first, per request.
         num_steps: steady decode steps: of the whole batch, after another such step.
         step_median, step_p99: their times.
@@ -89,6 +89,7 @@ class Summary:
     tokens_per_second: float
     best_tokens_per_second: float
     decode_tokens_per_second: float | None
+    ttft_mean: float
     ttft_median: float
     ttft_p99: float
     tpot_mean: float | None
@@ -129,6 +130,7 @@ def summarise(
         tokens_per_second=num_tokens / seconds,
         best_tokens_per_second=max(n.tokens_per_second for n in numbers),
         decode_tokens_per_second=1e3 * steady_tokens / sum(times) if times else None,
+        ttft_mean=statistics.fmean(ttft),
         ttft_median=statistics.median(ttft),
         ttft_p99=percentile(ttft, 99),
         tpot_mean=statistics.fmean(tpot) if tpot else None,

@@ -112,7 +112,9 @@ class StepGraphs:
                 self._run(bucket, plan, layout)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # Where ranks are joined, a thread of the library looks after its own events meanwhile.
+        mode = "global" if self.step.parallel.size == 1 else "thread_local"
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             outcome = self._run(bucket, plan, layout)
         return CapturedStep(graph, plan, layout, outcome)
 

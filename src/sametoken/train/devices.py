@@ -47,4 +47,7 @@ def choose_compute(options: LoopOptions) -> Compute:
     name = options.dtype
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
+    if device.type == "cuda" and name != "float32":
+        # What stays fp32 beside the matrices in ``name`` (recurrent states) may round as they do.
+        torch.set_float32_matmul_precision("high")
     return Compute(device, getattr(torch, name))

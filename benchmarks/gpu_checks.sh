@@ -8,10 +8,11 @@
 # ONLY="same perplexity" runs some parts alone:
 #   same        speculation changes no token of real prompts
 #   perplexity  beside transformers
-#   law1..law4  the same tokens with any drafter, in graphs or not, in any company
+#   law1..law8  the same tokens with any drafter, in graphs or not, in any company
 #   attention gemm small  kernels beside their references; small has the graphs too
 #   hybrid      models with recurrent layers
 #   bits numerics engines  logits by bits and beside fp32, chats of several turns, other engines
+#   states      hidden states, grammars, draft logits in eight bits
 #   sanitizer   memcheck and racecheck
 # PYTHON names the interpreter. Exit status: 0 if every part that ran went well,
 # 1 if one did not, 2 for wrong arguments, 3 without a GPU.
@@ -27,8 +28,8 @@ export PYTHON=${PYTHON:-python3} SAMETOKEN_SMOLLM2=$model PYTHONUNBUFFERED=1
 export PYTHONPATH="src:tests:tests/gpu${PYTHONPATH:+:$PYTHONPATH}"
 results=$(mktemp)
 trap 'rm "$results"' EXIT
-parts="same perplexity law1 law2 law3 law4 attention gemm small hybrid bits numerics engines"
-parts="$parts sanitizer"
+parts="same perplexity law1 law2 law3 law4 law5 law6 law7 law8 attention gemm small hybrid bits"
+parts="$parts numerics engines states sanitizer"
 only=${ONLY:-$parts}
 for name in $only; do
     case " $parts " in
@@ -61,12 +62,18 @@ tests() {
 # These report times: each has the GPU to itself.
 part same 240 "$PYTHON" benchmarks/same_tokens_gpu.py "$model" "$prompts" --json "$out/same.json"
 part perplexity 120 "$PYTHON" benchmarks/perplexity_gpu.py "$model" --transformers float32
-# The others do not: together, each in a process. The law is halved by model and by drafter.
+# The others do not: together, each in a process. The law is cut by model, drafter and graphs.
 law=tests/gpu/test_law_gpu.py
-tests law1 420 $law -k "Llama and (plain or ngram)" &
-tests law2 420 $law -k "Llama and not plain and not ngram" &
-tests law3 420 $law -k "Qwen3 and (plain or ngram)" &
-tests law4 420 $law -k "Qwen3 and not plain and not ngram" &
+some="(plain or ngram or suffix)"
+tests law1 590 $law -k "Llama and $some and not eager" &
+tests law2 590 $law -k "Llama and not $some and not eager" &
+tests law3 590 $law -k "Llama and $some and eager" &
+tests law4 590 $law -k "Llama and not $some and eager" &
+tests law5 590 $law -k "Qwen3 and $some and not eager" &
+tests law6 590 $law -k "Qwen3 and not $some and not eager" &
+tests law7 590 $law -k "Qwen3 and $some and eager" &
+tests law8 590 $law -k "Qwen3 and not $some and eager" &
+wait
 tests attention 420 tests/gpu/test_attention_gpu.py &
 tests gemm 420 tests/gpu/test_gemm_gpu.py &
 tests small 420 tests/gpu/test_small_kernels_gpu.py tests/gpu/test_graphs_gpu.py &
@@ -75,6 +82,8 @@ tests hybrid 420 tests/gpu/test_hybrid_gpu.py &
 tests bits 300 tests/gpu/test_bits_gpu.py &
 tests numerics 300 tests/gpu/test_numerics_gpu.py tests/gpu/test_multi_turn_gpu.py &
 tests engines 300 tests/gpu/test_more_engines_gpu.py &
+others="tests/gpu/test_extract_gpu.py tests/gpu/test_structured_outputs_gpu.py"
+tests states 300 $others tests/gpu/test_eight_bit_gpu.py &
 OUT=$out part sanitizer 420 benchmarks/sanitizer.sh &
 wait
 

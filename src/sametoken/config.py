@@ -30,6 +30,7 @@ MAX_MTP_TOKENS = 8
 _NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
 DUMMY = "dummy"
 DEFAULT_MODEL = "smollm2"
+MODEL_HELP = "checkpoint directory, GGUF file, smollm2, or in a checkout hybrid-28m"
 
 
 def option(default: Any, text: str) -> Any:
@@ -174,7 +175,7 @@ class EngineConfig:
         ConfigError: a value is impossible on its face.
     """
 
-    model: str = option(DEFAULT_MODEL, "checkpoint directory, GGUF file, or smollm2")
+    model: str = option(DEFAULT_MODEL, MODEL_HELP)
     tokenizer: str | None = option(None, "tokenizer directory or file; default: the model's")
     skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
     dtype: str = option("auto", "auto, bfloat16 or float32")

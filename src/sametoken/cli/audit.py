@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.cli.options import engine_options, with_options
-from sametoken.config import EngineConfig
+from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ _SERVERS = list(inspect.signature(_servers, eval_str=True).parameters.values())
 
 @with_options(_PROMPTS, _SERVERS, engine_options())
 def audit(
-    model: Annotated[
-        str | None, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     *,
     concurrency: Annotated[int, typer.Option(min=1, help="requests at once")] = 8,
     alone: Annotated[int, typer.Option(min=1, help="requests that also run one at a time")] = 8,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sametoken.cli.options import options_of, with_options
-from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.server.batch.config import BatchConfig
 from sametoken.server.ray.config import require_ray
 
@@ -20,9 +20,7 @@ from sametoken.server.ray.config import require_ray
 def batch(
     source: Annotated[str, typer.Argument(metavar="IN", help="requests, one JSON object a line")],
     output: Annotated[str, typer.Argument(metavar="OUT", help="results, in the same order")],
-    model: Annotated[
-        str, typer.Option(help="checkpoint directory, GGUF file, or smollm2")
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = DEFAULT_MODEL,
     **options: Any,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.

@@ -18,7 +18,7 @@ from sametoken.cli.bench_sweep import sweep
 from sametoken.cli.memory import memory_report
 from sametoken.cli.options import engine_options, with_options
 from sametoken.cli.wide import wide_console
-from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.core.lookup_options import LOOKUPS
 from sametoken.errors import ConfigError
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sametoken.bench.report import Summary
     from sametoken.bench.session import Session
 
-Model = Annotated[str, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")]
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 _SHOWN_POSITIONS = 8
 

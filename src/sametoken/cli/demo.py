@@ -1,8 +1,8 @@
-"""``sametoken demo``: the same tokens, sooner, shown on a code edit and on a word problem."""
+"""``sametoken demo``: the same tokens, sooner, shown on edits of code and on a word problem."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +12,7 @@ from sametoken.cli.report import per_position, tokens_per_second
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
 from sametoken.core.outputs import RequestOutput
 from sametoken.core.sampling_params import SamplingParams
+from sametoken.models.checkout import HYBRID_NAME, has_hybrid
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,10 @@ NGRAM = SpeculativeConfig(
 CASCADE = SpeculativeConfig(
     method="eagle3", num_speculative_tokens=12, cascade="ngram", cascade_model_tokens=3
 )
+LONG_NGRAM = SpeculativeConfig(
+    method="ngram", num_speculative_tokens=64, prompt_lookup_max=10, prompt_lookup_min=2
+)
+MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 ACCEPTED_STYLE = "bold green"
 
 _CODE = """\
@@ -64,27 +69,62 @@ WORD_PROBLEM = (
 )
 
 
+CALCULATOR_EDIT = """\
+<code>
+class Calculator:
+    def add(self, a, b):
+        return a + b
+
+    def subtract(self, a, b):
+        return a - b
+
+    def multiply(self, a, b):
+        return a * b
+
+    def divide(self, a, b):
+        return a / b
+</code>
+<update>
+Add a power method
+</update>"""
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A prompt, and how drafts for it are made: ``drafts`` says it in words."""
+    """A prompt, the drafts that help to answer it, by name, and the model that answers.
+
+    ``goes_on``: the end-of-text token is ignored. ``note`` is shown above the first answer.
+    """
 
     title: str
     prompt: str
-    drafts: str
-    speculation: SpeculativeConfig
+    drafts: Mapping[str, SpeculativeConfig]
+    model: str = DEFAULT_MODEL
+    goes_on: bool = True
+    note: str = ""
 
 
 SCENES = (
-    Scene("A code edit", CODE_EDIT, "n-gram", NGRAM),
-    Scene("A word problem", WORD_PROBLEM, "n-gram or EAGLE-3", CASCADE),
+    Scene("A code edit", CODE_EDIT, {"n-gram": NGRAM}),
+    Scene("A word problem", WORD_PROBLEM, {"n-gram or EAGLE-3": CASCADE}),
+)
+HYBRID_SCENE = Scene(
+    "A calculator edit",
+    CALCULATOR_EDIT,
+    {"n-gram, 64 drafts": LONG_NGRAM, "MTP": MTP},
+    model=HYBRID_NAME,
+    goes_on=False,
+    note=f"By {HYBRID_NAME}, most of whose layers keep a recurrent state. It was trained for tests: "
+    "it repeats code, and seldom edits it as it was asked to.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt completed without and with speculation."""
+    """One prompt completed without and with speculation; ``drafts`` names the latter."""
 
-    scene: Scene
+    title: str
+    drafts: str
     plain: RequestOutput
     speculative: RequestOutput
 
@@ -107,39 +147,74 @@ class Comparison:
 
 def demo(
     max_tokens: Annotated[
-        int, typer.Option(min=2, help="tokens per answer; the end-of-text token is ignored")
+        int, typer.Option(min=2, help="tokens per answer; SmolLM2's end-of-text token is ignored")
     ] = 128,
 ) -> None:
-    """Answer two prompts without and with speculation and compare the tokens."""
+    """Answer prompts without and with speculation and compare the tokens."""
     from rich.console import Console
-
-    from sametoken.engine.llm import LLM
 
     console = Console(highlight=False, soft_wrap=True)
     status = Console(stderr=True, highlight=False, soft_wrap=True)
-    plain = LLM(DEFAULT_MODEL, announce=status.print)
-    drafting = [
-        LLM(DEFAULT_MODEL, announce=_say_nothing, speculative_config=scene.speculation)
-        for scene in SCENES
-    ]
-    for llm in (plain, *drafting):
-        llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=4))
+    scenes = scenes_here()
+    plain, drafting = _loaded(scenes, status.print)
     console.print(
-        f"Greedy, {max_tokens} tokens each; a model that is done earlier is made to go on. "
+        f"Greedy, {max_tokens} tokens each; SmolLM2 is made to go on when it is done earlier. "
         f"[{ACCEPTED_STYLE}]Green[/] tokens were drafted and accepted."
     )
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     comparisons = []
-    for scene, llm in zip(SCENES, drafting, strict=True):
-        console.rule(f"{scene.title}, one token a step")
-        without = answer(plain, scene.prompt, params, console)
-        console.rule(f"{scene.title}, with drafts: {scene.drafts}")
-        comparison = Comparison(scene, without, answer(llm, scene.prompt, params, console))
-        console.print(comparison.verdict())
-        comparisons.append(comparison)
+    for scene, llms in zip(scenes, drafting, strict=True):
+        comparisons += play(scene, plain[scene.model], llms, max_tokens, console)
     console.print(comparison_table(comparisons))
     if any(comparison.first_difference is not None for comparison in comparisons):
         raise typer.Exit(AUDIT_FAILED)
+
+
+def scenes_here() -> tuple[Scene, ...]:
+    """What can be shown: the hybrid comes with the repository alone."""
+    return (*SCENES, HYBRID_SCENE) if has_hybrid() else SCENES
+
+
+def _loaded(
+    scenes: Sequence[Scene], announce: Callable[[str], None]
+) -> tuple[dict[str, LLM], list[dict[str, LLM]]]:
+    """Engines that have run once: plain ones by model, then each scene's by its drafts."""
+    from sametoken.engine.llm import LLM
+
+    models = dict.fromkeys(scene.model for scene in scenes)
+    plain = {model: LLM(model, announce=announce) for model in models}
+    drafting = [
+        {
+            drafts: LLM(scene.model, announce=_say_nothing, speculative_config=speculation)
+            for drafts, speculation in scene.drafts.items()
+        }
+        for scene in scenes
+    ]
+    for llms in (plain, *drafting):
+        for llm in llms.values():
+            llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=4))
+    return plain, drafting
+
+
+def play(
+    scene: Scene, plain: LLM, drafting: Mapping[str, LLM], max_tokens: int, console: Console
+) -> list[Comparison]:
+    """Answer a scene's prompt plainly and with each of its drafts.
+
+    Raises:
+        NumericalError: a request failed.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=scene.goes_on)
+    console.rule(f"{scene.title}, one token a step")
+    if scene.note:
+        console.print(scene.note)
+    without = answer(plain, scene.prompt, params, console)
+    comparisons = []
+    for drafts, llm in drafting.items():
+        console.rule(f"{scene.title}, with drafts: {drafts}")
+        speculative = answer(llm, scene.prompt, params, console)
+        comparisons.append(Comparison(scene.title, drafts, without, speculative))
+        console.print(comparisons[-1].verdict())
+    return comparisons
 
 
 def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> RequestOutput:
@@ -176,21 +251,24 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     table.add_column("", no_wrap=True)
     for heading in ("tokens", "tokens/s", "acceptance\nlength", "per position", "speed-up"):
         table.add_column(heading, justify="right")
-    for comparison in comparisons:
-        scene, base = comparison.scene, tokens_per_second(comparison.plain)
-        sides = ((scene.title, comparison.plain), (f"  {scene.drafts}", comparison.speculative))
-        for name, output in sides:
-            rate, speculation = tokens_per_second(output), output.metrics.speculation
-            table.add_row(
-                name,
-                str(len(output.outputs[0].token_ids)),
-                f"{rate:.1f}",
-                f"{speculation.acceptance_length:.2f}",
-                per_position(speculation) if speculation.num_draft_tokens else "-",
-                f"{rate / base:.2f}x" if base else "-",
-            )
-        table.add_section()
+    for index, comparison in enumerate(comparisons):
+        base = tokens_per_second(comparison.plain)
+        if index == 0 or comparisons[index - 1].plain is not comparison.plain:
+            table.add_section()
+            table.add_row(comparison.title, *_figures(comparison.plain, base))
+        table.add_row(f"  {comparison.drafts}", *_figures(comparison.speculative, base))
     return table
+
+
+def _figures(output: RequestOutput, base: float) -> tuple[str, ...]:
+    rate, speculation = tokens_per_second(output), output.metrics.speculation
+    return (
+        str(len(output.outputs[0].token_ids)),
+        f"{rate:.1f}",
+        f"{speculation.acceptance_length:.2f}",
+        per_position(speculation) if speculation.num_draft_tokens else "-",
+        f"{rate / base:.2f}x" if base else "-",
+    )
 
 
 def _show_piece(console: Console, piece: str, *, accepted: bool) -> None:

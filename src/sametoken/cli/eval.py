@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.cli.options import engine_options, options_of, with_options
-from sametoken.config import DEFAULT_MODEL, option
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, option
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def evaluate(
     task: Annotated[
         str, typer.Argument(help="gsm8k, or tasks that lm-eval knows, as in gsm8k,hellaswag")
     ],
-    model: Annotated[
-        str, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     *,
     min_score: Annotated[
         float | None, typer.Option(help="exit with 1 if a task's score is lower, 0..1")

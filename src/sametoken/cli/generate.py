@@ -18,7 +18,7 @@ from sametoken.cli.options import (
     with_options,
 )
 from sametoken.cli.report import as_json, explain, summary
-from sametoken.config import DEFAULT_MODEL
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP
 
 if TYPE_CHECKING:
     from sametoken.core.outputs import RequestOutput
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 @with_options(sampling_options(), engine_options())
 def generate(
-    model: Annotated[
-        str, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     prompt: Annotated[str | None, typer.Option(help="text to continue")] = None,
     file: Annotated[
         str | None, typer.Option("--file", "-f", help="file to continue; - reads stdin")

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from sametoken.cli.options import options_of, with_options
-from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.engine.serving_limits import ServingLimits
 from sametoken.errors import ConfigError
 from sametoken.server.config import ServerConfig
@@ -28,9 +28,7 @@ API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
     options_of(EngineConfig, ("model", "skip_tokenizer_init")),
 )
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="checkpoint directory, GGUF file, or smollm2")
-    ] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     trust_remote_code: Annotated[
         bool, typer.Option(help="accepted for vLLM's sake; code of a checkpoint is never run")
     ] = False,

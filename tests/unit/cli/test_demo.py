@@ -12,7 +12,8 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from sametoken.cli.demo import ACCEPTED_STYLE, SCENES, Comparison, answer
+from sametoken.cli import demo
+from sametoken.cli.demo import ACCEPTED_STYLE, HYBRID_SCENE, SCENES, Comparison, answer
 from sametoken.cli.main import app
 from sametoken.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sametoken.core.sampling_params import SamplingParams
@@ -30,7 +31,8 @@ class LetterLLM:
 
     def __init__(self, model, *, announce, speculative_config=None) -> None:
         self.script = self.speculative_windows if speculative_config else self.windows
-        self.asked.append(speculative_config)
+        self.goes_on = model != HYBRID_SCENE.model
+        self.asked.append((model, speculative_config))
 
     def get_tokenizer(self):
         backend = Backend(models.BPE({letter: i for i, letter in enumerate(LETTERS)}, []))
@@ -44,9 +46,21 @@ class LetterLLM:
         assert params.max_tokens <= 4
 
     def generate_stream(self, prompt, params):
-        assert params.ignore_eos
+        assert params.ignore_eos == self.goes_on
         assert params.greedy
         yield from outputs(self.script)
+
+
+@pytest.fixture(params=[SCENES, (*SCENES, HYBRID_SCENE)], ids=["installed", "in a checkout"])
+def scenes(request, monkeypatch):
+    """What is shown by an installed package, and by one that runs from the repository."""
+    monkeypatch.setattr(llm_module, "LLM", LetterLLM)
+    monkeypatch.setattr(demo, "has_hybrid", lambda: HYBRID_SCENE in request.param)
+    return request.param
+
+
+def num_comparisons(scenes) -> int:
+    return sum(len(scene.drafts) for scene in scenes)
 
 
 def outputs(windows):
@@ -74,36 +88,36 @@ def last(*windows):
     ],
 )
 def test_a_comparison_finds_the_first_difference(speculative, difference, verdict):
-    comparison = Comparison(SCENES[0], last([0], [1], [2]), speculative)
+    comparison = Comparison("An edit", "n-gram", last([0], [1], [2]), speculative)
     assert comparison.first_difference == difference
     assert comparison.verdict() == verdict
 
 
-def test_the_same_tokens_exit_with_0(monkeypatch):
-    monkeypatch.setattr(llm_module, "LLM", LetterLLM)
+def test_the_same_tokens_exit_with_0(scenes):
     result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("same tokens: yes (5 of 5)") == 2
-    assert result.stdout.count("abcde") == 4
+    assert result.stdout.count("same tokens: yes (5 of 5)") == num_comparisons(scenes)
+    assert result.stdout.count("abcde") == num_comparisons(scenes) + len(scenes)
 
 
-def test_every_prompt_has_drafts_of_its_own_and_a_place_in_the_table(monkeypatch):
-    monkeypatch.setattr(llm_module, "LLM", LetterLLM)
+def test_every_prompt_has_drafts_of_its_own_and_a_place_in_the_table(scenes, monkeypatch):
     monkeypatch.setattr(LetterLLM, "asked", [])
     result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
-    assert LetterLLM.asked == [None, *(scene.speculation for scene in SCENES)]
+    plain = [(model, None) for model in dict.fromkeys(scene.model for scene in scenes)]
+    drafting = [(scene.model, spec) for scene in scenes for spec in scene.drafts.values()]
+    assert LetterLLM.asked == [*plain, *drafting]
     _, table = result.stdout.rsplit("same tokens", 1)
-    for scene in SCENES:
-        assert scene.title in table
-        assert scene.drafts in table
+    for scene in scenes:
+        assert table.count(scene.title) == 1
+        assert all(drafts in table for drafts in scene.drafts)
 
 
-def test_other_tokens_exit_with_1(monkeypatch):
-    monkeypatch.setattr(llm_module, "LLM", LetterLLM)
+def test_other_tokens_exit_with_1(scenes, monkeypatch):
     monkeypatch.setattr(LetterLLM, "speculative_windows", ([0], [1, 7, 3], [4]))
     result = CliRunner().invoke(app, ["demo", "--max-tokens", "5"])
     assert result.exit_code == 1
-    assert result.stdout.count("same tokens: no (first difference at 2)") == 2
+    different = result.stdout.count("same tokens: no (first difference at 2)")
+    assert different == num_comparisons(scenes)
 
 
 def test_accepted_drafts_are_coloured():

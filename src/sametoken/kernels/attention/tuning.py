@@ -57,6 +57,10 @@ class AttentionConfig:
         return min(max_splits, lanes)
 
 
+#: Cuts by the least number of programs (query tiles x KV heads) that a launch must have for them.
+ByPrograms = tuple[tuple[int, AttentionConfig], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """Cuts of all launches over heads of one size.
@@ -64,15 +68,15 @@ class Cuts:
     Attributes:
         tile: positions per loop turn: part of the bits, so one for all launches.
         few: for 16 queries a program, where splits are spread.
-        many: for 16 queries a program, where rows walk: the last that a launch has the
-            programs for. So many as the first says keep the chip busy: from there on rows walk.
+        many: likewise, where rows walk. So many programs as its first cut wants keep the chip
+            busy: from there on rows walk.
         wide: for long windows, in either form.
         prefill: for longer ones. No query tile is larger, unless one row's heads are.
     """
 
     tile: int
-    few: AttentionConfig
-    many: tuple[tuple[int, AttentionConfig], ...]
+    few: ByPrograms
+    many: ByPrograms
     wide: AttentionConfig
     prefill: AttentionConfig
 
@@ -81,17 +85,22 @@ class Cuts:
         """Programs that keep the chip busy."""
         return self.many[0][0]
 
-    def walk(self, programs: int) -> AttentionConfig:
-        """The cut of rows that walk, for 16 queries a program."""
-        fitting = [cut for least, cut in self.many if programs >= least]
-        return fitting[-1] if fitting else self.many[0][1]
+
+def by_programs(cuts: ByPrograms, programs: int) -> AttentionConfig:
+    """The last cut that a launch has the programs for, or the first."""
+    fitting = [cut for least, cut in cuts if programs >= least]
+    return fitting[-1] if fitting else cuts[0][1]
 
 
 #: Cuts as benchmarks/decode_gpu.py and benchmarks/attention_gpu.py chose them. In prefill the
 #: queries fill a warp group.
 LIGHT = Cuts(
     tile=64,
-    few=AttentionConfig("spread", 16, num_warps=4, num_stages=2),
+    few=(
+        (1, AttentionConfig("spread", 16, num_warps=4, num_stages=3)),
+        # Several programs share a multiprocessor's memory.
+        (64, AttentionConfig("spread", 16, num_warps=4, num_stages=2)),
+    ),
     many=(
         (132, AttentionConfig("walk", 16, num_warps=4, num_stages=3)),
         (396, AttentionConfig("walk", 16, num_warps=2, num_stages=2)),
@@ -102,7 +111,7 @@ LIGHT = Cuts(
 #: With a larger tile only one program would fit a multiprocessor.
 HEAVY = Cuts(
     tile=32,
-    few=AttentionConfig("spread", 16, num_warps=4, num_stages=3),
+    few=((1, AttentionConfig("spread", 16, num_warps=4, num_stages=3)),),
     many=((132, AttentionConfig("walk", 16, num_warps=4, num_stages=3)),),
     wide=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
     prefill=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
@@ -111,7 +120,7 @@ HEAVY = Cuts(
 _FP32_WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2)
 FP32 = Cuts(
     tile=64,
-    few=replace(_FP32_WALK, form="spread"),
+    few=((1, replace(_FP32_WALK, form="spread")),),
     many=((264, _FP32_WALK),),
     wide=_FP32_WALK,
     prefill=_FP32_WALK,
@@ -146,7 +155,7 @@ def choose(
     if window is not None and not busy and max_seq_len > SPLIT and fits:
         form = "spread"
     if queries == 16:
-        cut = cuts.few if form == "spread" else cuts.walk(programs)
+        cut = by_programs(cuts.few if form == "spread" else cuts.many, programs)
     else:
         cut = cuts.wide if queries <= cuts.wide.block_queries else cuts.prefill
     return replace(cut, form=form, block_queries=queries, tile=cuts.tile)

@@ -1,11 +1,12 @@
-"""How often a target accepts what an EAGLE-3 head drafts, on the data sets of the package.
+"""How often a target accepts what an EAGLE-3 head or its MTP module drafts, on our data sets.
 
     python benchmarks/training/acceptance.py MODEL HEAD OUT.json [--k 4] [--limit 200] [--batch 64]
 
 Greedy answers to GSM8K's test questions, HumanEval and the first turns of MT-Bench. MODEL and
-HEAD are paths or short names: ``smollm2`` and ``smollm2-eagle3`` are what ships. The acceptance
-length counts steps that had drafts. OUT is written after every data set, so that a run that is
-cut short leaves what it had; only a whole run has the mean.
+HEAD are paths or short names: ``smollm2`` and ``smollm2-eagle3`` are what ships; the head ``mtp``
+is the module of MODEL itself, as in ``hybrid-28m``. The acceptance length counts steps that had
+drafts. OUT is written after every data set, so that a run that is cut short leaves what it had;
+only a whole run has the mean.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sametoken.bench.datasets import load_dataset
 from sametoken.core.outputs import SpeculationMetrics
 
 DATASETS = ("gsm8k", "humaneval", "mt-bench")
+MTP = "mtp"
 
 
 def figures(metrics: SpeculationMetrics, seconds: float) -> dict:
@@ -59,16 +61,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64, help="prompts that run at once")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     asked = parser.parse_args()
+    own = {"method": "eagle3", "model": asked.head} if asked.head != MTP else {"method": MTP}
     llm = LLM(
         asked.model,
         device=asked.device,
         max_model_len=asked.max_model_len,
         max_num_seqs=asked.batch,
-        speculative_config={
-            "method": "eagle3",
-            "model": asked.head,
-            "num_speculative_tokens": asked.k,
-        },
+        speculative_config=own | {"num_speculative_tokens": asked.k},
     )
     settings = {"k": asked.k, "limit": asked.limit, "max_tokens": asked.max_tokens}
     found: dict[str, dict] = {}

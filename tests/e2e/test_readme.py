@@ -3,7 +3,8 @@
 The commands of the other pages are parsed.
 
 Everything runs in a directory where the names that README uses lead to tiny random
-checkpoints; what uses the small demo model runs with that one too, if it can be had.
+checkpoints, but for the small hybrid, which the repository holds; what uses the small demo
+model runs with that one too, if it can be had.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculat
 from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import CheckpointError
+from sametoken.models.checkout import HYBRID_NAME
 from sametoken.models.embedded import resolve_model
 from sametoken.models.heads import HEAD_NAME
 
@@ -98,7 +100,8 @@ def demo_model(tmp_path, monkeypatch) -> None:
 
 def uses_demo_model(arguments: list[str]) -> bool:
     """Whether a command loads the demo model and nothing else."""
-    return arguments[0] == "generate" and not any("path/to/" in word for word in arguments)
+    others = any("path/to/" in word or word == HYBRID_NAME for word in arguments)
+    return arguments[0] == "generate" and not others
 
 
 def parsed(arguments: list[str]) -> Context:

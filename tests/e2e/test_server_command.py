@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
+from helpers.calculator import MAX_TOKENS, PROMPT
 from helpers.chat_model import save_tokenizer, vocab_size
 from helpers.hybrids import write_hybrid
 
@@ -37,9 +38,8 @@ NGRAM = (
 )
 REQUEST = {
     "model": NAME,
-    "prompt": "<code>\nclass Calculator:\n    def add(self, a, b):\n        return a + b\n</code>\n"
-    "<update>\nAdd subtract and multiply methods\n</update>",
-    "max_tokens": 300,
+    "prompt": PROMPT,
+    "max_tokens": MAX_TOKENS,
     "temperature": 0,
 }
 #: Ports are the system's choice, and a toy needs no gigabyte.
@@ -110,10 +110,10 @@ def test_vllm_39273(servers):
     ]
     plain, ngram = answers
     assert ngram["choices"] == plain["choices"]
-    assert len(plain["choices"][0]["token_ids"]) == 300
-    assert plain["speculation"]["num_steps"] == 300
+    assert len(plain["choices"][0]["token_ids"]) == MAX_TOKENS
+    assert plain["speculation"]["num_steps"] == MAX_TOKENS
     speculation = ngram["speculation"]
-    assert speculation["num_steps"] < 300
+    assert speculation["num_steps"] < MAX_TOKENS
     assert 0 < speculation["num_accepted_tokens"] < speculation["num_draft_tokens"]
     assert "gdn_prefill_backend" in servers[0].log.read_text()
 

@@ -2,17 +2,26 @@
 
 There a request whose last window had accepted several drafts, and which then ran a step with
 none, read the state of its first window position instead of the last accepted one. Here there
-is no position to choose: a step folds what stands below its first row.
+is no position to choose: a step folds what stands below its first row. On a toy of the smallest
+shapes, and on the trained hybrid with the request that was reported.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+
+from helpers import calculator
 from helpers.harness import Ran, Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
+from sametoken.config import EngineConfig
+from sametoken.drafters import build as drafters
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.ngram import NgramDrafter
+from sametoken.engine.build import build_engine
+from sametoken.engine.tokenizer import load_tokenizer
+from sametoken.models.checkout import HYBRID_DIRECTORY
 
 K = 64
 SHAPE = Shape(
@@ -80,3 +89,34 @@ def test_a_step_without_drafts_after_accepted_drafts():
     assert drafted.zero_after_many >= 3
     assert drafted.rejected >= K
     assert all(len(set(tokens)) > 2 for tokens in plain.tokens.values()), "nothing to get wrong"
+
+
+def trained(speculative_config=None):
+    return build_engine(
+        EngineConfig.from_options(
+            model=str(HYBRID_DIRECTORY),
+            device="cpu",
+            max_num_seqs=3,
+            max_model_len=256,
+            prefill_chunk_size=16,
+            speculative_config=speculative_config,
+        )
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_reported_request_on_a_trained_hybrid(temperature, monkeypatch):
+    """Beside two others: its beginning, and the code alone."""
+    limit = 96
+    token_ids = load_tokenizer(HYBRID_DIRECTORY).hf.encode(calculator.PROMPT)
+    prompts = {"whole": token_ids, "beginning": token_ids[:33], "code": token_ids[3:28]}
+    requests = [
+        request(name, prompt, max_tokens=limit, temperature=temperature)
+        for name, prompt in prompts.items()
+    ]
+    plain = run(trained(), requests)
+    monkeypatch.setattr(drafters, "NgramDrafter", ThreeStepsThenNone)
+    drafted = run_watched(trained(calculator.NGRAM), requests, limit)
+    assert drafted.tokens == plain.tokens
+    assert drafted.zero_after_many >= 3
+    assert drafted.rejected >= K

@@ -114,8 +114,8 @@ HYBRID_SCENE = Scene(
     {"n-gram, 64 drafts": LONG_NGRAM, "MTP": MTP},
     model=HYBRID_NAME,
     goes_on=False,
-    note=f"By {HYBRID_NAME}, most of whose layers keep a recurrent state. It was trained for tests: "
-    "it repeats code, and seldom edits it as it was asked to.",
+    note=f"By {HYBRID_NAME}, most of whose layers keep a recurrent state. It was trained for "
+    "tests: it repeats code, and seldom edits it as it was asked to.",
 )
 
 

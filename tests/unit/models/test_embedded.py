@@ -1,4 +1,4 @@
-"""What a model's name means, and the embedded model's cache, with a package index made of a local wheel."""
+"""The embedded model's cache, with a package index made of a local wheel."""
 
 from __future__ import annotations
 

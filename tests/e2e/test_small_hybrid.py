@@ -1,0 +1,225 @@
+"""The trained hybrid of the repository: real text, real drafts, the same tokens.
+
+Its drafters meet what they are for, code that repeats itself and a trained MTP module, so
+acceptance is asserted beside the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from helpers import calculator
+from sametoken import LLM, SamplingParams
+from sametoken.cli.demo import CALCULATOR_EDIT, WORD_PROBLEM
+from sametoken.core.outputs import CompletionOutput, SpeculationMetrics
+from sametoken.models.checkout import HYBRID_DIRECTORY, HYBRID_NAME
+
+transformers_logging.disable_progress_bar()
+CODE = '''\
+class Stack:
+    """A stack of items."""
+
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+'''
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+DRAFTERS = {
+    "ngram": calculator.NGRAM,
+    "mtp-1": MTP | {"num_speculative_tokens": 1},
+    "mtp-3": MTP,
+    "mtp-8": MTP | {"num_speculative_tokens": 8},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 16},
+    "ngram, mtp": MTP
+    | {"num_speculative_tokens": 12, "cascade": "ngram", "cascade_model_tokens": 3},
+}
+EDIT, CODE_ALONE = 0, 4
+#: Tokens per step that drafters must reach in the greedy edit, and in the greedy code.
+LEAST = {
+    "ngram": (4.0, 1.1),
+    "mtp-1": (1.7, 1.5),
+    "mtp-3": (3.0, 1.9),
+    "mtp-8": (5.0, 2.5),
+    "suffix": (3.2, 1.2),
+    "ngram, mtp": (4.5, 1.9),
+}
+Tokens = list[tuple[int, ...]]
+
+
+def hybrid(**options) -> LLM:
+    return LLM(HYBRID_NAME, **{"device": "cpu", "max_model_len": 512, "max_num_seqs": 1} | options)
+
+
+def asked(max_tokens: int, temperature: float = 0.0, **options) -> SamplingParams:
+    """Greedy, or sampled; the answer is as long as it may be."""
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, ignore_eos=True, **{"seed": 1} | options
+    )
+
+
+CHATS = [
+    (CALCULATOR_EDIT, asked(96)),
+    (CALCULATOR_EDIT, asked(48, 0.8)),
+    (calculator.PROMPT, asked(32, 1.0, seed=3)),
+    (WORD_PROBLEM, asked(32)),
+]
+TEXTS = [(CODE, asked(56)), (CODE, asked(40, 0.7, top_p=0.9)), (calculator.PROMPT, asked(40))]
+
+
+def answers(
+    llm: LLM, limits: Mapping[int, int] = MappingProxyType({})
+) -> tuple[Tokens, list[SpeculationMetrics]]:
+    """To all prompts, with their counters; ``limits`` are drafts that requests take at most."""
+    chats = [llm.render_chat([{"role": "user", "content": text}]).token_ids for text, _ in CHATS]
+    prompts = [*({"prompt_token_ids": ids} for ids in chats), *(text for text, _ in TEXTS)]
+    params = [
+        replace(one, num_speculative_tokens=limits.get(index))
+        for index, (_, one) in enumerate((*CHATS, *TEXTS))
+    ]
+    outputs = llm.generate(prompts, params)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert [len(one) for one in tokens] == [one.max_tokens for one in params]
+    return tokens, [output.metrics.speculation for output in outputs]
+
+
+@cache
+def plain() -> Tokens:
+    """One request at a time, one token a step."""
+    tokens, speculation = answers(hybrid())
+    assert all(one.acceptance_length == 1 for one in speculation)
+    return tokens
+
+
+@cache
+def alone(drafter: str) -> tuple[Tokens, list[SpeculationMetrics]]:
+    return answers(hybrid(speculative_config=DRAFTERS[drafter]))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_requests_one_at_a_time(drafter):
+    tokens, speculation = alone(drafter)
+    assert tokens == plain()
+    lengths = [one.acceptance_length for one in speculation]
+    assert lengths[EDIT] > LEAST[drafter][0]
+    assert lengths[CODE_ALONE] > LEAST[drafter][1]
+    assert sum(one.num_accepted_tokens < one.num_draft_tokens for one in speculation) > 4
+
+
+def test_matches_are_accepted_most_in_the_edit():
+    _, speculation = alone("ngram")
+    lengths = [one.acceptance_length for one in speculation]
+    assert lengths[EDIT] == max(lengths)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_batch_in_small_chunks(drafter):
+    """Four at once, the others wait; two take fewer drafts, and no other request loses one."""
+    sizes = {"max_num_seqs": 4, "prefill_chunk_size": 32, "max_num_batched_tokens": 512}
+    limits = {3: 1, 6: 0}
+    tokens, speculation = answers(hybrid(speculative_config=DRAFTERS[drafter], **sizes), limits)
+    assert tokens == plain()
+    # Suffix drafts come from what others said before, and here others did.
+    if drafter != "suffix":
+        own = [index for index in range(len(tokens)) if index not in limits]
+        assert [speculation[i] for i in own] == [alone(drafter)[1][i] for i in own]
+    assert speculation[3].num_draft_tokens <= speculation[3].num_steps
+    assert speculation[6].num_draft_tokens == 0
+
+
+@pytest.mark.parametrize(("drafter", "steps_in_flight"), [("ngram", 2), ("mtp-3", 3)])
+def test_steps_in_flight(drafter, steps_in_flight):
+    """Three at once, in chunks of one block."""
+    options = {"steps_in_flight": steps_in_flight, "prefill_chunk_size": 16, "max_num_seqs": 3}
+    tokens, speculation = answers(hybrid(speculative_config=DRAFTERS[drafter], **options))
+    assert tokens == plain()
+    assert speculation[EDIT].acceptance_length > LEAST[drafter][0]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "mtp-3", "ngram, mtp"])
+def test_preempted_requests_go_on_as_they_were(drafter, monkeypatch):
+    """Memory for about three of the seven."""
+    llm = hybrid(speculative_config=DRAFTERS[drafter], num_kv_blocks=33, max_num_seqs=7)
+    swap, swapped = llm._engine._runner.swap, []
+    move_out = swap.move_out
+    monkeypatch.setattr(swap, "move_out", lambda p: (swapped.extend(p.swap_outs), move_out(p)))
+    tokens, speculation = answers(llm)
+    assert swapped, "nothing was preempted"
+    assert tokens == plain()
+    assert speculation[EDIT].acceptance_length > LEAST[drafter][0]
+
+
+def test_drafts_leave_what_transformers_says():
+    """In fp32, up to the end of the greedy edit's text."""
+    llm = hybrid(speculative_config=MTP, dtype="float32", max_num_seqs=7)
+    tokens, speculation = answers(llm)
+    prompt = llm.render_chat([{"role": "user", "content": CALCULATOR_EDIT}]).token_ids
+    model = AutoModelForCausalLM.from_pretrained(HYBRID_DIRECTORY, dtype=torch.float32)
+    with torch.inference_mode():
+        said = model.generate(torch.tensor([prompt]), max_new_tokens=96, do_sample=False)
+    expected = tuple(said[0, len(prompt) :].tolist())
+    assert len(expected) > 60
+    assert tokens[EDIT][: len(expected)] == expected
+    assert speculation[EDIT].acceptance_length > LEAST["mtp-3"][0]
+
+
+def test_vllm_39273():
+    """The request as it stands there, and as a chat; the config too, and the trained module."""
+    params = SamplingParams(max_tokens=calculator.MAX_TOKENS, temperature=0.0)
+    chat = [{"role": "user", "content": calculator.PROMPT}]
+
+    def answered(**options) -> tuple[list[list[CompletionOutput]], SpeculationMetrics]:
+        llm = hybrid(max_num_seqs=2, **options)
+        token_ids = llm.render_chat(chat).token_ids
+        outputs = llm.generate([calculator.PROMPT, {"prompt_token_ids": token_ids}], params)
+        return [output.outputs for output in outputs], llm.speculation_metrics
+
+    plain_outputs, _ = answered()
+    for speculative_config in (calculator.NGRAM, MTP):
+        outputs, speculation = answered(speculative_config=speculative_config)
+        assert outputs == plain_outputs
+        assert speculation.acceptance_length > 2
+
+
+def percentages(rates: list[float]) -> str:
+    return " ".join(f"{100 * rate:.0f}" for rate in rates)
+
+
+def test_its_card_says_what_its_files_say():
+    card = (HYBRID_DIRECTORY / "README.md").read_text(encoding="utf-8")
+    training = json.loads((HYBRID_DIRECTORY / "training.json").read_text())
+    settings, result = training["settings"], training["result"]
+    loop = settings["loop"]
+    weights = (HYBRID_DIRECTORY / "model.safetensors").read_bytes()
+    assert f"`{hashlib.sha256(weights).hexdigest()}`" in card
+    assert f"{len(weights) / 1e6:.1f} MB, bf16" in card
+    assert f"{result['parameters'] / 1e6:.1f} million parameters" in card
+    assert f"| time | {result['seconds']:.0f} seconds" in card
+    assert f"{result['steps']}, of {loop['batch_tokens']} tokens in windows of 1024" in card
+    assert f"{result['trained_tokens'] / 1e6:.1f} million drawn" in card
+    assert f"| seed | {loop['seed']} |" in card
+    assert f"| perplexity | {result['perplexity']:.2f}," in card
+    drafts = percentages(result["acceptance"])
+    assert f"| {drafts} %, each once those before it were right; acceptance length" in card
+    assert f"acceptance length {result['average_length']:.2f} |" in card
+
+
+def test_its_card_has_the_acceptance_that_was_measured():
+    card = (HYBRID_DIRECTORY / "README.md").read_text(encoding="utf-8")
+    found = json.loads((HYBRID_DIRECTORY / "acceptance.json").read_text())
+    for name, title in (("gsm8k", "GSM8K"), ("humaneval", "HumanEval"), ("mt-bench", "MT-Bench")):
+        one = found[name]
+        (row,) = (line for line in card.splitlines() if line.startswith(f"| {title}"))
+        figures = f"| {one['requests']} | {one['acceptance_length']:.2f} | "
+        assert row.endswith(f"{figures}{percentages(one['per_position'])} |")
+    assert f"Mean of the sets: **{found['mean']:.2f}**" in card

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.compiled import compile_launches
-from sametoken.kernels.gated_delta_rule import prepare
 from sametoken.kernels.gated_delta_rule.layout import slot_rows
 from sametoken.kernels.gated_delta_rule.triton import (
     LayerMemory,
@@ -31,14 +30,6 @@ from sametoken.state.recurrent_device import DevicePass
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = 3
 GARBAGE = 10**15
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs():
-    """In the interpreter programs without a row take time, too: few, each with several rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "_PROGRAMS", 16)
-        yield
 
 
 def spec_of(heads=(1, 2), sizes=(3, 5), taps=4, dtype=torch.float32) -> RecurrentSpec:

@@ -20,14 +20,6 @@ _HOPPER = (9, 0)
 
 
 @triton.jit
-def wait_for_earlier(OVERLAP: tl.constexpr):
-    """Let the next kernel be set up, then wait until all earlier ones have finished."""
-    if OVERLAP:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
-
-
-@triton.jit
 def release_next(OVERLAP: tl.constexpr):
     """Let the next kernel be set up; ``wait`` follows."""
     if OVERLAP:
@@ -42,15 +34,21 @@ def wait(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def wait_for_earlier(OVERLAP: tl.constexpr):
+    """Let the next kernel be set up, then wait until all earlier ones have finished."""
+    release_next(OVERLAP)
+    wait(OVERLAP)
+
+
+@triton.jit
 def wait_then_release(OVERLAP: tl.constexpr):
     """Wait until all earlier kernels have finished, then let the next one run beside this one.
 
     The next kernel may then read, before its own wait, what kernels before this one wrote,
     but nothing that this one writes.
     """
-    if OVERLAP:
-        cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+    wait(OVERLAP)
+    release_next(OVERLAP)
 
 
 def overlapped(tensor: Tensor) -> dict[str, bool]:

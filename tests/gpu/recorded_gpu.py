@@ -6,11 +6,15 @@ import dataclasses
 
 import torch
 
+from helpers.harness import run
 from helpers.recorded import RecordedLogits
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.runner.step import StepRunner
+
+# Of any run here: the longest takes some 6,000.
+MAX_STEPS = 20_000
 
 Rows = dict[tuple[tuple[int, ...], int], torch.Tensor]
 
@@ -88,21 +92,8 @@ def record(items, monkeypatch=None, **options) -> Recording:
 
 def drive(core: EngineCore, items) -> Recording:
     """Run requests to their lengths."""
-    found = Recording({item.request_id: [] for item in items}, {})
-    limits = {i.request_id: i.max_total_tokens - len(i.prompt_token_ids) for i in items}
-    for item in items:
-        core.add_request(item)
-    while core.has_unfinished:
-        for update in core.step():
-            found.offered += update.num_drafts
-            found.accepted += update.num_accepted
-            out, limit = found.tokens[update.request_id], limits[update.request_id]
-            out.extend(update.token_ids)
-            if len(out) >= limit:
-                del out[limit:]
-                core.release(update.request_id)
-    core.scheduler.check_integrity()
-    return found
+    ran = run(core, items, MAX_STEPS)
+    return Recording(ran.tokens, {}, ran.offered, ran.accepted)
 
 
 def _recorded(core: EngineCore) -> RecordedLogits:

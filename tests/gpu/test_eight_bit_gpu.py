@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_files import OPTIONS, requests, speculation, write_files
+from recorded_gpu import Recording, drive
 
 from helpers.checkpoints import write_checkpoint
-from helpers.harness import Ran
 from helpers.hybrids import FULL, LINEAR, twin_config, twin_tensors
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -157,27 +157,13 @@ def write_twin(folder):
     return write_checkpoint(folder, config, tensors)
 
 
-def generate(path, spec: dict | None, items, **options) -> Ran:
+def generate(path, spec: dict | None, items, **options) -> Recording:
     core = build_engine(
         EngineConfig.from_options(
             model=str(path), speculative_config=spec, max_num_seqs=8, **OPTIONS | options
         )
     )
-    ran = Ran()
-    for item in items:
-        core.add_request(item)
-        ran.tokens[item.request_id] = []
-    while core.has_unfinished:
-        for update in core.step():
-            ran.offered += update.num_drafts
-            ran.accepted += update.num_accepted
-            out = ran.tokens[update.request_id]
-            out.extend(update.token_ids)
-            if len(out) >= MAX_TOKENS:
-                del out[MAX_TOKENS:]
-                core.release(update.request_id)
-    core.scheduler.check_integrity()
-    return ran
+    return drive(core, items)
 
 
 def test_a_quantized_eagle3_head_changes_no_token(dense):

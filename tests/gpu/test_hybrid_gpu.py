@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 from gpu_files import OPTIONS, requests, write_hybrid_target
+from recorded_gpu import Recording, drive
 
-from helpers.harness import Ran
 from helpers.hybrids import FULL, LINEAR, hybrid_config
 from sametoken.config import EngineConfig
 from sametoken.drafters import build as drafters
@@ -301,7 +301,7 @@ def speculation(files, method: str) -> dict | None:
     }[method]
 
 
-def generate(files, method: str, items, **options) -> Ran:
+def generate(files, method: str, items, **options) -> Recording:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         if method == "adversary":
@@ -313,21 +313,7 @@ def generate(files, method: str, items, **options) -> Ran:
                 **OPTIONS | options,
             )
         )
-    ran = Ran()
-    for item in items:
-        core.add_request(item)
-        ran.tokens[item.request_id] = []
-    while core.has_unfinished:
-        for update in core.step():
-            ran.offered += update.num_drafts
-            ran.accepted += update.num_accepted
-            out = ran.tokens[update.request_id]
-            out.extend(update.token_ids)
-            if len(out) >= MAX_TOKENS:
-                del out[MAX_TOKENS:]
-                core.release(update.request_id)
-    core.scheduler.check_integrity()
-    return ran
+    return drive(core, items)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
+from recorded_gpu import Recording, drive
 
-from helpers.harness import Ran
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.runner.step import StepRunner
@@ -25,28 +25,13 @@ def files(request, tmp_path_factory):
 
 def generate(
     files, method: str, count: int, make_requests=requests, **options
-) -> tuple[dict[str, list[int]], Ran]:
+) -> tuple[dict[str, list[int]], Recording]:
     config = EngineConfig.from_options(
         model=str(files["target"]),
         speculative_config=speculation(files)[method],
         **OPTIONS | options,
     )
-    core = build_engine(config)
-    ran, limits = Ran(), {}
-    for item in make_requests(count, MAX_TOKENS):
-        core.add_request(item)
-        ran.tokens[item.request_id] = []
-        limits[item.request_id] = MAX_TOKENS
-    while core.has_unfinished:
-        for update in core.step():
-            ran.offered += update.num_drafts
-            ran.accepted += update.num_accepted
-            out = ran.tokens[update.request_id]
-            out.extend(update.token_ids)
-            if len(out) >= MAX_TOKENS:
-                del out[MAX_TOKENS:]
-                core.release(update.request_id)
-    core.scheduler.check_integrity()
+    ran = drive(build_engine(config), list(make_requests(count, MAX_TOKENS)))
     return ran.tokens, ran
 
 

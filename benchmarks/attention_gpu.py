@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
+from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
@@ -110,25 +111,6 @@ def cuts(shape: AttentionShape, window: int) -> list[AttentionConfig]:
     return [*walks, *spreads, *(replace(spreads[0], programs=count) for count in PROGRAMS)]
 
 
-def microseconds(call: Callable[[LayerKV], object], layers: list[LayerKV]) -> float:
-    """Time of one layer, from the best of ten replays of a graph over all layers."""
-    call(layers[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            call(layer)
-    times = []
-    for _ in range(10):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return min(times) * 1e3 / len(layers)
-
-
 def name_of_cut(cut: AttentionConfig) -> str:
     usual = AttentionConfig(cut.form, cut.block_queries, cut.num_warps, cut.num_stages)
     tile = "" if cut.tile == usual.tile else f"t{cut.tile}"
@@ -149,7 +131,7 @@ def time_cuts(shape: AttentionShape, cases: Iterable[Case], context: int) -> Non
             with contextlib.suppress(OutOfResources):
                 out = call(scene.layers[0])
                 wrong = "" if torch.equal(out, expected.setdefault(cut.tile, out)) else "!"
-                elapsed = microseconds(call, scene.layers)
+                elapsed = microseconds(call, scene.layers, replays=10)
                 found.append((elapsed, f"{name_of_cut(cut)} {elapsed:.1f}{wrong}"))
         kv_bytes = batch * scene.context * shape.kv_size * 2 * 2
         chosen = choose(batch * window, shape, window, MAX_LEN, torch.bfloat16)

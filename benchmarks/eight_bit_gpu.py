@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
+from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.kernels.gemm.eight_bit import quantize
@@ -74,25 +75,6 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
             continue
 
 
-def microseconds(calls: list[Callable[[], object]]) -> float:
-    """Time of one call, from the best of five replays of a graph of them all."""
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(5):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return min(times) * 1e3 / len(calls)
-
-
 def copies(num_bytes: int) -> int:
     return min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // num_bytes)))
 
@@ -113,7 +95,8 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
             try:
                 out = logits(part, weights[0], tiles)
                 times[tiles] = microseconds(
-                    [lambda w=w, t=tiles: logits(part, w, t) for w in weights]  # noqa: B023
+                    lambda weight, t=tiles: logits(part, weight, t),  # noqa: B023
+                    weights,
                 )
             except OutOfResources:
                 notes.append(f"{label(tiles)} does not fit")
@@ -122,7 +105,8 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
             notes.append(f"{label(tiles)} {times[tiles]:.1f}{mark}")
         config = table.choose(shape, rows)
         bf16 = microseconds(
-            [lambda m=m, c=config: product(c, part, m, "logits") for m in matrices]  # noqa: B023
+            lambda matrix, c=config: product(c, part, matrix, "logits"),  # noqa: B023
+            matrices,
         )
         best = min(times, key=times.__getitem__)
         print(

@@ -14,11 +14,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.kernels.gemm.triton import product
@@ -198,25 +198,6 @@ def library_agrees(
         if not torch.equal(out, expected[:count]):
             return False
     return True
-
-
-def microseconds(call: Callable[[torch.Tensor], object], weights: list[torch.Tensor]) -> float:
-    """Time of one call, from the best of five replays of a graph over all weights."""
-    call(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            call(weight)
-    times = []
-    for _ in range(5):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return min(times) * 1e3 / len(weights)
 
 
 def label(config: GemmConfig) -> str:

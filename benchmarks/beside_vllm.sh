@@ -10,7 +10,7 @@
 # weights are random there, and drafts of eagle3 and q35mtp3 are accepted at given rates, so only
 # times mean something. How often n-gram drafts are right on random weights is chance: compare
 # steps, not tokens, per second. SMOLLM2 is its GGUF file; by default it is fetched.
-# Steps take 8192 rows at most, as vLLM's do. LIMIT: seconds of each (100). PYTHON names the
+# Options are the defaults. LIMIT: seconds of each (100). PYTHON names the
 # interpreter. OUTDIR gets one JSON object and one log for each. Exit status: 0 if all ran.
 set -u
 if [ $# -lt 2 ]; then
@@ -52,7 +52,7 @@ shape() {
     local name=$1 model=$2
     shift 2
     measure "$name" "$models/$model" --load-format dummy --preset peer --num-iters 2 \
-        --max-model-len 2048 --max-num-batched-tokens 8192 "$@"
+        --max-model-len 2048 "$@"
 }
 bits() { case $1 in *fp8) echo ', "quantization": "fp8"' ;; esac }
 small() {

@@ -1,9 +1,12 @@
 """Time logits with eight-bit weights on the GPU at hand, next to bf16 at its tuned choice.
 
-    python benchmarks/eight_bit_gpu.py [--rows 1,4,8,32,64] [--only 248320x4096]
+    python benchmarks/eight_bit_gpu.py [--rows 1,4,8,16,32,64,256] [--only 248320x4096]
 
-Weights come from memory: a CUDA graph walks over copies worth several times the L2. A
-candidate whose rows differ from the first one's in one bit is shown with ``!``.
+Times hold the rounding of the activations. Weights come from memory: a CUDA graph walks over
+copies worth several times the L2. A line has the fastest kernels first, and the default
+marked ``*``; a kernel whose rows differ from the first one's in one bit is marked ``!``.
+Labels: rows x features of a tile, w warps, s stages, t weights by tensor descriptors, tt
+activations too, p bytes of a weight's row asked for early.
 """
 
 from __future__ import annotations
@@ -13,44 +16,56 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.gemm.eight_bit import quantize
-from sametoken.kernels.gemm.eight_bit_triton import Tiles, default_tiles, logits
+from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
+from sametoken.kernels.gemm.eight_bit_triton import DEPTH, default_config, logits
 from sametoken.kernels.gemm.triton import product
-from sametoken.kernels.gemm.tuning import GemmShape, load_table
+from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig, load_table
 
 SHAPES = [
     GemmShape(248320, 4096, "logits"),
     GemmShape(151936, 4096, "logits"),
     GemmShape(32000, 4096, "logits"),
-    GemmShape(8192, 576, "logits"),
 ]
-ROWS = (1, 4, 8, 32, 64)
-HEADER = "| weight | rows | best | us | TB/s | bf16 us | all us |\n|---|---|---|---|---|---|---|"
+ROWS = (1, 4, 8, 16, 32, 64, 256)
+SHOWN = 6
 
 
-def label(tiles: Tiles) -> str:
-    shape = f"{tiles.block_rows}x{tiles.block_features}x{tiles.block_depth}"
-    return f"{shape}w{tiles.num_warps}s{tiles.num_stages}"
+def tiles(block_rows: int, features: int, warps: int, stages: int, **more) -> TritonConfig:
+    config = TritonConfig(block_rows, features, DEPTH, warps, stages, overlap=True, **more)
+    return config if "prefetch_bytes" in more else replace(config, prefetch_bytes=0)
 
 
-def candidates(shape: GemmShape, rows: int) -> list[Tiles]:
-    """The default first."""
-    found = [default_tiles(shape.out_features, rows)]
-    for block_rows in (16,) if rows <= 16 else (32,) if rows <= 32 else (32, 64):
-        found += [
-            Tiles(block_rows, 128, 128, 4, 3),
-            Tiles(block_rows, 128, 128, 4, 4),
-            Tiles(block_rows, 128, 128, 4, 5),
-            Tiles(block_rows, 64, 128, 4, 4),
-            Tiles(block_rows, 64, 128, 4, 6),
-            Tiles(block_rows, 128, 128, 8, 4),
-        ]
+def label(config: TritonConfig) -> str:
+    loads = "" if not config.tma else "tt" if config.tma_rows else "t"
+    early = f"p{config.prefetch_bytes}" if config.prefetch_bytes else ""
+    shape = f"{config.block_rows}x{config.block_features}"
+    return f"{shape}w{config.num_warps}s{config.num_stages}{loads}{early}"
+
+
+def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
+    """The default first; none of these spills registers on sm_90."""
+    found = [default_config(shape.out_features, rows, overlap=True)]
+    if rows <= 64:
+        size = found[0].block_rows
+        found += [tiles(size, 128, 4, stages) for stages in (3, 4, 5)]
+        found += [tiles(size, 64, 4, stages) for stages in (4, 6, 8)]
+        found += [tiles(size, 128, 4, 5, prefetch_bytes=early) for early in (1024, 4096)]
+        found += [tiles(size, 128, 8, 4), tiles(size, 256, 8, 3)]
+        found += [tiles(size, 128, 4, stages, tma=True) for stages in (4, 6)]
+        found += [tiles(size, 64, 4, 6, tma=True)]
+        found += [tiles(size, 128, 4, 4, tma=True, tma_rows=False)]
+    if rows >= 64:
+        found += [tiles(64, 128, 8, 4), tiles(64, 256, 8, 3), tiles(64, 256, 8, 4, tma=True)]
+        found += [tiles(128, 128, 8, 4), tiles(128, 128, 8, 4, tma=True), tiles(128, 64, 4, 4)]
+    if rows > 128:
+        found += [tiles(256, 64, 8, 3), tiles(256, 64, 8, 4), tiles(256, 64, 8, 4, tma=True)]
     return list(dict.fromkeys(found))
 
 
@@ -62,12 +77,10 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
         x, matrix = normal(1, shape.in_features), normal(512, shape.in_features)
         weight = quantize(matrix)
         for count in rows:
-            for tiles in candidates(shape, count):
-                jobs[tiles, shape.in_features] = lambda x=x, w=weight, t=tiles: logits(x, w, t)
+            for config in candidates(shape, count):
+                jobs[config, "e4m3"] = lambda x=x, w=weight, c=config: logits(x, w, c)
             config = table.choose(shape, count)
-            jobs[config, shape.in_features] = lambda x=x, m=matrix, c=config: product(
-                c, x, m, "logits"
-            )
+            jobs[config, "bf16"] = lambda x=x, m=matrix, c=config: product(c, x, m, "logits")
     for job in list(jobs.values())[index::COMPILERS]:
         try:
             job()
@@ -85,36 +98,41 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
         normal(shape.out_features, shape.in_features, scale=scale)
         for _ in range(copies(2 * num_elements))
     ]
-    weights = [quantize(matrices[0]) for _ in range(copies(num_elements))]
+    weight = quantize(matrices[0])
+    weights = [
+        EightBitWeight(weight.matrix.clone(), weight.scale) for _ in range(copies(num_elements))
+    ]
     table = load_table(torch.cuda.get_device_name())
     x = normal(max(row_counts), shape.in_features)
-    expected = logits(x, weights[0])
     for rows in row_counts:
-        part, times, notes = x[:rows], {}, []
-        for tiles in candidates(shape, rows):
-            try:
-                out = logits(part, weights[0], tiles)
-                times[tiles] = microseconds(
-                    lambda weight, t=tiles: logits(part, weight, t),  # noqa: B023
-                    weights,
-                )
-            except OutOfResources:
-                notes.append(f"{label(tiles)} does not fit")
-                continue
-            mark = "" if torch.equal(out, expected[:rows]) else "!"
-            notes.append(f"{label(tiles)} {times[tiles]:.1f}{mark}")
+        part = x[:rows]
         config = table.choose(shape, rows)
         bf16 = microseconds(
             lambda matrix, c=config: product(c, part, matrix, "logits"),  # noqa: B023
             matrices,
         )
-        best = min(times, key=times.__getitem__)
-        print(
-            f"| {shape.out_features}x{shape.in_features} | {rows} | {label(best)} "
-            f"| {times[best]:.1f} | {weights[0].nbytes / times[best] / 1e6:.2f} | {bf16:.1f} "
-            f"| {', '.join(notes)} |",
-            flush=True,
-        )
+        found = timed(shape, part, weights, logits(x, weight)[:rows])
+        name = f"{shape.out_features}x{shape.in_features} {rows:3}"
+        rate = weight.nbytes / found[0][0] / 1e6
+        print(name, f"{rate:.2f} TB/s, bf16 {bf16:.1f} us:", end=" ")
+        print(", ".join(f"{note} {us:.1f}" for us, note in found), flush=True)
+
+
+def timed(
+    shape: GemmShape, x: torch.Tensor, weights: list[EightBitWeight], expected: torch.Tensor
+) -> list[tuple[float, str]]:
+    """Microseconds and labels of the fastest candidates, and of the default and wrong ones."""
+    times: list[tuple[float, str]] = []
+    for config in candidates(shape, x.shape[0]):
+        mark = "*" if not times else ""
+        try:
+            wrong = not torch.equal(logits(x, weights[0], config), expected)
+            us = microseconds(lambda weight, c=config: logits(x, weight, c), weights)
+        except OutOfResources:
+            continue
+        times.append((us, f"{label(config)}{mark}{'!' if wrong else ''}"))
+    times.sort()
+    return times[:SHOWN] + [one for one in times[SHOWN:] if one[1][-1] in "*!"]
 
 
 def main() -> None:
@@ -135,7 +153,6 @@ def main() -> None:
     for worker in workers:
         worker.wait()
     print(f"{torch.cuda.get_device_name()}; compiled in {time.time() - begun:.0f} s")
-    print(HEADER)
     for shape in shapes:
         measure(shape, rows)
     print(f"done after {time.time() - begun:.0f} s")

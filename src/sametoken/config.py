@@ -183,7 +183,9 @@ class EngineConfig:
     seed: int = option(0, "seed from which requests without one draw theirs")
     max_model_len: int | None = option(None, "longest prompt + output, in tokens")
     max_num_seqs: int = option(64, "requests that run at once")
-    max_num_batched_tokens: int = option(2048, "rows of one step at most")
+    max_num_batched_tokens: int = option(
+        0, "rows of one step at most; 0: 2048 on a CPU, 4096 on a GPU"
+    )
     prefill_chunk_size: int = option(
         0, "grid of prefill chunks, in tokens from 0 on; 0: 256 on a CPU, 512 on a GPU"
     )
@@ -280,7 +282,7 @@ _LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("max_model_len", 1, 2**31),
     ("max_num_seqs", 1, 4096),
-    ("max_num_batched_tokens", 1, 2**20),
+    ("max_num_batched_tokens", 0, 2**20),
     ("prefill_chunk_size", 0, 2**16),
     ("block_size", 0, 1024),
     ("kv_cache_memory_bytes", 1, 2**50),

@@ -8,9 +8,10 @@ from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.errors import EngineDeadError, StaleInputsError
+from sametoken.errors import EngineDeadError, InvariantError, StaleInputsError
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.graphs import StepGraphs
+from sametoken.runner.plan_ring import PlanRing
 from sametoken.runner.step import StepRunner
 
 MAX_TOKENS = 64
@@ -95,22 +96,26 @@ def test_acceptance_by_position_is_that_of_eager_mode(files, method, kind):
 
 def test_a_replay_of_another_steps_plan_is_refused(files, monkeypatch):
     """The class of vllm#38311: metadata of an earlier step inside the graph."""
-    replay = StepGraphs._replay
-    captured_once = set()
+    replay, first = StepGraphs._replay, {}
 
     def stale(self, bucket, rows):
-        if bucket in captured_once:
-            step = self._captured[bucket]
-            step.graph.replay()
-            return step.outcome[: len(rows)]
-        captured_once.add(bucket)
-        return replay(self, bucket, rows)
+        known = first.setdefault((bucket, len(rows)), rows)
+        places = [row[-1] for row in rows]
+        replay(self, bucket, [(*row[:-1], at) for row, at in zip(known, places, strict=True)])
 
     core = build(files, "other")
     monkeypatch.setattr(StepGraphs, "_replay", stale)
     with pytest.raises(EngineDeadError) as dead:
         drive(core, plain_requests(4))
     assert isinstance(dead.value.__cause__, StaleInputsError)
+
+
+def test_a_replay_without_a_plan_is_refused(files, monkeypatch):
+    core = build(files, "other")
+    monkeypatch.setattr(PlanRing, "write", lambda self, rows, batch: None)
+    with pytest.raises(EngineDeadError) as dead:
+        drive(core, plain_requests(4))
+    assert isinstance(dead.value.__cause__, StaleInputsError | InvariantError)
 
 
 def test_a_copy_read_in_flight_is_refused(files, monkeypatch):

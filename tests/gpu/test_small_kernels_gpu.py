@@ -20,16 +20,19 @@ if not torch.cuda.is_available():
 from sametoken.kernels.activation import reference as activation_reference
 from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.commit.triton import judge_and_commit, publish
-from sametoken.kernels.embedding.triton import embedding
+from sametoken.kernels.draft_rows.triton import take
+from sametoken.kernels.embedding.triton import embed_beside, embedding
 from sametoken.kernels.ngram import reference as ngram_reference
 from sametoken.kernels.ngram.triton import lookup
 from sametoken.kernels.norm_rope import reference as norm_reference
 from sametoken.kernels.norm_rope import triton as norm_rope
+from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import reference as sampling_reference
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.stage.triton import stage_windows
 from sametoken.kernels.truncation import reference as truncation_reference
 from sametoken.kernels.truncation import triton as truncation
+from sametoken.layers.norm import RMSNorm
 from sametoken.state.sequences import Sequences
 
 pytestmark = pytest.mark.gpu
@@ -84,6 +87,37 @@ def test_embedding(width):
     matrix = noise(1000, width)
     token_ids = torch.arange(0, 1000, 3, device="cuda")
     assert torch.equal(embedding(token_ids, matrix), matrix[token_ids])
+
+
+@pytest.mark.parametrize("norm_dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("width", [99, 576, 4096])
+def test_embed_beside(width, norm_dtype):
+    matrix, hidden = noise(1000, width), noise(ROWS, width, seed=1)
+    token_ids = torch.arange(ROWS, device="cuda") * 7 % 1000
+    kernels = ReferenceKernels()
+    left, right = (
+        RMSNorm(kernels, noise(width, dtype=norm_dtype, seed=seed), eps)
+        for seed, eps in ((2, 1e-6), (3, 1e-2))
+    )
+    whole = embed_beside(token_ids, matrix, left, hidden, right)
+    close(whole, kernels.embed_beside(token_ids, kernels.pack(matrix), left, hidden, right))
+    embedded = norm_rope.rms_norm(embedding(token_ids, matrix), left.weight, left.eps)
+    normed = norm_rope.rms_norm(hidden, right.weight, right.eps)
+    assert torch.equal(whole, torch.cat((embedded, normed), dim=1))
+    for first, count in COMPANIES:
+        some = slice(first, first + count)
+        part = embed_beside(token_ids[some].clone(), matrix, left, hidden[some].clone(), right)
+        assert torch.equal(part, whole[some])
+
+
+@pytest.mark.parametrize("width", [99, 576, 4096])
+def test_rows_taken(width):
+    states = noise(ROWS, width), noise(ROWS, width, seed=1)
+    for rows in (torch.arange(0, ROWS, 7, device="cuda"), torch.tensor([383, 0, 0], device="cuda")):
+        for taken, all_rows in zip(take(rows, *states), states, strict=True):
+            assert torch.equal(taken, all_rows[rows])
+        (alone,) = take(rows, states[1])
+        assert torch.equal(alone, states[1][rows])
 
 
 def rope_scene(shape: AttentionShape) -> tuple[torch.Tensor, RotaryTable, AttentionRows, QKNorm]:

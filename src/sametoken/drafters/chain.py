@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
+from sametoken.kernels.draft_rows import select_draft_rows
 from sametoken.kernels.draft_rows.layout import Chains
 
 
@@ -18,10 +19,10 @@ def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Dr
         chains: the plan rows that sample.
         tokens: one [R] int64 for each of the k draft positions.
     """
-    drafted = torch.stack(tokens, dim=1)
-    num_drafts = context.samples * len(tokens)
     if chains.owner is None:
-        return Drafts(drafted, num_drafts)
+        stacked = select_draft_rows(context.slots.device).stacked
+        return Drafts(*stacked(tokens, context.samples))
+    drafted = torch.stack(tokens, dim=1)
     draft_ids = drafted.new_zeros(context.slots.shape[0], len(tokens))
     draft_ids[chains.owner] = drafted
-    return Drafts(draft_ids, num_drafts)
+    return Drafts(draft_ids, context.samples * len(tokens))

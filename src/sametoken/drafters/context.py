@@ -78,11 +78,10 @@ class DraftContext:
         owner = torch.repeat_interleave(counts)
         starts = counts.cumsum(0) - counts
         offset = torch.arange(owner.shape[0], device=owner.device) - starts[owner]
-        source = (self.x.row_starts[owner] + offset).clamp(max=self.x.token_ids.shape[0] - 1)
         slots, positions = self.slots[owner], self.start[owner] + offset
         rows = self.rows_at(slots, positions, committed=positions < self.end[owner])
         tokens = self.tokens_at(slots, positions)
-        return CatchUp(tokens, rows, source, self._chains(starts + counts - 1))
+        return CatchUp(tokens, rows, None, self._chains(starts + counts - 1))
 
     def advanced(self, chains: Chains) -> Chains:
         """The chains one position on."""

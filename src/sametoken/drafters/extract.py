@@ -11,6 +11,7 @@ from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter, Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.errors import ConfigError
+from sametoken.models.base import rows_of
 from sametoken.state.kv_cache import KVCache
 
 
@@ -73,7 +74,7 @@ class ExtractDrafter:
                 positions=live.positions,
                 token_ids=context.tokens_at(live.slots, live.positions),
                 next_token_ids=context.tokens_at(live.slots, live.positions + 1),
-                states=context.hidden.auxiliary[live.source],
+                states=rows_of(context.hidden.auxiliary, live.source),
             )
         )
         return self._inner.propose(context)

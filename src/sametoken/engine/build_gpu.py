@@ -11,6 +11,7 @@ from sametoken.layers.parallel import TensorParallel
 from sametoken.runner.graphed import GraphedRunner
 from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
 from sametoken.runner.padded import PaddedJudge, PaddedStep
+from sametoken.runner.plan_ring import PlanRing
 from sametoken.runner.shared_judge import SharedJudge
 from sametoken.runner.step import Runner, StepRunner
 from sametoken.runner.synthetic import SyntheticJudge
@@ -62,7 +63,12 @@ def graphed(
         _judge(resolved, table, parallel),
         parallel,
     )
-    graphs = StepGraphs(step, windows, chunks)
+    # Every launch has a row of a step at least, and every step in flight a buffer.
+    verdicts, sequences = eager.ring.rows, eager.sequences
+    plans = PlanRing.allocate(
+        verdicts.shape[0], windows[-1], sequences.reserved_slot, sequences.device
+    )
+    graphs = StepGraphs(step, windows, chunks, plans, verdicts)
     report = graphs.capture_all()
     announce(
         f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -58,10 +59,21 @@ class ResolvedConfig:
 
 
 #: What an option of 0 means, by type of device. A CPU computes a step on the cores that plan
-#: the next one, so that running ahead gains nothing; a GPU reads KV in larger pieces.
+#: the next one, so that running ahead gains nothing; a GPU reads KV in larger pieces, and a step
+#: of more rows puts off the decode steps between prompts.
 DEVICE_DEFAULTS = {
-    "cpu": {"block_size": 16, "prefill_chunk_size": 256, "steps_in_flight": 1},
-    "cuda": {"block_size": 64, "prefill_chunk_size": 512, "steps_in_flight": 2},
+    "cpu": {
+        "block_size": 16,
+        "max_num_batched_tokens": 2048,
+        "prefill_chunk_size": 256,
+        "steps_in_flight": 1,
+    },
+    "cuda": {
+        "block_size": 64,
+        "max_num_batched_tokens": 4096,
+        "prefill_chunk_size": 512,
+        "steps_in_flight": 2,
+    },
 }
 
 
@@ -93,12 +105,8 @@ def resolve_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
         ConfigError: a size that was given does not fit a default.
     """
     defaults = DEVICE_DEFAULTS[device.type]
-    return replace(
-        config,
-        block_size=config.block_size or defaults["block_size"],
-        prefill_chunk_size=config.prefill_chunk_size or defaults["prefill_chunk_size"],
-        steps_in_flight=config.steps_in_flight or defaults["steps_in_flight"],
-    )
+    sizes: dict[str, Any] = {name: getattr(config, name) or size for name, size in defaults.items()}
+    return replace(config, **sizes)
 
 
 def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

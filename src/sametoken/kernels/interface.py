@@ -91,6 +91,16 @@ class QKNorm:
     eps: float
 
 
+class Norm(Protocol):
+    """An RMS norm: ``weight`` [H], in the activations' dtype or fp32, and ``eps``."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """Which tokens are too unlikely to be sampled, by slot (docs/lossless.md).
@@ -177,6 +187,20 @@ class Kernels(Protocol):
         """``x / sqrt(mean(x^2) + eps) * weight`` per row: [T, H] -> [T, H].
 
         Weights of norms, here and below, have x's dtype or are fp32.
+        """
+        ...
+
+    def embed_beside(
+        self,
+        token_ids: Tensor,
+        embedding: PackedWeight,
+        embedding_norm: Norm,
+        hidden: Tensor,
+        hidden_norm: Norm,
+    ) -> Tensor:
+        """Normed embeddings beside normed hidden states: [T] int64 and [T, H] -> [T, 2H].
+
+        Each half has the bits of ``rms_norm``; the left one is of ``embedding(token_ids)``.
         """
         ...
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from sametoken.kernels.activation import reference as activation
 from sametoken.kernels.attention import reference as attention
-from sametoken.kernels.experts import reference as experts_reference
-from sametoken.kernels.experts.reference import SeparateExperts
+from sametoken.kernels.composed import ComposedKernels
 from sametoken.kernels.gemm import eight_bit
 from sametoken.kernels.gemm import reference as gemm
 from sametoken.kernels.gemm.eight_bit import EightBitWeight
@@ -17,19 +14,16 @@ from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
-    Cuts,
     LayerKV,
-    PackedExperts,
     PackedWeight,
     QKNorm,
     RotaryTable,
 )
 from sametoken.kernels.norm_rope import reference as norm_rope
 from sametoken.kernels.sampling import reference as sampling
-from sametoken.kernels.truncation import reference as truncation
 
 
-class ReferenceKernels:
+class ReferenceKernels(ComposedKernels):
     """``Kernels`` in plain PyTorch, for any CPU; contracts are those of the protocol."""
 
     name = "reference"
@@ -74,24 +68,6 @@ class ReferenceKernels:
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return self.silu_mul(self.linear(x, weight))
 
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
-    ) -> SeparateExperts:
-        return SeparateExperts(tuple(gate_up), tuple(down))
-
-    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return experts_reference.route(logits, top_k, normalise)
-
-    def mix_experts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix(self, x, experts, chosen, weights)
-
-    def mix_expert_parts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix_parts(self, x, experts, chosen, weights)
-
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -107,9 +83,6 @@ class ReferenceKernels:
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
         return attention.attention(q, shape, rows, kv)
-
-    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
-        truncation.truncate(logits, slots, cuts)
 
     def sample(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from sametoken.errors import UnsupportedError
 from sametoken.kernels.activation import triton as activation
 from sametoken.kernels.attention import triton as attention
-from sametoken.kernels.embedding import triton as embedding
+from sametoken.kernels.embedding import triton as embedding_triton
 from sametoken.kernels.experts import triton as experts_triton
 from sametoken.kernels.experts.triton import StackedExperts
 from sametoken.kernels.gemm import eight_bit_triton
@@ -25,6 +25,7 @@ from sametoken.kernels.interface import (
     AttentionShape,
     Cuts,
     LayerKV,
+    Norm,
     PackedExperts,
     PackedWeight,
     QKNorm,
@@ -90,7 +91,18 @@ class TritonKernels:
         return activation.sigmoid_mul(x, gate)
 
     def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
-        return embedding.embedding(token_ids, _own(weight).matrix)
+        return embedding_triton.embedding(token_ids, _own(weight).matrix)
+
+    def embed_beside(
+        self,
+        token_ids: Tensor,
+        embedding: PackedWeight,
+        embedding_norm: Norm,
+        hidden: Tensor,
+        hidden_norm: Norm,
+    ) -> Tensor:
+        matrix = _own(embedding).matrix
+        return embedding_triton.embed_beside(token_ids, matrix, embedding_norm, hidden, hidden_norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

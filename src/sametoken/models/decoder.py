@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
@@ -164,7 +163,8 @@ class Decoder:
     ) -> HiddenStates:
         """[T] ids through all layers, ``attend`` being what mixes rows in the layer of an index."""
         residual = self.kernels.embedding(token_ids, self.embedding)
-        auxiliary: dict[int, Tensor] = {}
+        num_rows, hidden_size = residual.shape
+        auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
         for index, layer in enumerate(self._layers):
             self._keep(auxiliary, index, residual)
@@ -172,8 +172,7 @@ class Decoder:
             x, residual = layer.post_attention_norm.add(x, residual)
             x, residual = self._norm_after(index).add(layer.mlp(x), residual)
         self._keep(auxiliary, len(self._layers), residual)
-        kept = [auxiliary[index] for index in self._aux_layers]
-        return HiddenStates(x, torch.cat(kept, dim=-1) if kept else x.new_empty(x.shape[0], 0))
+        return HiddenStates(x, auxiliary)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] (after the final norm) to [L, V] fp32."""
@@ -206,10 +205,12 @@ class Decoder:
         last = index + 1 == len(self._layers)
         return self._final_norm if last else self._layers[index + 1].input_norm
 
-    def _keep(self, auxiliary: dict[int, Tensor], index: int, residual: Tensor) -> None:
-        # A copy: the next norm may reuse the stream's memory.
-        if index in self._aux_layers:
-            auxiliary[index] = residual.clone()
+    def _keep(self, auxiliary: Tensor, index: int, residual: Tensor) -> None:
+        """Copy the stream that enters a layer to its places, side by side, among those kept."""
+        width = residual.shape[1]
+        for place, layer in enumerate(self._aux_layers):
+            if layer == index:
+                auxiliary[:, place * width : (place + 1) * width] = residual
 
     @property
     def _embedding_name(self) -> str:

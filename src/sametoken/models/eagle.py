@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sametoken.kernels.draft_rows import select_draft_rows
 from sametoken.kernels.interface import AttentionRows
 from sametoken.models.base import HiddenStates
 from sametoken.state.kv_cache import KVCache, KVSpec
@@ -26,8 +27,11 @@ class HeadStates:
 
     def at(self, rows: Tensor) -> HeadStates:
         """Copies of the given rows, [R] int64."""
-        last = self.last[rows]
-        return HeadStates(last, last if self.feedback is self.last else self.feedback[rows])
+        take = select_draft_rows(rows.device).take
+        if self.feedback is self.last:
+            (last,) = take(rows, self.last)
+            return HeadStates(last, last)
+        return HeadStates(*take(rows, self.last, self.feedback))
 
 
 class EagleHead(Protocol):
@@ -43,27 +47,27 @@ class EagleHead(Protocol):
         """[V'] int64, ascending: the token of each logits column; None: column i is token i."""
         ...
 
-    def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """What rows of the target's forward pass give to the head.
 
         Args:
             hidden: the target's hidden states of T rows.
-            rows: [R] int64, indices of the rows to take.
+            rows: [R] int64, indices of the rows to take; None: all T in order.
 
         Returns:
-            [R, hidden], not shared with ``hidden``.
+            [R, hidden]; may be a tensor of ``hidden``, unless ``forward`` writes into it.
         """
         ...
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
     ) -> HeadStates:
-        """Run rows over paged KV, writing theirs. May reuse the memory of ``hidden``.
+        """Run rows over paged KV, writing theirs.
 
         Args:
             token_ids: [T] int64; of a row at position p, the token at p + 1.
             hidden: [T, hidden]; of a row at position p, the target's state at p or the
-                head's own ``feedback`` of p - 1.
+                head's own ``feedback`` of p - 1. Its memory may be reused.
             rows: where the rows stand.
             kv: the head's KV.
         """

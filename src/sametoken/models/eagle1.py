@@ -26,7 +26,7 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.base import HiddenStates, ModelConfig, rows_of
 from sametoken.models.eagle import HeadStates
 from sametoken.state.kv_cache import KVCache, KVSpec
 
@@ -82,9 +82,9 @@ class Eagle1Head:
         """None: it proposes every token of the target's vocabulary."""
         return None
 
-    def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
-        """The target's states after its final norm, as a copy."""
-        return hidden.last[rows]
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's states after its final norm; ``forward`` only reads them."""
+        return rows_of(hidden.last, rows)
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache

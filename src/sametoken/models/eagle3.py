@@ -28,7 +28,7 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.base import HiddenStates, ModelConfig, rows_of
 from sametoken.models.eagle import HeadStates
 from sametoken.state.kv_cache import KVCache, KVSpec
 
@@ -92,12 +92,12 @@ class Eagle3Head:
         shape = self.attention.shape
         return KVSpec(1, shape.num_kv_heads, shape.head_dim, self.norm.weight.dtype)
 
-    def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, combined."""
-        return self.combine(hidden.auxiliary[rows])
+        return self.combine(rows_of(hidden.auxiliary, rows))
 
     def combine(self, auxiliary: Tensor) -> Tensor:
-        """[T, num_aux * target_hidden] of the target to [T, hidden]."""
+        """[T, num_aux * target_hidden] of the target to [T, hidden], in memory of its own."""
         if self.aux_norms:
             parts = auxiliary.chunk(len(self.aux_norms), dim=1)
             pairs = zip(self.aux_norms, parts, strict=True)
@@ -108,10 +108,13 @@ class Eagle3Head:
         self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
-        embedded = self.input_layernorm(self.kernels.embedding(token_ids, self.embedding))
-        normed = self.hidden_norm(hidden)
-        attended = self.attention(torch.cat((embedded, normed), dim=1), rows, kv.layer(0))
-        residual = normed if self.config.norm_before_residual else hidden
+        both = self.kernels.embed_beside(
+            token_ids, self.embedding, self.input_layernorm, hidden, self.hidden_norm
+        )
+        attended = self.attention(both, rows, kv.layer(0))
+        residual = hidden
+        if self.config.norm_before_residual:
+            residual = both[:, hidden.shape[1] :].contiguous()
         x, residual = self.post_attention_layernorm.add(attended, residual)
         last, residual = self.norm.add(self.mlp(x), residual)
         return HeadStates(last, last if self.config.norm_output else residual)

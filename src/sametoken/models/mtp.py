@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates
+from sametoken.models.base import HiddenStates, rows_of
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.eagle import HeadStates
 from sametoken.state.kv_cache import KVCache, KVSpec
@@ -56,16 +55,18 @@ class MTPHead:
         """None: it proposes every token of the target's vocabulary."""
         return None
 
-    def target_states(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
-        """The target's states after its final norm, as a copy."""
-        return hidden.last[rows]
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's states after its final norm; ``forward`` only reads them."""
+        return rows_of(hidden.last, rows)
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
-        embedded = self.embedding_norm(self.kernels.embedding(token_ids, self.embedding))
-        residual = self.fc(torch.cat((embedded, self.hidden_norm(hidden)), dim=1))
+        both = self.kernels.embed_beside(
+            token_ids, self.embedding, self.embedding_norm, hidden, self.hidden_norm
+        )
+        residual = self.fc(both)
         layer = self.layer
         attended = layer.attention(layer.input_norm(residual), rows, kv.layer(0))
         x, residual = layer.post_attention_norm.add(attended, residual)

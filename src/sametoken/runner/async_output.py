@@ -44,20 +44,13 @@ class HostBuffer:
     Attributes:
         rows: [max_num_seqs, 4 + k + 1] int64, as ``outcome.pack`` lays rows out, at their
             place in the plan; ``NOT_LANDED`` until the copy has landed.
+        first_place: where its rows begin among those of the ring.
         parts: candidates, for requests that asked.
     """
 
     rows: Tensor
+    first_place: int = 0
     parts: list[PartLogprobs] = field(default_factory=list)
-
-    @classmethod
-    def allocate(
-        cls, max_num_seqs: int, max_num_drafts: int, *, pinned: bool = False
-    ) -> HostBuffer:
-        """A buffer for the largest step; pinned, so that a GPU writes it by itself."""
-        shape = (max_num_seqs, NUM_COUNTS + max_num_drafts + 1)
-        rows = torch.empty(shape, dtype=torch.int64, pin_memory=pinned)
-        return cls(rows.fill_(NOT_LANDED))
 
     def copy_from(self, outcome: Tensor, first: int) -> None:
         """Enqueue the copy of [B, 4 + window] to the buffer's rows from ``first`` on."""
@@ -141,21 +134,27 @@ def _place(values: Logprobs, part: PartLogprobs, candidates: TokenLogprobs | Non
 
 @dataclass(slots=True)
 class OutputRing:
-    """Buffers for every step that may be in flight, and one more."""
+    """Buffers for every step that may be in flight, and one more.
 
-    free: deque[HostBuffer] = field(default_factory=deque)
+    Attributes:
+        rows: [R, 4 + k + 1] int64, of all buffers.
+    """
+
+    rows: Tensor
+    free: deque[HostBuffer]
 
     @classmethod
     def allocate(
         cls, num_buffers: int, max_num_seqs: int, max_num_drafts: int, *, pinned: bool = False
     ) -> OutputRing:
-        """``num_buffers`` buffers of the largest step's size."""
-        return cls(
-            deque(
-                HostBuffer.allocate(max_num_seqs, max_num_drafts, pinned=pinned)
-                for _ in range(num_buffers)
-            )
-        )
+        """``num_buffers`` buffers of the largest step's size.
+
+        Pinned, so that a GPU writes them by itself.
+        """
+        shape = (num_buffers * max_num_seqs, NUM_COUNTS + max_num_drafts + 1)
+        rows = torch.full(shape, NOT_LANDED, dtype=torch.int64, pin_memory=pinned)
+        firsts = range(0, shape[0], max_num_seqs)
+        return cls(rows, deque(HostBuffer(rows[i : i + max_num_seqs], i) for i in firsts))
 
     def acquire(self) -> HostBuffer:
         """A buffer that no copy in flight uses.

@@ -58,17 +58,21 @@ class GraphedRunner:
 
     def _run(self, plan: StepPlan, parts: Parts, buffer: HostBuffer) -> None:
         self.eager.take_up(plan)
+        place = buffer.first_place
         if parts.windows:
-            rows = [_uploaded(plan, b, plan.rows[b].draft_limit, True) for b in parts.windows]
-            buffer.copy_from(self.graphs.run_windows(rows), 0)
+            rows = [
+                (*_uploaded(plan, b, plan.rows[b].draft_limit, True), place + i)
+                for i, b in enumerate(parts.windows)
+            ]
+            self.graphs.run_windows(rows)
         done = len(parts.windows)
         for group in parts.chunks:
             lengths = [plan.rows[b].num_query for b in group]
             rows = [
-                _uploaded(plan, b, length, plan.rows[b].samples)
-                for b, length in zip(group, lengths, strict=True)
+                (*_uploaded(plan, b, length, plan.rows[b].samples), place + done + i)
+                for i, (b, length) in enumerate(zip(group, lengths, strict=True))
             ]
-            buffer.copy_from(self.graphs.run_chunks(rows, max(lengths)), done)
+            self.graphs.run_chunks(rows, max(lengths))
             done += len(group)
         if parts.special:
             rest = replace(plan, rows=tuple(plan.rows[b] for b in parts.special))

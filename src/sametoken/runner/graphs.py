@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sametoken.runner.padded import PLAN_FIELDS, PaddedStep
+from sametoken.kernels.transfer.triton import deliver
+from sametoken.runner.padded import PaddedStep
+from sametoken.runner.plan_ring import PlanRing, UploadedRow
 from sametoken.state.padded import FixedLayout
 
 WARM_UP_RUNS = 2
@@ -29,12 +31,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A graph and its static buffers: the plan it reads, constants, the outcome it leaves."""
+    """A graph and what it works on: memory for its plan, and constants."""
 
     graph: torch.cuda.CUDAGraph
     plan: Tensor
     layout: FixedLayout
-    outcome: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +51,23 @@ class CaptureReport:
 class StepGraphs:
     """Runs padded steps by replaying graphs; nothing derived survives a replay.
 
-    Stage runs inside the graph, so a replay reads the lengths that are committed when it
-    runs. The outcome carries the step id of the plan that was read, and the host refuses
-    any other (tests/gpu/test_graphs_gpu.py).
+    A graph fetches its plan from host memory and delivers verdicts to it. Stage runs inside
+    the graph, so a replay reads the lengths that are committed when it runs. A verdict carries
+    the step id of the plan that was read, and the host refuses any other
+    (tests/gpu/test_graphs_gpu.py).
 
     Attributes:
         step: the verbs.
         windows, chunks: buckets, ascending.
+        plans: on their way to the device.
+        verdicts: [R, 4 + k + 1] int64, the host's memory for them (``OutputRing.rows``).
     """
 
     step: PaddedStep
     windows: tuple[int, ...]
     chunks: tuple[int, ...]
+    plans: PlanRing
+    verdicts: Tensor
     _captured: dict[Bucket, CapturedStep] = field(default_factory=dict)
 
     def capture_all(self) -> CaptureReport:
@@ -78,13 +84,13 @@ class StepGraphs:
         used = free - torch.cuda.mem_get_info()[0]
         return CaptureReport(len(buckets), time.monotonic() - started, used)
 
-    def run_windows(self, rows: Sequence[tuple[int, ...]]) -> Tensor:
-        """Outcomes of a step's windows, [len(rows), 4 + k + 1]; valid until the next run."""
+    def run_windows(self, rows: Sequence[UploadedRow]) -> None:
+        """Run a step's windows."""
         batch = next(size for size in self.windows if size >= len(rows))
-        return self._replay(Bucket(batch, 0), rows)
+        self._replay(Bucket(batch, 0), rows)
 
-    def run_chunks(self, rows: Sequence[tuple[int, ...]], num_query: int) -> Tensor:
-        """Outcomes of prefill chunks, [len(rows), 4 + 1]; valid until the next run.
+    def run_chunks(self, rows: Sequence[UploadedRow], num_query: int) -> None:
+        """Run prefill chunks.
 
         Args:
             rows: one chunk, or several as ``CHUNKS_TOGETHER`` names them.
@@ -92,38 +98,35 @@ class StepGraphs:
                 there are several.
         """
         size = next(size for size in self.chunks if size >= num_query)
-        return self._replay(Bucket(len(rows), size), rows)
+        self._replay(Bucket(len(rows), size), rows)
 
-    def _replay(self, bucket: Bucket, rows: Sequence[tuple[int, ...]]) -> Tensor:
-        captured = self._captured[bucket]
-        captured.plan.copy_(self._plan_of(bucket, rows), non_blocking=True)
-        captured.graph.replay()
-        return captured.outcome[: len(rows)]
+    def _replay(self, bucket: Bucket, rows: Sequence[UploadedRow]) -> None:
+        self.plans.write(rows, bucket.batch)
+        self._captured[bucket].graph.replay()
 
     def _capture(self, bucket: Bucket, pool: Any) -> CapturedStep:
         """Warm up and capture on a plan that is all padding: the same code as a real one."""
-        plan = torch.empty((PLAN_FIELDS, bucket.batch), dtype=torch.int64, device="cuda")
-        plan.copy_(self._plan_of(bucket, ()), non_blocking=True)
+        plan = self.plans.memory(bucket.batch)
         layout = self.step.layout(bucket.batch, bucket.chunk)
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(WARM_UP_RUNS):
+                self.plans.write((), bucket.batch)
                 self._run(bucket, plan, layout)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # Where ranks are joined, a thread of the library looks after its own events meanwhile.
         mode = "global" if self.step.parallel.size == 1 else "thread_local"
         with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-            outcome = self._run(bucket, plan, layout)
-        return CapturedStep(graph, plan, layout, outcome)
+            self._run(bucket, plan, layout)
+        return CapturedStep(graph, plan, layout)
 
-    def _run(self, bucket: Bucket, plan: Tensor, layout: FixedLayout) -> Tensor:
+    def _run(self, bucket: Bucket, plan: Tensor, layout: FixedLayout) -> None:
+        self.plans.fetch(plan)
+        fields, places = plan[:-1], plan[-1]
         if bucket.chunk:
-            return self.step.chunks(plan, layout, bucket.chunk)
-        return self.step.windows(plan, layout)
-
-    def _plan_of(self, bucket: Bucket, rows: Sequence[tuple[int, ...]]) -> Tensor:
-        padding = (self.step.sequences.reserved_slot, 0, 0, 0)
-        padded = [*rows, *[padding] * (bucket.batch - len(rows))]
-        return torch.tensor(list(zip(*padded, strict=True)), dtype=torch.int64, pin_memory=True)
+            outcome = self.step.chunks(fields, layout, bucket.chunk)
+        else:
+            outcome = self.step.windows(fields, layout)
+        deliver(outcome, places, self.verdicts)

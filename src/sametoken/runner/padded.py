@@ -80,7 +80,7 @@ class PaddedStep:
         """A window of every decoding slot of the plan."""
         slots, draft_limit, live, step_id = plan.unbind(0)
         width = self.sequences.max_num_drafts + 1
-        x = stage_windows(self.sequences, slots, draft_limit, live.bool(), width)
+        x = stage_windows(self.sequences, slots, draft_limit, live, width)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
         logits = self.model.compute_rank_logits(hidden.last)
         keys = self._keys(logits, x.rows.slots, x.rows.positions)
@@ -89,7 +89,7 @@ class PaddedStep:
     def chunks(self, plan: Tensor, layout: FixedLayout, rows: int) -> Tensor:
         """A prefill chunk of at most ``rows`` tokens of every slot of the plan."""
         slots, num_query, samples, step_id = plan.unbind(0)
-        x = stage_chunks(self.sequences, slots, num_query, samples.bool(), rows)
+        x = stage_chunks(self.sequences, slots, num_query, samples, rows)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
         judged = layout.row_starts[:-1] + (x.num_query - 1).clamp(min=0)
         keys = self._keys(
@@ -122,12 +122,19 @@ class PaddedStep:
         keys: Tensor,
         step_id: Tensor,
     ) -> Tensor:
-        """Judge, commit and propose; returns the outcome."""
+        """Judge, commit and, with k above 0, propose; returns the outcome."""
         window = keys.shape[0] // x.slots.shape[0]
         verdict, lengths = self.judge(self.sequences, keys, x, window)
         outcome = pack(
             step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned, verdict.tokens
         )
+        if self.sequences.max_num_drafts:
+            self._propose(inputs, x, hidden, lengths)
+        return outcome
+
+    def _propose(
+        self, inputs: StepInputs, x: PaddedInputs, hidden: HiddenStates, lengths: PaddedLengths
+    ) -> None:
         context = PaddedDraftContext(
             inputs,
             hidden,
@@ -138,7 +145,6 @@ class PaddedStep:
         )
         drafts = self.drafter.propose(context)
         publish(self.sequences, x, drafts.draft_ids, drafts.num_drafts)
-        return outcome
 
 
 def needs_processing(admission: Admission) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sametoken.kernels.commit.triton import (
+    Chances,
     Judgement,
     PaddedLengths,
     commit,
@@ -23,6 +24,7 @@ from sametoken.kernels.stage.triton import PaddedInputs, stage_chunks, stage_win
 from sametoken.state.inputs import StepInputs
 
 __all__ = [
+    "Chances",
     "FixedLayout",
     "Judgement",
     "PaddedInputs",

@@ -18,7 +18,7 @@ from helpers.checkpoints import (
 )
 from helpers.drafting import CPU, MAX_LEN, Bench
 from helpers.hybrids import FULL, hybrid_config, hybrid_tensors
-from sametoken.drafters import padded
+from sametoken.drafters import chain, padded
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.padded import PaddedDraftContext
@@ -112,7 +112,8 @@ class Both:
 )
 def test_both_layouts_draft_alike(tmp_path, monkeypatch, kind, k, temperature, kernels):
     """To the bit, through chunks, rejected drafts, slots taken up again and padding."""
-    monkeypatch.setattr(padded, "select_draft_rows", lambda device: kernels)
+    for module in (padded, chain):
+        monkeypatch.setattr(module, "select_draft_rows", lambda device: kernels)
     target, model = load(tmp_path, kind)
     bench = Bench(target, k, seed=k, temperature=temperature)
     make = DraftModelDrafter if kind == "draft_model" else EagleDrafter

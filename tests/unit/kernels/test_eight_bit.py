@@ -30,6 +30,25 @@ def test_logits_of_a_weight_in_eight_bits_are_nearly_those_of_the_weight():
     assert torch.equal(packed.matrix, matrix)
 
 
+def test_activations_are_rounded_to_the_nearest_number_of_eight_bits():
+    x = normal(4, 300) * 10.0 ** torch.arange(-3, 1)[:, None]
+    got = eight_bit.rounded(x).float()
+    # Three bits of mantissa; below 2**-6 steps are of one size, 2**-9.
+    assert ((got - x).abs() <= (x.abs() / 16).clamp(min=2**-10)).all()
+    ties = torch.tensor([1.0625, 1.1875, -1.0625, 2**-10, 3 * 2**-10])
+    assert eight_bit.rounded(ties).tolist() == [1.0, 1.25, -1.0, 0.0, 2**-8]
+
+
+def test_a_row_with_nan_has_no_logits_and_the_others_have_theirs():
+    x, weight = normal(5, 40), eight_bit.quantize(normal(24, 40, seed=1))
+    expected = eight_bit.logits(x, weight)
+    x[2, 7] = torch.nan
+    got = eight_bit.logits(x, weight)
+    assert got[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(got[others], expected[others])
+
+
 def test_nothing_but_logits_takes_such_a_weight():
     """A token of the target's can therefore not come of one, but by its own logits."""
     weight = KERNELS.eight_bit(KERNELS.pack(normal(24, 40)))

@@ -10,6 +10,7 @@ import torch
 from sametoken.kernels.interface import AttentionShape, QKNorm, RotaryTable
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
+from sametoken.layers.norm import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,6 +88,16 @@ def test_row_operations(kernels, dtype, hidden):
 def test_embedding(kernels, dtype):
     weight = kernels.pack(normal(99, 40, dtype=dtype))
     assert_rows_independent(lambda ids: kernels.embedding(ids, weight), torch.arange(70) % 99)
+
+
+def test_embed_beside(kernels, dtype):
+    weight = kernels.pack(normal(99, 40, dtype=dtype))
+    norms = [RMSNorm(kernels, normal(40, dtype=dtype, seed=seed), 1e-5) for seed in (1, 2)]
+
+    def beside(ids, hidden):
+        return kernels.embed_beside(ids, weight, norms[0], hidden, norms[1])
+
+    assert_rows_independent(beside, torch.arange(70) % 99, normal(70, 40, dtype=dtype, seed=3))
 
 
 def test_sample(kernels):

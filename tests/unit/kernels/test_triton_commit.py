@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.compiled import compile_launches
 from sametoken.core.plan import PlanRow, StepPlan
+from sametoken.kernels.acceptance import reference as acceptance
 from sametoken.kernels.commit import triton as committing
+from sametoken.kernels.commit.triton import Chances
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.stage.triton import PaddedInputs, stage_chunks, stage_windows
 from sametoken.state import commit as truth
@@ -19,7 +22,7 @@ from sametoken.state.sequences import Sequences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS, MAX_LEN, K, VOCABULARY = 4, 32, 3, 6
-WINDOW = K + 1
+WINDOW, NAN_COLUMN = K + 1, 2
 FACTS = ("token_ids", "num_tokens", "num_computed", "draft_ids", "num_drafts")
 
 
@@ -53,13 +56,13 @@ def windows(sequences: Sequences, plan: list[PlanRow], padding: int) -> PaddedIn
     columns = [(r.slot, r.draft_limit, 1) for r in plan]
     columns += [(sequences.reserved_slot, 0, 0)] * padding
     slots, limit, live = torch.tensor(columns, device=DEVICE).T.contiguous().unbind(0)
-    return stage_windows(sequences, slots, limit, live.bool(), WINDOW)
+    return stage_windows(sequences, slots, limit, live, WINDOW)
 
 
 def logits_for(tokens: torch.Tensor, nan_rows: list[int]) -> torch.Tensor:
     """Greedy logits [B * W, V] whose best are ``tokens``."""
     logits = torch.nn.functional.one_hot(tokens.flatten(), VOCABULARY).float()
-    logits[nan_rows, 2] = torch.nan
+    logits[nan_rows, NAN_COLUMN] = torch.nan
     return logits.to(DEVICE)
 
 
@@ -127,19 +130,104 @@ def test_a_step_of_windows(data):
         assert torch.equal(getattr(apart, name).cpu(), getattr(reference, name)), name
 
 
+RATES = torch.tensor([0.8, 0.5, 0.9])
+SEEDS = torch.tensor([7, 2**63 - 1, 0, 123456789, 5])
+
+
+def expected_by_chance(drafts: list[int], targets: list[int], nan: set[int], num_accepted: int):
+    """(num_accepted, next_token, poisoned, tokens) of one window, drawn; NaN as judged."""
+    poisoned = expected_verdict(drafts, targets, nan)[2]
+    accepted = 0 if poisoned else num_accepted
+    tokens = [*drafts[:accepted], *targets[accepted:]]
+    return accepted, 0 if poisoned else targets[accepted], poisoned, tokens
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data())
+def test_a_step_of_windows_judged_by_chance(data):
+    token = st.integers(0, 2)
+    lengths = []
+    for _ in range(SLOTS):
+        num_tokens = data.draw(st.integers(1, MAX_LEN - WINDOW))
+        lengths.append((num_tokens, num_tokens - 1, data.draw(st.lists(token, max_size=K))))
+    reference = sequences_of(lengths)
+    fused, apart = copied(reference, DEVICE), copied(reference, DEVICE)
+    slots = data.draw(st.permutations(range(SLOTS)))[: data.draw(st.integers(1, SLOTS))]
+    plan = [PlanRow(slot, 1, data.draw(st.integers(0, K)), True) for slot in slots]
+    batch = len(plan) + data.draw(st.integers(0, 2))
+    targets = data.draw(
+        st.lists(st.lists(token, min_size=WINDOW, max_size=WINDOW), min_size=batch, max_size=batch)
+    )
+    nan_rows = data.draw(st.lists(st.integers(0, batch * WINDOW - 1), max_size=2))
+    keys = sampling.greedy_keys(logits_for(torch.tensor(targets), nan_rows))
+    chances = Chances(RATES.to(DEVICE), SEEDS.to(DEVICE))
+
+    x = windows(fused, plan, batch - len(plan))
+    drawn = acceptance.accepted(
+        RATES, SEEDS[x.slots.cpu()], x.num_tokens.cpu(), x.num_drafts.cpu()
+    ).tolist()
+    judgement, _ = committing.judge_and_commit(fused, keys, x, WINDOW, chances)
+    for b, row in enumerate(plan):
+        offered = reference.draft_ids[row.slot, : reference.num_drafts[row.slot]].tolist()
+        nan = {r - b * WINDOW for r in nan_rows if b * WINDOW <= r < (b + 1) * WINDOW}
+        said = [NAN_COLUMN if r in nan else targets[b][r] for r in range(WINDOW)]
+        verdict = expected_by_chance(offered[: row.draft_limit], said, nan, drawn[b])
+        assert verdict == (
+            judgement.num_accepted[b].item(),
+            judgement.next_token[b].item(),
+            judgement.poisoned[b].item(),
+            judgement.tokens[b].tolist(),
+        )
+    count = len(plan)
+    for padded in (judgement.num_accepted, judgement.next_token, judgement.poisoned):
+        assert not padded[count:].any()
+
+    plain = stage(reference, StepPlan(0, rows=tuple(plan)))
+    accepted, next_token = (t[:count].cpu() for t in (judgement.num_accepted, judgement.next_token))
+    truth.commit(reference, plain, accepted, next_token)
+    y = windows(apart, plan, batch - count)
+    alone = committing.judge(keys, y, WINDOW, chances)
+    committing.commit(apart, y, alone.num_accepted, alone.next_token)
+    for name in ("num_accepted", "next_token", "poisoned", "tokens"):
+        assert torch.equal(getattr(alone, name), getattr(judgement, name)), name
+    for name in FACTS:
+        assert torch.equal(getattr(fused, name).cpu(), getattr(reference, name)), name
+        assert torch.equal(getattr(apart, name).cpu(), getattr(reference, name)), name
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_certain_and_impossible_drafts(rate):
+    """Targets agree with no draft; NaN after the first row poisons nothing, as it is judged."""
+    sequences = copied(sequences_of([(5, 4, [1, 1, 1]), (9, 8, [2, 2])]), DEVICE)
+    x = windows(sequences, [PlanRow(1, 1, K, True), PlanRow(0, 1, K, True)], 1)
+    keys = sampling.greedy_keys(logits_for(torch.full((3, WINDOW), 5), [1]))
+    chances = Chances(torch.full((K,), rate, device=DEVICE), SEEDS.to(DEVICE))
+    judgement, lengths = committing.judge_and_commit(sequences, keys, x, WINDOW, chances)
+    accepted = [2, 3, 0] if rate else [0, 0, 0]
+    assert judgement.num_accepted.tolist() == accepted
+    assert judgement.next_token.tolist() == [5, 5, 0]
+    assert judgement.poisoned.tolist() == [False] * 3
+    assert lengths.num_tokens.tolist() == [10 + accepted[0], 6 + accepted[1], 0]
+    assert sequences.token_ids[0, 5 : 7 + accepted[1]].tolist() == [1] * accepted[1] + [5, -7]
+    assert judgement.tokens[1].tolist() == [1] * accepted[1] + [5] * (WINDOW - accepted[1])
+
+
+@pytest.mark.parametrize("by_chance", [False, True])
 @pytest.mark.parametrize(("num_query", "samples"), [(4, False), (10, True)])
-def test_a_prefill_chunk(num_query, samples):
+def test_a_prefill_chunk(num_query, samples, by_chance):
     reference = sequences_of([(3, 2, []), (16, 6, [])])
     sequences = copied(reference, DEVICE)
     x = stage_chunks(
         sequences,
         torch.tensor([1], device=DEVICE),
         torch.tensor([num_query], device=DEVICE),
-        torch.tensor([samples], device=DEVICE),
+        torch.tensor([int(samples)], device=DEVICE),
         12,
     )
     keys = sampling.greedy_keys(logits_for(torch.tensor([5]), []))
-    judgement, _ = committing.judge_and_commit(sequences, keys, x, 1)
+    chances = Chances(RATES.to(DEVICE), SEEDS.to(DEVICE)) if by_chance else None
+    judgement, _ = committing.judge_and_commit(sequences, keys, x, 1, chances)
     assert judgement.num_accepted.item() == 0
     plain = stage(reference, StepPlan(0, rows=(PlanRow(1, num_query, 0, samples),)))
     truth.commit(reference, plain, torch.tensor([0]), torch.tensor([5]))
@@ -149,7 +237,7 @@ def test_a_prefill_chunk(num_query, samples):
 
 def test_padding_with_a_stale_slot_cannot_touch_its_new_row():
     sequences = copied(sequences_of([(5, 4, [])]), DEVICE)
-    slots, live = torch.tensor([0, 0], device=DEVICE), torch.tensor([True, False], device=DEVICE)
+    slots, live = torch.tensor([0, 0], device=DEVICE), torch.tensor([1, 0], device=DEVICE)
     x = stage_windows(sequences, slots, slots * 0, live, 1)
     keys = sampling.greedy_keys(logits_for(torch.tensor([4, 2]), []))
     committing.judge_and_commit(sequences, keys, x, 1)
@@ -168,6 +256,7 @@ def test_many_tiles_and_wide_windows_are_walked_whole():
         token_ids=torch.zeros(2 * rows, dtype=torch.int64, device=DEVICE),
         num_query=torch.ones(2, dtype=torch.int64, device=DEVICE),
         num_drafts=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        num_tokens=torch.ones(2, dtype=torch.int64, device=DEVICE),
         rows_per_plan_row=rows,
     )
     judgement = committing.judge(ranks.to(DEVICE), x, rows)
@@ -190,6 +279,35 @@ def test_publish():
 def test_rows_that_do_not_sample_get_no_drafts():
     sequences = copied(sequences_of([(5, 0, [1, 1])]), DEVICE)
     one = torch.tensor([0], device=DEVICE)
-    x = stage_chunks(sequences, one, one + 2, one > 0, 4)
+    x = stage_chunks(sequences, one, one + 2, one, 4)
     committing.publish(sequences, x, torch.full((1, K), 4, device=DEVICE), one + 2)
     assert sequences.num_drafts[0].item() == 0
+
+
+def test_they_compile_for_a_gpu(tmp_path):
+    code = """
+from sametoken.kernels.commit import triton as kernels
+from sametoken.kernels.stage.triton import stage_windows
+from sametoken.state.sequences import Sequences
+
+for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
+    kernels.overlapped = lambda tensor: options
+    for batch, k, tiles in ((1, 1, 1), (3, 3, 149), (64, 64, 38)):
+        sequences = Sequences.allocate(
+            max_num_seqs=batch,
+            max_len=80,
+            num_drafts=k,
+            block_size=16,
+            reserved_block=9,
+            device=torch.device("cpu"),
+        )
+        slots, amount, flag = torch.zeros(3, batch, dtype=torch.int64).unbind(0)
+        x = stage_windows(sequences, slots, amount, flag, k + 1)
+        keys = torch.zeros(batch * (k + 1), tiles, dtype=torch.int64)
+        for chances in (None, kernels.Chances(torch.zeros(k), sequences.num_tokens)):
+            verdict = kernels.judge(keys, x, k + 1, chances)
+            kernels.judge_and_commit(sequences, keys, x, k + 1, chances)
+        kernels.commit(sequences, x, verdict.num_accepted, verdict.next_token)
+        kernels.publish(sequences, x, sequences.draft_ids[:batch], slots)
+"""
+    compile_launches(code, tmp_path)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.compiled import compile_launches
 from sametoken.kernels.draft_rows import reference, select_draft_rows
 from sametoken.kernels.draft_rows import triton as kernels
 from sametoken.kernels.draft_rows.layout import CatchUp, Chains
@@ -104,6 +105,62 @@ def test_more_chains_than_one_program_advances():
     options = {"rows_per_plan_row": 1, "with_newest": False}
     chains = reference.catch_up(sequences, *columns(plan), **options).chains
     check_advanced(sequences, chains, chains, steps=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [16, 99, 2050])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_rows_are_taken(width, dtype, count):
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(7, width, generator=generator).to(DEVICE, dtype) for _ in range(count)]
+    for rows in ([6, 0, 0, 3], [5], []):
+        at = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
+        found, expected = kernels.take(at, *states), reference.take(at, *states)
+        assert len(found) == len(expected) == count
+        for mine, theirs, state in zip(found, expected, states, strict=True):
+            assert torch.equal(mine, theirs)
+            assert torch.equal(mine, state[at])
+
+
+@pytest.mark.parametrize("k", [1, 3, 64])
+@pytest.mark.parametrize("batch", [1, 6, 300])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_tokens_are_stacked(batch, k):
+    generator = torch.Generator().manual_seed(k)
+    tokens = list(torch.randint(2**40, (k, batch), generator=generator).to(DEVICE).unbind(0))
+    samples = torch.arange(batch, device=DEVICE) % 3 > 0
+    found, expected = kernels.stacked(tokens, samples), reference.stacked(tokens, samples)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype == torch.int64
+        assert torch.equal(mine, theirs)
+
+
+def test_stacking_tokens_compiles_for_a_gpu(tmp_path):
+    code = """
+from sametoken.kernels.draft_rows import triton as kernels
+
+for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
+    kernels.overlapped = lambda tensor: options
+    for batch, k in ((1, 1), (64, 3), (300, 64)):
+        tokens = torch.zeros(k, batch, dtype=torch.int64).unbind(0)
+        kernels.stacked(tokens, torch.zeros(batch, dtype=torch.bool))
+"""
+    compile_launches(code, tmp_path)
+
+
+def test_taking_rows_compiles_for_a_gpu(tmp_path):
+    code = """
+from sametoken.kernels.draft_rows import triton as kernels
+
+for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
+    kernels.overlapped = lambda tensor: options
+    for width in (4096, 99):
+        x, rows = torch.zeros(3, width, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+        kernels.take(rows, x)
+        kernels.take(rows, x, x)
+"""
+    compile_launches(code, tmp_path)
 
 
 def test_a_device_has_its_kernels():

@@ -2,10 +2,13 @@
 
 Bits are compared on small integers, where every sum is exact; with real numbers
 tests/gpu/test_eight_bit_gpu.py compares them on the chip. The interpreter does not round to
-bf16 as a GPU does: fp16 stands in.
+bf16 or e4m3 as a GPU does: fp16 stands in, and what is rounded here is an e4m3 already.
 """
 
 from __future__ import annotations
+
+import itertools
+import re
 
 import pytest
 import torch
@@ -13,12 +16,14 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.kernels.gemm import eight_bit, eight_bit_triton
 from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
-from sametoken.kernels.gemm.eight_bit_triton import Tiles, default_tiles, logits
+from sametoken.kernels.gemm.eight_bit_triton import DEPTH, WIDE, default_config, logits, rounded
+from sametoken.kernels.gemm.tuning import TritonConfig
 
-TILES = [
-    Tiles(16, 64, 64, num_warps=4, num_stages=2),
-    Tiles(32, 32, 128, num_warps=4, num_stages=3),
-    Tiles(64, 128, 64, num_warps=8, num_stages=2),
+CONFIGS = [
+    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=2),
+    TritonConfig(32, 128, DEPTH, num_warps=4, num_stages=3),
+    TritonConfig(64, 64, DEPTH, num_warps=8, num_stages=2, tma=True),
+    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=3, tma=True, tma_rows=False),
 ]
 
 
@@ -52,11 +57,11 @@ def test_logits_read_nothing_outside_odd_shapes(rows, features, depth, dtype):
     assert torch.equal(logits(x, weight), exact(x, weight).float())
 
 
-@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("depth", [128, 192, 80])
-def test_tiles_give_the_result_of_the_reference(tiles, depth):
+def test_tiles_and_load_forms_give_the_result_of_the_reference(config, depth):
     x, weight = integers(21, depth) / 16, weight_of(48, depth)
-    got = logits(x, weight, tiles)
+    got = logits(x, weight, config)
     assert got.dtype == torch.float32
     assert torch.equal(got, eight_bit.logits(x, weight))
     assert torch.equal(got, exact(x, weight).float())
@@ -85,24 +90,43 @@ def test_rows_that_do_not_exist_are_not_written(monkeypatch):
     assert memory[3:].isnan().all()
 
 
+def test_a_depth_or_features_that_would_change_bits_are_refused():
+    x, weight = integers(3, 128), weight_of(48, 128)
+    for config in (TritonConfig(16, 64, 64, 4, 2), TritonConfig(16, 32, DEPTH, 4, 2)):
+        with pytest.raises(AssertionError):
+            logits(x, weight, config)
+
+
 @pytest.mark.parametrize("form", [eight_bit.logits, logits])
-def test_activations_beyond_fp16_count_as_its_largest(form):
-    x = torch.tensor([[1e6, -1e30] + [0.0] * 62]).bfloat16()
+def test_activations_beyond_e4m3_count_as_its_largest(form):
+    x = torch.tensor([[460.0, -1e30, torch.inf] + [0.0] * 61]).bfloat16()
     weight = EightBitWeight(torch.eye(16, 64).to(torch.float8_e4m3fn), torch.ones(16))
-    assert form(x, weight)[0, :3].tolist() == [65504.0, -65504.0, 0.0]
+    assert form(x, weight)[0, :4].tolist() == [448.0, -448.0, 448.0, 0.0]
 
 
 def test_no_rows_give_no_rows():
     assert logits(integers(0, 64), weight_of(24, 64)).shape == (0, 24)
 
 
-def test_every_eight_bit_number_is_converted_exactly():
+def finite_numbers() -> torch.Tensor:
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    finite = numbers[~numbers.float().isnan()]
-    weight = EightBitWeight(finite[:, None].expand(-1, 64).contiguous(), torch.ones(len(finite)))
+    return numbers[~numbers.float().isnan()]
+
+
+def test_every_eight_bit_weight_counts_as_what_it_is():
+    numbers = finite_numbers()
+    weight = EightBitWeight(numbers[:, None].expand(-1, 64).contiguous(), torch.ones(len(numbers)))
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     x[0, 5] = 1
-    assert torch.equal(logits(x, weight)[0], finite.float())
+    assert torch.equal(logits(x, weight)[0], numbers.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", [eight_bit.rounded, rounded])
+def test_an_activation_that_is_an_eight_bit_number_stays_as_it_is(form, dtype):
+    numbers = finite_numbers()
+    got = form(poisoned_view(numbers.to(dtype)))
+    assert torch.equal(got.view(torch.uint8), numbers.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -130,28 +154,41 @@ def test_a_large_weight_is_quantized_a_slice_at_a_time(monkeypatch):
     assert torch.equal(sliced.scale, whole.scale)
 
 
-def test_default_tiles_compile(tmp_path):
-    """At shapes of real heads, wide and narrow, and one whose depth is no whole number of tiles."""
+def test_default_kernels_compile_to_products_of_eight_bits(tmp_path):
+    """At shapes of real heads, wide and narrow, and one whose depth is no whole number of turns."""
     code = """
 from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.gemm.eight_bit_triton import logits
+from sametoken.kernels.gemm.eight_bit_triton import default_config, logits
 for features, depth in [(248320, 4096), (32000, 4096), (8192, 576)]:
     matrix = torch.empty(features, depth, dtype=torch.float8_e4m3fn)
-    for rows in (1, 32, 512):
+    for rows in (1, 32, 64, 512):
         x = torch.empty(rows, depth, dtype=torch.bfloat16)
-        logits(x, EightBitWeight(matrix, torch.empty(features)))
+        config = default_config(features, rows, overlap=rows < 64)
+        logits(x, EightBitWeight(matrix, torch.empty(features)), config)
 """
     compile_launches(code, tmp_path)
+    products = [file.read_text() for file in tmp_path.rglob("_product_kernel.ptx")]
+    assert len(products) >= 4
+    for product in products:
+        assert re.search(r"wgmma\.mma_async\S+e4m3\.e4m3", product)
+        assert "mma.sync" not in product
+        assert "cp.async.cg.shared.global" in product
+    roundings = [file.read_text() for file in tmp_path.rglob("_round_kernel.ptx")]
+    assert roundings
+    assert all("cvt.rn.satfinite.e4m3x2.f32" in rounding for rounding in roundings)
 
 
-def test_tiles_hold_whole_groups_of_columns():
-    for features in (8192, eight_bit_triton.WIDE):
-        for rows in (1, 16, 17, 32, 33, 64, 65, 2048):
-            assert default_tiles(features, rows).block_depth % eight_bit_triton.GROUP == 0
+def test_more_rows_have_larger_tiles_that_fit_every_chip_with_eight_bit_products():
+    assert [default_config(32000, rows, True).block_rows for rows in (16, 32, 64, 300)] == [
+        *(16, 32, 64, 128)
+    ]
+    for features, rows in itertools.product((8192, WIDE), (1, 16, 17, 32, 33, 64, 65, 2048)):
+        config = default_config(features, rows, True)
+        stage = (config.block_rows + config.block_features) * DEPTH
+        # What a program may have on compute capability 8.9.
+        assert config.num_stages * stage <= 99 << 10
 
 
-def test_more_rows_have_larger_tiles_and_wide_weights_shallower_pipelines():
-    tiles = [default_tiles(32000, rows) for rows in (16, 32, 64, 300)]
-    assert [one.block_rows for one in tiles] == [16, 32, 64, 64]
-    for rows in (16, 32):
-        assert default_tiles(248320, rows).num_stages < default_tiles(32000, rows).num_stages
+def test_narrow_weights_alone_are_asked_for_early():
+    assert default_config(WIDE - 1, 1, True).prefetch_bytes > 0
+    assert default_config(WIDE, 1, True).prefetch_bytes == 0

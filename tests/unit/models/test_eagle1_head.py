@@ -112,10 +112,12 @@ def test_it_reads_what_the_target_makes_its_logits_from(tmp_path):
     head = load(write_eagle1(tmp_path, eagle1_tensors()))
     hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 0))
     rows = torch.tensor([3, 0])
-    given = head.target_states(hidden, rows)
-    assert torch.equal(given, hidden.last[rows])
-    given.zero_()
-    assert hidden.last.abs().min() > 0
+    assert torch.equal(head.target_states(hidden, rows), hidden.last[rows])
+    # All rows are not copied, so that a pass must leave the target's states as they are.
+    given, before = head.target_states(hidden, None), hidden.last.clone()
+    head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
+    assert torch.equal(given, before)
+    assert torch.equal(hidden.last, before)
     assert Eagle1Checkpoint(tmp_path).aux_layers(4) == ()
 
 

@@ -16,8 +16,10 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
-from helpers.heads import OPTIONS, SharedTarget, empty_kv, rows_of_one_slot
+from helpers.heads import CPU, KERNELS, OPTIONS, SharedTarget, empty_kv, rows_of_one_slot
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
+from sametoken.kernels.select import select_kernels
+from sametoken.models.base import HiddenStates
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import read_config
 
@@ -127,6 +129,23 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
     hidden = torch.cat((combined, feedback[-1:]))
     logits, _ = defined_head(tensors, embedding, torch.cat((token_ids, drafted)), hidden, flags)
     torch.testing.assert_close(head.compute_logits(again.last), logits[-1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
+def test_a_pass_leaves_the_target_s_states_as_they_are(tmp_path, flags, kernels):
+    settings = {k: v for k, v in flags.items() if k not in ("own_embedding", "full_vocab")}
+    write_safeailab(tmp_path, head_tensors(5, **flags), **settings)
+    shared, target = SharedTarget(), SharedTarget()
+    shared.embedding = kernels.pack(target.embedding_matrix.clone())
+    shared.head = kernels.pack(target.head_matrix.clone())
+    head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 3 * HIDDEN))
+    before, rows = hidden.auxiliary.clone(), torch.tensor([3, 0])
+    given = head.target_states(hidden, None)
+    assert torch.equal(head.target_states(hidden, rows), given[rows])
+    head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
+    assert torch.equal(hidden.auxiliary, before)
 
 
 def test_a_head_with_qk_norm(tmp_path):

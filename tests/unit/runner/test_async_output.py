@@ -9,7 +9,7 @@ import torch
 
 from sametoken.core.plan import PlanRow, StepPlan
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
+from sametoken.runner.async_output import OutputRing, PendingOutput
 from sametoken.runner.outcome import pack
 from sametoken.runner.stream import LaggingStream
 from sametoken.state.inputs import StepInputs
@@ -50,7 +50,7 @@ IN_ORDER = (0, 1, 2)
 
 
 def test_emitted_tokens_are_the_accepted_drafts_and_the_next_token():
-    buffer = HostBuffer.allocate(4, 3)
+    buffer = OutputRing.allocate(1, 4, 3).acquire()
     packed = outcome([3, 0, 1], [True, False, True], [1, 0, 1], [10, 11, 12, 13, 20, 21])
     buffer.copy_from(packed, 0)
     result = buffer.read(PLAN, IN_ORDER)
@@ -61,7 +61,7 @@ def test_emitted_tokens_are_the_accepted_drafts_and_the_next_token():
 
 
 def test_a_poisoned_row_says_why():
-    buffer = HostBuffer.allocate(4, 3)
+    buffer = OutputRing.allocate(1, 4, 3).acquire()
     tokens = [10, 11, 12, 13, 20, 21]
     flags = {"poisoned": (True, False, True), "stuck": (False, False, True)}
     buffer.copy_from(outcome([3, 0, 1], [True, False, True], [0, 0, 0], tokens, **flags), 0)
@@ -71,7 +71,7 @@ def test_a_poisoned_row_says_why():
 
 
 def test_reading_before_the_copy_landed_raises():
-    buffer = HostBuffer.allocate(4, 3)
+    buffer = OutputRing.allocate(1, 4, 3).acquire()
     with pytest.raises(InvariantError, match="in flight"):
         buffer.read(PLAN, IN_ORDER)
     buffer.copy_from(outcome([0, 0, 0], [True, False, True], [0, 0, 0], [10, 20]), 0)
@@ -102,7 +102,7 @@ def test_every_step_in_flight_has_a_buffer_of_its_own():
 
 def test_parts_of_a_step_land_side_by_side():
     """Windows first, then chunks: the order says where each plan row went."""
-    buffer = HostBuffer.allocate(4, 3)
+    buffer = OutputRing.allocate(1, 4, 3).acquire()
     buffer.copy_from(outcome([3, 1], [True, True], [1, 1], [10, 11, 12, 13, 20, 21]), 0)
     buffer.copy_from(outcome([0], [False], [0], []), 2)
     result = buffer.read(PLAN, (0, 2, 1))
@@ -110,7 +110,7 @@ def test_parts_of_a_step_land_side_by_side():
 
 
 def test_a_verdict_of_another_step_is_refused():
-    buffer = HostBuffer.allocate(4, 3)
+    buffer = OutputRing.allocate(1, 4, 3).acquire()
     buffer.copy_from(outcome([0, 0, 0], [True, False, True], [0, 0, 0], [10, 20]), 0)
     with pytest.raises(StaleInputsError, match="step 8 was answered with the verdict of step 7"):
         buffer.read(replace(PLAN, step_id=8), IN_ORDER)

@@ -7,19 +7,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.harness import Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
 from sametoken.core.plan import Admission
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.drafters.base import NoDrafter
+from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.kernels.ngram.triton import lookup
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.truncation import triton as truncation
+from sametoken.models.base import HiddenStates
 from sametoken.runner.padded import PaddedStep
+from sametoken.runner.synthetic import SyntheticJudge
 from sametoken.state.kv_cache import KVCache
+from sametoken.state.padded import judge_and_commit
 from sametoken.state.recurrent import RecurrentCache
 from sametoken.state.recurrent_device import DevicePass
 from sametoken.state.sampling import SamplingTable
@@ -164,3 +168,56 @@ def test_requests_that_it_serves(asked, alone, among_ranks):
     assert step.serves(admission) == alone
     ranks = SimpleNamespace(rank=0, size=2)
     assert replace(step, parallel=ranks).serves(admission) == among_ranks
+
+
+class Noted(TorchDispatchMode):
+    """Names of PyTorch's operations; views, empty memory and the interpreter's own are free."""
+
+    FREE = frozenset(
+        ("empty", "new_empty", "empty_like", "unbind", "view", "slice", "select", "set_", "copy_")
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Still:
+    """A target and a drafter that have answered before they are asked."""
+
+    kv_caches, lookahead_slots, lookahead_tokens = (), 0, 0
+
+    def __init__(self, batch: int, k: int) -> None:
+        self.logits = torch.randn(batch * (k + 1), 11, device=DEVICE)
+        ones = torch.ones(batch, k + 1, dtype=torch.int64, device=DEVICE)
+        self.drafts = Drafts(ones[:, 1:].contiguous(), ones[:, 0].contiguous())
+
+    def forward(self, token_ids, rows, kv):
+        return HiddenStates(self.logits, self.logits[:, :0])
+
+    def compute_rank_logits(self, hidden):
+        return hidden
+
+    def propose(self, context):
+        return self.drafts
+
+
+@pytest.mark.parametrize("synthetic", [False, True])
+@pytest.mark.parametrize("k", [0, 2])
+def test_no_kernel_of_pytorch_runs_beside_the_model_and_the_drafter(k, synthetic):
+    """Each would cost a captured step the overlap of two launches."""
+    step = padded_step(HybridToy(), k, GREEDY)
+    still = Still(3, k)
+    by_chance = SyntheticJudge(torch.ones(k, device=DEVICE), step.table)
+    judge = by_chance if synthetic else judge_and_commit
+    step = replace(step, model=still, drafter=still if k else NoDrafter(), judge=judge)
+    layout = step.layout(3, 0)
+    plan = plan_of([(0, k, 1, 5), (SLOTS, k, 0, 5), (2, k, 1, 5)])
+    with Noted() as noted:
+        outcome = step.windows(plan, layout)
+    assert outcome[:, 0].tolist() == [5, 5, 5]
+    assert noted.names - Noted.FREE == set()

@@ -17,6 +17,18 @@ _FACTOR_27 = tl.constexpr(reference.FACTOR_27)
 
 
 @triton.jit
+def uniform(
+    seed,  # int64
+    position,  # int64
+):
+    """fp32 in [0, 1), as ``reference.uniform``."""
+    word = seed + (position + 1) * _STEP
+    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * _FACTOR_30
+    word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * _FACTOR_27
+    return ((word >> 40) & 0xFFFFFF).to(tl.float32) * 2.0**-24
+
+
+@triton.jit
 def _accepted_kernel(
     rates,  # [K]
     seeds,  # [B]
@@ -30,11 +42,7 @@ def _accepted_kernel(
     wait_for_earlier(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     draft = tl.arange(0, BLOCK)
-    position = tl.load(positions + row) + draft
-    word = tl.load(seeds + row) + (position + 1) * _STEP
-    word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * _FACTOR_30
-    word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * _FACTOR_27
-    noise = ((word >> 40) & 0xFFFFFF).to(tl.float32) * 2.0**-24
+    noise = uniform(tl.load(seeds + row), tl.load(positions + row) + draft)
     offered = tl.load(num_drafts + row)
     hit = (draft < offered) & (noise < tl.load(rates + draft, draft < K, other=0.0))
     first_miss = tl.min(tl.where(hit, BLOCK, draft), axis=0)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.kernels.commit.rows import commit_row, judge_row
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
-from sametoken.kernels.sampling.triton import is_poisoned, token_of
 from sametoken.kernels.stage.triton import PaddedInputs
 
 _KEYS_AT_A_TIME = 2048
@@ -42,6 +42,19 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
+class Chances:
+    """Drafts are accepted by chance, whatever the target says (``kernels.acceptance``).
+
+    Attributes:
+        rates: [k] fp32, how often draft i is accepted if all before it are.
+        seeds: [S] int64, 0..2^63-1, by slot: keys of the draws.
+    """
+
+    rates: Tensor
+    seeds: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PaddedLengths:
     """Lengths after the commit, [B] int64 each."""
 
@@ -50,89 +63,19 @@ class PaddedLengths:
 
 
 @triton.jit
-def _judge_row(
-    plan_row,
-    keys,  # [B, W, NUM_TILES]
-    token_ids,  # [B, R]
-    query,  # scalar, num_query of the plan row
-    drafts,  # scalar, num_drafts of the plan row
-    tokens,  # [B, W]
-    R: tl.constexpr,
-    W: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    W_BLOCK: tl.constexpr,
-    TILE_BLOCK: tl.constexpr,
-):
-    """Scalars num_accepted, next_token and poisoned of one window; stores its tokens."""
-    row = tl.arange(0, W_BLOCK)
-    best = tl.full((W_BLOCK,), -(2**63), tl.int64)
-    for first in range(0, NUM_TILES, TILE_BLOCK):
-        tile = first + tl.arange(0, TILE_BLOCK)[None, :]
-        inside = (row[:, None] < W) & (tile < NUM_TILES)
-        at = (plan_row * W + row[:, None]) * NUM_TILES + tile
-        lowest = tl.full((W_BLOCK, TILE_BLOCK), -(2**63), tl.int64)
-        best = tl.maximum(best, tl.max(tl.load(keys + at, inside, other=lowest), axis=1))
-    token = token_of(best)
-    tl.store(tokens + plan_row * W + row, token, row < W)
-
-    is_draft = row < drafts
-    draft = tl.load(token_ids + plan_row * R + query + row, is_draft, other=0)
-    accepted = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
-    next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
-    held_nan = (row <= accepted) & is_poisoned(best) & (query > 0)
-    poisoned = tl.max(held_nan.to(tl.int32), axis=0) != 0
-    judged = (query > 0) & ~poisoned
-    return tl.where(judged, accepted, 0).to(tl.int64), tl.where(judged, next_token, 0), poisoned
-
-
-@triton.jit
-def _commit_row(
-    plan_row,
-    accepted,  # scalar
-    next_token,  # scalar
-    query,  # scalar
-    slots,  # [B]
-    samples,  # [B] bool
-    staged_token_ids,  # [B, R]
-    staged_num_tokens,  # [B]
-    staged_num_computed,  # [B]
-    token_ids,  # [S, max_len], written
-    num_tokens,  # [S], written
-    num_computed,  # [S], written
-    new_num_tokens,  # [B], written
-    new_num_computed,  # [B], written
-    token_stride,
-    R: tl.constexpr,
-    W_BLOCK: tl.constexpr,
-):
-    """Make one plan row's accepted tokens true."""
-    slot = tl.load(slots + plan_row)
-    sampled = (query > 0) & (tl.load(samples + plan_row) != 0)
-    emitted = tl.where(sampled, accepted + 1, 0)
-    tokens_before = tl.load(staged_num_tokens + plan_row)
-    tokens_after = tokens_before + emitted
-    computed_after = tl.load(staged_num_computed + plan_row) + query + accepted
-    tl.store(new_num_tokens + plan_row, tokens_after)
-    tl.store(new_num_computed + plan_row, computed_after)
-    tl.store(num_tokens + slot, tokens_after, query > 0)
-    tl.store(num_computed + slot, computed_after, query > 0)
-
-    row = tl.arange(0, W_BLOCK)
-    draft = tl.load(staged_token_ids + plan_row * R + query + row, row < emitted - 1, other=0)
-    token = tl.where(row < accepted, draft, next_token)
-    tl.store(token_ids + slot * token_stride + tokens_before + row, token, row < emitted)
-
-
-@triton.jit
 def _judge_kernel(
     keys,  # [B, W, NUM_TILES]
-    staged_token_ids,  # [B, R]
+    rates,  # [K], or None: drafts are judged
+    seeds,  # [S], or None
     num_query,  # [B]
     num_drafts,  # [B]
     tokens,  # [B, W]
     num_accepted,  # [B]
     next_tokens,  # [B]
     poisoned,  # [B]
+    slots,  # [B]
+    staged_token_ids,  # [B, R]
+    staged_num_tokens,  # [B]
     R: tl.constexpr,
     W: tl.constexpr,
     NUM_TILES: tl.constexpr,
@@ -143,9 +86,9 @@ def _judge_kernel(
     wait_for_earlier(OVERLAP)
     plan_row = tl.program_id(0).to(tl.int64)
     query, drafts = tl.load(num_query + plan_row), tl.load(num_drafts + plan_row)
-    accepted, next_token, held_nan = _judge_row(
-        plan_row, keys, staged_token_ids, query, drafts, tokens,
-        R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
+    accepted, next_token, held_nan = judge_row(
+        plan_row, keys, rates, seeds, query, drafts, slots, staged_token_ids,
+        staged_num_tokens, tokens, R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
     )  # fmt: skip
     tl.store(num_accepted + plan_row, accepted)
     tl.store(next_tokens + plan_row, next_token)
@@ -174,7 +117,7 @@ def _commit_kernel(
 ):
     wait_for_earlier(OVERLAP)
     plan_row = tl.program_id(0).to(tl.int64)
-    _commit_row(
+    commit_row(
         plan_row, tl.load(num_accepted + plan_row), tl.load(next_tokens + plan_row),
         tl.load(num_query + plan_row), slots, samples, staged_token_ids, staged_num_tokens,
         staged_num_computed, token_ids, num_tokens, num_computed, new_num_tokens,
@@ -185,6 +128,8 @@ def _commit_kernel(
 @triton.jit
 def _judge_and_commit_kernel(
     keys,  # [B, W, NUM_TILES]
+    rates,  # [K], or None: drafts are judged
+    seeds,  # [S], or None
     num_query,  # [B]
     num_drafts,  # [B]
     tokens,  # [B, W]
@@ -212,14 +157,14 @@ def _judge_and_commit_kernel(
     wait_for_earlier(OVERLAP)
     plan_row = tl.program_id(0).to(tl.int64)
     query, drafts = tl.load(num_query + plan_row), tl.load(num_drafts + plan_row)
-    accepted, next_token, held_nan = _judge_row(
-        plan_row, keys, staged_token_ids, query, drafts, tokens,
-        R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
+    accepted, next_token, held_nan = judge_row(
+        plan_row, keys, rates, seeds, query, drafts, slots, staged_token_ids,
+        staged_num_tokens, tokens, R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
     )  # fmt: skip
     tl.store(num_accepted + plan_row, accepted)
     tl.store(next_tokens + plan_row, next_token)
     tl.store(poisoned + plan_row, held_nan)
-    _commit_row(
+    commit_row(
         plan_row, accepted, next_token, query, slots, samples, staged_token_ids,
         staged_num_tokens, staged_num_computed, token_ids, num_tokens, num_computed,
         new_num_tokens, new_num_computed, token_stride, R, W_BLOCK,
@@ -251,7 +196,9 @@ def _publish_kernel(
     tl.store(draft_ids + slot * draft_stride + index, draft, live & (index < K))
 
 
-def judge(keys: Tensor, x: PaddedInputs, rows_per_window: int) -> Judgement:
+def judge(
+    keys: Tensor, x: PaddedInputs, rows_per_window: int, chances: Chances | None = None
+) -> Judgement:
     """Accept each window's drafts up to the first that is not the target's own token.
 
     Args:
@@ -259,17 +206,15 @@ def judge(keys: Tensor, x: PaddedInputs, rows_per_window: int) -> Judgement:
             W is 1, of the row of its last committed token.
         x: the step's inputs.
         rows_per_window: W, at least 1 + the largest number of drafts.
+        chances: say, in place of the target, how many drafts are accepted. Tokens of accepted
+            rows are then the drafts; what is poisoned is what it is without them.
     """
     judgement = _empty_judgement(x, rows_per_window)
     _judge_kernel[(x.slots.shape[0],)](
-        keys,
+        *_judge_arguments(keys, x, judgement, chances),
+        x.slots,
         x.token_ids,
-        x.num_query,
-        x.num_drafts,
-        judgement.tokens,
-        judgement.num_accepted,
-        judgement.next_token,
-        judgement.poisoned,
+        x.num_tokens,
         **_shape(keys, x, rows_per_window),
     )
     return judgement
@@ -301,19 +246,17 @@ def commit(
 
 
 def judge_and_commit(
-    sequences: Any, keys: Tensor, x: PaddedInputs, rows_per_window: int
+    sequences: Any,
+    keys: Tensor,
+    x: PaddedInputs,
+    rows_per_window: int,
+    chances: Chances | None = None,
 ) -> tuple[Judgement, PaddedLengths]:
     """``judge``, then ``commit``, in one launch."""
     judgement = _empty_judgement(x, rows_per_window)
     arguments, lengths = _commit_arguments(sequences, x)
     _judge_and_commit_kernel[(x.slots.shape[0],)](
-        keys,
-        x.num_query,
-        x.num_drafts,
-        judgement.tokens,
-        judgement.num_accepted,
-        judgement.next_token,
-        judgement.poisoned,
+        *_judge_arguments(keys, x, judgement, chances),
         *arguments,
         **_shape(keys, x, rows_per_window),
     )
@@ -326,27 +269,26 @@ def publish(sequences: Any, x: PaddedInputs, draft_ids: Tensor, num_drafts: Tens
     Args:
         sequences: the truth to write.
         x: the step's inputs.
-        draft_ids: [B, k] int64.
+        draft_ids: [B, k] int64, k at least 1.
         num_drafts: [B] int64, 0..k.
     """
     batch, k = draft_ids.shape
     assert draft_ids.is_contiguous()
-    assert k == sequences.max_num_drafts
-    if k:
-        _publish_kernel[(batch,)](
-            x.slots,
-            x.num_query,
-            x.samples,
-            draft_ids,
-            num_drafts,
-            sequences.draft_ids,
-            sequences.num_drafts,
-            sequences.draft_ids.stride(0),
-            K=k,
-            BLOCK=triton.next_power_of_2(k),
-            num_warps=1,
-            **overlapped(x.slots),
-        )
+    assert k == sequences.max_num_drafts > 0
+    _publish_kernel[(batch,)](
+        x.slots,
+        x.num_query,
+        x.samples,
+        draft_ids,
+        num_drafts,
+        sequences.draft_ids,
+        sequences.num_drafts,
+        sequences.draft_ids.stride(0),
+        K=k,
+        BLOCK=triton.next_power_of_2(k),
+        num_warps=1,
+        **overlapped(x.slots),
+    )
 
 
 def _empty_judgement(x: PaddedInputs, rows_per_window: int) -> Judgement:
@@ -356,6 +298,23 @@ def _empty_judgement(x: PaddedInputs, rows_per_window: int) -> Judgement:
         num_accepted=x.slots.new_empty(batch),
         next_token=x.slots.new_empty(batch),
         poisoned=x.slots.new_empty(batch, dtype=torch.bool),
+    )
+
+
+def _judge_arguments(
+    keys: Tensor, x: PaddedInputs, judgement: Judgement, chances: Chances | None
+) -> tuple[Tensor | None, ...]:
+    rates, seeds = (None, None) if chances is None else (chances.rates, chances.seeds)
+    return (
+        keys,
+        rates,
+        seeds,
+        x.num_query,
+        x.num_drafts,
+        judgement.tokens,
+        judgement.num_accepted,
+        judgement.next_token,
+        judgement.poisoned,
     )
 
 

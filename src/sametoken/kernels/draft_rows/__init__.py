@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from sametoken.kernels.draft_rows.layout import CatchUp, Chains
 
 
 class DraftRowKernels(Protocol):
-    """Both functions of a captured draft chain, on one device."""
+    """The functions of a chain of drafts, on one device."""
 
     def catch_up(
         self,
@@ -30,6 +31,14 @@ class DraftRowKernels(Protocol):
 
     def advanced(self, sequences: Any, chains: Chains) -> Chains:
         """The chains one position on; see ``reference.advanced``."""
+        ...
+
+    def take(self, rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        """Copies of the given rows, [R] int64, of one or two [T, W]."""
+        ...
+
+    def stacked(self, tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Drafts of plan rows that all have a chain; see ``reference.stacked``."""
         ...
 
 

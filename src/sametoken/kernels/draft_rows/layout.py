@@ -35,14 +35,15 @@ class CatchUp:
         token_ids: [T] int64, the committed token that each row holds.
         rows: where the rows stand, in the drafter's own KV. The newest token does not count
             as committed: the next step's rows start with it again.
-        source: [T] int64, each row's flat row in the step's hidden states; for the newest
-            token, which the target has not run, any valid one.
+        source: [T] int64, each row's flat row in the step's hidden states; None: the rows are
+            the step's own, in order. Rows with the newest token, of which the target has made
+            no state, have none.
         chains: the chains of drafts.
     """
 
     token_ids: Tensor
     rows: AttentionRows
-    source: Tensor
+    source: Tensor | None
     chains: Chains
 
     @property

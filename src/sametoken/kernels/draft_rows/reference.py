@@ -6,6 +6,7 @@ depends on the data, so that a whole chain of drafts can be captured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,8 +47,6 @@ def catch_up(
     positions = torch.where(live, positions, 0)
     committed = live & (positions < end[:, None])
     plan_rows = torch.arange(slots.shape[0], device=slots.device)
-    in_chunk = offset.clamp(max=rows_per_plan_row - 1)
-    source = plan_rows[:, None] * rows_per_plan_row + in_chunk
     positions = positions.flatten()
     ahead = 0 if with_newest else 1
     chain_positions = torch.where(samples, end, 0)
@@ -60,7 +59,7 @@ def catch_up(
     return CatchUp(
         sequences.token_ids[row_slots, positions + ahead],
         sequences.rows_at(row_slots, positions, width, committed.flatten()),
-        source.flatten(),
+        None,
         Chains(
             None,
             plan_rows * width + (stop - start - 1).clamp(min=0),
@@ -79,3 +78,18 @@ def advanced(sequences: Any, chains: Chains) -> Chains:
     """
     rows = sequences.rows_at(chains.rows.slots, chains.following, 1, chains.rows.committed)
     return Chains(chains.owner, chains.last, rows, chains.following + 1)
+
+
+def take(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    """Copies of the given rows, [R] int64, of one or two [T, W]."""
+    return tuple(each[rows] for each in states)
+
+
+def stacked(tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Draft ids [B, k] and their number [B], int64, of plan rows that all have a chain.
+
+    Args:
+        tokens: k of [B] int64, one for each draft position.
+        samples: [B] bool; other rows get no drafts.
+    """
+    return torch.stack(tuple(tokens), dim=1), samples * len(tokens)

@@ -3,6 +3,7 @@
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from sametoken.kernels.interface import AttentionRows
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
 _MAX_BLOCK = 256
+_COPIED_ELEMENTS = 1024
 
 
 @triton.jit
@@ -43,7 +45,6 @@ def _catch_up_kernel(
     row_slots,  # [B, W]
     row_kv_slots,  # [B, W]
     row_committed,  # [B, W] bool
-    row_source,  # [B, W]
     chain_last,  # [B]
     chain_positions,  # [B]
     chain_slots,  # [B]
@@ -95,7 +96,6 @@ def _catch_up_kernel(
     tl.store(row_slots + flat, row_slot, inside)
     tl.store(row_kv_slots + flat, kv_slot, inside)
     tl.store(row_committed + flat, live & (first + row < after), inside)
-    tl.store(row_source + flat, plan_row * R + tl.minimum(row, R - 1), inside)
 
 
 @triton.jit
@@ -121,6 +121,48 @@ def _advance_kernel(
     tl.store(new_following + chain, position + 1, inside)
 
 
+@triton.jit
+def _take_kernel(
+    rows,  # [R]
+    first,  # [T, WIDTH]
+    second,  # [T, WIDTH] or None
+    first_taken,  # [R, WIDTH], written
+    second_taken,  # [R, WIDTH], written, or None
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    place = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    source = tl.load(rows + place) * WIDTH + columns
+    target = place * WIDTH + columns
+    tl.store(first_taken + target, tl.load(first + source, inside), inside)
+    if second is not None:
+        tl.store(second_taken + target, tl.load(second + source, inside), inside)
+
+
+@triton.jit
+def _stack_kernel(
+    tokens,  # K of [B]
+    samples,  # [B] bool
+    drafted,  # [B, K], written
+    counts,  # [B], written
+    num_rows,  # B
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    plan_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = plan_row < num_rows
+    for i in tl.static_range(K):
+        tl.store(drafted + plan_row * K + i, tl.load(tokens[i] + plan_row, inside), inside)
+    sampled = tl.load(samples + plan_row, inside, other=0) != 0
+    tl.store(counts + plan_row, sampled.to(tl.int64) * K, inside)
+
+
 def catch_up(
     sequences: Any,
     slots: Tensor,
@@ -134,9 +176,7 @@ def catch_up(
     """Live rows and chains in one launch; arguments and results as in ``reference.catch_up``."""
     batch, width = slots.shape[0], rows_per_plan_row + with_newest
     # Each by itself: a part of a larger tensor may be unaligned, and cost a compilation more.
-    token_ids, positions, row_slots, kv_slots, source = (
-        slots.new_empty(batch * width) for _ in range(5)
-    )
+    token_ids, positions, row_slots, kv_slots = (slots.new_empty(batch * width) for _ in range(4))
     last, chain_positions, chain_slots, chain_kv_slots, following = (
         slots.new_empty(batch) for _ in range(5)
     )
@@ -155,7 +195,6 @@ def catch_up(
         row_slots,
         kv_slots,
         committed,
-        source,
         last,
         chain_positions,
         chain_slots,
@@ -177,7 +216,7 @@ def catch_up(
         chain_positions, chain_slots, chain_kv_slots, table, 1, chain_committed
     )
     rows = AttentionRows(positions, row_slots, kv_slots, table, width, committed)
-    return CatchUp(token_ids, rows, source, Chains(None, last, chain_rows, following))
+    return CatchUp(token_ids, rows, None, Chains(None, last, chain_rows, following))
 
 
 def advanced(sequences: Any, chains: Chains) -> Chains:
@@ -201,3 +240,45 @@ def advanced(sequences: Any, chains: Chains) -> Chains:
     )
     advanced_rows = AttentionRows(chains.following, rows.slots, kv_slots, table, 1, rows.committed)
     return Chains(chains.owner, chains.last, advanced_rows, following)
+
+
+def take(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    """Copies of the given rows, [R] int64, of one or two [T, W] of equal shape, in one launch."""
+    count, width = rows.shape[0], states[0].shape[1]
+    assert len(states) <= 2
+    assert all(each.shape == states[0].shape for each in states)
+    assert all(one.is_contiguous() for one in (rows, *states))
+    taken = tuple(each.new_empty(count, width) for each in states)
+    if count:
+        _take_kernel[(count, triton.cdiv(width, _COPIED_ELEMENTS))](
+            rows,
+            states[0],
+            states[1] if len(states) > 1 else None,
+            taken[0],
+            taken[1] if len(states) > 1 else None,
+            WIDTH=width,
+            BLOCK=_COPIED_ELEMENTS,
+            num_warps=4,
+            **overlapped(rows),
+        )
+    return taken
+
+
+def stacked(tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Drafts and their number in one launch; as ``reference.stacked``, with equal results."""
+    batch, k = samples.shape[0], len(tokens)
+    assert all(column.is_contiguous() for column in (*tokens, samples))
+    drafted, counts = tokens[0].new_empty(batch, k), tokens[0].new_empty(batch)
+    block = min(triton.next_power_of_2(batch), _MAX_BLOCK)
+    _stack_kernel[(triton.cdiv(batch, block),)](
+        tuple(tokens),
+        samples,
+        drafted,
+        counts,
+        batch,
+        K=k,
+        BLOCK=block,
+        num_warps=min(max(block // 32, 1), 4),
+        **overlapped(samples),
+    )
+    return drafted, counts

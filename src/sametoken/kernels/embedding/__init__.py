@@ -1,1 +1,1 @@
-"""Embedding lookup on the device."""
+"""Embedding lookup on the device, and embeddings normed beside hidden states."""

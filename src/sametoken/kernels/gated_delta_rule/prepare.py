@@ -6,6 +6,7 @@ The references are ``causal_conv1d.reference`` and, for what follows it, ``refer
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import triton
@@ -22,13 +23,19 @@ from sametoken.kernels.gated_delta_rule.runs import (
     NUM_ROWS,
     SLOT,
     Runs,
+    fact,
     raw_row,
 )
-from sametoken.kernels.overlap import overlapped, wait_then_release
+from sametoken.kernels.gemm.triton import _prefetch
+from sametoken.kernels.overlap import overlapped, release_next, wait
 
 _EPS = tl.constexpr(NORM_EPS)
 # Programs that fill a large GPU; with more rows than that each one runs several.
-_PROGRAMS = 8192
+_PROGRAMS = 2048
+# Heads of a program, at most.
+_MAX_HEADS = 4
+# Bytes of states that L2 keeps until the rule reads them.
+_ASKED_BYTES = 24 << 20
 
 
 @triton.jit
@@ -51,11 +58,13 @@ def _taps(
     channel,
     inside,
     K: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
 ):
-    """The convolution's weights of some channels: [TAPS_BLOCK, BLOCK] fp32."""
-    tap = tl.arange(0, TAPS_BLOCK)[:, None]
-    return tl.load(conv_weight + channel * K + tap, inside & (tap < K), other=0.0).to(tl.float32)
+    """The convolution's weights of some channels: K times fp32 of the channels' shape."""
+    taps = ()
+    for tap in tl.static_range(K):
+        weight = tl.load(conv_weight + channel * K + tap, inside, other=0.0)
+        taps += (weight.to(tl.float32),)  # type: ignore[assignment]
+    return taps
 
 
 @triton.jit
@@ -64,21 +73,24 @@ def _raw_rows(
     qkv, history, pending, first_row, num_folded, qkv_stride, channel, inside, empty,
     C: tl.constexpr,
     K: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the convolution reads at a row, of some channels: [TAPS_BLOCK, BLOCK] fp32."""
-    tap = tl.arange(0, TAPS_BLOCK)
-    index = t + tap
-    raw = raw_row(index, qkv, history, pending, first_row, num_folded, qkv_stride, C, K - 1)
-    # What came before a request's first row is zero.
-    exists = (tap < K) & ((index >= K - 1) | (empty == 0))
-    return tl.load(raw[:, None] + channel, exists[:, None] & inside, other=0.0).to(tl.float32)
+    """What the convolution reads at a row, of some channels: K times fp32 of their shape."""
+    rows = ()
+    for tap in tl.static_range(K):
+        index = t + tap
+        raw = raw_row(index, qkv, history, pending, first_row, num_folded, qkv_stride, C, K - 1)
+        # What came before a request's first row is zero.
+        exists = (index >= K - 1) | (empty == 0)
+        rows += (tl.load(raw + channel, exists & inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return rows
 
 
 @triton.jit
-def _convolved(raw, taps, conv_bias, channel, inside):
-    """SiLU of the convolution of raw rows [TAPS_BLOCK, BLOCK]: [BLOCK] fp32."""
-    summed = tl.sum(raw * taps, axis=0)
+def _convolved(raw, taps, conv_bias, channel, inside, K: tl.constexpr):
+    """SiLU of the convolution of raw rows, taps in order: fp32 of the channels' shape."""
+    summed = raw[0] * taps[0]
+    for tap in tl.static_range(1, K):
+        summed = tl.fma(raw[tap], taps[tap], summed)
     if conv_bias is not None:
         summed += tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
     return summed * _sigmoid(summed)
@@ -86,16 +98,60 @@ def _convolved(raw, taps, conv_bias, channel, inside):
 
 @triton.jit
 def _store_gates(gate, raw_a, raw_b, A_log, dt_bias, HV: tl.constexpr):
-    """Decay and beta of a head, HV apart, from the raw gates at two addresses."""
+    """Decay and beta of some heads, HV apart, from the raw gates at two addresses."""
     tl.store(gate, _decay(tl.load(raw_a).to(tl.float32), A_log, dt_bias))
     tl.store(gate + HV, _sigmoid(tl.load(raw_b).to(tl.float32)))
 
 
-@triton.jit(do_not_specialize=["max_pending"])
+@triton.jit
+def _prepare_row(
+    t,  # place among folded and new rows
+    row,  # [C + 2 * HV + HK], written
+    qkv, a, b, history, pending_qkv, pending_gates, A_log, dt_bias, conv_bias,
+    first_row, num_folded, empty, qkv_stride, a_stride, b_stride,
+    is_keys, head, channel, inside, taps, k_taps,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Some key heads' q, k and q . k of one row, or some value heads' v, decay and beta."""
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    k_channel = channel + HK * DK
+    # Both loads before either is waited for.
+    raw = _raw_rows(
+        t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, channel, inside,
+        empty, C, K,
+    )  # fmt: skip
+    k_raw = _raw_rows(
+        t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, k_channel,
+        inside & is_keys, empty, C, K,
+    )  # fmt: skip
+    mixed = _convolved(raw, taps, conv_bias, channel, inside, K)
+    if is_keys:
+        k = _convolved(k_raw, k_taps, conv_bias, k_channel, inside, K)
+        scale = tl.rsqrt(tl.sum(mixed * mixed, axis=1) + _EPS) * DK**-0.5
+        k_scale = tl.rsqrt(tl.sum(k * k, axis=1) + _EPS)
+        q_k = tl.sum(mixed * k, axis=1) * scale * k_scale
+        mixed *= scale[:, None]
+        tl.store(row + k_channel, k * k_scale[:, None], inside)
+        tl.store(row + C + 2 * HV + head, q_k)
+    else:
+        new = first_row + t - num_folded
+        is_new = t >= num_folded
+        held = pending_gates + t * 2 * HV + head
+        _store_gates(
+            row + C + head,
+            tl.where(is_new, a + new * a_stride + head, held),
+            tl.where(is_new, b + new * b_stride + head, held + HV),
+            tl.load(A_log + head), tl.load(dt_bias + head), HV,
+        )  # fmt: skip
+    tl.store(row + channel, mixed, inside)
+
+
+@triton.jit(do_not_specialize=["max_pending", "num_asked"])
 def _prepare_kernel(
     qkv,  # [T, C], rows qkv_stride apart
     a,  # [T, HV], rows a_stride apart
     b,  # [T, HV], rows b_stride apart
+    states,  # [S, HV, DK, DV]
     history,  # [S, K - 1, C]
     pending_qkv,  # [S, P, C]
     pending_gates,  # [S, P, 2 * HV]
@@ -109,71 +165,57 @@ def _prepare_kernel(
     a_stride,
     b_stride,
     max_pending,
+    num_asked,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     K: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    # The rule's kernel may load states from now on.
+    release_next(OVERLAP)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     WIDTH: tl.constexpr = C + 2 * HV + HK
     TAPS: tl.constexpr = K - 1
-    unit = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    # A unit is a key head, its q and its k, or a value head.
-    is_keys, head = unit < HK, tl.maximum(unit - HK, 0)
-    inside = column < tl.where(is_keys, DK, DV)
-    channel = tl.where(is_keys, unit * DK, 2 * HK * DK + head * DV) + column
-    k_channel = channel + HK * DK
-    # Weights are nobody's to write: they come before the wait.
-    taps = _taps(conv_weight, channel, inside, K, TAPS_BLOCK)
-    k_taps = _taps(conv_weight, k_channel, inside & is_keys, K, TAPS_BLOCK)
-
-    wait_then_release(OVERLAP)
     run = tl.program_id(2).to(tl.int64)
     field = runs + run * FIELDS
-    slot, first_row = tl.load(field + SLOT), tl.load(field + FIRST_ROW)
-    num_rows, num_folded = tl.load(field + NUM_ROWS), tl.load(field + NUM_FOLDED)
-    empty = tl.load(field + EMPTY) != 0
+    # A program has some key heads, their q and their k, or some value heads.
+    is_keys = tl.program_id(0) < HK // HEADS
+    first_head = tl.where(is_keys, tl.program_id(0), tl.program_id(0) - HK // HEADS) * HEADS
+    head = first_head + tl.arange(0, HEADS)
+    width = tl.where(is_keys, DK, DV)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (column < width) & (head[:, None] >= 0)
+    channel = tl.where(is_keys, 0, 2 * HK * DK) + head[:, None] * width + column
+    k_channel = channel + HK * DK
+    # Weights are nobody's to write, and the table was whole before this kernel began
+    # (``plan_runs``): they come before the wait.
+    taps = _taps(conv_weight, channel, inside, K)
+    k_taps = _taps(conv_weight, k_channel, inside & is_keys, K)
+    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
+    num_rows, num_folded = fact(field, NUM_ROWS), fact(field, NUM_FOLDED)
+    empty = fact(field, EMPTY) != 0
+    if OVERLAP and 4 * HEADS * DK * DV % 512 == 0:
+        asks = (run < num_asked) & (num_rows > 0) & (empty == 0) & (tl.program_id(1) == 0)
+        if asks & (is_keys == 0):
+            state_at = states + (slot * HV + first_head) * DK * DV + tl.arange(0, 1)
+            _prefetch(state_at, 4 * HEADS * DK * DV, 32)
+
+    wait(OVERLAP)
     total = tl.where(num_rows > 0, num_folded + num_rows, 0).to(tl.int32)
     history += slot * TAPS * C
     pending_qkv += slot * max_pending * C
     pending_gates += slot * max_pending * 2 * HV
     prepared += (first_row + run * max_pending) * WIDTH
     for t in range(tl.program_id(1), total, tl.num_programs(1)):
-        row = prepared + t * WIDTH
-        # Both loads before either is waited for.
-        raw = _raw_rows(
-            t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, channel, inside,
-            empty, C, K, TAPS_BLOCK,
+        _prepare_row(
+            t, prepared + t * WIDTH, qkv, a, b, history, pending_qkv, pending_gates, A_log, dt_bias,
+            conv_bias, first_row, num_folded, empty, qkv_stride, a_stride, b_stride,
+            is_keys, head, channel, inside, taps, k_taps, HK, HV, DK, DV, K,
         )  # fmt: skip
-        k_raw = _raw_rows(
-            t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, k_channel,
-            inside & is_keys, empty, C, K, TAPS_BLOCK,
-        )  # fmt: skip
-        mixed = _convolved(raw, taps, conv_bias, channel, inside)
-        if is_keys:
-            k = _convolved(k_raw, k_taps, conv_bias, k_channel, inside)
-            scale = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + _EPS) * DK**-0.5
-            k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
-            q_k = tl.sum(mixed * k, axis=0) * scale * k_scale
-            mixed *= scale
-            tl.store(row + k_channel, k * k_scale, inside)
-            tl.store(row + C + 2 * HV + unit, q_k)
-        else:
-            new = first_row + t - num_folded
-            is_new = t >= num_folded
-            held = pending_gates + t * 2 * HV + head
-            _store_gates(
-                row + C + head,
-                tl.where(is_new, a + new * a_stride + head, held),
-                tl.where(is_new, b + new * b_stride + head, held + HV),
-                tl.load(A_log + head), tl.load(dt_bias + head), HV,
-            )  # fmt: skip
-        tl.store(row + channel, mixed, inside)
 
 
 def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemory) -> Tensor:
@@ -187,13 +229,17 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
     assert raw.qkv.shape[1] == spec.conv_channels == memory.history.shape[2]
     batch, heads = runs.table.shape[0], spec.num_value_heads
     num_rows = raw.qkv.shape[0] + batch * memory.max_pending
-    units = spec.num_key_heads + heads
-    prepared = memory.states.new_empty(num_rows, spec.conv_channels + heads + units)
-    lanes = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, units * batch)))
-    _prepare_kernel[(units, lanes, batch)](
+    prepared = memory.states.new_empty(
+        num_rows, spec.conv_channels + 2 * heads + spec.num_key_heads
+    )
+    together = math.gcd(spec.num_key_heads, heads, _MAX_HEADS)
+    programs = (spec.num_key_heads + heads) // together
+    lanes = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, programs * batch)))
+    _prepare_kernel[(programs, lanes, batch)](
         raw.qkv,
         raw.a,
         raw.b,
+        memory.states,
         memory.history,
         memory.pending_qkv,
         memory.pending_gates,
@@ -202,10 +248,11 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
         prepared,
         *raw.strides,
         memory.max_pending,
+        _ASKED_BYTES // memory.states[0].nbytes,
         **sizes(spec),
+        HEADS=together,
         BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
-        TAPS_BLOCK=triton.next_power_of_2(spec.conv_kernel),
-        num_warps=1,
+        num_warps=together,
         **overlapped(prepared),
     )
     return prepared

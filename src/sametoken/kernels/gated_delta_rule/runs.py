@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.kernels.interface import AttentionRows
-from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.overlap import overlapped, wait
 
 # Columns of the table of runs.
 SLOT = tl.constexpr(0)
@@ -59,7 +59,9 @@ def _plan_runs_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    # And lets no other kernel begin before it has ended: those of the layers read the table, and
+    # states that the pass before wrote, before they wait for anything.
+    wait(OVERLAP)
     run = tl.program_id(0).to(tl.int64)
     if starts is None:
         first = run * rows_per_run
@@ -156,6 +158,12 @@ def _run_starts(slots: Tensor, most: int) -> Tensor:
     run = torch.zeros_like(slots)
     run[1:] = (slots[1:] != slots[:-1]).cumsum(0)
     return torch.searchsorted(run, torch.arange(most + 1, device=slots.device))
+
+
+@triton.jit
+def fact(field, place: tl.constexpr):
+    """A field of a run, past L1, which need not know yet what another kernel wrote."""
+    return tl.load(field + place, cache_modifier=".cg")
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from sametoken.kernels.gated_delta_rule.runs import (
     SLOT,
     STOP_ROW,
     Runs,
+    fact,
     plan_runs,
     raw_row,
 )
@@ -102,11 +103,6 @@ def _updated(state, k, decay, delta):
 
 
 @triton.jit
-def _fact(field, place: tl.constexpr):
-    return tl.load(field + place, cache_modifier=".cg")
-
-
-@triton.jit
 def _advance_tile(
     tile,
     run,
@@ -134,17 +130,17 @@ def _advance_tile(
     is_key, is_value = key < DK, value < DV
     inside = is_key[:, :, :, None] & is_value
 
-    # All at once: a load that waits for another one costs as much as the row itself. And past
-    # L1, which need not know before the wait what earlier kernels wrote.
-    slot, first_row = _fact(field, SLOT), _fact(field, FIRST_ROW)
-    num_rows, stop_row = _fact(field, NUM_ROWS).to(tl.int32), _fact(field, STOP_ROW)
-    num_folded, num_lasting = _fact(field, NUM_FOLDED).to(tl.int32), _fact(field, NUM_LASTING)
-    empty, broken = _fact(field, EMPTY) != 0, _fact(field, BROKEN) != 0
+    # All at once: a load that waits for another one costs as much as the row itself.
+    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
+    num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
+    num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
+    empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
     # Offsets from one address: a thread keeps no address per element.
     state_at = states + (slot * HV + head) * DK * DV + (key[:, :, :, None] * DV + value)
     exists = inside & (empty == 0) & (num_rows > 0)
     state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
-    # ``prepare`` released this kernel when all before it had ended, and writes no state.
+    # Nobody else writes the layer's states between ``plan_runs``, which nothing overtakes, and
+    # here.
     wait(OVERLAP)
 
     prepared += (first_row + run * max_pending) * WIDTH
@@ -156,7 +152,8 @@ def _advance_tile(
     out += first_row * HV * DV + head * DV + value
     # One loop, so that a folded row and a new one go through the same instructions; what only
     # new rows need stands apart.
-    for t in tl.range(num_folded + num_rows, num_stages=STAGES):
+    total = num_folded + num_rows
+    for t in tl.range(total, num_stages=STAGES):
         at, is_new = t * WIDTH, t >= num_folded
         k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, None]
         q = tl.load(q_at + at, is_key & is_new, other=0.0)[:, :, :, None]
@@ -167,7 +164,9 @@ def _advance_tile(
             read = tl.fma(delta, tl.load(q_k_at + at), decay * _along(state, q))
             row = out + (t - num_folded) * HV * DV
             tl.store(row, read.to(out.dtype.element_ty), is_value)
-        state = _updated(state, k, decay, delta)
+        # Nobody needs what a last row that stays pending would make of the state.
+        if (t + 1 < total) | (t + 1 == num_lasting):
+            state = _updated(state, k, decay, delta)
         if t + 1 == num_lasting:
             tl.store(state_at, state, inside)
 

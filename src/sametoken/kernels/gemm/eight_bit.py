@@ -1,7 +1,8 @@
 """Weights in eight bits for the logits of drafts: how they are made, and their product.
 
-A weight is float8 e4m3 with one scale per output feature; activations are not quantized but
-for fp16's range. Only drafts may come of such products: no token of the target's.
+A weight is float8 e4m3 with one scale per output feature. Activations come of an RMS norm:
+they are rounded to e4m3 as they are. Only drafts may come of such products: no token of
+the target's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from sametoken.kernels.gemm import reference
 from sametoken.kernels.gemm.reference import PlainWeight
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_LARGEST_HALF = torch.finfo(torch.float16).max
 _SLICE_ELEMENTS = 1 << 24
 
 
@@ -47,6 +47,14 @@ class EightBitWeight:
         return self.matrix.nbytes + self.scale.nbytes
 
 
+def rounded(x: Tensor) -> Tensor:
+    """The nearest float8 e4m3 of each element, ties to even; beyond its range the largest.
+
+    NaN stays NaN.
+    """
+    return x.float().clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+
+
 def quantize(weight: Tensor) -> EightBitWeight:
     """[N, K] of any floating dtype, rounded to nearest on its device, some rows at a time.
 
@@ -60,15 +68,10 @@ def quantize(weight: Tensor) -> EightBitWeight:
         values = weight[rows].float()
         largest = values.abs().amax(dim=1)
         scale[rows] = torch.where(largest > 0, largest / _LARGEST, 1.0)
-        quotients = values / scale[rows, None]
-        matrix[rows] = quotients.clamp_(-_LARGEST, _LARGEST).to(matrix.dtype)
+        matrix[rows] = rounded(values / scale[rows, None])
     return EightBitWeight(matrix, scale)
 
 
 def logits(x: Tensor, weight: EightBitWeight) -> Tensor:
-    """``fp16(x) @ weight.T``: [L, K] -> [L, V] fp32.
-
-    What fp16 cannot hold of x becomes its largest value.
-    """
-    halves = x.float().clamp(-_LARGEST_HALF, _LARGEST_HALF).half()
-    return reference.logits(halves, PlainWeight(weight.matrix)) * weight.scale
+    """``rounded(x) @ weight.T``: [L, K] -> [L, V] fp32."""
+    return reference.logits(rounded(x), PlainWeight(weight.matrix)) * weight.scale

@@ -8,6 +8,7 @@ depend on the row count, the tiles, or the form (tests/gpu/test_gemm_gpu.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +108,7 @@ def product(
     assert (operand is not None) == (epilogue in ("bias", "add"))
     if isinstance(config, CublasConfig):
         return _library_product(x, matrix, epilogue, operand)
-    return _triton_product(config, x, matrix, epilogue, operand)
+    return tiled_product(config, x, matrix, epilogue, operand)
 
 
 def _library_product(
@@ -123,12 +124,22 @@ def _library_product(
     return silu_mul(out) if epilogue == "silu_mul" else out
 
 
-def _triton_product(
-    config: TritonConfig, x: Tensor, matrix: Tensor, epilogue: Epilogue, operand: Tensor | None
+def tiled_product(
+    config: TritonConfig,
+    x: Tensor,
+    matrix: Tensor,
+    epilogue: Epilogue | Literal["scaled_logits"],
+    operand: Tensor | None,
 ) -> Tensor:
+    """``product`` by the Triton kernel, which knows one epilogue more.
+
+    "scaled_logits" gives fp32 times ``operand``, a scale per feature [N], of float8 e4m3
+    alone. Its bits depend on ``config.block_depth``, and on no other choice.
+    """
     rows, in_features = x.shape
     out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
-    dtype = torch.float32 if epilogue == "logits" else x.dtype
+    row_bytes = in_features * x.element_size()
+    dtype = torch.float32 if epilogue in ("logits", "scaled_logits") else x.dtype
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if not rows:
         return out
@@ -155,7 +166,7 @@ def _triton_product(
         in_features,
         EPILOGUE=epilogue,
         OVERLAP=config.overlap,
-        PREFETCH_BYTES=min(config.prefetch_bytes, in_features * x.element_size()) // 16 * 16,
+        PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
         PIECES=max(1, 32 * config.num_warps // config.block_features),
         EVEN_DEPTH=in_features % config.block_depth == 0,
         BLOCK_ROWS=config.block_rows,
@@ -172,7 +183,7 @@ def _product_kernel(
     weight,  # [out_features, in_features]; [2 * out_features, in_features] for silu_mul
     x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
     w_tiles,
-    operand,  # bias [out_features], residual [rows, out_features], or None
+    operand,  # bias or scale [out_features], residual [rows, out_features], or None
     out,  # [rows, out_features]
     rows,
     out_features,
@@ -210,17 +221,19 @@ def _product_kernel(
         x_tile = _tile(x_tiles, first_row, x_at, k, row < rows, inside, EVEN_DEPTH)
         present = feature < out_features
         w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
-        acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+        acc = _with_products(acc, w_tile, x_tile)
         if EPILOGUE == "silu_mul":
             first_up = out_features + first_feature
             w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
-            up = tl.dot(w_tile, x_tile.T, up, input_precision="ieee")
+            up = _with_products(up, w_tile, x_tile)
 
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
     dtype = out.dtype.element_ty
     if EPILOGUE == "bias":
         acc += tl.load(operand + feature, mask=feature < out_features, other=0)[:, None]
+    elif EPILOGUE == "scaled_logits":
+        acc *= tl.load(operand + feature, mask=feature < out_features, other=0)[:, None]
     elif EPILOGUE == "add":
         residual = tl.load(operand + at, mask=stored, other=0)
         acc = acc.to(dtype).to(tl.float32) + residual.to(tl.float32)
@@ -235,8 +248,17 @@ def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
     if tiles is not None:
         return tiles.load([first, k])
     if EVEN_DEPTH:
-        return tl.load(at + k, mask=present[:, None], other=0)
-    return tl.load(at + k, mask=present[:, None] & inside[None, :], other=0)
+        return tl.load(at + k, mask=present[:, None], other=0.0)
+    return tl.load(at + k, mask=present[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _with_products(acc, w_tile, x_tile):
+    """``acc + w_tile @ x_tile.T``: [features, rows] fp32."""
+    if w_tile.dtype == tl.float8e4nv:
+        # Hopper keeps some 14 bits of a sum of eight-bit products: that of one tile alone.
+        return acc + tl.dot(w_tile, x_tile.T)
+    return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
 
 
 @triton.jit

@@ -10,23 +10,19 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.kernels.experts import reference as experts_reference
-from sametoken.kernels.experts.reference import SeparateExperts
+from sametoken.kernels.composed import ComposedKernels
 from sametoken.kernels.gated_delta_rule.layout import SlotRows
 from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
-    Cuts,
     LayerKV,
-    PackedExperts,
     PackedWeight,
     QKNorm,
     RotaryTable,
 )
 from sametoken.kernels.native.library import NativeLibrary, load_library
 from sametoken.kernels.native.memory import WeightMemory
-from sametoken.kernels.truncation import reference as truncation
 
 MAX_HEAD_DIM = 1024
 
@@ -53,7 +49,7 @@ class PanelWeight:
         return self.panels.numel()
 
 
-class NativeKernels:
+class NativeKernels(ComposedKernels):
     """``Kernels`` in C for CPUs; contracts are those of the protocol.
 
     Raises:
@@ -158,24 +154,6 @@ class NativeKernels:
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return self.silu_mul(self.linear(x, weight))
 
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
-    ) -> SeparateExperts:
-        return SeparateExperts(tuple(gate_up), tuple(down))
-
-    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return experts_reference.route(logits, top_k, normalise)
-
-    def mix_experts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix(self, x, experts, chosen, weights)
-
-    def mix_expert_parts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix_parts(self, x, experts, chosen, weights)
-
     def rope_and_cache(
         self,
         qkv: Tensor,
@@ -242,9 +220,6 @@ class NativeKernels:
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
         return out
-
-    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
-        truncation.truncate(logits, slots, cuts)
 
     def sample(
         self,

@@ -27,6 +27,21 @@ _GATED_ELEMENTS = 1024
 
 
 @triton.jit
+def store_normed(
+    out,  # [WIDTH], written
+    value,  # [BLOCK] fp32, 0 beyond WIDTH
+    factor,  # [BLOCK] fp32
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The norm of one row, times ``factor``."""
+    columns = tl.arange(0, BLOCK)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    tl.store(out + columns, (value * scale * factor).to(out.dtype.element_ty), columns < WIDTH)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x,  # [T, WIDTH]
     residual,  # [T, WIDTH] or None, replaced by x + residual
@@ -48,8 +63,7 @@ def _rms_norm_kernel(
         total = added.to(residual.dtype.element_ty)
         tl.store(residual + start + columns, total, inside)
         value = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
-    tl.store(out + start + columns, (value * scale * factor).to(out.dtype.element_ty), inside)
+    store_normed(out + start, value, factor, eps, WIDTH, BLOCK)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,7 +109,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     assert gate.stride(1) == 1
     assert gate.shape == x.shape == (num_rows, heads * dim)
     assert weight.is_contiguous()
-    assert _aligned(x, weight)
+    assert aligned(x, weight)
     out = torch.empty_like(x)
     block = triton.next_power_of_2(dim)
     group = min(triton.next_power_of_2(heads), max(_GATED_ELEMENTS // block, 1))
@@ -131,26 +145,23 @@ def _launch_rms_norm(
 ) -> None:
     num_rows, width = x.shape
     assert x.is_contiguous()
-    assert _aligned(x, out, weight, x if residual is None else residual)
+    assert aligned(x, out, weight, x if residual is None else residual)
     assert weight.shape == (width,)
     assert weight.is_contiguous()
     if num_rows:
-        block = triton.next_power_of_2(width)
-        num_warps = min(max(block // _ELEMENTS_PER_WARP, 1), 16)
         _rms_norm_kernel[(num_rows,)](
-            x,
-            residual,
-            weight,
-            out,
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=num_warps,
-            **overlapped(x),
+            x, residual, weight, out, eps, **row_program(width), **overlapped(x)
         )
 
 
-def _aligned(*tensors: Tensor) -> bool:
+def row_program(width: int) -> dict[str, int]:
+    """Launch options of a program that norms one row: they set the layout of its sum."""
+    block = triton.next_power_of_2(width)
+    num_warps = min(max(block // _ELEMENTS_PER_WARP, 1), 16)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps}
+
+
+def aligned(*tensors: Tensor) -> bool:
     """Whether wide loads may start at each; other code, with other sums, would serve the rest."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
@@ -275,7 +286,7 @@ def rope_and_cache(
     assert qkv.stride(1) == 1
     for tensor in (rotary.cos, rotary.sin, rows.positions, rows.kv_slots, kv.keys, kv.values):
         assert tensor.is_contiguous()
-    assert _aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
+    assert aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
 
     q = qkv.new_empty(num_rows, shape.num_heads, head_dim)
     heads = min(triton.next_power_of_2(num_kv_heads), _MAX_HEADS_PER_PROGRAM)

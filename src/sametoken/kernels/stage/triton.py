@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
 _MAX_BLOCK = 256
 
@@ -33,7 +34,7 @@ class PaddedInputs:
         num_tokens, num_computed: [B] int64, before the step.
         num_query: [B] int64, 0 for padding.
         num_drafts: [B] int64.
-        samples: [B] bool.
+        samples: [B] bool; False for padding.
         token_ids: [B * R] int64; 0 in dead rows.
         rows: where the flat rows stand.
     """
@@ -58,7 +59,7 @@ def _stage_kernel(
     slots,  # [B]
     num_query,  # [B]
     draft_limit,  # [B] or None: no drafts
-    samples,  # [B] bool
+    samples,  # [B], 0 or 1
     token_ids,  # [S, max_len]
     num_tokens,  # [S]
     num_computed,  # [S]
@@ -69,6 +70,7 @@ def _stage_kernel(
     staged_num_computed,  # [B]
     staged_num_query,  # [B]
     staged_num_drafts,  # [B]
+    staged_samples,  # [B] bool
     staged_token_ids,  # [B, R]
     staged_positions,  # [B, R]
     staged_slots,  # [B, R]
@@ -81,21 +83,25 @@ def _stage_kernel(
     block_size,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_earlier(OVERLAP)
     plan_row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + plan_row)
     # Padding is named twice, so that neither a stale slot nor a stale count can wake it.
     query = tl.where(slot == reserved_slot, 0, tl.load(num_query + plan_row).to(tl.int64))
     computed = tl.load(num_computed + slot)
+    sampled = (query > 0) & (tl.load(samples + plan_row) != 0)
     drafts = query * 0
     if draft_limit is not None:
         offered = tl.minimum(tl.load(num_drafts + slot), tl.load(draft_limit + plan_row))
-        drafts = tl.where((query > 0) & (tl.load(samples + plan_row) != 0), offered, 0)
+        drafts = tl.where(sampled, offered, 0)
     if tl.program_id(1) == 0:
         tl.store(staged_num_tokens + plan_row, tl.load(num_tokens + slot))
         tl.store(staged_num_computed + plan_row, computed)
         tl.store(staged_num_query + plan_row, query)
         tl.store(staged_num_drafts + plan_row, drafts)
+        tl.store(staged_samples + plan_row, sampled)
 
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = row < R
@@ -127,7 +133,7 @@ def stage_windows(
         sequences: the device's truth (``state.sequences.Sequences``).
         slots: [B] int64; padding holds the reserved slot.
         draft_limit: [B] int64, 0..k.
-        live: [B] bool, False for padding.
+        live: [B] int64 or bool: 1, or 0 for padding.
         rows_per_window: R, at least 1 + the largest draft limit.
     """
     return _stage(sequences, slots, live, draft_limit, live, rows_per_window)
@@ -142,7 +148,7 @@ def stage_chunks(
         sequences: the device's truth (``state.sequences.Sequences``).
         slots: [B] int64; padding holds the reserved slot.
         num_query: [B] int64, 0..R; 0 for padding.
-        samples: [B] bool, whether the chunk reaches the last committed token.
+        samples: [B] int64 or bool, whether the chunk reaches the last committed token.
         rows_per_chunk: R.
     """
     return _stage(sequences, slots, num_query, None, samples, rows_per_chunk)
@@ -161,6 +167,7 @@ def _stage(
     num_tokens, num_computed, staged_query, num_drafts = (slots.new_empty(batch) for _ in range(4))
     token_ids, positions, row_slots, kv_slots = (slots.new_empty(batch * rows) for _ in range(4))
     committed = slots.new_empty(batch * rows, dtype=torch.bool)
+    staged_samples = slots.new_empty(batch, dtype=torch.bool)
     block = min(triton.next_power_of_2(rows), _MAX_BLOCK)
     _stage_kernel[(batch, triton.cdiv(rows, block))](
         slots,
@@ -177,6 +184,7 @@ def _stage(
         num_computed,
         staged_query,
         num_drafts,
+        staged_samples,
         token_ids,
         positions,
         row_slots,
@@ -190,6 +198,7 @@ def _stage(
         R=rows,
         BLOCK=block,
         num_warps=min(max(block // 32, 1), 4),
+        **overlapped(slots),
     )
     return PaddedInputs(
         slots=slots,
@@ -197,7 +206,7 @@ def _stage(
         num_computed=num_computed,
         num_query=staged_query,
         num_drafts=num_drafts,
-        samples=samples,
+        samples=staged_samples,
         token_ids=token_ids,
         rows=AttentionRows(positions, row_slots, kv_slots, sequences.block_table, rows, committed),
     )

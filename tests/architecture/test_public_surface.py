@@ -20,7 +20,7 @@ ENGINE = {
     "seed": 0,
     "max_model_len": None,
     "max_num_seqs": 64,
-    "max_num_batched_tokens": 2048,
+    "max_num_batched_tokens": 0,
     "enable_prefix_caching": True,
     "enforce_eager": False,
     "tensor_parallel_size": 1,

@@ -2,7 +2,8 @@
 
 A kernel launched so must call ``wait_for_earlier`` before it touches memory that another
 kernel writes. As every kernel of a chain waits for the whole of the one before, the chain
-stays in order.
+stays in order. One that waits and releases nothing early is overtaken by none: what came
+before it, and what it wrote, kernels after it may read before they wait.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -38,17 +39,6 @@ def wait_for_earlier(OVERLAP: tl.constexpr):
     """Let the next kernel be set up, then wait until all earlier ones have finished."""
     release_next(OVERLAP)
     wait(OVERLAP)
-
-
-@triton.jit
-def wait_then_release(OVERLAP: tl.constexpr):
-    """Wait until all earlier kernels have finished, then let the next one run beside this one.
-
-    The next kernel may then read, before its own wait, what kernels before this one wrote,
-    but nothing that this one writes.
-    """
-    wait(OVERLAP)
-    release_next(OVERLAP)
 
 
 def overlapped(tensor: Tensor) -> dict[str, bool]:

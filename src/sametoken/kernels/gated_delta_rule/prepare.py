@@ -6,7 +6,6 @@ The references are ``causal_conv1d.reference`` and, for what follows it, ``refer
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import triton
@@ -26,16 +25,11 @@ from sametoken.kernels.gated_delta_rule.runs import (
     fact,
     raw_row,
 )
-from sametoken.kernels.gemm.triton import _prefetch
 from sametoken.kernels.overlap import overlapped, release_next, wait
 
 _EPS = tl.constexpr(NORM_EPS)
 # Programs that fill a large GPU; with more rows than that each one runs several.
-_PROGRAMS = 2048
-# Heads of a program, at most.
-_MAX_HEADS = 4
-# Bytes of states that L2 keeps until the rule reads them.
-_ASKED_BYTES = 24 << 20
+_PROGRAMS = 8192
 
 
 @triton.jit
@@ -98,7 +92,7 @@ def _convolved(raw, taps, conv_bias, channel, inside, K: tl.constexpr):
 
 @triton.jit
 def _store_gates(gate, raw_a, raw_b, A_log, dt_bias, HV: tl.constexpr):
-    """Decay and beta of some heads, HV apart, from the raw gates at two addresses."""
+    """Decay and beta of a head, HV apart, from the raw gates at two addresses."""
     tl.store(gate, _decay(tl.load(raw_a).to(tl.float32), A_log, dt_bias))
     tl.store(gate + HV, _sigmoid(tl.load(raw_b).to(tl.float32)))
 
@@ -112,7 +106,7 @@ def _prepare_row(
     is_keys, head, channel, inside, taps, k_taps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Some key heads' q, k and q . k of one row, or some value heads' v, decay and beta."""
+    """One key head's q, k and q . k of one row, or one value head's v, decay and beta."""
     C: tl.constexpr = 2 * HK * DK + HV * DV
     k_channel = channel + HK * DK
     # Both loads before either is waited for.
@@ -127,11 +121,11 @@ def _prepare_row(
     mixed = _convolved(raw, taps, conv_bias, channel, inside, K)
     if is_keys:
         k = _convolved(k_raw, k_taps, conv_bias, k_channel, inside, K)
-        scale = tl.rsqrt(tl.sum(mixed * mixed, axis=1) + _EPS) * DK**-0.5
-        k_scale = tl.rsqrt(tl.sum(k * k, axis=1) + _EPS)
-        q_k = tl.sum(mixed * k, axis=1) * scale * k_scale
-        mixed *= scale[:, None]
-        tl.store(row + k_channel, k * k_scale[:, None], inside)
+        scale = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + _EPS) * DK**-0.5
+        k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
+        q_k = tl.sum(mixed * k, axis=0) * scale * k_scale
+        mixed *= scale
+        tl.store(row + k_channel, k * k_scale, inside)
         tl.store(row + C + 2 * HV + head, q_k)
     else:
         new = first_row + t - num_folded
@@ -146,12 +140,11 @@ def _prepare_row(
     tl.store(row + channel, mixed, inside)
 
 
-@triton.jit(do_not_specialize=["max_pending", "num_asked"])
+@triton.jit(do_not_specialize=["max_pending"])
 def _prepare_kernel(
     qkv,  # [T, C], rows qkv_stride apart
     a,  # [T, HV], rows a_stride apart
     b,  # [T, HV], rows b_stride apart
-    states,  # [S, HV, DK, DV]
     history,  # [S, K - 1, C]
     pending_qkv,  # [S, P, C]
     pending_gates,  # [S, P, 2 * HV]
@@ -165,13 +158,11 @@ def _prepare_kernel(
     a_stride,
     b_stride,
     max_pending,
-    num_asked,
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     K: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -182,14 +173,13 @@ def _prepare_kernel(
     TAPS: tl.constexpr = K - 1
     run = tl.program_id(2).to(tl.int64)
     field = runs + run * FIELDS
-    # A program has some key heads, their q and their k, or some value heads.
-    is_keys = tl.program_id(0) < HK // HEADS
-    first_head = tl.where(is_keys, tl.program_id(0), tl.program_id(0) - HK // HEADS) * HEADS
-    head = first_head + tl.arange(0, HEADS)
+    # A unit is a key head, its q and its k, or a value head.
+    unit, column = tl.program_id(0), tl.arange(0, BLOCK)
+    is_keys = unit < HK
+    head = tl.where(is_keys, unit, unit - HK)
     width = tl.where(is_keys, DK, DV)
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (column < width) & (head[:, None] >= 0)
-    channel = tl.where(is_keys, 0, 2 * HK * DK) + head[:, None] * width + column
+    inside = column < width
+    channel = tl.where(is_keys, 0, 2 * HK * DK) + head * width + column
     k_channel = channel + HK * DK
     # Weights are nobody's to write, and the table was whole before this kernel began
     # (``plan_runs``): they come before the wait.
@@ -198,11 +188,6 @@ def _prepare_kernel(
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
     num_rows, num_folded = fact(field, NUM_ROWS), fact(field, NUM_FOLDED)
     empty = fact(field, EMPTY) != 0
-    if OVERLAP and 4 * HEADS * DK * DV % 512 == 0:
-        asks = (run < num_asked) & (num_rows > 0) & (empty == 0) & (tl.program_id(1) == 0)
-        if asks & (is_keys == 0):
-            state_at = states + (slot * HV + first_head) * DK * DV + tl.arange(0, 1)
-            _prefetch(state_at, 4 * HEADS * DK * DV, 32)
 
     wait(OVERLAP)
     total = tl.where(num_rows > 0, num_folded + num_rows, 0).to(tl.int32)
@@ -229,17 +214,13 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
     assert raw.qkv.shape[1] == spec.conv_channels == memory.history.shape[2]
     batch, heads = runs.table.shape[0], spec.num_value_heads
     num_rows = raw.qkv.shape[0] + batch * memory.max_pending
-    prepared = memory.states.new_empty(
-        num_rows, spec.conv_channels + 2 * heads + spec.num_key_heads
-    )
-    together = math.gcd(spec.num_key_heads, heads, _MAX_HEADS)
-    programs = (spec.num_key_heads + heads) // together
-    lanes = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, programs * batch)))
-    _prepare_kernel[(programs, lanes, batch)](
+    units = spec.num_key_heads + heads
+    prepared = memory.states.new_empty(num_rows, spec.conv_channels + heads + units)
+    lanes = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, units * batch)))
+    _prepare_kernel[(units, lanes, batch)](
         raw.qkv,
         raw.a,
         raw.b,
-        memory.states,
         memory.history,
         memory.pending_qkv,
         memory.pending_gates,
@@ -248,11 +229,9 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
         prepared,
         *raw.strides,
         memory.max_pending,
-        _ASKED_BYTES // memory.states[0].nbytes,
         **sizes(spec),
-        HEADS=together,
         BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
-        num_warps=together,
+        num_warps=1,
         **overlapped(prepared),
     )
     return prepared

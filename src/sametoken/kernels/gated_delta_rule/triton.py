@@ -152,8 +152,7 @@ def _advance_tile(
     out += first_row * HV * DV + head * DV + value
     # One loop, so that a folded row and a new one go through the same instructions; what only
     # new rows need stands apart.
-    total = num_folded + num_rows
-    for t in tl.range(total, num_stages=STAGES):
+    for t in tl.range(num_folded + num_rows, num_stages=STAGES):
         at, is_new = t * WIDTH, t >= num_folded
         k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, None]
         q = tl.load(q_at + at, is_key & is_new, other=0.0)[:, :, :, None]
@@ -164,9 +163,7 @@ def _advance_tile(
             read = tl.fma(delta, tl.load(q_k_at + at), decay * _along(state, q))
             row = out + (t - num_folded) * HV * DV
             tl.store(row, read.to(out.dtype.element_ty), is_value)
-        # Nobody needs what a last row that stays pending would make of the state.
-        if (t + 1 < total) | (t + 1 == num_lasting):
-            state = _updated(state, k, decay, delta)
+        state = _updated(state, k, decay, delta)
         if t + 1 == num_lasting:
             tl.store(state_at, state, inside)
 

@@ -30,20 +30,24 @@ WIDE = 100_000
 #: Depth of the load pipeline by a tile's rows; each fits the 99 KiB of compute capability 8.9.
 _STAGES = {16: 5, 32: 4, 64: 4, 128: 3}
 
+#: The same for wide weights, whose tiles have half as many features.
+_WIDE_STAGES = {16: 6, 32: 6, 64: 6, 128: 3}
+
 _ROUNDED_PER_PROGRAM = 1024
 
 
 def default_config(out_features: int, rows: int, overlap: bool) -> TritonConfig:
     """A kernel for a shape; ``benchmarks/eight_bit_gpu.py`` times others beside it."""
     block_rows = next((size for size in _STAGES if rows <= size), 128)
+    wide, large = out_features >= WIDE, block_rows == 128
     return TritonConfig(
         block_rows,
-        128,
+        64 if wide and not large else 128,
         DEPTH,
-        num_warps=8 if block_rows == 128 else 4,
-        num_stages=_STAGES[block_rows],
+        num_warps=8 if large else 4,
+        num_stages=(_WIDE_STAGES if wide else _STAGES)[block_rows],
         overlap=overlap,
-        prefetch_bytes=0 if out_features >= WIDE else 1024,
+        prefetch_bytes=0 if wide else 1024,
     )
 
 

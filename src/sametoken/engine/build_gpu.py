@@ -65,8 +65,9 @@ def graphed(
     )
     # Every launch has a row of a step at least, and every step in flight a buffer.
     verdicts, sequences = eager.ring.rows, eager.sequences
+    largest_batch = max(*windows, *CHUNKS_TOGETHER)
     plans = PlanRing.allocate(
-        verdicts.shape[0], windows[-1], sequences.reserved_slot, sequences.device
+        verdicts.shape[0], largest_batch, sequences.reserved_slot, sequences.device
     )
     graphs = StepGraphs(step, windows, chunks, plans, verdicts)
     report = graphs.capture_all()

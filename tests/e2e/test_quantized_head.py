@@ -1,10 +1,11 @@
-"""Drafts' logits of eight-bit weights: the same tokens, and drafts nearly as good."""
+"""Draft heads in eight bits: the same tokens, and drafts nearly as good."""
 
 from __future__ import annotations
 
 import pytest
 
 from helpers.harness import run
+from helpers.packed import packed_in
 from helpers.twin import Twin, twin_requests
 from sametoken.kernels.gemm.eight_bit import EightBitWeight
 
@@ -14,10 +15,11 @@ from sametoken.kernels.gemm.eight_bit import EightBitWeight
 def test_a_quantized_twin_changes_no_token_and_is_mostly_right(tmp_path, k, seed):
     """The module as it is would be right always."""
     twin = Twin(tmp_path, seed, quantized=True)
-    assert isinstance(twin.head.lm_head, EightBitWeight)
+    weights = [name for name, one in packed_in(twin.head) if isinstance(one, EightBitWeight)]
+    assert len(weights) == 6
     ran = run(twin.engine(k), twin_requests())
     assert ran.tokens == twin.plain(twin_requests())
-    # Seen: 0.82 to 1. A step of e4m3 is 1/8 of a number, and 23 logits lie close at times.
+    # Seen: 0.91 to 0.96. A step of e4m3 is 1/8 of a number, and 23 logits lie close at times.
     assert ran.accepted > 0.8 * ran.offered > 0
 
 

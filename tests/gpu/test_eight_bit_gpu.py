@@ -1,4 +1,4 @@
-"""Drafts' logits of eight-bit weights on a chip: their row law, and the tokens end to end."""
+"""Products in eight bits for draft heads on a chip: their row law, and the tokens end to end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_files import OPTIONS, requests, speculation, write_files
+from gpu_files import OPTIONS, SIZES, requests, write_files
 from recorded_gpu import Recording, drive
 
-from helpers.checkpoints import write_checkpoint
+from helpers.checkpoints import eagle1_tensors, write_checkpoint, write_eagle1
 from helpers.hybrids import FULL, LINEAR, twin_config, twin_tensors
 from sametoken.config import EngineConfig
+from sametoken.drafters.quantized import in_eight_bits
 from sametoken.engine.build import build_engine
 from sametoken.kernels.gemm import eight_bit
 from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
-from sametoken.kernels.gemm.eight_bit_triton import DEPTH, default_config, logits, rounded
-from sametoken.kernels.gemm.tuning import TritonConfig
+from sametoken.kernels.gemm.eight_bit_triton import (
+    DEPTH,
+    default_config,
+    linear,
+    linear_silu_mul,
+    logits,
+    product,
+    rounded,
+)
+from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig
 from sametoken.kernels.select import select_kernels
 from sametoken.models.loader import load_model
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
@@ -52,6 +61,13 @@ CONFIGS = [
     TritonConfig(64, 128, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
     TritonConfig(256, 64, DEPTH, num_warps=8, num_stages=3),
 ]
+GATED_CONFIGS = [
+    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=5, overlap=True),
+    TritonConfig(32, 64, DEPTH, num_warps=8, num_stages=4, tma=True),
+    TritonConfig(64, 64, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
+    TritonConfig(64, 128, DEPTH, num_warps=8, num_stages=3),
+    TritonConfig(128, 64, DEPTH, num_warps=8, num_stages=3),
+]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -64,7 +80,7 @@ def weight_of(features: int, depth: int) -> EightBitWeight:
     return quantize(normal(features, depth, seed=1) / depth**0.5)
 
 
-# Logits
+# Products
 
 
 @pytest.mark.parametrize(
@@ -74,7 +90,7 @@ def weight_of(features: int, depth: int) -> EightBitWeight:
 def test_logits_are_those_of_the_reference(features, depth):
     x, weight = normal(64, depth), weight_of(features, depth)
     expected = eight_bit.logits(x, weight)
-    # Of each of 33 terms the unit cuts off up to 2**-13 of the largest, a sum of 128 products
+    # Of 33 terms the unit cuts off up to 2**-13 of the largest, a sum of 128 products
     # or one of them: below 2**5 deviations of a product. K / 32 times 33 such errors, each
     # as often up as down, make up to sqrt(33 / 32) * 2**-8 of the deviation of K products.
     bound = 2**-7
@@ -85,76 +101,137 @@ def test_logits_are_those_of_the_reference(features, depth):
         assert error < bound, (rows, float(error))
 
 
-def test_sums_of_integers_beyond_14_bits_are_exact():
-    """A turn's sum stays below 2**13; that of all turns, added in fp32, passes 2**16."""
+@pytest.mark.parametrize("depth", [4096, 1544])
+def test_results_in_bf16_are_those_of_the_reference(depth):
+    """As above, and a rounding or three to 8 bits."""
+    x, weight = normal(64, depth) * 3, weight_of(1024, depth)
+    bias = normal(1024, seed=5)
+    expected = eight_bit.linear(x, weight)
+    gate, up = expected.float().chunk(2, dim=1)
+    for got, wanted in (
+        (linear(x, weight), expected),
+        (linear(x, weight, bias), eight_bit.linear(x, weight, bias)),
+        (linear_silu_mul(x, weight), torch.nn.functional.silu(gate) * up),
+    ):
+        assert got.dtype == torch.bfloat16
+        assert got.shape == wanted.shape
+        assert (got.float() - wanted.float()).norm() / wanted.float().norm() < 2**-6
+
+
+@pytest.mark.parametrize("form", [linear, logits])
+def test_sums_of_integers_beyond_14_bits_are_exact(form):
+    """A turn's sum stays below 2**13 steps; that of all turns, added in fp32, passes 2**16."""
     generator = torch.Generator("cuda").manual_seed(0)
     options = {"device": CUDA, "generator": generator}
-    x = torch.randint(1, 8, (70, 8192), **options).bfloat16()
+    x = torch.randint(1, 8, (70, 8192), **options).float()
+    # A largest of 7 has the scale 2**-6: every element is one of e4m3.
+    x[:, 100] = 7
+    x *= 2.0 ** (torch.arange(70, device=CUDA) % 7 - 3)[:, None]
     matrix = torch.randint(1, 8, (1024, 8192), **options).float().to(torch.float8_e4m3fn)
     weight = EightBitWeight(matrix, torch.ones(1024, device=CUDA))
     expected = (x.double() @ matrix.double().T).float()
-    assert expected.min() > 2**16
+    assert expected.max() > 2**19
     for rows in (1, 16, 33, 70):
-        assert torch.equal(logits(x[:rows], weight), expected[:rows])
+        assert torch.equal(form(x[:rows], weight), expected[:rows])
 
 
-def test_every_activation_of_16_bits_is_rounded_as_by_the_reference():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (64, 256), (5, 4097), (3, 24576), (2, 40960)])
+def test_activations_have_the_bits_of_the_reference(rows, width, dtype):
+    """Of the GPU's own arithmetic in PyTorch and of the processor's."""
+    x = (normal(rows, width).float() * 4.0 ** normal(rows, width, seed=7).float()).to(dtype)
+    assert x.isfinite().all()
+    found = rounded(x)
+    for reference in (eight_bit.rounded(x), eight_bit.rounded(x.cpu())):
+        for got, expected in zip(found, reference, strict=True):
+            assert torch.equal(got.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+
+def test_every_number_of_16_bits_is_rounded_as_by_the_reference():
+    """256 rows; of the last ones' exponent there are infinities and NaN alone."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=CUDA)
     for dtype in (torch.bfloat16, torch.float16):
-        x = bits.view(dtype)
-        got, expected = rounded(x), eight_bit.rounded(x)
-        is_nan = x.isnan()
-        assert torch.equal(got.view(torch.uint8)[~is_nan], expected.view(torch.uint8)[~is_nan])
-        assert torch.equal(got.float().isnan(), is_nan)
+        x = bits.view(dtype).view(256, 256)
+        finite = x.isfinite().all(dim=1)
+        assert finite.sum() > 240
+        for got, expected in zip(rounded(x), eight_bit.rounded(x), strict=True):
+            assert torch.equal(got[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 
 
-def test_a_row_with_nan_has_no_logits():
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", [linear, linear_silu_mul, logits])
+def test_a_row_with_nan_or_an_infinity_has_no_result(form, what):
     x, weight = normal(3, 576), weight_of(8192, 576)
-    x[1, 500] = torch.nan
-    is_nan = logits(x, weight).isnan()
+    x[1, 500] = what
+    is_nan = form(x, weight).isnan()
     assert is_nan[1].all()
     assert not is_nan[[0, 2]].any()
 
 
-@pytest.mark.parametrize(("features", "depth"), [(8192, 1024), (8192, 576), (100_352, 512)])
-def test_no_tile_and_no_number_of_rows_changes_a_row(features, depth):
+def test_rows_of_zeros_or_of_next_to_nothing_give_zeros():
+    x, weight = torch.zeros(3, 576, device=CUDA), weight_of(8192, 576)
+    x[1], x[2, 0] = 2.0**-140, -(2.0**-126)
+    assert not logits(x, weight).any()
+    assert torch.equal(rounded(x)[1], eight_bit.rounded(x)[1])
+
+
+@pytest.mark.parametrize(
+    ("features", "depth", "epilogue"),
+    [
+        (8192, 1024, "logits"),
+        (100_352, 512, "logits"),
+        (8192, 576, "none"),
+        (4096, 12288, "none"),
+        (6144, 1024, "bias"),
+        (24576, 1024, "silu_mul"),
+        (1024, 576, "silu_mul"),
+    ],
+)
+def test_no_tile_and_no_number_of_rows_changes_a_row(features, depth, epilogue):
     x, weight = normal(300, depth), weight_of(features, depth)
-    first = TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=4)
-    expected = torch.cat([logits(x[i : i + 16], weight, first) for i in range(0, 300, 16)])
+    bias = normal(features, seed=5) if epilogue == "bias" else None
+    first = TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=3)
+
+    def run(rows: torch.Tensor, config: TritonConfig | None = None) -> torch.Tensor:
+        return product(rows, weight, epilogue, bias, config)
+
+    expected = torch.cat([run(x[i : i + 16], first) for i in range(0, 300, 16)])
+    shape = GemmShape(features, depth, epilogue)
+    tiles = GATED_CONFIGS if epilogue == "silu_mul" else CONFIGS
     for rows in (1, 3, 16, 17, 32, 33, 64, 65, 300):
-        for config in (*CONFIGS, default_config(features, rows, overlap=True)):
-            out = logits(x[:rows], weight, config)
-            assert torch.equal(out, expected[:rows]), (config, rows)
+        for config in (*tiles, default_config(shape, rows, overlap=True)):
+            assert torch.equal(run(x[:rows], config), expected[:rows]), (config, rows)
     company = torch.full_like(x, torch.nan)
     company[77] = x[0]
-    assert torch.equal(logits(company, weight)[77], expected[0])
+    assert torch.equal(run(company)[77], expected[0])
 
 
 def test_a_captured_chain_of_dependent_products_replays_the_same_bits():
-    weights = [quantize(normal(2048, 2048, seed=seed) / 45) for seed in range(8)]
-    x = normal(4, 2048).float()
+    """Each kernel starts before the one in front ends, the roundings between them too."""
+    wide = [quantize(normal(8192, 2048, seed=seed) / 45) for seed in range(4)]
+    narrow = [quantize(normal(2048, 4096, seed=9 + seed) / 20) for seed in range(4)]
+    x = normal(4, 2048)
 
-    def chain() -> torch.Tensor:
+    def chain(between) -> torch.Tensor:
         y = x
-        for weight in weights * 4:
-            y = logits(y, weight)
-        return y
+        for gate_up, down in list(zip(wide, narrow, strict=True)) * 4:
+            y = linear_silu_mul(y, gate_up)
+            between()
+            y = linear(y, down)
+            between()
+        return logits(y, wide[0])
 
-    def one_by_one() -> torch.Tensor:
-        y = x
-        for weight in weights * 4:
-            y = logits(y, weight)
-            torch.cuda.synchronize()
-        return y
-
-    one_by_one()
+    chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = chain()
+        out = chain(lambda: None)
     for seed in range(10):
         x.copy_(normal(4, 2048, seed=seed))
         graph.replay()
-        assert torch.equal(out, one_by_one())
+        expected = chain(torch.cuda.synchronize)
+        assert expected.isfinite().all()
+        assert expected.any()
+        assert torch.equal(out, expected)
 
 
 def test_quantizing_takes_no_second_copy_of_a_large_weight():
@@ -177,8 +254,11 @@ def test_quantizing_takes_no_second_copy_of_a_large_weight():
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """A target and an EAGLE-3 head that knows nothing of it."""
-    return write_files(tmp_path_factory.mktemp("llama"), "LlamaForCausalLM")
+    """A target, and heads that know nothing of it."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = SIZES | {"num_hidden_layers": 1}
+    eagle = write_eagle1(folder / "eagle", eagle1_tensors(**sizes), **sizes)
+    return write_files(folder, "LlamaForCausalLM") | {"eagle": eagle}
 
 
 @pytest.fixture(scope="module")
@@ -202,19 +282,28 @@ def generate(path, spec: dict | None, items, **options) -> Recording:
     return drive(core, items)
 
 
-def test_a_quantized_eagle3_head_changes_no_token(dense):
-    items = list(requests(12, MAX_TOKENS))
-    spec = speculation(dense)["eagle3"] | {"quantization": "fp8"}
+def plain_requests(count: int):
+    """Requests whose logits need no processing, so that every step is captured."""
+    return [item for item in requests(count, MAX_TOKENS) if item.params.top_p == 1]
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_quantized_head_changes_no_token_and_drafts_alike_in_graphs(dense, method):
+    items = plain_requests(16)
+    spec = {"method": method, "num_speculative_tokens": 3, "quantization": "fp8"}
+    spec["model"] = str(dense["head" if method == "eagle3" else "eagle"])
     plain = generate(dense["target"], None, items, enforce_eager=True)
-    for eager in (False, True):
-        ran = generate(dense["target"], spec, items, enforce_eager=eager)
-        assert ran.tokens == plain.tokens
-        assert ran.offered > 0
+    eager, graph = (
+        generate(dense["target"], spec, items, enforce_eager=eager) for eager in (True, False)
+    )
+    assert graph.tokens == eager.tokens == plain.tokens
+    assert (graph.offered, graph.accepted) == (eager.offered, eager.accepted)
+    assert graph.offered > 0
 
 
 def test_a_quantized_module_changes_no_token_and_is_nearly_as_good(twin):
     """Token 0 begins every prompt, as a twin wants it."""
-    items = list(first_token_zero(requests(16, MAX_TOKENS)))
+    items = list(first_token_zero(plain_requests(18)))
     module = {"method": "mtp", "num_speculative_tokens": 3}
     plain = generate(twin, None, items, enforce_eager=True)
     whole = generate(twin, module, items)
@@ -223,10 +312,10 @@ def test_a_quantized_module_changes_no_token_and_is_nearly_as_good(twin):
         for eager in (False, True)
     )
     assert whole.tokens == graph.tokens == eager.tokens == plain.tokens
-    # On the CPU 0.98 of all drafts are accepted, and 0.91 of a quantized module's.
+    assert (graph.offered, graph.accepted) == (eager.offered, eager.accepted)
+    # On the CPU 0.99 of all drafts are accepted, and 0.77 of a quantized module's.
     assert whole.accepted > 0.85 * whole.offered
-    for ran in (graph, eager):
-        assert ran.accepted > 0.75 * ran.offered
+    assert graph.accepted > 0.65 * graph.offered
 
 
 def first_token_zero(items):
@@ -235,13 +324,13 @@ def first_token_zero(items):
 
 
 def test_drafts_of_a_quantized_module_are_mostly_those_of_the_module_as_it_is(twin):
-    """Over rows that nothing relates."""
+    """Over rows that nothing relates, through all of its products but attention's."""
     plain, quantized = logits_of(twin, CUDA)
     error = (quantized - plain).norm() / plain.norm()
-    # A matrix in e4m3 is 0.026 off, its mantissa of 3 bits rounded to nearest, and rows are too.
-    assert 0.01 < error < 2 * 0.026
+    # One product is 0.037 off, its matrix and its activations 0.026 each; four follow here.
+    assert 0.01 < error < 3 * 0.037
     # Of 1500 logits the two largest are 0.26 deviations apart on average.
-    assert (quantized.argmax(dim=1) == plain.argmax(dim=1)).float().mean() > 0.8
+    assert (quantized.argmax(dim=1) == plain.argmax(dim=1)).float().mean() > 0.75
 
 
 def logits_of(path, device: torch.device) -> list[torch.Tensor]:
@@ -251,15 +340,18 @@ def logits_of(path, device: torch.device) -> list[torch.Tensor]:
     target = load_model(path, kernels=kernels, **options)
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)).bfloat16().to(device)
     head = MTPCheckpoint(path).load(target, kernels=kernels, **options)
-    last = head.norm(head.layer.mlp(head.fc(x)))
-    quantized = replace(head, lm_head=kernels.eight_bit(head.lm_head))
-    return [one.compute_logits(last) for one in (head, quantized)]
+    return [
+        one.compute_logits(one.norm(one.layer.mlp(one.fc(x))))
+        for one in (head, in_eight_bits(head, kernels))
+    ]
 
 
-def test_an_own_projection_leaves_memory_when_its_eight_bits_are_made():
+def test_own_projections_leave_memory_when_their_eight_bits_are_made():
     kernels = select_kernels(CUDA)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     weight = kernels.pack(normal(32000, 4096))
     weight = kernels.eight_bit(weight)
     assert torch.cuda.memory_allocated() - before < weight.nbytes + (4 << 20)
+    # Which matrices are in use is known by weak references.
+    assert kernels.prove((1, 64)) == ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -13,6 +12,7 @@ from helpers.hybrids import twin_config, twin_tensors
 from helpers.spoilt import Spoilt, make_stream
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.eagle import EagleDrafter
+from sametoken.drafters.quantized import in_eight_bits
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model
@@ -59,7 +59,7 @@ class Twin:
         self.target = load_model(directory, **options)
         self.head = MTPCheckpoint(directory).load(self.target, **options)
         if quantized:
-            self.head = replace(self.head, lm_head=kernels.eight_bit(self.head.lm_head))
+            self.head = in_eight_bits(self.head, kernels)
 
     def engine(self, k: int, *, steps_in_flight: int = 1, spoil: bool = False, device="late"):
         make: Callable = self._spoilt if spoil else self._drafter

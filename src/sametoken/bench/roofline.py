@@ -65,10 +65,10 @@ class Traffic:
 
 
 class DraftElements(NamedTuple):
-    """Elements of matrices: those of layers, and of projections to logits."""
+    """Elements of matrices: of projections, which may be in eight bits, and of experts."""
 
-    layers: int
-    logits: int
+    projections: int
+    experts: int
 
 
 def step_traffic(resolved: ResolvedConfig) -> Traffic:
@@ -95,7 +95,7 @@ def step_traffic(resolved: ResolvedConfig) -> Traffic:
 
 def _draft_bytes(config: SpeculativeConfig, target: ModelConfig, itemsize: int) -> int:
     read = draft_elements(config, target)
-    return read.layers * itemsize + read.logits * (1 if config.quantization else itemsize)
+    return read.projections * (1 if config.quantization else itemsize) + read.experts * itemsize
 
 
 def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftElements:
@@ -111,21 +111,24 @@ def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftEleme
     k, path = config.num_speculative_tokens, Path(config.model or "")
     if config.method == "draft_model":
         model = read_config(path)
-        layers = k * _layers(model, model.hidden_size)
-        return DraftElements(layers, k * _head(model, model.vocab_size))
+        layers = _layers(model, model.hidden_size)
+        return DraftElements(k * (layers + _head(model, model.vocab_size)), 0)
     if config.method == "eagle":
         model = Eagle1Checkpoint(path).config.layer
-        layers = k * (2 * model.hidden_size**2 + _layers(model, model.hidden_size))
-        return DraftElements(layers, k * _head(model, model.vocab_size))
+        layers = 2 * model.hidden_size**2 + _layers(model, model.hidden_size)
+        return DraftElements(k * (layers + _head(model, model.vocab_size)), 0)
     if config.method == "eagle3":
         head = Eagle3Checkpoint(path).config
         fusion = head.num_aux * head.target_hidden_size * head.layer.hidden_size
         # Only the first pass reads the target's states and so the fusion.
-        layers = fusion + k * _layers(head.layer, 2 * head.layer.hidden_size)
-        return DraftElements(layers, k * _head(head.layer, head.draft_vocab_size))
+        one_pass = _layers(head.layer, 2 * head.layer.hidden_size)
+        one_pass += _head(head.layer, head.draft_vocab_size)
+        return DraftElements(fusion + k * one_pass, 0)
     if config.method == "mtp":
-        layers = k * (2 * target.hidden_size**2 + _gated_layer(target))
-        return DraftElements(layers, k * _head(target, target.vocab_size))
+        layer = _gated_layer(target)
+        one_pass = 2 * target.hidden_size**2 + layer.projections
+        one_pass += _head(target, target.vocab_size)
+        return DraftElements(k * one_pass, k * layer.experts)
     return DraftElements(0, 0)
 
 
@@ -135,16 +138,17 @@ def _layers(model: ModelConfig, attention_width: int) -> int:
     return model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
 
 
-def _gated_layer(model: ModelConfig) -> int:
+def _gated_layer(model: ModelConfig) -> DraftElements:
     """One layer of gated attention; of a mixture of experts, what one row reads."""
     q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (3 * q_size + 2 * kv_size)
     settings = Settings(model.extra, model.architecture)
     if not settings.get("num_experts"):
-        return attention + 3 * model.hidden_size * model.intermediate_size
+        return DraftElements(attention + 3 * model.hidden_size * model.intermediate_size, 0)
     routed = settings.integer("num_experts_per_tok") * settings.integer("moe_intermediate_size")
     width = 3 * (routed + settings.integer("shared_expert_intermediate_size"))
-    return attention + model.hidden_size * (width + settings.integer("num_experts") + 1)
+    gates = settings.integer("num_experts") + 1
+    return DraftElements(attention, model.hidden_size * (width + gates))
 
 
 def _head(model: ModelConfig, vocab_size: int) -> int:

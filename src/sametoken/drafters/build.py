@@ -17,6 +17,7 @@ from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.extract import extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
+from sametoken.drafters.quantized import in_eight_bits
 from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.interface import Kernels
@@ -215,7 +216,7 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
         max_positions=placement.max_positions,
     )
     if spec.quantization is not None:
-        head = replace(head, lm_head=placement.kernels.eight_bit(head.lm_head))
+        head = in_eight_bits(head, placement.kernels)
 
     def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
         return EagleDrafter(head, _given(kv_cache), k, coupling)

@@ -127,7 +127,7 @@ def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def require_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuse drafts' logits of eight-bit weights where no kernel makes them.
+    """Refuse draft heads in eight bits where no kernel runs them.
 
     Raises:
         UnsupportedError: naming the device, or what its GPU lacks.
@@ -135,7 +135,7 @@ def require_quantization(config: EngineConfig, device: torch.device) -> None:
     spec = config.speculative_config
     if spec is None or spec.quantization is None:
         return
-    asked = f"quantization {spec.quantization!r} of a draft head's projection to logits"
+    asked = f"quantization {spec.quantization!r} of a draft head"
     if device.type != "cuda":
         raise UnsupportedError(f"{asked} does not run on a CPU", 'leave "quantization" out')
     capability = torch.cuda.get_device_capability(device)

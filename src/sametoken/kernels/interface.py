@@ -164,7 +164,9 @@ class Kernels(Protocol):
         ...
 
     def eight_bit(self, weight: PackedWeight) -> PackedWeight:
-        """A copy in eight bits, with which ``logits`` makes logits of drafts and nothing else.
+        """A copy in eight bits for draft heads: no token of the target may come of one.
+
+        ``linear``, ``gated_linear`` and ``logits`` take it, and round activations likewise.
 
         Raises:
             UnsupportedError: this bundle has no products with such weights.

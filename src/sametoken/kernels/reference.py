@@ -38,6 +38,8 @@ class ReferenceKernels(ComposedKernels):
         return eight_bit.quantize(_own(weight).matrix)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, EightBitWeight):
+            return eight_bit.linear(x, weight, bias)
         return gemm.linear(x, _own(weight), bias)
 
     def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:

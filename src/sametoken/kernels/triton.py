@@ -77,6 +77,8 @@ class TritonKernels:
         return quantize(_own(weight).matrix)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, EightBitWeight):
+            return eight_bit_triton.linear(x, weight, bias)
         return gemm.linear(x, _own(weight), bias, table=self.table)
 
     def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -85,6 +87,8 @@ class TritonKernels:
         return gemm.logits(x, _own(weight), table=self.table)
 
     def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        if isinstance(weight, EightBitWeight):
+            return eight_bit_triton.linear_silu_mul(x, weight)
         return gemm.linear_silu_mul(x, _own(weight), table=self.table)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

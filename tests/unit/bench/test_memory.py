@@ -10,14 +10,21 @@ import pytest
 import torch
 
 from helpers.checkpoints import LLAMA
+from helpers.packed import packed_in
 from sametoken.bench import memory
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
+from sametoken.drafters.quantized import in_eight_bits
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
-from sametoken.models.loader import read_config
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
+from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.loader import load_model
+from sametoken.models.mtp_checkpoint import MTPCheckpoint
 
 MB, GB = 10**6, 10**9
+HEADS = {"eagle": Eagle1Checkpoint, "eagle3": Eagle3Checkpoint, "mtp": MTPCheckpoint}
 # Qwen3.5-9B's sizes, as its config.json has them.
 QWEN_3_5_9B = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -135,17 +142,20 @@ def test_what_is_counted_is_what_an_engine_holds(tmp_path, monkeypatch, method):
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
-def test_quantized_logits_are_the_drafter_s_and_stand_for_a_weight_of_its_own(tmp_path, method):
-    """Of these heads EAGLE-3's alone has a projection of its own, to 9 tokens."""
+def test_a_quantized_head_s_matrices_are_all_the_drafter_s(tmp_path, method):
+    """A copy of what it shares with the target, and of its own no more than the copy."""
     path, spec = cases(tmp_path)[method]
+    options = {"kernels": ReferenceKernels(), "dtype": torch.float32, "max_positions": 1}
+    options["device"] = torch.device("cpu")
+    target = load_model(Path(path), **options, load_format="dummy")
+    checkpoint = HEADS[method](Path(spec.get("model", path)), load_format="dummy")
+    head = in_eight_bits(checkpoint.load(target, **options), options["kernels"])
+    held = [weight for name, weight in packed_in(head) if name != "embedding"]
     plain = measure_memory(config(path, spec))
     found = measure_memory(config(path, spec | {"quantization": "fp8"}))
-    architecture = read_config(Path(path))
-    rows = 9 if method == "eagle3" else architecture.vocab_size
-    elements = rows * architecture.hidden_size
-    in_eight_bits, own = elements + 4 * rows, 4 * elements if method == "eagle3" else 0
-    expected = plain.draft_weights + in_eight_bits - own
+    expected = sum(weight.nbytes for weight in held)
     assert found == dataclasses.replace(plain, draft_weights=expected)
+    assert expected < plain.draft_weights
 
 
 def test_speculation_is_what_a_request_takes_beyond_plain_decoding(tmp_path):

@@ -76,7 +76,8 @@ def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_
     mtp = SpeculativeConfig("mtp", 3)
     found = draft_elements(mtp, target.config)
     assert 4 * sum(found) == 3 * one_pass
-    assert 4 * found.logits == 3 * head.lm_head.nbytes
+    mixture = head.layer.mlp.nbytes - unread if experts_left else 0
+    assert 4 * found.experts == 3 * mixture
 
 
 def test_prompt_lookup_reads_no_weights(tmp_path):
@@ -124,8 +125,9 @@ def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
     assert traffic.kv_per_token == per_token * (1 + 2 * (models - 1))
 
 
-def test_quantized_logits_are_read_at_a_byte_an_element_and_all_else_as_it_is(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_a_quantized_module_is_read_at_a_byte_an_element_but_for_its_experts(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps(hybrid_config(kind)))
     spec = SpeculativeConfig("mtp", 3)
     config = EngineConfig(
         str(tmp_path), load_format="dummy", max_model_len=32, speculative_config=spec
@@ -136,10 +138,11 @@ def test_quantized_logits_are_read_at_a_byte_an_element_and_all_else_as_it_is(tm
         resolved, config=dataclasses.replace(config, speculative_config=spec)
     )
     plain, found = step_traffic(resolved), step_traffic(quantized)
-    logits = 3 * resolved.model.vocab_size * HIDDEN
-    expected = plain.draft_weights - 3 * logits
+    read = draft_elements(spec, resolved.model)
+    assert plain.draft_weights == 4 * sum(read)
+    expected = read.projections + 4 * read.experts
     assert found == dataclasses.replace(plain, draft_weights=expected)
-    assert plain.draft_weights > 4 * logits
+    assert bool(read.experts) == (kind == "qwen3_next")
 
 
 def test_a_drafter_s_kv_is_read_once_per_pass(tmp_path):

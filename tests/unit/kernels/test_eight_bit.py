@@ -1,4 +1,4 @@
-"""Weights in eight bits among what bundles pack, and the bundle that has none."""
+"""Products in eight bits by the reference, and the bundle that has none."""
 
 from __future__ import annotations
 
@@ -18,43 +18,83 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_logits_of_a_weight_in_eight_bits_are_nearly_those_of_the_weight():
-    x, matrix = normal(5, 40), normal(24, 40, seed=1)
+def test_products_with_a_weight_in_eight_bits_are_nearly_those_of_the_weight():
+    x, matrix, bias = normal(5, 40), normal(24, 40, seed=1), normal(24, seed=2)
     packed = KERNELS.pack(matrix.clone())
     weight = KERNELS.eight_bit(packed)
     assert isinstance(weight, EightBitWeight)
     assert weight.nbytes < matrix.nbytes / 3
-    got, exact = KERNELS.logits(x, weight), KERNELS.logits(x, packed)
-    assert torch.equal(got, eight_bit.logits(x, weight))
-    assert 0 < (got - exact).norm() / exact.norm() < 0.05
+    for got, exact in (
+        (KERNELS.logits(x, weight), KERNELS.logits(x, packed)),
+        (KERNELS.linear(x, weight), KERNELS.linear(x, packed)),
+        (KERNELS.linear(x, weight, bias), KERNELS.linear(x, packed, bias)),
+        (KERNELS.gated_linear(x, weight), KERNELS.gated_linear(x, packed)),
+    ):
+        assert got.shape == exact.shape
+        assert 0 < (got - exact).norm() / exact.norm() < 0.08
     assert torch.equal(packed.matrix, matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_but_logits_are_rounded_once_to_the_dtype_of_the_activations(dtype):
+    x, weight = normal(5, 40).to(dtype), eight_bit.quantize(normal(24, 40, seed=1))
+    bias = normal(24, seed=2).to(dtype)
+    logits = KERNELS.logits(x, weight)
+    assert logits.dtype == torch.float32
+    linear = KERNELS.linear(x, weight)
+    assert torch.equal(linear, logits.to(dtype))
+    assert torch.equal(KERNELS.linear(x, weight, bias), (logits + bias).to(dtype))
+    assert torch.equal(KERNELS.gated_linear(x, weight), KERNELS.silu_mul(linear))
 
 
 def test_activations_are_rounded_to_the_nearest_number_of_eight_bits():
     x = normal(4, 300) * 10.0 ** torch.arange(-3, 1)[:, None]
-    got = eight_bit.rounded(x).float()
+    x[0, :9] = 0
+    matrix, scale = eight_bit.rounded(x)
+    assert torch.equal(matrix.float().abs().amax(dim=1), torch.full((4,), 448.0))
     # Three bits of mantissa; below 2**-6 steps are of one size, 2**-9.
-    assert ((got - x).abs() <= (x.abs() / 16).clamp(min=2**-10)).all()
-    ties = torch.tensor([1.0625, 1.1875, -1.0625, 2**-10, 3 * 2**-10])
-    assert eight_bit.rounded(ties).tolist() == [1.0, 1.25, -1.0, 0.0, 2**-8]
+    in_steps = x.double() / scale.double()[:, None]
+    limit = (in_steps.abs() / 16).clamp(min=2**-10) * (1 + 2**-20)
+    assert ((matrix.double() - in_steps).abs() <= limit).all()
+    assert not matrix.float()[0, :9].any()
 
 
-def test_a_row_with_nan_has_no_logits_and_the_others_have_theirs():
+def test_ties_go_to_the_even_number():
+    ties = torch.tensor([[448.0, 1.0625, 1.1875, -1.0625, 2**-10, 3 * 2**-10]])
+    matrix, scale = eight_bit.rounded(ties)
+    assert scale.item() == 1
+    assert matrix[0].tolist() == [448.0, 1.0, 1.25, -1.0, 0.0, 2**-8]
+
+
+def test_a_row_of_zeros_or_of_next_to_nothing_stays_finite():
+    x = torch.zeros(3, 40)
+    x[1], x[2, 0] = 2.0**-149, -(2.0**-126)
+    matrix, scale = eight_bit.rounded(x)
+    assert not matrix.float().any()
+    assert (scale > 0).all()
+    assert not eight_bit.logits(x, eight_bit.quantize(normal(24, 40))).any()
+
+
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_a_row_with_nan_or_an_infinity_has_no_result_and_the_others_have_theirs(what):
     x, weight = normal(5, 40), eight_bit.quantize(normal(24, 40, seed=1))
     expected = eight_bit.logits(x, weight)
-    x[2, 7] = torch.nan
+    x[2, 7] = what
     got = eight_bit.logits(x, weight)
     assert got[2].isnan().all()
     others = [0, 1, 3, 4]
     assert torch.equal(got[others], expected[others])
 
 
-def test_nothing_but_logits_takes_such_a_weight():
-    """A token of the target's can therefore not come of one, but by its own logits."""
+def test_a_row_cannot_tell_how_many_there_are():
+    x, weight = normal(20, 40) * torch.arange(1, 21)[:, None], eight_bit.quantize(normal(24, 40))
+    expected = KERNELS.linear(x, weight)
+    for rows in (1, 7, 8, 9):
+        assert torch.equal(KERNELS.linear(x[:rows], weight), expected[:rows])
+
+
+def test_embeddings_are_not_of_such_a_weight():
     weight = KERNELS.eight_bit(KERNELS.pack(normal(24, 40)))
-    for use in (KERNELS.linear, KERNELS.gated_linear):
-        with pytest.raises(AssertionError, match="EightBitWeight"):
-            use(normal(5, 40), weight)
     with pytest.raises(AssertionError, match="EightBitWeight"):
         KERNELS.embedding(torch.tensor([3]), weight)
 

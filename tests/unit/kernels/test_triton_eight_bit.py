@@ -1,8 +1,9 @@
-"""Logits with eight-bit weights under the interpreter, and how such weights are made.
+"""Products with eight-bit weights under the interpreter, and how such weights are made.
 
 Bits are compared on small integers, where every sum is exact; with real numbers
 tests/gpu/test_eight_bit_gpu.py compares them on the chip. The interpreter does not round to
-bf16 or e4m3 as a GPU does: fp16 stands in, and what is rounded here is an e4m3 already.
+bf16 or e4m3 as a GPU does: fp16 stands in, and a row's scale here is a power of two, so that
+e4m3 has every element.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from sametoken.kernels.activation.reference import silu_mul
 from sametoken.kernels.gemm import eight_bit, eight_bit_triton
 from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
-from sametoken.kernels.gemm.eight_bit_triton import DEPTH, WIDE, default_config, logits, rounded
-from sametoken.kernels.gemm.tuning import TritonConfig
+from sametoken.kernels.gemm.eight_bit_triton import (
+    DEPTH,
+    NARROW,
+    WIDE,
+    default_config,
+    linear,
+    linear_silu_mul,
+    logits,
+    product,
+    rounded,
+)
+from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig
 
 CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=2),
@@ -25,17 +37,25 @@ CONFIGS = [
     TritonConfig(64, 64, DEPTH, num_warps=8, num_stages=2, tma=True),
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=3, tma=True, tma_rows=False),
 ]
+EPILOGUES = ("none", "bias", "silu_mul", "logits")
 
 
-def integers(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
+def integers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
 
+def activations(rows: int, depth: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Small integers times a power of two a row; the largest, 7, has the scale 2**-6."""
+    x = integers(rows, depth)
+    x[:, depth // 2] = 7
+    return (x * 2.0 ** (torch.arange(rows) % 5 - 2)[:, None]).to(dtype)
+
+
 def weight_of(features: int, depth: int) -> EightBitWeight:
     """Small integers, scaled by powers of two, inside memory that is NaN elsewhere."""
-    scale = 2.0 ** integers(features, dtype=torch.float32, seed=2)
-    matrix = integers(features, depth, dtype=torch.float32, seed=1).to(torch.float8_e4m3fn)
+    scale = 2.0 ** (integers(features, seed=2) - 10)
+    matrix = integers(features, depth, seed=1).to(torch.float8_e4m3fn)
     return EightBitWeight(poisoned_view(matrix), poisoned_view(scale))
 
 
@@ -50,62 +70,145 @@ def exact(x: torch.Tensor, weight: EightBitWeight) -> torch.Tensor:
     return x.double() @ (weight.matrix.double() * weight.scale.double()[:, None]).T
 
 
+def operand_of(epilogue: str, features: int, dtype: torch.dtype) -> torch.Tensor | None:
+    return poisoned_view(integers(features, seed=3).to(dtype)) if epilogue == "bias" else None
+
+
+def by_reference(x, weight, epilogue: str, operand) -> torch.Tensor:
+    if epilogue == "logits":
+        return eight_bit.logits(x, weight)
+    out = eight_bit.linear(x, weight, operand)
+    return silu_mul(out) if epilogue == "silu_mul" else out
+
+
+def same(got: torch.Tensor, expected: torch.Tensor, epilogue: str) -> bool:
+    """Bits, but for the exponential of a gated product."""
+    if epilogue != "silu_mul":
+        return torch.equal(got, expected)
+    return torch.allclose(got.float(), expected.float(), rtol=2**-9, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 32), (5, 37, 72), (33, 50, 200)])
 def test_logits_read_nothing_outside_odd_shapes(rows, features, depth, dtype):
-    x, weight = poisoned_view(integers(rows, depth, dtype=dtype)), weight_of(features, depth)
+    x, weight = poisoned_view(activations(rows, depth, dtype)), weight_of(features, depth)
     assert torch.equal(logits(x, weight), exact(x, weight).float())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 32), (5, 74, 72), (33, 50, 200)])
+def test_every_epilogue_is_that_of_the_reference(rows, features, depth, epilogue, dtype):
+    x, weight = poisoned_view(activations(rows, depth, dtype)), weight_of(features, depth)
+    operand = operand_of(epilogue, features, dtype)
+    got = product(x, weight, epilogue, operand)
+    expected = by_reference(x, weight, epilogue, operand)
+    assert got.dtype == expected.dtype == (torch.float32 if epilogue == "logits" else dtype)
+    assert same(got, expected, epilogue)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("depth", [128, 192, 80])
-def test_tiles_and_load_forms_give_the_result_of_the_reference(config, depth):
-    x, weight = integers(21, depth) / 16, weight_of(48, depth)
-    got = logits(x, weight, config)
-    assert got.dtype == torch.float32
-    assert torch.equal(got, eight_bit.logits(x, weight))
-    assert torch.equal(got, exact(x, weight).float())
+def test_tiles_and_load_forms_give_the_result_of_the_reference(config, depth, epilogue):
+    x, weight = activations(21, depth), weight_of(48, depth)
+    operand = operand_of(epilogue, 48, x.dtype)
+    got = product(x, weight, epilogue, operand, config)
+    assert same(got, by_reference(x, weight, epilogue, operand), epilogue)
 
 
-def test_a_row_cannot_tell_how_many_there_are():
-    x, weight = integers(70, 128) / 16, weight_of(48, 128)
-    expected = logits(x, weight)
+def test_wrappers_choose_their_epilogues():
+    x, weight, bias = activations(5, 72), weight_of(48, 72), integers(48, dtype=torch.float16)
+    assert torch.equal(linear(x, weight), product(x, weight))
+    assert torch.equal(linear(x, weight, bias), product(x, weight, "bias", bias))
+    assert torch.equal(linear_silu_mul(x, weight), product(x, weight, "silu_mul"))
+    assert torch.equal(logits(x, weight), product(x, weight, "logits"))
+    assert linear_silu_mul(x, weight).shape == (5, 24)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_a_row_cannot_tell_how_many_there_are(epilogue):
+    x, weight = activations(70, 128), weight_of(48, 128)
+    operand = operand_of(epilogue, 48, x.dtype)
+    expected = product(x, weight, epilogue, operand)
     for rows in (1, 5, 17, 33, 64):
-        assert torch.equal(logits(x[:rows], weight), expected[:rows])
+        assert torch.equal(product(x[:rows], weight, epilogue, operand), expected[:rows])
 
 
 def test_a_row_beside_rows_of_nan_is_the_same():
-    x, weight = integers(20, 128), weight_of(48, 128)
-    alone = logits(x[:1], weight)
+    x, weight = activations(20, 128), weight_of(48, 128)
+    alone = linear(x[:1], weight)
     company = torch.full_like(x, torch.nan)
+    company[:, 0] = 1
     company[17] = x[0]
-    assert torch.equal(logits(company, weight)[17], alone[0])
+    assert torch.equal(linear(company, weight)[17], alone[0])
 
 
-def test_rows_that_do_not_exist_are_not_written(monkeypatch):
-    x, weight = integers(3, 64), weight_of(20, 64)
-    memory = torch.full((64, 20), torch.nan)
-    monkeypatch.setattr(eight_bit_triton.torch, "empty", lambda *shape, **_: memory[: shape[0]])
-    assert torch.equal(logits(x, weight), exact(x, weight).float())
-    assert memory[3:].isnan().all()
+def test_rows_that_do_not_exist_are_not_written():
+    x, weight = activations(3, 64), weight_of(20, 64)
+    memory = {torch.float32: torch.full((4096,), torch.nan)}
+    memory[torch.float16] = memory[torch.float32].half()
+
+    def carved(rows: int, width: int, *, dtype: torch.dtype, device) -> torch.Tensor:
+        return memory[dtype][: rows * width].view(rows, width)
+
+    with pytest.MonkeyPatch.context() as patch:
+        operands = rounded(x)
+        patch.setattr(eight_bit_triton, "rounded", lambda _: operands)
+        patch.setattr(eight_bit_triton.torch, "empty", carved)
+        results = {dtype: product(x, weight, name) for dtype, name in FORMS.items()}
+    for dtype, got in results.items():
+        assert torch.equal(got, exact(x, weight).to(dtype))
+        assert memory[dtype][60:].isnan().all()
+
+
+FORMS = {torch.float32: "logits", torch.float16: "none"}
 
 
 def test_a_depth_or_features_that_would_change_bits_are_refused():
-    x, weight = integers(3, 128), weight_of(48, 128)
+    x, weight = activations(3, 128), weight_of(48, 128)
     for config in (TritonConfig(16, 64, 64, 4, 2), TritonConfig(16, 32, DEPTH, 4, 2)):
         with pytest.raises(AssertionError):
-            logits(x, weight, config)
-
-
-@pytest.mark.parametrize("form", [eight_bit.logits, logits])
-def test_activations_beyond_e4m3_count_as_its_largest(form):
-    x = torch.tensor([[460.0, -1e30, torch.inf] + [0.0] * 61]).bfloat16()
-    weight = EightBitWeight(torch.eye(16, 64).to(torch.float8_e4m3fn), torch.ones(16))
-    assert form(x, weight)[0, :4].tolist() == [448.0, -448.0, 448.0, 0.0]
+            product(x, weight, config=config)
 
 
 def test_no_rows_give_no_rows():
-    assert logits(integers(0, 64), weight_of(24, 64)).shape == (0, 24)
+    assert logits(activations(0, 64), weight_of(24, 64)).shape == (0, 24)
+    assert linear_silu_mul(activations(0, 64), weight_of(24, 64)).shape == (0, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 33), (5, 576), (2, 4097)])
+def test_activations_are_rounded_to_the_bits_of_the_reference(rows, width, dtype):
+    x = poisoned_view(activations(rows, width, dtype))
+    matrix, scale = rounded(x)
+    expected, scales = eight_bit.rounded(x)
+    assert torch.equal(matrix.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(scale, scales)
+    assert torch.equal(matrix.float() * scale[:, None], x.float())
+
+
+def test_rows_of_zeros_or_of_next_to_nothing_give_zeros():
+    x = torch.zeros(3, 72)
+    x[1], x[2, 0] = 2.0**-140, -(2.0**-126)
+    matrix, scale = rounded(x)
+    assert not matrix.float().any()
+    assert torch.equal(scale, eight_bit.rounded(x)[1])
+    assert not linear(x, weight_of(48, 72)).any()
+
+
+@pytest.mark.parametrize("form", [eight_bit.rounded, rounded])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_are_the_same_for_any_largest_element(form, dtype):
+    """Real numbers: only the rounding to e4m3 is beyond the interpreter."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(40, 300, generator=generator) * 10.0 ** torch.arange(-20, 20)[:, None]).to(
+        dtype
+    )
+    matrix, scale = form(x)
+    largest = x.float().abs().amax(dim=1)
+    assert torch.equal(scale, largest * torch.tensor(1 / 448, dtype=torch.float32))
+    assert torch.equal(matrix.float().abs().amax(dim=1), torch.full((40,), 448.0))
 
 
 def finite_numbers() -> torch.Tensor:
@@ -117,16 +220,18 @@ def test_every_eight_bit_weight_counts_as_what_it_is():
     numbers = finite_numbers()
     weight = EightBitWeight(numbers[:, None].expand(-1, 64).contiguous(), torch.ones(len(numbers)))
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    x[0, 5] = 1
-    assert torch.equal(logits(x, weight)[0], numbers.float())
+    x[0, 5] = 448
+    assert torch.equal(logits(x, weight)[0], 448 * numbers.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("form", [eight_bit.rounded, rounded])
 def test_an_activation_that_is_an_eight_bit_number_stays_as_it_is(form, dtype):
-    numbers = finite_numbers()
-    got = form(poisoned_view(numbers.to(dtype)))
-    assert torch.equal(got.view(torch.uint8), numbers.view(torch.uint8))
+    """All of them in one row, whose largest is that of e4m3."""
+    numbers = finite_numbers()[None]
+    matrix, scale = form(poisoned_view(numbers.to(dtype)))
+    assert scale.item() == 1
+    assert torch.equal(matrix.view(torch.uint8), numbers.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -139,7 +244,8 @@ def test_quantized_weights_are_within_half_a_step(dtype):
     stands_for = got.matrix.float() * got.scale[:, None]
     # Three bits of mantissa; below 2**-6 steps are of one size, 2**-9.
     error = (stands_for - weight.float()).abs()
-    assert (error <= weight.float().abs() * 2**-4 + got.scale[:, None] * 2**-10).all()
+    limit = weight.float().abs() * 2**-4 + got.scale[:, None] * 2**-10
+    assert (error <= limit * (1 + 2**-20)).all()
     assert torch.equal(got.matrix.float().abs().amax(dim=1)[4:], torch.full((8,), 448.0))
     assert not stands_for[3].any()
     assert got.nbytes == 12 * 300 + 12 * 4
@@ -155,40 +261,65 @@ def test_a_large_weight_is_quantized_a_slice_at_a_time(monkeypatch):
 
 
 def test_default_kernels_compile_to_products_of_eight_bits(tmp_path):
-    """At shapes of real heads, wide and narrow, and one whose depth is no whole number of turns."""
+    """At shapes of real heads, and one whose depth is no whole number of turns."""
     code = """
 from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.gemm.eight_bit_triton import default_config, logits
-for features, depth in [(248320, 4096), (32000, 4096), (8192, 576)]:
+from sametoken.kernels.gemm.eight_bit_triton import default_config, product
+from sametoken.kernels.gemm.tuning import GemmShape
+SHAPES = [(248320, 4096, "logits"), (32000, 4096, "logits"), (6144, 8192, "none")]
+SHAPES += [(4096, 576, "bias"), (24576, 4096, "silu_mul")]
+for features, depth, epilogue in SHAPES:
     matrix = torch.empty(features, depth, dtype=torch.float8_e4m3fn)
+    bias = torch.empty(features, dtype=torch.bfloat16) if epilogue == "bias" else None
     for rows in (1, 32, 64, 512):
         x = torch.empty(rows, depth, dtype=torch.bfloat16)
-        config = default_config(features, rows, overlap=rows < 64)
-        logits(x, EightBitWeight(matrix, torch.empty(features)), config)
+        shape = GemmShape(features, depth, epilogue)
+        config = default_config(shape, rows, overlap=rows < 64)
+        weight = EightBitWeight(matrix, torch.empty(features))
+        product(x, weight, epilogue, bias, config)
 """
     compile_launches(code, tmp_path)
     products = [file.read_text() for file in tmp_path.rglob("_product_kernel.ptx")]
-    assert len(products) >= 4
-    for product in products:
-        assert re.search(r"wgmma\.mma_async\S+e4m3\.e4m3", product)
-        assert "mma.sync" not in product
-        assert "cp.async.cg.shared.global" in product
+    assert len(products) >= 12
+    for kernel in products:
+        assert re.search(r"wgmma\.mma_async\S+e4m3\.e4m3", kernel)
+        assert "mma.sync" not in kernel
+        assert "cp.async.cg.shared.global" in kernel
     roundings = [file.read_text() for file in tmp_path.rglob("_round_kernel.ptx")]
-    assert roundings
-    assert all("cvt.rn.satfinite.e4m3x2.f32" in rounding for rounding in roundings)
+    assert len(roundings) == 3
+    for kernel in roundings:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in kernel
+        # One exact division a row.
+        assert len(re.findall(r"div\.rn\.f32", kernel)) == 1
 
 
-def test_more_rows_have_larger_tiles_that_fit_every_chip_with_eight_bit_products():
-    assert [default_config(32000, rows, True).block_rows for rows in (16, 32, 64, 300)] == [
-        *(16, 32, 64, 128)
-    ]
-    for features, rows in itertools.product((8192, WIDE), (1, 16, 17, 32, 33, 64, 65, 2048)):
-        config = default_config(features, rows, True)
-        stage = (config.block_rows + config.block_features) * DEPTH
+SHAPES = [
+    GemmShape(features, 4096, epilogue)
+    for features, epilogue in ((4096, "none"), (NARROW, "none"), (WIDE, "logits"))
+] + [GemmShape(features, 4096, "silu_mul") for features in (1024, 24576, WIDE)]
+
+
+def test_more_rows_have_larger_tiles():
+    for shape in SHAPES:
+        sizes = [default_config(shape, rows, True).block_rows for rows in (16, 32, 64, 300)]
+        assert sizes == [16, 32, 64, 128]
+
+
+def test_tiles_fit_every_chip_with_eight_bit_products():
+    for shape, rows in itertools.product(SHAPES, (1, 16, 17, 32, 33, 64, 65, 2048)):
+        config = default_config(shape, rows, True)
+        assert config.block_features % 64 == 0
+        read = config.block_features * (2 if shape.epilogue == "silu_mul" else 1)
         # What a program may have on compute capability 8.9.
-        assert config.num_stages * stage <= 99 << 10
+        assert config.num_stages * (config.block_rows + read) * DEPTH <= 99 << 10
+
+
+def test_narrow_weights_give_many_programs_that_read_far_ahead():
+    narrow, wider = (default_config(GemmShape(n, 4096), 1, True) for n in (NARROW - 1, NARROW))
+    assert narrow.block_features < wider.block_features
+    assert narrow.num_stages > wider.num_stages
 
 
 def test_narrow_weights_alone_are_asked_for_early():
-    assert default_config(WIDE - 1, 1, True).prefetch_bytes > 0
-    assert default_config(WIDE, 1, True).prefetch_bytes == 0
+    early = [default_config(shape, 1, True).prefetch_bytes for shape in SHAPES]
+    assert early == [1024, 0, 0, 0, 0, 0]

@@ -1,8 +1,7 @@
-"""Weights in eight bits for the logits of drafts: how they are made, and their product.
+"""Products in eight bits for draft heads: how both operands are made, and their product.
 
-A weight is float8 e4m3 with one scale per output feature. Activations come of an RMS norm:
-they are rounded to e4m3 as they are. Only drafts may come of such products: no token of
-the target's.
+Weights and activations are float8 e4m3, each row with a scale of its own. Only drafts may
+come of such products: no token of the target's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,12 @@ from torch import Tensor
 from sametoken.kernels.gemm import reference
 from sametoken.kernels.gemm.reference import PlainWeight
 
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+#: Of a row's largest element the scale, which makes it the largest number of e4m3.
+STEP = 1 / torch.finfo(torch.float8_e4m3fn).max
+
+#: What a row's largest element is taken for where it is less, so that no scale is 0.
+TINY = 2.0**-100
+
 _SLICE_ELEMENTS = 1 << 24
 
 
@@ -47,31 +51,37 @@ class EightBitWeight:
         return self.matrix.nbytes + self.scale.nbytes
 
 
-def rounded(x: Tensor) -> Tensor:
-    """The nearest float8 e4m3 of each element, ties to even; beyond its range the largest.
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, K] of any floating dtype as float8 e4m3 [T, K] and a scale a row, [T] fp32.
 
-    NaN stays NaN.
+    To nearest, ties to even; a row's largest element becomes the largest that e4m3 holds.
+    A row with NaN or an infinity has NaN.
     """
-    return x.float().clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    values = x.float()
+    scale = values.abs().amax(dim=1).clamp(min=TINY) * STEP
+    # A reciprocal is one exact division on every device; dividing by a number need not be.
+    return (values * scale.reciprocal()[:, None]).to(torch.float8_e4m3fn), scale
 
 
 def quantize(weight: Tensor) -> EightBitWeight:
-    """[N, K] of any floating dtype, rounded to nearest on its device, some rows at a time.
-
-    The largest element of a row becomes the largest that e4m3 holds.
-    """
+    """[N, K] of any floating dtype, rounded on its device, some rows at a time."""
     matrix = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     step = max(1, _SLICE_ELEMENTS // max(1, weight.shape[1]))
     for first in range(0, weight.shape[0], step):
         rows = slice(first, first + step)
-        values = weight[rows].float()
-        largest = values.abs().amax(dim=1)
-        scale[rows] = torch.where(largest > 0, largest / _LARGEST, 1.0)
-        matrix[rows] = rounded(values / scale[rows, None])
+        matrix[rows], scale[rows] = rounded(weight[rows])
     return EightBitWeight(matrix, scale)
 
 
+def linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T (+ bias)``, x rounded first: [T, K] -> [T, N] in x's dtype."""
+    product = logits(x, weight)
+    return (product if bias is None else product + bias).to(x.dtype)
+
+
 def logits(x: Tensor, weight: EightBitWeight) -> Tensor:
-    """``rounded(x) @ weight.T``: [L, K] -> [L, V] fp32."""
-    return reference.logits(rounded(x), PlainWeight(weight.matrix)) * weight.scale
+    """``x @ weight.T``, x rounded first: [L, K] -> [L, V] fp32."""
+    matrix, scale = rounded(x)
+    product = reference.logits(matrix, PlainWeight(weight.matrix))
+    return product * (weight.scale * scale[:, None])

@@ -8,7 +8,6 @@ depend on the row count, the tiles, or the form (tests/gpu/test_gemm_gpu.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +49,21 @@ class DeviceWeight:
     def nbytes(self) -> int:
         """Bytes of the one copy."""
         return self.matrix.numel() * self.matrix.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Of operands in eight bits, what their product stands for.
+
+    Attributes:
+        features: [N] fp32, factors of the matrix's rows.
+        rows: [T] fp32, factors of the activations' rows.
+        dtype: of the result, but for logits.
+    """
+
+    features: Tensor
+    rows: Tensor
+    dtype: torch.dtype
 
 
 def linear(
@@ -128,18 +142,21 @@ def tiled_product(
     config: TritonConfig,
     x: Tensor,
     matrix: Tensor,
-    epilogue: Epilogue | Literal["scaled_logits"],
+    epilogue: Epilogue,
     operand: Tensor | None,
+    scaling: Scaling | None = None,
 ) -> Tensor:
-    """``product`` by the Triton kernel, which knows one epilogue more.
+    """``product`` by the Triton kernel, which knows operands of float8 e4m3 too.
 
-    "scaled_logits" gives fp32 times ``operand``, a scale per feature [N], of float8 e4m3
-    alone. Its bits depend on ``config.block_depth``, and on no other choice.
+    Those have a ``scaling``, applied before the epilogue. The bits of their product depend
+    on ``config.block_depth``, and on no other choice.
     """
     rows, in_features = x.shape
     out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
     row_bytes = in_features * x.element_size()
-    dtype = torch.float32 if epilogue in ("logits", "scaled_logits") else x.dtype
+    dtype = x.dtype if scaling is None else scaling.dtype
+    if epilogue == "logits":
+        dtype = torch.float32
     out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
     if not rows:
         return out
@@ -160,6 +177,8 @@ def tiled_product(
         x_tiles,
         w_tiles,
         operand,
+        None if scaling is None else scaling.features,
+        None if scaling is None else scaling.rows,
         out,
         rows,
         out_features,
@@ -183,7 +202,9 @@ def _product_kernel(
     weight,  # [out_features, in_features]; [2 * out_features, in_features] for silu_mul
     x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
     w_tiles,
-    operand,  # bias or scale [out_features], residual [rows, out_features], or None
+    operand,  # bias [out_features], residual [rows, out_features], or None
+    feature_scales,  # those of weight's rows, or None
+    row_scales,  # [rows], or None
     out,  # [rows, out_features]
     rows,
     out_features,
@@ -230,14 +251,15 @@ def _product_kernel(
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
     dtype = out.dtype.element_ty
+    acc = _scaled(acc, feature_scales, feature, feature < out_features, row_scales, row, rows)
     if EPILOGUE == "bias":
         acc += tl.load(operand + feature, mask=feature < out_features, other=0)[:, None]
-    elif EPILOGUE == "scaled_logits":
-        acc *= tl.load(operand + feature, mask=feature < out_features, other=0)[:, None]
     elif EPILOGUE == "add":
         residual = tl.load(operand + at, mask=stored, other=0)
         acc = acc.to(dtype).to(tl.float32) + residual.to(tl.float32)
     elif EPILOGUE == "silu_mul":
+        up_feature = feature + out_features
+        up = _scaled(up, feature_scales, up_feature, feature < out_features, row_scales, row, rows)
         acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
     tl.store(out + at, acc.to(dtype), mask=stored)
 
@@ -259,6 +281,16 @@ def _with_products(acc, w_tile, x_tile):
         # Hopper keeps some 14 bits of a sum of eight-bit products: that of one tile alone.
         return acc + tl.dot(w_tile, x_tile.T)
     return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
+    """Sums of eight-bit products times the scales of both operands, if there are any."""
+    if feature_scales is not None:
+        w_scale = tl.load(feature_scales + feature, mask=present, other=0)
+        x_scale = tl.load(row_scales + row, mask=row < rows, other=0)
+        acc *= w_scale[:, None] * x_scale[None, :]
+    return acc
 
 
 @triton.jit

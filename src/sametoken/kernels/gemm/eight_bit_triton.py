@@ -8,12 +8,14 @@ keep 14 bits, so every choice has that depth, and no choice changes a bit
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from sametoken.kernels.gemm import triton as gemm
 from sametoken.kernels.gemm.eight_bit import STEP, TINY, EightBitWeight
@@ -27,9 +29,14 @@ DEPTH = 128
 #: Hopper's unit for operands in shared memory takes so many features at once.
 FEATURES = 64
 
-#: Below so many features 128 at once would leave multiprocessors without a program, and what
-#: the few programs have in flight is worth asking for early.
-NARROW = 16_384
+HOPPER_MEMORY = 227 << 10
+
+#: Below so many features a weight has fewer programs than a large chip multiprocessors: each has
+#: one to itself, and all its memory for what is in flight.
+NARROW = 8448
+
+#: Up to so many features small programs share a multiprocessor in one wave.
+MIDDLE = 16_384
 
 #: From so many features on programs come in many waves, and small ones share a multiprocessor.
 WIDE = 100_000
@@ -41,7 +48,7 @@ class Tile(NamedTuple):
     Attributes:
         features: rows of the weight that a loop turn reads, of gate and up together.
         num_warps: warps of the program.
-        num_stages: depth of the load pipeline, which fits the 99 KiB of compute capability 8.9.
+        num_stages: depth of the load pipeline, where there is room for it.
     """
 
     features: int
@@ -49,29 +56,41 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-_NARROW_TILES = {16: Tile(64, 4, 9), 32: Tile(64, 4, 8), 64: Tile(64, 4, 6), 128: Tile(64, 4, 4)}
-_MIDDLE_TILES = {16: Tile(128, 4, 5), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4)}
-_WIDE_TILES = {16: Tile(64, 4, 6), 32: Tile(64, 4, 6), 64: Tile(64, 4, 6)}
-_MANY_ROWS = 128
-_MANY_ROWS_TILE = Tile(128, 8, 3)
+# By a tile's rows, as ``benchmarks/eight_bit_gpu.py`` measured them.
+_NARROW = {16: Tile(64, 4, 14), 32: Tile(64, 4, 12), 64: Tile(64, 4, 9), 128: Tile(64, 4, 6)}
+_SHARED = {16: Tile(64, 4, 6), 32: Tile(64, 4, 6), 64: Tile(64, 4, 6), 128: Tile(64, 4, 4)}
+_MIDDLE = {16: Tile(128, 4, 5), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(64, 4, 4)}
+_GATED = {16: Tile(128, 4, 4), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(128, 8, 3)}
 
 
-def default_config(shape: GemmShape, rows: int, overlap: bool) -> TritonConfig:
-    """A kernel for a shape; ``benchmarks/eight_bit_gpu.py`` times others beside it."""
-    gated = shape.epilogue == "silu_mul"
-    wide = shape.out_features >= WIDE and not gated
-    narrow = shape.out_features < NARROW and not gated
-    tiles = _WIDE_TILES if wide else _NARROW_TILES if narrow else _MIDDLE_TILES
-    block_rows = next((size for size in (16, 32, 64) if rows <= size), _MANY_ROWS)
-    tile = tiles.get(block_rows, _MANY_ROWS_TILE)
+def default_config(
+    shape: GemmShape, rows: int, overlap: bool, memory: int = HOPPER_MEMORY
+) -> TritonConfig:
+    """The kernel for a shape.
+
+    Args:
+        shape: of the product.
+        rows: activations.
+        overlap: the chip is a Hopper or newer: kernels overlap, and tiles load by descriptor.
+        memory: bytes of shared memory that a program can have.
+    """
+    features, gated = shape.out_features, shape.epilogue == "silu_mul"
+    narrow = features < NARROW and not gated
+    shared = features < MIDDLE or features >= WIDE
+    tiles = _GATED if gated else _NARROW if narrow else _SHARED if shared else _MIDDLE
+    block_rows = next((size for size in (16, 32, 64) if rows <= size), 128)
+    tile = tiles[block_rows]
+    many = overlap and block_rows == 128
     return TritonConfig(
         block_rows,
         tile.features // (2 if gated else 1),
         DEPTH,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=min(tile.num_stages, memory // (DEPTH * (block_rows + tile.features))),
+        tma=many,
+        tma_rows=many,
         overlap=overlap,
-        prefetch_bytes=1024 if narrow else 0,
+        prefetch_bytes=1024 if narrow and rows <= 32 else 0,
     )
 
 
@@ -109,12 +128,22 @@ def product(
     assert in_features == weight.in_features
     assert weight.matrix.is_contiguous()
     shape = GemmShape(weight.out_features, in_features, epilogue)
-    config = config or default_config(shape, rows, overlapped(x)["OVERLAP"])
+    config = config or default_config(shape, rows, overlapped(x)["OVERLAP"], _memory(x))
     assert config.block_depth == DEPTH
     assert config.block_features % FEATURES == 0
     matrix, scale = rounded(x)
     scaling = Scaling(weight.scale, scale, x.dtype)
     return gemm.tiled_product(config, matrix, weight.matrix, epilogue, operand, scaling)
+
+
+def _memory(x: Tensor) -> int:
+    """Bytes of shared memory that a program can have on the tensor's device."""
+    return _memory_of(x.get_device()) if x.is_cuda else HOPPER_MEMORY
+
+
+@functools.cache
+def _memory_of(device: int) -> int:
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

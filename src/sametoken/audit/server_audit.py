@@ -20,6 +20,11 @@ from sametoken.bench.scrape import ACCEPTED_PER_POSITION, Counters
 
 #: A larger difference of log-probabilities is no rounding: bf16 logits near 32 step by 1/8.
 MOST_NOISE = 0.25
+#: Steps in which logits of few bits may be rounded, the coarsest first.
+LOGIT_STEPS = tuple(2.0**-n for n in range(1, 8))
+#: So many gaps, such a share of them in whole steps, and gaps of so many sizes tell that logits
+#: are rounded.
+LEAST_GAPS, SHARE_IN_STEPS, LEAST_SIZES = 24, 0.75, 4
 #: A flip needs a margin of twice the noise at most; the largest seen is not the largest there is.
 MARGIN_OVER_NOISE = 4
 
@@ -81,6 +86,8 @@ def audit_sides(
         _in_words(answers, baseline.text_of, tokens=not has_ids) for answers in (truth, again)
     )
     noise = kernel_noise((truth, again), ((found, found_again), (truth, found)))
+    if noise is not None:
+        noise += max(map(logit_step, (truth, again, found, found_again)))
     sampled = frozenset(ask.name for ask in asks if ask.temperature)
 
     def against(name: str, one: Answers, other: Answers) -> Comparison:
@@ -146,6 +153,24 @@ def kernel_noise(
     if not seen:
         return None
     return min(MARGIN_OVER_NOISE * max(seen), MOST_NOISE)
+
+
+def logit_step(answers: Answers) -> float:
+    """The step in which a side rounds its logits; 0 if it does not, or shows too little.
+
+    Logits in bf16 have 8 bits, so that gaps between the two best are whole steps. Two that lie
+    one step apart may have been equal, and no repetition shows that of kernels that repeat.
+    """
+    tops = (top for answer in answers.values() for top in answer.top if len(top) > 1)
+    gaps = [gap for (_, best), (_, second), *_ in tops if (gap := best - second) > 0]
+    if len(gaps) < LEAST_GAPS:
+        return 0.0
+    for step in LOGIT_STEPS:
+        steps = [gap / step for gap in gaps if abs(gap / step - round(gap / step)) < 1 / 64]
+        if len(steps) >= SHARE_IN_STEPS * len(gaps) and len({*map(round, steps)}) >= LEAST_SIZES:
+            # As gaps are measured.
+            return step * (1 + 1 / 64)
+    return 0.0
 
 
 def _has_ids(answers: Answers) -> bool:

@@ -6,7 +6,7 @@ import pytest
 
 from sametoken.audit.answers import Answer, Ask
 from sametoken.audit.compare import CORRUPTION, TIE
-from sametoken.audit.server_audit import Side, audit_sides
+from sametoken.audit.server_audit import Side, audit_sides, logit_step
 
 TEXTS = {1: " a", 2: " b"}
 ASK = Ask("one", (5,), "prompt", 0.0, 0, 2)
@@ -32,3 +32,30 @@ def test_noise_against_an_engine_is_measured(tokens, margin, kind):
     assert verdict.noise == 0.0625
     (divergence,) = verdict.comparisons[0].divergences
     assert (divergence.position, divergence.found, divergence.kind) == (1, tokens[1], kind)
+
+
+def rounding(tokens: tuple[int, ...], step: float, last: float) -> Side:
+    """Repeats itself to the bit; its gaps are whole steps, but for every fifth; then ``last``."""
+    gaps = [step * (1 + i % 7) + (step / 3 if i % 5 == 0 else 0) for i in range(40)]
+    top = tuple(((1, -1.0), (2, -1.0 - gap)) for gap in (*gaps, last))
+    return Side("server", lambda asks: {"one": Answer(tokens, top=top)})
+
+
+@pytest.mark.parametrize(
+    ("step", "margin", "kind"),
+    [(0.125, 0.125, TIE), (0.125, 0.25, CORRUPTION), (0.0625, 0.125, CORRUPTION)],
+)
+def test_logits_one_step_of_their_rounding_apart_are_a_tie(step, margin, kind):
+    same = (1,) * 40
+    baseline, subject = rounding((*same, 1), step, margin), rounding((*same, 2), step, margin)
+    verdict = audit_sides(subject, baseline, [ASK])
+    assert logit_step(baseline.ask([ASK])) == pytest.approx(step, rel=0.02)
+    (divergence,) = verdict.comparisons[0].divergences
+    assert (divergence.position, divergence.kind) == (40, kind)
+
+
+def test_logits_that_are_not_rounded_have_no_step():
+    top = tuple(((1, -1.0), (2, -1.0 - i * 0.0137)) for i in range(1, 60))
+    assert logit_step({"one": Answer((1,) * 59, top=top)}) == 0.0
+    few = tuple(((1, -1.0), (2, -1.5)) for _ in range(10))
+    assert logit_step({"one": Answer((1,) * 10, top=few)}) == 0.0

@@ -1,7 +1,7 @@
 """Plans from host memory and verdicts to it, by kernels inside a captured step.
 
 A copy beside a graph costs both a gap on the device. The host memory is pinned, so that a GPU
-reaches it by its address.
+reaches it by its address. The reference is ``reference``.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false

@@ -44,9 +44,13 @@ def plain(model):
         yield server.url
 
 
-def audit(subject: str, baseline: str):
+#: So many that noise moves a token of some, and by chance alone never makes corruption.
+SAMPLED_ASKS = [Ask(f"more {seed}", (), TEXTS[seed % 3], 0.8, seed, 32) for seed in range(3, 18)]
+
+
+def audit(subject: str, baseline: str, asks=ASKS):
     return audit_sides(
-        server_side(Server(subject), 3), server_side(Server(baseline + "/v1"), 3), ASKS
+        server_side(Server(subject), 3), server_side(Server(baseline + "/v1"), 3), asks
     )
 
 
@@ -75,7 +79,7 @@ def test_a_planted_defect_is_corruption(model, plain):
 
 def test_a_server_that_is_merely_nondeterministic_is_called_so(model, plain):
     with running_server(model, build=build_noisy) as server:
-        verdict = audit(server.url, plain)
+        verdict = audit(server.url, plain, ASKS + SAMPLED_ASKS)
     assert not verdict.identical
     assert verdict.summary == NONDETERMINISTIC
 

@@ -26,9 +26,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# A file's tests stay together: what they share, a cluster or a browser, is started once.
+# Neighbouring tests stay together: what they share, a cluster or a browser, is started once.
 test: lint
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/gpu
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal --ignore=tests/gpu
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

@@ -26,9 +26,8 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Neighbouring tests stay together: what they share, a cluster or a browser, is started once.
 test: lint
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal --ignore=tests/gpu
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadgroup --ignore=tests/gpu
 
 test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu

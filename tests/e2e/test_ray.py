@@ -30,6 +30,8 @@ from sametoken.server.config import ServerConfig
 from sametoken.server.ray.config import RayConfig
 from sametoken.server.ray.serve import deploy
 
+# One cluster for all of them, also where tests are spread over processes.
+pytestmark = pytest.mark.xdist_group("ray")
 NUM_CLIENTS = 8
 NUM_REQUESTS = 32
 MAX_TOKENS = 256

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from sametoken.core.plan import Admission, StepPlan
 from sametoken.runner.async_output import HostBuffer, PendingOutput
 from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
+from sametoken.runner.plan_ring import UploadedRow
 from sametoken.runner.step import StepRunner
 
 
@@ -61,7 +62,7 @@ class GraphedRunner:
         place = buffer.first_place
         if parts.windows:
             rows = [
-                (*_uploaded(plan, b, plan.rows[b].draft_limit, True), place + i)
+                _uploaded(plan, b, plan.rows[b].draft_limit, True, place + i)
                 for i, b in enumerate(parts.windows)
             ]
             self.graphs.run_windows(rows)
@@ -69,7 +70,7 @@ class GraphedRunner:
         for group in parts.chunks:
             lengths = [plan.rows[b].num_query for b in group]
             rows = [
-                (*_uploaded(plan, b, length, plan.rows[b].samples), place + done + i)
+                _uploaded(plan, b, length, plan.rows[b].samples, place + done + i)
                 for i, (b, length) in enumerate(zip(group, lengths, strict=True))
             ]
             self.graphs.run_chunks(rows, max(lengths))
@@ -105,5 +106,5 @@ class GraphedRunner:
             self._special.add(admission.slot)
 
 
-def _uploaded(plan: StepPlan, b: int, amount: int, flag: bool) -> tuple[int, ...]:
-    return (plan.rows[b].slot, amount, int(flag), plan.step_id)
+def _uploaded(plan: StepPlan, b: int, amount: int, flag: bool, place: int) -> UploadedRow:
+    return (plan.rows[b].slot, amount, int(flag), plan.step_id, place)

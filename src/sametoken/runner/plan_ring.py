@@ -23,8 +23,8 @@ class PlanRing:
     """The host writes a plan before each launch, and the launch fetches it by itself.
 
     Host and device count launches alike, so the n-th launch reads the n-th plan. An entry is
-    written again after as many launches as the ring has entries; there must be more of them
-    than launches can be in flight.
+    written again after as many launches as the ring has entries; there must be as many of
+    them as launches can be in flight.
 
     Attributes:
         entries: [N, (4 + 1) * largest batch] int64 in host memory that the device reaches.

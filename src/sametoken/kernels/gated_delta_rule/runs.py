@@ -59,8 +59,8 @@ def _plan_runs_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # And lets no other kernel begin before it has ended: those of the layers read the table, and
-    # states that the pass before wrote, before they wait for anything.
+    # No release: no other kernel may begin before this one has ended. Those of the layers read
+    # the table, and states that the pass before wrote, before they wait for anything.
     wait(OVERLAP)
     run = tl.program_id(0).to(tl.int64)
     if starts is None:

@@ -77,14 +77,20 @@ SMALL_KERNELS = (
 )  # fmt: skip
 #: Bytes of each weight row asked into L2 before the kernel in front has finished.
 PREFETCHES = (0, 1024, 2048, 4096)
+#: What suits one product depends on when its neighbours start.
+ROUNDS = 2
 #: A candidate must beat the best so far by this factor, which noise does not.
 GAIN = 0.998
 
 
 def overlapping(config: TritonConfig, rows: int) -> list[TritonConfig]:
-    """The same kernel started early, with little or much asked for meanwhile."""
+    """The same kernel started early, its successor too or not, with little or much asked for."""
     sizes = PREFETCHES if rows <= 64 else PREFETCHES[:2]
-    return [dataclasses.replace(config, overlap=True, prefetch_bytes=size) for size in sizes]
+    return [
+        dataclasses.replace(config, overlap=True, release=release, prefetch_bytes=size)
+        for size in sizes
+        for release in (False, True)
+    ]
 
 
 def name_of(choice: Choice) -> str:
@@ -171,8 +177,8 @@ def run_case(
     print(f"\nbatch {batch} window {window}: {before:.3f} ms/step with the choices of today")
     if options.variants != "gemm":
         tuner.tune("attention", [*cuts(SHAPE, window)])
-    if options.variants != "attention":
-        for key in ("down", "o", "qkv", "gate_up", "head"):
+    for _ in range(ROUNDS if options.variants != "attention" else 0):
+        for key in ("o", "gate_up", "down", "qkv", "head"):
             tuner.tune(key, [*gemms(ROLES[key], chain.rows)])
     if tuner.out_of_time:
         print("  out of time: not all candidates were tried")
@@ -226,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", choices=("all", "attention", "gemm"), default="all")
     parser.add_argument("--cases", default="1x1,1x4,8x1,8x4,64x1,64x4")
-    parser.add_argument("--seconds", type=float, default=7, help="of tuning per case")
+    parser.add_argument("--seconds", type=float, default=20, help="of tuning per case")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()

@@ -10,6 +10,7 @@ canonical kernel's in one bit is shown with ``!`` and never chosen.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -72,9 +73,21 @@ HEADER = """\
 |---|---|---|---|---|---|---|---|---|---|"""
 
 T = TritonConfig
+F = functools.partial(TritonConfig, overlap=True, tma_rows=False, weights_first=True)
 #: Bytes in flight are what a narrow weight lacks: about 1 us of latency at 4.6 TB/s is 4.6 MB,
 #: and its few programs need deep pipelines for that. Wide weights share a multiprocessor.
 UP_TO_16 = [
+    F(16, 64, 128, 4, 3),
+    F(16, 64, 128, 4, 5),
+    F(16, 64, 128, 4, 6, tma=True),
+    F(16, 64, 128, 4, 10),
+    F(16, 64, 128, 4, 12, tma=True),
+    F(16, 64, 256, 4, 3),
+    F(16, 64, 256, 4, 5),
+    F(16, 64, 256, 4, 6, tma=True),
+    F(16, 32, 256, 4, 5),
+    F(16, 32, 256, 4, 8, tma=True),
+    F(16, 32, 256, 4, 12),
     T(16, 64, 128, 4, 3),
     T(16, 64, 128, 4, 5),
     T(16, 64, 128, 4, 7),
@@ -96,6 +109,9 @@ UP_TO_16 = [
     T(16, 64, 128, 4, 4),
 ]
 UP_TO_32 = [
+    F(32, 64, 128, 4, 8, tma=True),
+    F(32, 64, 256, 4, 5, tma=True),
+    F(32, 32, 256, 4, 8),
     T(32, 64, 128, 4, 3),
     T(32, 64, 128, 4, 5, tma=True),
     T(32, 64, 128, 4, 7, tma=True),
@@ -167,10 +183,11 @@ def fits(config: TritonConfig, shape: GemmShape) -> bool:
     """Whether a program's tiles fit shared memory and its sums the registers."""
     gated = shape.epilogue == "silu_mul"
     sums = config.block_rows * config.block_features
-    stage = 2 * config.block_depth * (config.block_rows + config.block_features * (1 + gated))
+    rows, weights = config.block_rows, config.block_features * (1 + gated)
     # Narrow tiles leave shared memory before their product, so one stage needs no room.
     stages = config.num_stages - (config.block_features < 64)
-    return stage * stages < 227 << 10 and not (gated and sums > 1 << 14)
+    tiles = rows + weights * stages if config.weights_first else (rows + weights) * stages
+    return 2 * config.block_depth * tiles < 227 << 10 and not (gated and sums > 1 << 14)
 
 
 def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -219,7 +236,9 @@ def label(config: GemmConfig) -> str:
         return "cublas"
     tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
     tma = ("t" if config.tma_rows else "w") if config.tma else ""
+    tma += "f" if config.weights_first else ""
     flags = tma + (f"o{config.prefetch_bytes}" if config.overlap else "")
+    flags += "" if config.release else "-"
     return f"{tile}w{config.num_warps}s{config.num_stages}{flags}"
 
 

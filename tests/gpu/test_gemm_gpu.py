@@ -29,6 +29,8 @@ CONFIGS = [
     TritonConfig(16, 64, 128, num_warps=4, num_stages=4, tma=True, overlap=True),
     TritonConfig(32, 32, 128, num_warps=4, num_stages=3, overlap=True),
     TritonConfig(16, 64, 128, num_warps=4, num_stages=5, overlap=True, prefetch_bytes=0),
+    TritonConfig(16, 64, 128, 4, 5, tma=True, overlap=True, weights_first=True),
+    TritonConfig(32, 32, 256, 4, 4, overlap=True, prefetch_bytes=1024, weights_first=True),
     TritonConfig(32, 64, 128, num_warps=4, num_stages=4, tma=True),
     TritonConfig(64, 64, 64, num_warps=4, num_stages=5, tma=True),
     TritonConfig(64, 128, 64, num_warps=4, num_stages=3),

@@ -3,7 +3,9 @@
 A kernel launched so must call ``wait_for_earlier`` before it touches memory that another
 kernel writes. As every kernel of a chain waits for the whole of the one before, the chain
 stays in order. One that waits and releases nothing early is overtaken by none: what came
-before it, and what it wrote, kernels after it may read before they wait.
+before it, and what it wrote, kernels after it may read before they wait. So do the writers of
+``AttentionRows``, whose readers are many: where rows stand is settled before any layer begins
+(tests/unit/kernels/test_overlap.py).
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -39,6 +41,20 @@ def wait_for_earlier(OVERLAP: tl.constexpr):
     """Let the next kernel be set up, then wait until all earlier ones have finished."""
     release_next(OVERLAP)
     wait(OVERLAP)
+
+
+@triton.jit
+def ask_l2(at, BYTES: tl.constexpr):
+    """Ask L2 for BYTES from each of these addresses on, [...] int64; both multiples of 16."""
+    tl.inline_asm_elementwise(
+        "{ .reg .b64 source; cvta.to.global.u64 source, $1; "
+        f"cp.async.bulk.prefetch.L2.global [source], {BYTES}; mov.u32 $0, 0; }}",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 def overlapped(tensor: Tensor) -> dict[str, bool]:

@@ -57,6 +57,9 @@ def test_linear_reads_nothing_outside_odd_shapes(rows, features, depth, dtype):
         TritonConfig(16, 32, 32, num_warps=4, num_stages=2, tma=True),
         TritonConfig(64, 64, 32, num_warps=8, num_stages=3, tma=True),
         TritonConfig(16, 32, 32, num_warps=4, num_stages=2, tma=True, tma_rows=False),
+        TritonConfig(16, 16, 32, num_warps=4, num_stages=2, weights_first=True),
+        TritonConfig(16, 64, 16, num_warps=4, num_stages=4, tma=True, weights_first=True),
+        TritonConfig(32, 32, 128, num_warps=4, num_stages=2, weights_first=True),
     ],
 )
 @pytest.mark.parametrize("epilogue", ["none", "bias", "silu_mul", "add", "logits"])

@@ -26,11 +26,16 @@ from sametoken.kernels.attention.arithmetic import (
     per_query,
     split_range,
 )
-from sametoken.kernels.attention.splits import merged_parts, split_result, walked
+from sametoken.kernels.attention.splits import (
+    ask_for_split,
+    merged_parts,
+    split_result,
+    walked,
+)
 from sametoken.kernels.attention.tiles import tile_queries, tile_rows
 from sametoken.kernels.attention.tuning import SPLIT, AttentionConfig, Form, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
-from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.overlap import overlapped, release_next, wait
 
 __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
 
@@ -162,11 +167,12 @@ def _walk_kernel(
     KV_LEFT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    release_next(OVERLAP)
     first, stop = tile_rows(width, BLOCK_QUERIES // GROUP)
     row, present, position, _index, first_index, at, mask = tile_queries(
         positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT
     )
+    wait(OVERLAP)
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     out += first_index * HEAD_DIM
     keys += tl.program_id(1) * head_stride
@@ -232,12 +238,11 @@ def _spread_kernel(
     KV_LEFT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    release_next(OVERLAP)
     first, stop = tile_rows(width, BLOCK_QUERIES // GROUP)
     _row, _present, position, index, first_index, at, mask = tile_queries(
         positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT
     )
-    q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     sums += first_index * max_splits * HEAD_DIM
     stats += first_index * max_splits * 2
     dim = per_element(tl.arange(0, BLOCK_DIM), KV_LEFT)
@@ -246,6 +251,13 @@ def _spread_kernel(
     table = block_table + tl.load(slots + first) * table_stride
     first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
     split = first_split + tl.program_id(2)
+    if split <= last_split:
+        ask_for_split(
+            split, tl.max(position), table, keys, values, block_stride,
+            HEAD_DIM, BLOCK_SIZE, SPLIT, OVERLAP,
+        )  # fmt: skip
+    wait(OVERLAP)
+    q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     turn = tl.min(position) * 0 - 1
     while split <= last_split:
         of_now = of_turn(turn, position)
@@ -279,11 +291,12 @@ def _merge_kernel(
     SLIDING_WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    release_next(OVERLAP)
     query = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     sums += query * max_splits * HEAD_DIM
     stats += query * max_splits * 2
     position = tl.load(positions + tl.program_id(0) + tl.arange(0, 1)).to(tl.int32)
+    wait(OVERLAP)
     acc, total = merged_parts(
         sums, stats, position, scale, HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sametoken.kernels.draft_rows.layout import CatchUp, Chains
 from sametoken.kernels.interface import AttentionRows
-from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.overlap import overlapped, wait, wait_for_earlier
 
 _MAX_BLOCK = 256
 _COPIED_ELEMENTS = 1024
@@ -60,7 +60,7 @@ def _catch_up_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    wait(OVERLAP)  # And no release: this writes where rows stand.
     W: tl.constexpr = R + NEWEST
     plan_row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + plan_row)
@@ -111,7 +111,7 @@ def _advance_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    wait(OVERLAP)  # And no release: this writes where rows stand.
     chain = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = chain < count
     slot = tl.load(slots + chain, inside, other=0)

@@ -18,6 +18,7 @@ from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.kernels.activation.triton import silu_mul
+from sametoken.kernels.gemm.sums import start_early, sums, sums_weights_first
 from sametoken.kernels.gemm.tuning import (
     FLOAT32,
     CublasConfig,
@@ -185,6 +186,8 @@ def tiled_product(
         in_features,
         EPILOGUE=epilogue,
         OVERLAP=config.overlap,
+        RELEASE=config.release,
+        WEIGHTS_FIRST=config.weights_first,
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
         PIECES=max(1, 32 * config.num_warps // config.block_features),
         EVEN_DEPTH=in_features % config.block_depth == 0,
@@ -211,6 +214,8 @@ def _product_kernel(
     in_features,
     EPILOGUE: tl.constexpr,
     OVERLAP: tl.constexpr,
+    RELEASE: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
     PREFETCH_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
@@ -231,22 +236,22 @@ def _product_kernel(
     if OVERLAP:
         present = feature < out_features
         w_start = tl.where(present, w_row, weight)
-        _start_early(w_start, half, EPILOGUE, PREFETCH_BYTES, PIECES)
+        start_early(w_start, half, EPILOGUE, RELEASE, PREFETCH_BYTES, PIECES)
+        if not WEIGHTS_FIRST:
+            cuda.gdc_wait()
 
-    acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
-    up = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
     x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
     w_at = w_row[:, None] + depth[None, :]
-    for k in tl.range(0, in_features, BLOCK_DEPTH):
-        inside = k + depth < in_features
-        x_tile = _tile(x_tiles, first_row, x_at, k, row < rows, inside, EVEN_DEPTH)
-        present = feature < out_features
-        w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
-        acc = _with_products(acc, w_tile, x_tile)
-        if EPILOGUE == "silu_mul":
-            first_up = out_features + first_feature
-            w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
-            up = _with_products(up, w_tile, x_tile)
+    if WEIGHTS_FIRST:
+        acc, up = sums_weights_first(
+            x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features, half,
+            out_features, in_features, EPILOGUE, OVERLAP, EVEN_DEPTH,
+        )  # fmt: skip
+    else:
+        acc, up = sums(
+            x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at,
+            feature < out_features, half, out_features, in_features, EPILOGUE, EVEN_DEPTH,
+        )  # fmt: skip
 
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
@@ -265,25 +270,6 @@ def _product_kernel(
 
 
 @triton.jit
-def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
-    """Rows that are present, [rows, depth]; the rest of the tile is zero and adds nothing."""
-    if tiles is not None:
-        return tiles.load([first, k])
-    if EVEN_DEPTH:
-        return tl.load(at + k, mask=present[:, None], other=0.0)
-    return tl.load(at + k, mask=present[:, None] & inside[None, :], other=0.0)
-
-
-@triton.jit
-def _with_products(acc, w_tile, x_tile):
-    """``acc + w_tile @ x_tile.T``: [features, rows] fp32."""
-    if w_tile.dtype == tl.float8e4nv:
-        # Hopper keeps some 14 bits of a sum of eight-bit products: that of one tile alone.
-        return acc + tl.dot(w_tile, x_tile.T)
-    return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
-
-
-@triton.jit
 def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
     """Sums of eight-bit products times the scales of both operands, if there are any."""
     if feature_scales is not None:
@@ -291,46 +277,6 @@ def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
         x_scale = tl.load(row_scales + row, mask=row < rows, other=0)
         acc *= w_scale[:, None] * x_scale[None, :]
     return acc
-
-
-@triton.jit
-def _start_early(
-    w_row, half, EPILOGUE: tl.constexpr, PREFETCH_BYTES: tl.constexpr, PIECES: tl.constexpr
-):
-    """Fetch weights while the kernel in front still computes the activations."""
-    cuda.gdc_launch_dependents()
-    if PREFETCH_BYTES:
-        _prefetch(w_row, PREFETCH_BYTES, PIECES)
-        if EPILOGUE == "silu_mul":
-            _prefetch(w_row + half, PREFETCH_BYTES, PIECES)
-    cuda.gdc_wait()
-
-
-@triton.jit
-def _prefetch(w_row, BYTES: tl.constexpr, PIECES: tl.constexpr):
-    """Ask L2 for the first BYTES of each row: [n] pointers, 16-byte aligned.
-
-    In a piece a thread where pieces fit: threads beyond the rows would ask for the same again.
-    """
-    if BYTES % (16 * PIECES) == 0:
-        piece = tl.arange(0, PIECES)[None, :] * (BYTES // PIECES)
-        _ask_l2(w_row[:, None].to(tl.int64) + piece, BYTES // PIECES)
-    else:
-        _ask_l2(w_row.to(tl.int64), BYTES)
-
-
-@triton.jit
-def _ask_l2(at, BYTES: tl.constexpr):
-    """Ask L2 for BYTES from each of these addresses on."""
-    tl.inline_asm_elementwise(
-        "{ .reg .b64 source; cvta.to.global.u64 source, $1; "
-        f"cp.async.bulk.prefetch.L2.global [source], {BYTES}; mov.u32 $0, 0; }}",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -52,6 +52,9 @@ class TritonConfig:
             compute capability 9.0 and up).
         prefetch_bytes: with ``overlap``, how much of each weight row to ask into L2
             meanwhile: a multiple of 16 or 0; more than a row has means all of it.
+        release: with ``overlap``, let the next kernel start early too.
+        weights_first: with ``overlap``, fill the pipeline with weights meanwhile too; the
+            activations then come through registers, so that many rows do not fit.
     """
 
     block_rows: int
@@ -63,6 +66,8 @@ class TritonConfig:
     overlap: bool = False
     prefetch_bytes: int = 8192
     tma_rows: bool = True
+    release: bool = True
+    weights_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from sametoken.kernels.interface import (
     QKNorm,
     RotaryTable,
 )
-from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.overlap import overlapped, release_next, wait, wait_for_earlier
 
 _MAX_HEADS_PER_PROGRAM = 8
 _ELEMENTS_PER_WARP = 512
@@ -179,11 +179,20 @@ def _norm_and_rotate(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Norm (if there is a weight) and rotate heads: element j pairs with j + HALF."""
     half = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     rotated = half < HALF
+    c = tl.load(cos + half, rotated, other=0.0)
+    s = tl.load(sin + half, rotated, other=0.0)
+    if weight is not None:
+        low_factor = tl.load(weight + half, rotated, other=0.0).to(tl.float32)
+        high_factor = tl.load(weight + HALF + half, rotated, other=0.0).to(tl.float32)
+        if 2 * HALF < D:
+            rest_factor = tl.load(weight + rest, rest < D, other=0.0).to(tl.float32)
+    wait(OVERLAP)
     low = tl.load(source + half, live & rotated, other=0.0).to(tl.float32)
     high = tl.load(source + HALF + half, live & rotated, other=0.0).to(tl.float32)
     if 2 * HALF < D:
@@ -193,12 +202,10 @@ def _norm_and_rotate(
         if 2 * HALF < D:
             squares += tl.sum(tail * tail, axis=1)
         scale = tl.rsqrt(squares / D + eps)[:, None]
-        low = low * scale * tl.load(weight + half, rotated, other=0.0).to(tl.float32)
-        high = high * scale * tl.load(weight + HALF + half, rotated, other=0.0).to(tl.float32)
+        low = low * scale * low_factor
+        high = high * scale * high_factor
         if 2 * HALF < D:
-            tail = tail * scale * tl.load(weight + rest, rest < D, other=0.0).to(tl.float32)
-    c = tl.load(cos + half, rotated, other=0.0)
-    s = tl.load(sin + half, rotated, other=0.0)
+            tail = tail * scale * rest_factor
     dtype = target.dtype.element_ty
     tl.store(target + half, (low * c - high * s).to(dtype), live & rotated)
     tl.store(target + HALF + half, (high * c + low * s).to(dtype), live & rotated)
@@ -231,7 +238,7 @@ def _rope_and_cache_kernel(
     REST_BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    release_next(OVERLAP)
     Q_PROGRAMS: tl.constexpr = (Q + HEADS - 1) // HEADS
     KV_PROGRAMS: tl.constexpr = (KV + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -245,7 +252,7 @@ def _rope_and_cache_kernel(
         head += program * HEADS
         _norm_and_rotate(
             source + head * D, q_out + (row * Q + head) * D, head < Q, q_weight, cos, sin, eps,
-            D, HALF, HALF_BLOCK, REST_BLOCK,
+            D, HALF, HALF_BLOCK, REST_BLOCK, OVERLAP,
         )  # fmt: skip
     else:
         kv_slot = tl.load(kv_slots + row)
@@ -255,13 +262,14 @@ def _rope_and_cache_kernel(
             written = ((block * KV + head) * BLOCK_SIZE + offset) * D
             _norm_and_rotate(
                 source + (Q + head) * D, keys + written, head < KV, k_weight, cos, sin, eps,
-                D, HALF, HALF_BLOCK, REST_BLOCK,
+                D, HALF, HALF_BLOCK, REST_BLOCK, OVERLAP,
             )  # fmt: skip
         else:
             head += (program - Q_PROGRAMS - KV_PROGRAMS) * HEADS
             written = ((block * KV + head) * BLOCK_SIZE + offset) * D
             column = tl.arange(0, D_BLOCK)[None, :]
             inside = (head < KV) & (column < D)
+            wait(OVERLAP)
             value = tl.load(source + (Q + KV + head) * D + column, inside, other=0.0)
             tl.store(values + written + column, value.to(values.dtype.element_ty), inside)
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.kernels.interface import AttentionRows
-from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.overlap import overlapped, wait
 
 _MAX_BLOCK = 256
 
@@ -85,7 +85,7 @@ def _stage_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    wait(OVERLAP)  # And no release: this writes where rows stand.
     plan_row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + plan_row)
     # Padding is named twice, so that neither a stale slot nor a stale count can wake it.

@@ -1,0 +1,122 @@
+"""Kernels that start while the one before still runs: what they do before they wait, and after.
+
+Read off what the compiler made for a GPU that is not there. A kernel that reads too early gives
+other bits now and then, on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from helpers.compiled import compile_launches
+
+RELEASE, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+OVERLAP = """
+from sametoken.kernels.attention import triton as attention
+from sametoken.kernels.draft_rows import triton as draft_rows
+from sametoken.kernels.norm_rope import triton as norm_rope
+from sametoken.kernels.stage import triton as stage
+for module in (attention, draft_rows, norm_rope, stage):
+    module.overlapped = lambda tensor: {"OVERLAP": True, "launch_pdl": True}
+"""
+ROWS = (
+    OVERLAP
+    + """
+from sametoken.state.sequences import Sequences
+sequences = Sequences.allocate(
+    max_num_seqs=2, max_len=64, num_drafts=3, block_size=16, reserved_block=3,
+    device=torch.device("cpu"),
+)
+slots = torch.arange(2)
+stage.stage_windows(sequences, slots, slots, slots, 4)
+caught_up = draft_rows.catch_up(
+    sequences, slots, slots, slots, slots == 0, rows_per_plan_row=4, with_newest=False
+)
+draft_rows.advanced(sequences, caught_up.chains)
+"""
+)
+LAYER = (
+    OVERLAP
+    + """
+from sametoken.kernels.interface import (
+    AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable,
+)
+shape = AttentionShape(8, 2, 64)
+rows = torch.zeros(2, dtype=torch.int64)
+at = AttentionRows(rows, rows, rows, rows.repeat(4, 16), 1, rows == 0)
+kv = LayerKV(*torch.zeros(2, 4, 2, 64, 64, dtype=torch.bfloat16))
+rotary = RotaryTable(torch.zeros(64, 32), torch.zeros(64, 32))
+ones = torch.ones(64, dtype=torch.bfloat16)
+qkv = torch.zeros(2, 12 * 64, dtype=torch.bfloat16)
+q = norm_rope.rope_and_cache(qkv, shape, rotary, at, kv, QKNorm(ones, ones, 1e-6))
+attention.attention(q, shape, at, kv, window=1)
+attention.attention(
+    q, shape, at, kv, window=1, config=attention.AttentionConfig("walk", 16, 4, 3)
+)
+"""
+)
+PRODUCT = """
+from sametoken.kernels.gemm.triton import product
+from sametoken.kernels.gemm.tuning import TritonConfig
+x, matrix = (torch.zeros(rows, 2048, dtype=torch.bfloat16) for rows in (4, 512))
+config = TritonConfig({tile}, 4, {stages}, tma={tma}, overlap=True, weights_first=True)
+product(config, x, matrix, "{epilogue}")
+"""
+
+
+def compiled(cache, kernel: str) -> str:
+    """The instructions of a kernel, of which one was compiled."""
+    (file,) = cache.rglob(f"{kernel}.ptx")
+    return file.read_text()
+
+
+def test_nothing_overtakes_the_kernels_that_write_where_rows_stand(tmp_path):
+    compile_launches(ROWS, tmp_path)
+    for kernel in ("_stage_kernel", "_catch_up_kernel", "_advance_kernel"):
+        code = compiled(tmp_path, kernel)
+        assert WAIT in code
+        assert RELEASE not in code
+
+
+def test_a_layer_waits_before_it_reads_what_the_layer_wrote(tmp_path):
+    """Where rows stand, tables and weights come early; q, k, v and parts of the sums do not."""
+    compile_launches(LAYER, tmp_path)
+    kernels = ("_rope_and_cache_kernel", "_spread_kernel", "_walk_kernel", "_merge_kernel")
+    for kernel in kernels:
+        code = compiled(tmp_path, kernel)
+        before, after = code.split(WAIT, 1)
+        assert RELEASE in before
+        assert "ld.global" in before, kernel
+        assert not re.search(r"st\.global|cp\.async\.cg", before), kernel
+        assert "ld.global" in after
+    assert compiled(tmp_path, "_spread_kernel").count("prefetch.L2") == 2
+
+
+@pytest.mark.parametrize(
+    ("tile", "stages", "tma", "epilogue"),
+    [
+        ("16, 64, 128", 5, False, "none"),
+        ("16, 64, 256", 6, True, "none"),
+        ("16, 32, 256", 4, False, "logits"),
+        ("16, 64, 128", 3, True, "silu_mul"),
+    ],
+)
+def test_weights_of_all_stages_come_before_the_wait_and_activations_after_it(
+    tile, stages, tma, epilogue, tmp_path
+):
+    code = PRODUCT.format(tile=tile, stages=stages, tma=tma, epilogue=epilogue)
+    compile_launches(code, tmp_path)
+    prologue, rest = re.split(r"\bbra\b", compiled(tmp_path, "_product_kernel"), maxsplit=1)
+    loads = "cp.async.bulk.tensor" if tma else "cp.async.commit_group"
+    assert prologue.count(loads) == (stages - 1) * (2 if epilogue == "silu_mul" else 1)
+    assert "ld.global" not in prologue
+    assert WAIT not in prologue
+    assert WAIT in rest
+
+
+def test_a_product_that_is_told_so_lets_nothing_start_early(tmp_path):
+    code = PRODUCT.format(tile="16, 64, 128", stages=3, tma=False, epilogue="none")
+    compile_launches(code.replace("weights_first", "release=False, weights_first"), tmp_path)
+    assert RELEASE not in compiled(tmp_path, "_product_kernel")

@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_WORKERS ?= 2
+# The tests start many processes, and each would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-gpu test-gpu-sanitizer lint fmt bench-cpu clean
 

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import gguf
+import numpy
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -150,11 +151,17 @@ def test_random_architectures_agree(config, seed, sharded, kernels, chunks):
 
 def transformers_smollm2(path: Path):
     """What from_pretrained(gguf_file=...) does, less its demand for the accelerate package."""
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    mapped = numpy.memmap
     with pytest.MonkeyPatch.context() as patch:
-        # transformers makes the same table of names again for every module of the model.
+        # Half a million views of a file are made slowly as memory maps, faster as arrays.
+        patch.setattr(
+            numpy, "memmap", lambda *args, **kwargs: mapped(*args, **kwargs).view(numpy.ndarray)
+        )
+        # transformers reads the file twice, and makes the same table of names for every module.
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
         patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)
     missing, unexpected = theirs.load_state_dict(parsed["tensors"], strict=False)
     theirs.tie_weights()

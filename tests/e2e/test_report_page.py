@@ -12,7 +12,7 @@ from helpers.browser import chromium, needs_chromium
 from sametoken.bench.files import write_json
 from sametoken.cli.main import app
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.xdist_group("report page")]
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +33,31 @@ def page_path(sources, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def browser():
-    with chromium() as launched:
-        yield launched
+def tab():
+    """One for all tests: a page loaded anew in it needs no new process."""
+    with chromium() as browser:
+        yield browser.new_context(offline=True, color_scheme="light").new_page()
 
 
 @pytest.fixture
-def page(browser, page_path):
+def page(tab, page_path):
     """The page with all that it logs and every address that it asks for."""
-    context = browser.new_context(offline=True, color_scheme="light")
-    page = context.new_page()
     logged, asked = [], []
-    page.on("console", lambda message: logged.append(message.text))
-    page.on("pageerror", lambda error: logged.append(str(error)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.goto(page_path.as_uri())
-    page.wait_for_selector("#comparison table")
-    yield page
+    listeners = {
+        "console": lambda message: logged.append(message.text),
+        "pageerror": lambda error: logged.append(str(error)),
+        "request": lambda request: asked.append(request.url),
+    }
+    for event, listener in listeners.items():
+        tab.on(event, listener)
+    tab.goto(page_path.as_uri())
+    tab.wait_for_selector("#comparison table")
+    yield tab
+    for event, listener in listeners.items():
+        tab.remove_listener(event, listener)
     assert logged == []
+    assert page_path.as_uri() in asked
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
-    context.close()
 
 
 def shown_numbers(page):

@@ -17,6 +17,7 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
 
+pytestmark = pytest.mark.xdist_group("server openai")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
 PROMPT = "the inner the other the inner the other the"
 USER = [{"role": "user", "content": "Say the inner the other the inner."}]

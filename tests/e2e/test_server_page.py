@@ -15,7 +15,7 @@ from helpers.http_server import running_server
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 WAIT_MS = 20_000
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.xdist_group("server page")]
 
 
 @pytest.fixture(scope="module")

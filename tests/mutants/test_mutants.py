@@ -15,7 +15,9 @@ from mutants.catalogue import MUTANTS
 from sametoken.errors import InvariantError
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--capture=no")
+#: Without what collects all garbage several times at the end of a session.
+PLUGINS = ("no:cacheprovider", "no:faulthandler", "no:unraisableexception")
+OPTIONS = ("-q", "--capture=no", *(word for plugin in PLUGINS for word in ("-p", plugin)))
 
 
 class Record:
@@ -74,7 +76,13 @@ def caught_by(oracle: str, raised: BaseException) -> bool:
     return any(isinstance(error, wanted) for error in causes(raised))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def of_one_process(mutant) -> object:
+    """A parameter; mutants of one test run together, for it runs once without any."""
+    test = mutant.test.rpartition("::")[2].partition("[")[0]
+    return pytest.param(mutant, id=mutant.name, marks=pytest.mark.xdist_group(test))
+
+
+@pytest.mark.parametrize("mutant", map(of_one_process, MUTANTS))
 def test_its_test_fails(mutant):
     assert passes(mutant.test), f"{mutant.test} fails without any mutant"
     with pytest.MonkeyPatch.context() as patch:

@@ -34,6 +34,7 @@ from sametoken.errors import (
     RequestError,
 )
 
+pytestmark = pytest.mark.xdist_group("async llm")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 WORDS = ("the cat sat on the mat", "def add(left, right):", "Guten Tag", "stop stop", "日本語")
 OVERRIDES = (None, 0, 1, 3)

@@ -13,6 +13,7 @@ from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.keyed import KeyedVerifier
 
+pytestmark = pytest.mark.xdist_group("lossless sampling")
 VOCAB_SIZE = 8
 NUM_REQUESTS = 400
 NUM_POSITIONS = 50

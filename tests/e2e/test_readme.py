@@ -137,6 +137,8 @@ def test_every_command_is_known():
         assert target in targets
 
 
+# In one process and in README's order: what one command writes the next one may read.
+@pytest.mark.xdist_group("commands of README")
 @pytest.mark.parametrize("arguments", SAMETOKEN, ids=" ".join)
 def test_a_command_parses_and_runs(arguments, tiny_models, monkeypatch):
     monkeypatch.chdir(tiny_models)

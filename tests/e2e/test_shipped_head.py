@@ -20,6 +20,7 @@ from sametoken.errors import CheckpointError
 from sametoken.models.embedded import resolve_model
 from sametoken.models.heads import HEAD_DIRECTORY, HEAD_NAME
 
+pytestmark = pytest.mark.xdist_group("shipped head")
 ROOT = Path(__file__).parents[2]
 CARD = ROOT / "benchmarks" / "training" / "card.py"
 CODE = "def area(width, height):\n    return width * height"

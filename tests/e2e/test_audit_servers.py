@@ -14,7 +14,7 @@ from sametoken.audit.answers import Ask
 from sametoken.audit.compare import CORRUPTION
 from sametoken.audit.server_audit import audit_sides, server_side
 from sametoken.audit.servers import Server
-from sametoken.audit.verdict import CORRUPTED, IDENTICAL, NONDETERMINISTIC
+from sametoken.audit.verdict import CORRUPTED, IDENTICAL, NONDETERMINISTIC, UNSTEADY
 from sametoken.cli.main import app
 
 pytestmark = pytest.mark.xdist_group("audit servers")
@@ -78,11 +78,14 @@ def test_a_planted_defect_is_corruption(model, plain):
     assert any(d.kind == CORRUPTION for d in verdict.comparisons[0].divergences)
 
 
-def test_a_server_that_is_merely_nondeterministic_is_called_so(model, plain):
+def test_a_side_that_is_merely_nondeterministic_is_named(model, plain):
     with running_server(model, build=build_noisy) as server:
-        verdict = audit(server.url, plain, ASKS + SAMPLED_ASKS)
-    assert not verdict.identical
-    assert verdict.summary == NONDETERMINISTIC
+        as_subject = audit(server.url, plain, ASKS + SAMPLED_ASKS)
+        as_baseline = audit(plain, server.url, ASKS + SAMPLED_ASKS)
+    assert not as_subject.identical
+    assert as_subject.summary == UNSTEADY
+    assert not as_baseline.identical
+    assert as_baseline.summary == NONDETERMINISTIC
 
 
 def test_our_engine_is_a_baseline(model):

@@ -13,6 +13,7 @@ from sametoken.audit.text_defects import TextDefect
 
 IDENTICAL, TIES_ONLY = "identical", "differs at near ties only"
 NONDETERMINISTIC = "nondeterministic without speculation too"
+UNSTEADY = "differs from itself, which the baseline does not"
 SAMPLES_DIFFER = "other samples, the same greedy tokens but for near ties"
 CORRUPTED, DIFFERENT = "corrupted", "differs"
 
@@ -50,8 +51,8 @@ class Verdict:
     def summary(self) -> str:
         """The verdict in a few words.
 
-        Corruption is what neither near ties nor the baseline's own repeats explain. A server
-        that differs from itself as well is called nondeterministic.
+        Corruption is what neither near ties nor the baseline's own repeats explain. Where
+        there is none, a side that differs from itself is named.
         """
         if self.identical:
             return IDENTICAL
@@ -59,8 +60,9 @@ class Verdict:
         share, own = _share_of(self.comparisons), _share_of(self.repeats[:1])
         if self.defects or logits or share > own:
             return CORRUPTED
-        if any(not repeat.identical for repeat in self.repeats):
-            return NONDETERMINISTIC
+        steady = [repeat.identical for repeat in self.repeats]
+        if not all(steady):
+            return UNSTEADY if steady[0] else NONDETERMINISTIC
         kinds = {d.kind for comparison in self.comparisons for d in comparison.divergences}
         if kinds == {TIE}:
             return TIES_ONLY

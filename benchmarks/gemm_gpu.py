@@ -73,6 +73,7 @@ HEADER = """\
 |---|---|---|---|---|---|---|---|---|---|"""
 
 T = TritonConfig
+#: Weights first.
 F = functools.partial(TritonConfig, overlap=True, tma_rows=False, weights_first=True)
 #: Bytes in flight are what a narrow weight lacks: about 1 us of latency at 4.6 TB/s is 4.6 MB,
 #: and its few programs need deep pipelines for that. Wide weights share a multiprocessor.

@@ -26,12 +26,7 @@ from sametoken.kernels.attention.arithmetic import (
     per_query,
     split_range,
 )
-from sametoken.kernels.attention.splits import (
-    ask_for_split,
-    merged_parts,
-    split_result,
-    walked,
-)
+from sametoken.kernels.attention.splits import ask_for_split, merged_parts, split_result, walked
 from sametoken.kernels.attention.tiles import tile_queries, tile_rows
 from sametoken.kernels.attention.tuning import SPLIT, AttentionConfig, Form, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV

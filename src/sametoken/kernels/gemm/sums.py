@@ -1,16 +1,12 @@
-"""The sums of a product's tile over in_features: in order, weights early, in two forms.
-
-Both give the same bits: they differ in what is loaded when.
-"""
+"""The sums of a product's tile over in_features, in order, and what is asked for before them."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
-from sametoken.kernels.overlap import ask_l2
+from sametoken.kernels.overlap import ask_l2, release_next, wait
 
 
 @triton.jit
@@ -27,65 +23,41 @@ def sums(
     out_features,
     in_features,
     EPILOGUE: tl.constexpr,
-    EVEN_DEPTH: tl.constexpr,
-):
-    """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32."""
-    depth = tl.arange(0, w_at.shape[1])
-    acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
-    up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
-    for k in tl.range(0, in_features, w_at.shape[1]):
-        inside = k + depth < in_features
-        x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
-        w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
-        acc = _with_products(acc, w_tile, x_tile)
-        if EPILOGUE == "silu_mul":
-            first_up = out_features + first_feature
-            w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
-            up = _with_products(up, w_tile, x_tile)
-    return acc, up
-
-
-@triton.jit
-def sums_weights_first(
-    x_at,  # these as for sums
-    row_present,
-    w_tiles,
-    first_feature,
-    w_at,
-    present,
-    half,
-    out_features,
-    in_features,
-    EPILOGUE: tl.constexpr,
     OVERLAP: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
 ):
-    """``sums`` whose pipeline of weights fills before the kernel in front has finished.
+    """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32.
 
-    The pipeline takes up what is loaded and multiplied in one turn: weights. Activations come
-    through registers, a turn ahead, and the wait stands in the first turn, behind the weights
+    WEIGHTS_FIRST fills the pipeline of loads before the kernel in front has finished. The
+    pipeline takes up what is loaded and multiplied in one turn: weights, then, for activations
+    come through registers, a turn ahead. The wait stands in the first turn, behind the weights
     of all stages (tests/unit/kernels/test_overlap.py).
     """
     DEPTH: tl.constexpr = w_at.shape[1]
     depth = tl.arange(0, DEPTH)
     acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
     up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
-    x_tile = tl.zeros([x_at.shape[0], DEPTH], x_at.dtype.element_ty)
+    if WEIGHTS_FIRST:
+        x_tile = tl.zeros([x_at.shape[0], DEPTH], x_at.dtype.element_ty)
     for k in tl.range(0, in_features, DEPTH):
         inside = k + depth < in_features
-        if k == 0:
-            if OVERLAP:
-                cuda.gdc_wait()
-            x_tile = _tile(None, 0, x_at, k, row_present, inside, EVEN_DEPTH)
-        next_inside = k + DEPTH + depth < in_features
-        x_next = _tile(None, 0, x_at, k + DEPTH, row_present, next_inside, False)
+        if WEIGHTS_FIRST:
+            if k == 0:
+                wait(OVERLAP)
+                x_tile = _tile(None, 0, x_at, k, row_present, inside, EVEN_DEPTH)
+            next_inside = k + DEPTH + depth < in_features
+            x_next = _tile(None, 0, x_at, k + DEPTH, row_present, next_inside, False)
+        else:
+            x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
         w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
         acc = _with_products(acc, w_tile, x_tile)
         if EPILOGUE == "silu_mul":
             first_up = out_features + first_feature
             w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
             up = _with_products(up, w_tile, x_tile)
-        x_tile = x_next
+        if WEIGHTS_FIRST:
+            x_tile = x_next
     return acc, up
 
 
@@ -118,8 +90,7 @@ def start_early(
     PIECES: tl.constexpr,
 ):
     """Ask for weights while the kernel in front still computes the activations."""
-    if RELEASE:
-        cuda.gdc_launch_dependents()
+    release_next(RELEASE)
     if PREFETCH_BYTES:
         _prefetch(w_row, PREFETCH_BYTES, PIECES)
         if EPILOGUE == "silu_mul":

@@ -14,11 +14,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.kernels.activation.triton import silu_mul
-from sametoken.kernels.gemm.sums import start_early, sums, sums_weights_first
+from sametoken.kernels.gemm.sums import start_early, sums
 from sametoken.kernels.gemm.tuning import (
     FLOAT32,
     CublasConfig,
@@ -28,6 +27,7 @@ from sametoken.kernels.gemm.tuning import (
     GemmShape,
     TritonConfig,
 )
+from sametoken.kernels.overlap import wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,21 +237,15 @@ def _product_kernel(
         present = feature < out_features
         w_start = tl.where(present, w_row, weight)
         start_early(w_start, half, EPILOGUE, RELEASE, PREFETCH_BYTES, PIECES)
-        if not WEIGHTS_FIRST:
-            cuda.gdc_wait()
+    if not WEIGHTS_FIRST:
+        wait(OVERLAP)
 
     x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
     w_at = w_row[:, None] + depth[None, :]
-    if WEIGHTS_FIRST:
-        acc, up = sums_weights_first(
-            x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features, half,
-            out_features, in_features, EPILOGUE, OVERLAP, EVEN_DEPTH,
-        )  # fmt: skip
-    else:
-        acc, up = sums(
-            x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at,
-            feature < out_features, half, out_features, in_features, EPILOGUE, EVEN_DEPTH,
-        )  # fmt: skip
+    acc, up = sums(
+        x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features,
+        half, out_features, in_features, EPILOGUE, OVERLAP, WEIGHTS_FIRST, EVEN_DEPTH,
+    )  # fmt: skip
 
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]

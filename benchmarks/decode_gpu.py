@@ -21,6 +21,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
+from typing import get_args
 
 import torch
 from attention_gpu import (
@@ -65,6 +66,7 @@ from sametoken.kernels.gemm.tuning import (
     CublasConfig,
     GemmConfig,
     GemmShape,
+    Release,
     TritonConfig,
     TuningTable,
     load_table,
@@ -84,12 +86,15 @@ GAIN = 0.998
 
 
 def overlapping(config: TritonConfig, rows: int) -> list[TritonConfig]:
-    """The same kernel started early, its successor too or not, with little or much asked for."""
+    """The same kernel started early with little or much asked for, and every start of the next."""
     sizes = PREFETCHES if rows <= 64 else PREFETCHES[:2]
     return [
-        dataclasses.replace(config, overlap=True, release=release, prefetch_bytes=size)
-        for size in sizes
-        for release in (False, True)
+        dataclasses.replace(config, overlap=False, release="late"),
+        *(
+            dataclasses.replace(config, overlap=True, release=release, prefetch_bytes=size)
+            for size in sizes
+            for release in get_args(Release)
+        ),
     ]
 
 

@@ -3,10 +3,11 @@
     python benchmarks/gated_delta_gpu.py [--json FILE]
 
 Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. A graph runs the
-operation (both launches) over the states of at least 24 layers, more where few slots would let
-them stay in L2. Windows (w) fold all drafts of the window before, as if every one were accepted,
-or so many as the last number says. GB/s counts one read and one write of the states; 100 % is a
-copy of 4 GiB on the same machine.
+operation over the states of at least 24 layers, more where few slots would let them stay in L2:
+the rule alone, and with the preparation of its rows. Windows (w) fold all drafts of the window
+before, as if every one were accepted, or so many as the last number says. GB/s counts one read
+and one write of the states; 100 % is a copy of 4 GiB on the same machine. For comparison a
+kernel in such a chain that does no more than read the same states and write them.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
+from sametoken.kernels.gated_delta_rule.prepare import prepare
 from sametoken.kernels.gated_delta_rule.triton import (
     LayerMemory,
     RawRows,
     RuleTile,
     advance,
+    advance_prepared,
     plan_runs,
 )
 from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.overlap import overlapped, release_next, wait
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
@@ -37,13 +43,12 @@ STATE_BYTES = 4 * 32 * 128 * 128
 # Several times L2.
 LEAST_BYTES = 256 << 20
 TILES = (
-    RuleTile(16, 1, 128),
-    RuleTile(16, 1, 168),
-    RuleTile(16, 1, 96),
-    RuleTile(32, 1, None),
-    RuleTile(32, 1, 168),
-    RuleTile(32, 2, None),
-    RuleTile(64, 2, None),
+    RuleTile(32, 2),
+    RuleTile(32, 1),
+    RuleTile(32, 4),
+    RuleTile(32, 2, 168),
+    RuleTile(16, 2),
+    RuleTile(16, 4, 128),
 )
 WARM_UP_SECONDS = 0.3
 
@@ -109,6 +114,22 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / seconds(lambda: torch.neg(source, out=target))
 
 
+@triton.jit
+def _copy_kernel(states, FLOATS: tl.constexpr, OVERLAP: tl.constexpr):
+    """Read some of the states early, as the rule does, and write them back."""
+    release_next(OVERLAP)
+    at = states + tl.program_id(0).to(tl.int64) * FLOATS + tl.arange(0, FLOATS)
+    values = tl.load(at, cache_modifier=".cg")
+    wait(OVERLAP)
+    tl.store(at, -values)
+
+
+def copy_in_place(states: torch.Tensor) -> None:
+    """In pieces of 4 KiB, the fastest of several sizes."""
+    grid = (states.numel() // 1024,)
+    _copy_kernel[grid](states, 1024, num_warps=1, **overlapped(states))
+
+
 class Layers:
     """States of many layers, and one pass over them."""
 
@@ -121,7 +142,6 @@ class Layers:
         self.cache = RecurrentCache.allocate(
             self.spec, max_num_seqs=case.batch, num_drafts=drafts, device=torch.device("cuda")
         )
-        self.reset()
         slots = torch.arange(case.batch, device="cuda").repeat_interleave(case.rows)
         place = torch.arange(case.rows, device="cuda").repeat(case.batch)
         committed = place < (case.rows if case.prefill else 1)
@@ -134,37 +154,55 @@ class Layers:
         projected = torch.randn(len(slots), width, device="cuda").bfloat16()
         qkv, _, b, a = projected.split((CHANNELS, 4096, 32, 32), dim=-1)
         self.raw = RawRows(qkv, a, b)
-        weight = torch.randn(CHANNELS, 4, device="cuda").bfloat16()
+        weight = torch.randn(4, CHANNELS, device="cuda").bfloat16()
         heads = torch.randn(2, 32, device="cuda")
         self.params = GatedDeltaParams(heads[0] - 3, heads[1], weight, None)
+        self.reset()
 
     def reset(self) -> Layers:
+        """The same memory again, and a plan of the pass, which every replay finds again."""
         generator = torch.Generator("cuda").manual_seed(0)
-        self.cache.states.zero_()
-        for held in (self.cache.history, self.cache.pending_qkv, self.cache.pending_gates):
-            held.normal_(generator=generator)
-        return self
-
-    def run(self, tile: RuleTile) -> torch.Tensor:
-        """One pass; the counts begin anew, so that every replay finds what the first found."""
         cache = self.cache
+        cache.states.zero_()
+        for held in (cache.history, cache.pending_qkv, cache.pending_gates):
+            held.normal_(generator=generator)
         cache.position.copy_(self.start)
         cache.num_pending.copy_(self.pending)
         most = cache.pending_qkv.shape[2]
-        runs = plan_runs(self.rows, cache.position, cache.num_pending, most)
+        self.runs = plan_runs(self.rows, cache.position, cache.num_pending, most)
+        return self
+
+    def memory(self, layer: int) -> LayerMemory:
+        cache = self.cache
+        held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
+        return LayerMemory(*(one[layer] for one in held))
+
+    def whole(self, tile: RuleTile) -> torch.Tensor:
+        """Every layer prepares its rows and runs them."""
         for layer in range(self.case.layers):
-            held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
-            memory = LayerMemory(*(one[layer] for one in held))
-            out = advance(runs, self.spec, self.params, self.raw, memory, tile)
+            memory = self.memory(layer)
+            out = advance(self.runs, self.spec, self.params, self.raw, memory, tile)
         return out
+
+    def rule(self, tile: RuleTile) -> torch.Tensor:
+        """Every layer runs rows that are prepared once."""
+        prepared = prepare(self.runs, self.spec, self.params, self.raw, self.memory(0))
+        for layer in range(self.case.layers):
+            memory = self.memory(layer)
+            out = advance_prepared(self.runs, self.spec, prepared, self.raw, memory, tile)
+        return out
+
+    def copy(self) -> None:
+        for layer in range(self.case.layers):
+            copy_in_place(self.cache.states[layer, : self.case.batch])
 
 
 def require_equal_rule(layers: Layers) -> None:
     """Refuse to time a tile that computes something else."""
-    expected = layers.reset().run(TILES[0]).float()
+    expected = layers.reset().whole(TILES[0]).float()
     assert expected.isfinite().all()
     for tile in TILES[1:]:
-        found = layers.reset().run(tile).float()
+        found = layers.reset().whole(tile).float()
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
 
 
@@ -174,19 +212,22 @@ def name_of(tile: RuleTile) -> str:
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Seconds per layer by tile and case."""
-    table: dict[str, dict[str, float]] = {name_of(tile): {} for tile in TILES}
+    """Seconds per layer by what ran and case."""
+    table: dict[str, dict[str, float]] = {}
     require_equal_rule(Layers(Case("check", 2, 4, 3)))
     for case in CASES:
         layers = Layers(case)
+        launches: dict[str, Callable[[], object]] = {"the states copied in place": layers.copy}
         for tile in TILES:
+            launches[name_of(tile)] = lambda layers=layers, tile=tile: layers.whole(tile)
+        for tile in TILES[:3]:
+            launches[f"{name_of(tile)}, rule"] = lambda layers=layers, tile=tile: layers.rule(tile)
+        for name, launch in launches.items():
             try:
-                taken = seconds(lambda layers=layers, tile=tile: layers.run(tile))
+                table.setdefault(name, {})[case.name] = seconds(launch) / case.layers
             except OutOfResources as error:
-                print(f"{name_of(tile)}, {case.name}: does not fit: {error}", flush=True)
-                continue
-            table[name_of(tile)][case.name] = taken / case.layers
-        del layers
+                print(f"{name}, {case.name}: does not fit: {error}", flush=True)
+        del layers, launches
         torch.cuda.empty_cache()
     return table
 
@@ -198,18 +239,18 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e9:.0f} GB/s")
     table = measured()
-    print("\nus per layer\n" + " " * 36 + "".join(f"{case.name:>11}" for case in CASES))
-    for tile, times in table.items():
+    print("\nus per layer\n" + " " * 42 + "".join(f"{case.name:>11}" for case in CASES))
+    for name, times in table.items():
         cells = (f"{1e6 * times[c.name]:11.2f}" if c.name in times else 11 * " " for c in CASES)
-        print(f"{tile:36}" + "".join(cells))
+        print(f"{name:42}" + "".join(cells))
     decode = [case for case in CASES if not case.prefill]
-    print("\nGB/s of states, % of the copy\n" + " " * 36 + "".join(f"{c.name:>14}" for c in decode))
-    for tile, times in table.items():
+    print("\nGB/s of states, % of the copy\n" + " " * 42 + "".join(f"{c.name:>14}" for c in decode))
+    for name, times in table.items():
         cells = []
         for case in decode:
             rate = 2 * case.batch * STATE_BYTES / times.get(case.name, float("inf"))
             cells.append(f"{rate / 1e9:8.0f} {100 * rate / bandwidth:4.0f}%")
-        print(f"{tile:36}" + "".join(cells))
+        print(f"{name:42}" + "".join(cells))
     if options.json:
         figures = {"copy_bytes_per_second": bandwidth, "seconds_per_layer": table}
         options.json.write_text(json.dumps(figures, indent=1))

@@ -239,7 +239,7 @@ def label(config: GemmConfig) -> str:
     tma = ("t" if config.tma_rows else "w") if config.tma else ""
     tma += "f" if config.weights_first else ""
     flags = tma + (f"o{config.prefetch_bytes}" if config.overlap else "")
-    flags += "" if config.release else "-"
+    flags += {"early": "", "late": "+", "never": "-"}[config.release]
     return f"{tile}w{config.num_warps}s{config.num_stages}{flags}"
 
 

@@ -174,7 +174,7 @@ def gated_delta(kernels: NativeKernels | None, rows: int) -> Callable[[int], obj
     """A layer's pass over so many committed rows of a slot; None: in PyTorch."""
     spec, cpu = RECURRENT, torch.device("cpu")
     heads, channels = spec.num_value_heads, spec.conv_channels
-    conv = torch.randn(channels, spec.conv_kernel).bfloat16()
+    conv = torch.randn(spec.conv_kernel, channels).bfloat16()
     params = GatedDeltaParams(torch.randn(heads), torch.randn(heads), conv, None)
     cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=0, device=cpu, kernels=kernels)
     # Not from position 0 on: there no state would be read.

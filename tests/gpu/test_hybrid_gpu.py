@@ -76,7 +76,7 @@ def layer_params(layer: int) -> GatedDeltaParams:
         return torch.randn(shape, generator=generator, device=CUDA).to(dtype)
 
     heads = SPEC.num_value_heads
-    weight = random(SPEC.conv_channels, SPEC.conv_kernel, dtype=SPEC.dtype)
+    weight = random(SPEC.conv_kernel, SPEC.conv_channels, dtype=SPEC.dtype)
     # A slow decay: what was folded once is seen for long.
     return GatedDeltaParams(random(heads) - 3, random(heads), weight, None)
 

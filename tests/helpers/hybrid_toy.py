@@ -42,7 +42,7 @@ class HybridToy:
             (
                 random(16 + 4, HIDDEN),
                 # A slow decay: what was folded once is seen for long.
-                GatedDeltaParams(random(2) - 3, random(2), random(16, 4), None),
+                GatedDeltaParams(random(2) - 3, random(2), random(16, 4).t().contiguous(), None),
                 random(HIDDEN, 8),
             )
             for _ in range(2)

@@ -59,11 +59,14 @@ def ask_l2(at, BYTES: tl.constexpr):
 
 def overlapped(tensor: Tensor) -> dict[str, bool]:
     """Launch options of a kernel that waits, for the device that holds ``tensor``."""
-    if tensor.is_cuda and _can_overlap(tensor.get_device()):
-        return {"OVERLAP": True, "launch_pdl": True}
-    return {"OVERLAP": False}
+    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(tensor) else {"OVERLAP": False}
+
+
+def can_overlap(tensor: Tensor) -> bool:
+    """Whether kernels can start early on the device that holds ``tensor``."""
+    return tensor.is_cuda and _starts_early(tensor.get_device())
 
 
 @functools.cache
-def _can_overlap(device: int) -> bool:
+def _starts_early(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= _HOPPER

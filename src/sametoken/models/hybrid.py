@@ -158,7 +158,7 @@ def _load_params(spec: RecurrentSpec, weights: WeightReader, prefix: str) -> Gat
     return GatedDeltaParams(
         A_log=by_head("A_log"),
         dt_bias=by_head("dt_bias"),
-        conv_weight=weights.tensor(conv, (1, spec.conv_kernel)).squeeze(1),
+        conv_weight=weights.tensor(conv, (1, spec.conv_kernel)).squeeze(1).t().contiguous(),
         conv_bias=None,
     )
 

@@ -84,7 +84,7 @@ class GatedDeltaParams:
 
     Attributes:
         A_log, dt_bias: [Hv].
-        conv_weight: [C, K], or [C, 1, K] as checkpoints have it.
+        conv_weight: [K, C]: a checkpoint's [C, 1, K], by taps.
         conv_bias: [C] or None.
     """
 
@@ -330,13 +330,12 @@ class _RowRule:
 
     @classmethod
     def of(cls, spec: RecurrentSpec, params: GatedDeltaParams) -> _RowRule:
-        by_tap = params.conv_weight.float().view(spec.conv_channels, spec.conv_kernel).t()
         bias = params.conv_bias
         return cls(
             spec,
             params.A_log.float().exp(),
             params.dt_bias.float(),
-            by_tap.contiguous(),
+            params.conv_weight.float(),
             None if bias is None else bias.float(),
         )
 

@@ -83,6 +83,9 @@ def test_a_device_without_a_table_gets_an_empty_one(tmp_path):
         '[{"out_features": 1, "in_features": 1, "epilogue": "tanh", "choices": {}}]',
         '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"5": "cublas"}}]',
         '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"4": "mkl"}}]',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"4":'
+        ' {"block_rows": 16, "block_features": 64, "block_depth": 64, "num_warps": 4,'
+        ' "num_stages": 3, "release": "soon"}}}]',
     ],
 )
 def test_a_malformed_table_names_its_file(text):

@@ -47,7 +47,7 @@ def params_of(spec: RecurrentSpec, bias: bool = False) -> GatedDeltaParams:
         return torch.randn(shape, generator=generator).to(dtype)
 
     heads, channels = spec.num_value_heads, spec.conv_channels
-    weight = random(channels, spec.conv_kernel, dtype=spec.dtype)
+    weight = random(spec.conv_kernel, channels, dtype=spec.dtype)
     shift = random(channels, dtype=spec.dtype) if bias else None
     return GatedDeltaParams(random(heads), random(heads), weight, shift)
 
@@ -160,7 +160,7 @@ def test_gates_at_their_ends(spread):
     """Decay of nearly one and of zero; beta of zero and of one."""
     spec = spec_of()
     params = GatedDeltaParams(
-        torch.ones(4), torch.full((4,), spread), torch.ones(spec.conv_channels, 4), None
+        torch.ones(4), torch.full((4,), spread), torch.ones(4, spec.conv_channels), None
     )
     part = Part(0, 0, 6)
     found, wanted = (run(empty(spec, 0, k), [part], params)[0] for k in (native, reference))

@@ -16,9 +16,11 @@ RELEASE, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 OVERLAP = """
 from sametoken.kernels.attention import triton as attention
 from sametoken.kernels.draft_rows import triton as draft_rows
+from sametoken.kernels.gated_delta_rule import prepare, runs
+from sametoken.kernels.gated_delta_rule import triton as gated_delta_rule
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.stage import triton as stage
-for module in (attention, draft_rows, norm_rope, stage):
+for module in (attention, draft_rows, gated_delta_rule, norm_rope, prepare, runs, stage):
     module.overlapped = lambda tensor: {"OVERLAP": True, "launch_pdl": True}
 """
 ROWS = (
@@ -57,10 +59,33 @@ attention.attention(
 )
 """
 )
+RECURRENT = (
+    OVERLAP
+    + """
+from sametoken.kernels.interface import AttentionRows
+from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+spec = RecurrentSpec(1, 1, 2, 128, 128, 4, 512, torch.bfloat16)
+cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=3, device=torch.device("cpu"))
+rows = torch.arange(4)
+at = AttentionRows(rows, rows * 0, rows, rows[None], 4, rows < 1)
+plan = runs.plan_runs(at, cache.position, cache.num_pending, 3)
+held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
+memory = gated_delta_rule.LayerMemory(*(one[0] for one in held))
+raw = gated_delta_rule.RawRows(zeros(4, 512), zeros(4, 2), zeros(4, 2))
+params = GatedDeltaParams(zeros(2), zeros(2), zeros(4, 512), None)
+gated_delta_rule.advance(plan, spec, params, raw, memory)
+"""
+)
 PRODUCT = """
+from sametoken.kernels.gemm import triton
 from sametoken.kernels.gemm.triton import product
 from sametoken.kernels.gemm.tuning import TritonConfig
 x, matrix = (torch.zeros(rows, 2048, dtype=torch.bfloat16) for rows in (4, 512))
+triton.can_overlap = lambda tensor: True
 config = TritonConfig({tile}, 4, {stages}, tma={tma}, overlap=True, weights_first=True)
 product(config, x, matrix, "{epilogue}")
 """
@@ -94,6 +119,19 @@ def test_a_layer_waits_before_it_reads_what_the_layer_wrote(tmp_path):
     assert compiled(tmp_path, "_spread_kernel").count("prefetch.L2") == 2
 
 
+def test_a_recurrent_layer_reads_early_only_what_the_pass_before_wrote(tmp_path):
+    """States and held rows may come before the wait; nothing is written or copied ahead of it."""
+    compile_launches(RECURRENT, tmp_path)
+    assert RELEASE not in compiled(tmp_path, "_plan_runs_kernel")
+    for kernel in ("_prepare_kernel", "_advance_kernel"):
+        code = compiled(tmp_path, kernel)
+        first, last = code.index(WAIT), code.rindex(WAIT)
+        assert code.index(RELEASE) < first
+        assert "ld.global" in code[:first]
+        assert not re.search(r"st\.global|cp\.async", code[:first]), kernel
+        assert re.search(r"st\.global", code[last:]), kernel
+
+
 @pytest.mark.parametrize(
     ("tile", "stages", "tma", "epilogue"),
     [
@@ -116,7 +154,13 @@ def test_weights_of_all_stages_come_before_the_wait_and_activations_after_it(
     assert WAIT in rest
 
 
-def test_a_product_that_is_told_so_lets_nothing_start_early(tmp_path):
+@pytest.mark.parametrize("release", ["early", "late", "never"])
+def test_a_product_lets_the_next_kernel_start_when_it_is_told(release, tmp_path):
     code = PRODUCT.format(tile="16, 64, 128", stages=3, tma=False, epilogue="none")
-    compile_launches(code.replace("weights_first", "release=False, weights_first"), tmp_path)
-    assert RELEASE not in compiled(tmp_path, "_product_kernel")
+    compile_launches(code.replace("weights_first", f"release='{release}', weights_first"), tmp_path)
+    code = compiled(tmp_path, "_product_kernel")
+    assert code.count(RELEASE) == (release != "never")
+    if release != "never":
+        assert (code.index(RELEASE) < code.index(WAIT)) == (release == "early")
+    if release == "late":
+        assert code.rindex("wgmma.mma_async") < code.index(RELEASE) < code.index("st.global")

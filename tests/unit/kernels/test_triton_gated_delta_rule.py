@@ -47,7 +47,7 @@ def params_of(spec: RecurrentSpec, bias: bool = True) -> GatedDeltaParams:
     return GatedDeltaParams(
         random(heads),
         random(heads),
-        random(spec.conv_channels, spec.conv_kernel, dtype=spec.dtype),
+        random(spec.conv_kernel, spec.conv_channels, dtype=spec.dtype),
         random(spec.conv_channels, dtype=spec.dtype) if bias else None,
     )
 
@@ -337,7 +337,7 @@ for heads, sizes, drafts in (((16, 32), (128, 128), 3), ((1, 2), (3, 5), 0)):
     memory = triton.LayerMemory(*(one[0] for one in held))
     gates = zeros(len(rows), heads[1])
     raw = triton.RawRows(zeros(len(rows), channels), gates, gates)
-    params = GatedDeltaParams(gates[0], gates[0], zeros(channels, 4), None)
+    params = GatedDeltaParams(gates[0], gates[0], zeros(4, channels), None)
     for tile in (triton.RuleTile(), triton.RuleTile(32, 1), triton.RuleTile(32, 2)):
         triton.advance(plan, spec, params, raw, memory, tile)
 """

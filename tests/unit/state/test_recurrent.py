@@ -31,7 +31,7 @@ def layer_params(layer: int, spec: RecurrentSpec = SPEC) -> GatedDeltaParams:
         return torch.randn(shape, generator=generator)
 
     heads = spec.num_value_heads
-    weight = random(spec.conv_channels, 1, spec.conv_kernel)
+    weight = random(spec.conv_kernel, spec.conv_channels)
     bias = random(spec.conv_channels) if layer else None
     return GatedDeltaParams(random(heads), random(heads), weight, bias)
 

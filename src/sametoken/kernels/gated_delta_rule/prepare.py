@@ -23,121 +23,203 @@ from sametoken.kernels.gated_delta_rule.runs import (
     SLOT,
     Runs,
     fact,
-    raw_row,
 )
 from sametoken.kernels.overlap import overlapped, release_next, wait
 
 _EPS = tl.constexpr(NORM_EPS)
-# Programs that fill a large GPU; with more rows than that each one runs several.
-_PROGRAMS = 8192
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# Programs of a launch; with more rows than that gives each one, it runs several.
+_PROGRAMS = 4096
+# Channels of v that one program convolves: two numbers of each thread per load of q or k.
+_VALUES = 256
 
 
 @triton.jit
 def _sigmoid(x):
-    """Without overflow on either side."""
-    power = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, power, 1.0) / (1.0 + power)
+    # 1 / y as the square of 1 / sqrt(y), which needs none of a division's care for ranges.
+    root = tl.rsqrt(1.0 + tl.exp2(-_LOG2_E * x))
+    return root * root
 
 
 @triton.jit
-def _decay(a, A_log, dt_bias):
-    shifted = a + dt_bias.to(tl.float32)
+def _decay(a, rate, dt_bias):
+    shifted = a + dt_bias
     softplus = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
-    return tl.exp(-tl.exp(A_log.to(tl.float32)) * softplus)
+    return tl.exp(-rate * softplus)
 
 
 @triton.jit
-def _taps(
-    conv_weight,  # [C, K]
-    channel,
-    inside,
-    K: tl.constexpr,
-):
-    """The convolution's weights of some channels: K times fp32 of the channels' shape."""
-    taps = ()
+def _weights(conv_weight, conv_bias, channel, inside, C: tl.constexpr, K: tl.constexpr):
+    """The convolution's weights of some channels, K times, and their bias: fp32 of their shape."""
+    weights = ()
     for tap in tl.static_range(K):
-        weight = tl.load(conv_weight + channel * K + tap, inside, other=0.0)
-        taps += (weight.to(tl.float32),)  # type: ignore[assignment]
-    return taps
-
-
-@triton.jit
-def _raw_rows(
-    t,  # place among folded and new rows
-    qkv, history, pending, first_row, num_folded, qkv_stride, channel, inside, empty,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):  # fmt: skip
-    """What the convolution reads at a row, of some channels: K times fp32 of their shape."""
-    rows = ()
-    for tap in tl.static_range(K):
-        index = t + tap
-        raw = raw_row(index, qkv, history, pending, first_row, num_folded, qkv_stride, C, K - 1)
-        # What came before a request's first row is zero.
-        exists = (index >= K - 1) | (empty == 0)
-        rows += (tl.load(raw + channel, exists & inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    return rows
-
-
-@triton.jit
-def _convolved(raw, taps, conv_bias, channel, inside, K: tl.constexpr):
-    """SiLU of the convolution of raw rows, taps in order: fp32 of the channels' shape."""
-    summed = raw[0] * taps[0]
-    for tap in tl.static_range(1, K):
-        summed = tl.fma(raw[tap], taps[tap], summed)
+        weight = tl.load(conv_weight + tap * C + channel, inside, other=0.0)
+        weights += (weight.to(tl.float32),)  # type: ignore[assignment]
+    bias = tl.zeros(channel.shape, tl.float32)
     if conv_bias is not None:
-        summed += tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
+        bias = tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
+    return weights, bias
+
+
+@triton.jit
+def _convolved(rows, newest, weights, bias, K: tl.constexpr):
+    """SiLU of the convolution of K - 1 raw rows and the newest, taps in order."""
+    summed = rows[0] * weights[0]
+    for tap in tl.static_range(1, K - 1):
+        summed = tl.fma(rows[tap], weights[tap], summed)
+    summed = tl.fma(newest, weights[K - 1], summed) + bias
     return summed * _sigmoid(summed)
 
 
 @triton.jit
-def _store_gates(gate, raw_a, raw_b, A_log, dt_bias, HV: tl.constexpr):
-    """Decay and beta of a head, HV apart, from the raw gates at two addresses."""
-    tl.store(gate, _decay(tl.load(raw_a).to(tl.float32), A_log, dt_bias))
-    tl.store(gate + HV, _sigmoid(tl.load(raw_b).to(tl.float32)))
+def _held_rows(raw, begin, channel, inside, C: tl.constexpr, K: tl.constexpr):
+    """Of the K - 1 raw rows from ``begin`` on those that the slot keeps; zeros for the others.
+
+    Raw rows are counted from the oldest of the history on. What the slot keeps the pass before
+    has written, and ``plan_runs``, which nothing overtakes, came after it: no wait is needed.
+    """
+    _, _, history, pending, _, num_held, _, empty = raw
+    rows = ()
+    for tap in tl.static_range(K - 1):
+        index = begin + tap
+        at = tl.where(index < K - 1, history + index * C, pending + index * C)
+        # What came before a request's first row is zero.
+        exists = (index < num_held) & ((index >= K - 1) | (empty == 0))
+        rows += (tl.load(at + channel, exists & inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return rows
 
 
 @triton.jit
-def _prepare_row(
-    t,  # place among folded and new rows
-    row,  # [C + 2 * HV + HK], written
-    qkv, a, b, history, pending_qkv, pending_gates, A_log, dt_bias, conv_bias,
-    first_row, num_folded, empty, qkv_stride, a_stride, b_stride,
-    is_keys, head, channel, inside, taps, k_taps,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """One key head's q, k and q . k of one row, or one value head's v, decay and beta."""
-    C: tl.constexpr = 2 * HK * DK + HV * DV
+def _completed(rows, raw, begin, channel, inside, K: tl.constexpr):
+    """The K - 1 raw rows from ``begin`` on, of which ``_held_rows`` gave those that are kept."""
+    qkv, stride, _, _, first_new, num_held, stop, _ = raw
+    completed = ()
+    for tap in tl.static_range(K - 1):
+        index = begin + tap
+        is_new = (index >= num_held) & (index < stop)
+        new = tl.load(qkv + (first_new + index) * stride + channel, is_new & inside, other=0.0)
+        completed += (tl.where(is_new, new.to(tl.float32), rows[tap]),)  # type: ignore[assignment]
+    return completed
+
+
+@triton.jit
+def _moved_on(rows, newest):
+    # Triton unpacks no tuple into another.
+    return rows[1:] + (newest,)  # noqa: RUF005
+
+
+@triton.jit
+def _raw_row(raw, index, C: tl.constexpr):
+    """Pointer to a raw row behind the history."""
+    qkv, stride, _, pending, first_new, num_held, _, _ = raw
+    return tl.where(index < num_held, pending + index * C, qkv + (first_new + index) * stride)
+
+
+@triton.jit
+def _prepare_keys(
+    head,
+    raw,
+    span,  # first row, the row after the last
+    prepared,  # [rows, WIDTH] of the run, written
+    conv_weight,
+    conv_bias,
+    HK: tl.constexpr,
+    DK: tl.constexpr,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One key head's q, k and q . k: q and k normalised, q scaled by 1 / sqrt(Dk)."""
+    column = tl.arange(0, BLOCK)
+    inside = column < DK
+    channel = head * DK + column
     k_channel = channel + HK * DK
-    # Both loads before either is waited for.
-    raw = _raw_rows(
-        t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, channel, inside,
-        empty, C, K,
-    )  # fmt: skip
-    k_raw = _raw_rows(
-        t, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, k_channel,
-        inside & is_keys, empty, C, K,
-    )  # fmt: skip
-    mixed = _convolved(raw, taps, conv_bias, channel, inside, K)
-    if is_keys:
-        k = _convolved(k_raw, k_taps, conv_bias, k_channel, inside, K)
-        scale = tl.rsqrt(tl.sum(mixed * mixed, axis=0) + _EPS) * DK**-0.5
+    weights, bias = _weights(conv_weight, conv_bias, channel, inside, C, K)
+    k_weights, k_bias = _weights(conv_weight, conv_bias, k_channel, inside, C, K)
+    begin, end = span
+    q_rows = _held_rows(raw, begin, channel, inside, C, K)
+    k_rows = _held_rows(raw, begin, k_channel, inside, C, K)
+    wait(OVERLAP)
+    q_rows = _completed(q_rows, raw, begin, channel, inside, K)
+    k_rows = _completed(k_rows, raw, begin, k_channel, inside, K)
+    for t in range(begin, end):
+        at = _raw_row(raw, t + K - 1, C)
+        q_newest = tl.load(at + channel, inside, other=0.0).to(tl.float32)
+        k_newest = tl.load(at + k_channel, inside, other=0.0).to(tl.float32)
+        q = _convolved(q_rows, q_newest, weights, bias, K)
+        k = _convolved(k_rows, k_newest, k_weights, k_bias, K)
+        scale = tl.rsqrt(tl.sum(q * q, axis=0) + _EPS) * DK**-0.5
         k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
-        q_k = tl.sum(mixed * k, axis=0) * scale * k_scale
-        mixed *= scale
+        q_k = tl.sum(q * k, axis=0) * scale * k_scale
+        row = prepared + t * WIDTH
+        tl.store(row + channel, q * scale, inside)
         tl.store(row + k_channel, k * k_scale, inside)
-        tl.store(row + C + 2 * HV + head, q_k)
-    else:
-        new = first_row + t - num_folded
-        is_new = t >= num_folded
-        held = pending_gates + t * 2 * HV + head
-        _store_gates(
-            row + C + head,
-            tl.where(is_new, a + new * a_stride + head, held),
-            tl.where(is_new, b + new * b_stride + head, held + HV),
-            tl.load(A_log + head), tl.load(dt_bias + head), HV,
-        )  # fmt: skip
-    tl.store(row + channel, mixed, inside)
+        tl.store(row + WIDTH - HK + head, q_k)
+        q_rows, k_rows = _moved_on(q_rows, q_newest), _moved_on(k_rows, k_newest)
+
+
+@triton.jit
+def _prepare_values(
+    first,  # channel
+    raw,
+    span,
+    prepared,
+    conv_weight,
+    conv_bias,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Some channels of v."""
+    channel = first + tl.arange(0, BLOCK)
+    inside = channel < C
+    weights, bias = _weights(conv_weight, conv_bias, channel, inside, C, K)
+    begin, end = span
+    rows = _held_rows(raw, begin, channel, inside, C, K)
+    wait(OVERLAP)
+    rows = _completed(rows, raw, begin, channel, inside, K)
+    for t in range(begin, end):
+        at = _raw_row(raw, t + K - 1, C)
+        newest = tl.load(at + channel, inside, other=0.0).to(tl.float32)
+        v = _convolved(rows, newest, weights, bias, K)
+        tl.store(prepared + t * WIDTH + channel, v, inside)
+        rows = _moved_on(rows, newest)
+
+
+@triton.jit
+def _prepare_gates(
+    gates,  # a, b, their strides, pending gates of the slot
+    first_new,  # row of the pass less its place among folded and new rows
+    num_folded,
+    span,
+    prepared,
+    A_log,
+    dt_bias,
+    HV: tl.constexpr,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Decay and beta of every value head."""
+    head = tl.arange(0, BLOCK)
+    inside = head < HV
+    rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
+    shift = tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
+    a, b, a_stride, b_stride, pending = gates
+    wait(OVERLAP)
+    begin, end = span
+    for t in range(begin, end):
+        is_new, held, row = t >= num_folded, pending + t * 2 * HV, first_new + t
+        raw_a = tl.load(tl.where(is_new, a + row * a_stride, held) + head, inside, other=0.0)
+        raw_b = tl.load(tl.where(is_new, b + row * b_stride, held + HV) + head, inside, other=0.0)
+        gate = prepared + t * WIDTH + C + head
+        tl.store(gate, _decay(raw_a.to(tl.float32), rate, shift), inside)
+        tl.store(gate + HV, _sigmoid(raw_b.to(tl.float32)), inside)
 
 
 @triton.jit(do_not_specialize=["max_pending"])
@@ -150,7 +232,7 @@ def _prepare_kernel(
     pending_gates,  # [S, P, 2 * HV]
     A_log,  # [HV]
     dt_bias,  # [HV]
-    conv_weight,  # [C, K]
+    conv_weight,  # [K, C]
     conv_bias,  # [C] or None
     runs,  # [B, FIELDS]
     prepared,  # [T + B * P, C + 2 * HV + HK], written
@@ -163,43 +245,48 @@ def _prepare_kernel(
     DK: tl.constexpr,
     DV: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    HEADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     # The rule's kernel may load states from now on.
     release_next(OVERLAP)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     WIDTH: tl.constexpr = C + 2 * HV + HK
-    TAPS: tl.constexpr = K - 1
-    run = tl.program_id(2).to(tl.int64)
+    VALUE_UNITS: tl.constexpr = (HV * DV + VALUES - 1) // VALUES
+    unit, run = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    # The table was whole before this kernel began (``plan_runs``).
     field = runs + run * FIELDS
-    # A unit is a key head, its q and its k, or a value head.
-    unit, column = tl.program_id(0), tl.arange(0, BLOCK)
-    is_keys = unit < HK
-    head = tl.where(is_keys, unit, unit - HK)
-    width = tl.where(is_keys, DK, DV)
-    inside = column < width
-    channel = tl.where(is_keys, 0, 2 * HK * DK) + head * width + column
-    k_channel = channel + HK * DK
-    # Weights are nobody's to write, and the table was whole before this kernel began
-    # (``plan_runs``): they come before the wait.
-    taps = _taps(conv_weight, channel, inside, K)
-    k_taps = _taps(conv_weight, k_channel, inside & is_keys, K)
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
-    num_rows, num_folded = fact(field, NUM_ROWS), fact(field, NUM_FOLDED)
+    num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED).to(tl.int32)
     empty = fact(field, EMPTY) != 0
-
-    wait(OVERLAP)
-    total = tl.where(num_rows > 0, num_folded + num_rows, 0).to(tl.int32)
-    history += slot * TAPS * C
-    pending_qkv += slot * max_pending * C
-    pending_gates += slot * max_pending * 2 * HV
+    total = tl.where(num_rows > 0, num_folded + num_rows, 0)
+    each = tl.cdiv(total, tl.num_programs(1))
+    begin = tl.program_id(1) * each
+    span = (begin, tl.minimum(total, begin + each))
     prepared += (first_row + run * max_pending) * WIDTH
-    for t in range(tl.program_id(1), total, tl.num_programs(1)):
-        _prepare_row(
-            t, prepared + t * WIDTH, qkv, a, b, history, pending_qkv, pending_gates, A_log, dt_bias,
-            conv_bias, first_row, num_folded, empty, qkv_stride, a_stride, b_stride,
-            is_keys, head, channel, inside, taps, k_taps, HK, HV, DK, DV, K,
+    num_held = num_folded + K - 1
+    # Held and new rows count on from the oldest of the history.
+    raw = (
+        qkv, qkv_stride, history + slot * (K - 1) * C,
+        pending_qkv + (slot * max_pending - (K - 1)) * C, first_row - num_held,
+        num_held, total + K - 1, empty,
+    )  # fmt: skip
+    if unit < HK:
+        _prepare_keys(
+            unit, raw, span, prepared, conv_weight, conv_bias, HK, DK, C, WIDTH, K, KEYS, OVERLAP
+        )
+    elif unit < HK + VALUE_UNITS:
+        _prepare_values(
+            2 * HK * DK + (unit - HK) * VALUES, raw, span, prepared, conv_weight, conv_bias,
+            C, WIDTH, K, VALUES, OVERLAP,
+        )  # fmt: skip
+    else:
+        gates = (a, b, a_stride, b_stride, pending_gates + slot * max_pending * 2 * HV)
+        _prepare_gates(
+            gates, first_row - num_folded, num_folded, span, prepared, A_log, dt_bias,
+            HV, C, WIDTH, HEADS, OVERLAP,
         )  # fmt: skip
 
 
@@ -212,12 +299,15 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
     weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
     assert all(weight is None or weight.is_contiguous() for weight in weights)
     assert raw.qkv.shape[1] == spec.conv_channels == memory.history.shape[2]
+    assert params.conv_weight.shape == (spec.conv_kernel, spec.conv_channels)
     batch, heads = runs.table.shape[0], spec.num_value_heads
     num_rows = raw.qkv.shape[0] + batch * memory.max_pending
-    units = spec.num_key_heads + heads
-    prepared = memory.states.new_empty(num_rows, spec.conv_channels + heads + units)
-    lanes = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, units * batch)))
-    _prepare_kernel[(units, lanes, batch)](
+    width = spec.conv_channels + 2 * heads + spec.num_key_heads
+    prepared = memory.states.new_empty(num_rows, width)
+    values = min(_VALUES, triton.next_power_of_2(heads * spec.value_dim))
+    units = spec.num_key_heads + triton.cdiv(heads * spec.value_dim, values) + 1
+    parts = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, units * batch)))
+    _prepare_kernel[(units, parts, batch)](
         raw.qkv,
         raw.a,
         raw.b,
@@ -230,7 +320,9 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
         *raw.strides,
         memory.max_pending,
         **sizes(spec),
-        BLOCK=triton.next_power_of_2(max(spec.key_dim, spec.value_dim)),
+        KEYS=triton.next_power_of_2(spec.key_dim),
+        VALUES=values,
+        HEADS=triton.next_power_of_2(heads),
         num_warps=1,
         **overlapped(prepared),
     )

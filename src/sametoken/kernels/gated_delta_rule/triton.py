@@ -11,7 +11,7 @@ decode, verify, fold and prefill run the same instructions and a row has the sam
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -37,39 +37,57 @@ from sametoken.kernels.gated_delta_rule.runs import (
 )
 from sametoken.kernels.overlap import overlapped, release_next, wait
 
-__all__ = ["LayerMemory", "RawRows", "RuleTile", "Runs", "advance", "plan_runs"]
+__all__ = [
+    "LayerMemory",
+    "RawRows",
+    "RuleTile",
+    "Runs",
+    "advance",
+    "advance_prepared",
+    "plan_runs",
+]
 
-_COPY_BLOCK = 512
+# Channels of raw rows that a warp keeps at once, and new rows.
+_KEPT_CHANNELS = 512
+_KEPT_ROWS = tl.constexpr(4)
 # What a warp reads of a state at once: 16 bytes a thread.
 _FLOATS_PER_WARP = 128
+# Warps that a large GPU holds at once, each with 32 columns of a state in its registers.
+_WARPS = 1056
 # Prepared rows that are run or on their way.
-_STAGES = 3
+_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RuleTile:
-    """How a state is cut among programs. Sums follow it: an engine keeps to one.
+    """How a state is cut among programs. Sums follow the columns: an engine keeps to one.
 
     Attributes:
-        value_columns: columns of a head's state that one program holds.
-        num_warps: of every program.
+        value_columns: columns of a head's state that one warp holds.
+        num_warps: of every program; each has columns of its own.
         max_registers: per thread; fewer let more programs run beside each other. None: as
             many as the compiler takes.
     """
 
     value_columns: int = 32
-    num_warps: int = 1
+    num_warps: int = 2
     max_registers: int | None = None
+
+    def fitted(self, value_dim: int) -> RuleTile:
+        """No more columns and warps than a state has."""
+        most = triton.next_power_of_2(value_dim)
+        columns = min(self.value_columns, most)
+        return replace(self, value_columns=columns, num_warps=min(self.num_warps, most // columns))
 
 
 @triton.jit
 def _keys(BK: tl.constexpr, LANES: tl.constexpr):
-    """[LANES, RUNS, TOGETHER]: a thread's keys come in runs of four, which it reads at once."""
+    """[LANES, 1, RUNS, TOGETHER]: a thread's keys come in runs of four, which it reads at once."""
     TOGETHER: tl.constexpr = min(4, BK // LANES)
     RUNS: tl.constexpr = BK // (LANES * TOGETHER)
-    lane = tl.arange(0, LANES)[:, None, None]
-    run = tl.arange(0, RUNS)[None, :, None]
-    return (run * LANES + lane) * TOGETHER + tl.arange(0, TOGETHER)[None, None, :]
+    lane = tl.arange(0, LANES)[:, None, None, None]
+    run = tl.arange(0, RUNS)[None, None, :, None]
+    return (run * LANES + lane) * TOGETHER + tl.arange(0, TOGETHER)[None, None, None, :]
 
 
 @triton.jit
@@ -80,15 +98,15 @@ def _add_product(factor, total, a, b):
 
 @triton.jit
 def _along(state, part):
-    """Sum over keys of state [LANES, RUNS, TOGETHER, V] times part [.., 1]: [V].
+    """Sum over keys of state [LANES, WARPS, RUNS, TOGETHER, V] times part [.., 1]: [WARPS, V].
 
     Every rounding is written out: no compiler chooses one.
     """
     state, part = tl.broadcast(state, part)
-    HELD: tl.constexpr = state.shape[1] * state.shape[2]
-    state = tl.reshape(state, (state.shape[0], HELD, state.shape[3]))
-    part = tl.reshape(part, (part.shape[0], HELD, part.shape[3]))
-    factor, total = tl.reduce((state, part), 1, _add_product)
+    HELD: tl.constexpr = state.shape[2] * state.shape[3]
+    state = tl.reshape(state, (state.shape[0], state.shape[1], HELD, state.shape[4]))
+    part = tl.reshape(part, (part.shape[0], part.shape[1], HELD, part.shape[4]))
+    factor, total = tl.reduce((state, part), 2, _add_product)
     return tl.sum(factor * total, axis=0)
 
 
@@ -99,7 +117,7 @@ def _delta(state, k, v, decay, beta):
 
 @triton.jit
 def _updated(state, k, decay, delta):
-    return tl.fma(k, delta[None, None, None, :], decay * state)
+    return tl.fma(k, delta[None, :, None, None, :], decay * state)
 
 
 @triton.jit
@@ -116,19 +134,23 @@ def _advance_tile(
     DK: tl.constexpr,
     DV: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
+    WARPS: tl.constexpr,
+    V: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Run a run's rows over some columns of one head's state."""
-    TILES: tl.constexpr = (DV + BV - 1) // BV
+    TILES: tl.constexpr = (DV + WARPS * V - 1) // (WARPS * V)
     WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV + HK
     head = tile // TILES
     key_head = head // (HV // HK)
-    key, value = _keys(BK, LANES), (tile % TILES) * BV + tl.arange(0, BV)
+    key = _keys(BK, LANES)
+    # A warp has columns of its own, so that no sum crosses warps.
+    warp = (tile % TILES) * WARPS + tl.arange(0, WARPS)
+    value = warp[:, None] * V + tl.arange(0, V)[None, :]
     is_key, is_value = key < DK, value < DV
-    inside = is_key[:, :, :, None] & is_value
+    inside = is_key[:, :, :, :, None] & is_value[None, :, None, None, :]
 
     # All at once: a load that waits for another one costs as much as the row itself.
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
@@ -136,7 +158,8 @@ def _advance_tile(
     num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
     empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
     # Offsets from one address: a thread keeps no address per element.
-    state_at = states + (slot * HV + head) * DK * DV + (key[:, :, :, None] * DV + value)
+    at_once = key[:, :, :, :, None] * DV + value[None, :, None, None, :]
+    state_at = states + (slot * HV + head) * DK * DV + at_once
     exists = inside & (empty == 0) & (num_rows > 0)
     state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
     # Nobody else writes the layer's states between ``plan_runs``, which nothing overtakes, and
@@ -148,39 +171,39 @@ def _advance_tile(
     k_at = q_at + HK * DK
     v_at = prepared + 2 * HK * DK + head * DV + value
     decay_at = prepared + 2 * HK * DK + HV * DV + head
-    q_k_at = prepared + 2 * HK * DK + HV * DV + 2 * HV + key_head
+    q_k_at = prepared + WIDTH - HK + key_head
     out += first_row * HV * DV + head * DV + value
-    # One loop, so that a folded row and a new one go through the same instructions; what only
-    # new rows need stands apart.
+    # One loop without branches, so that a folded row and a new one go through the same
+    # instructions; a folded row's sums with q are not stored.
     for t in tl.range(num_folded + num_rows, num_stages=STAGES):
         at, is_new = t * WIDTH, t >= num_folded
-        k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, None]
-        q = tl.load(q_at + at, is_key & is_new, other=0.0)[:, :, :, None]
+        k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, :, None]
+        q = tl.load(q_at + at, is_key, other=0.0)[:, :, :, :, None]
         v = tl.load(v_at + at, is_value, other=0.0)
         decay, beta = tl.load(decay_at + at), tl.load(decay_at + at + HV)
+        q_k = tl.load(q_k_at + at)
         delta = _delta(state, k, v, decay, beta)
-        if is_new:
-            read = tl.fma(delta, tl.load(q_k_at + at), decay * _along(state, q))
-            row = out + (t - num_folded) * HV * DV
-            tl.store(row, read.to(out.dtype.element_ty), is_value)
+        read = tl.fma(delta, q_k, decay * _along(state, q)).to(out.dtype.element_ty)
+        tl.store(out + (t - num_folded) * HV * DV, read, is_value & is_new)
         state = _updated(state, k, decay, delta)
         if t + 1 == num_lasting:
             tl.store(state_at, state, inside)
 
-    _fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_value, HV * DV, BV)
+    _fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_value, HV * DV)
 
 
 @triton.jit
-def _fill_dead(out, num_rows, stop, broken, is_value, ROW: tl.constexpr, BV: tl.constexpr):
+def _fill_dead(out, num_rows, stop, broken, is_value, ROW: tl.constexpr):
     """Dead rows are zero; those of a slot whose rows do not follow are nobody's."""
-    fill = tl.zeros((BV,), tl.float32) + tl.where(broken, float("nan"), 0.0)
+    fill = tl.zeros(is_value.shape, tl.float32) + tl.where(broken, float("nan"), 0.0)
     for row in range(num_rows, stop):
         tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_value)
 
 
 @triton.jit
 def _keep_raw(
-    block,
+    keeper,
+    num_keepers,
     qkv,  # [T, C], rows qkv_stride apart
     a,  # [T, HV], rows a_stride apart
     b,  # [T, HV], rows b_stride apart
@@ -196,43 +219,54 @@ def _keep_raw(
     HV: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    BH: tl.constexpr,
+    HEADS: tl.constexpr,
     TAPS_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Keep the raw rows before the next first row and after it, for some channels."""
+    """Keep the raw rows before the next first row and after it, for some blocks of channels."""
     TAPS: tl.constexpr = K - 1
-    num_rows = tl.load(field + NUM_ROWS)
+    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
+    num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED)
+    num_lasting, empty = fact(field, NUM_LASTING), fact(field, EMPTY) != 0
+    wait(OVERLAP)
     if num_rows > 0:
-        slot, first_row = tl.load(field + SLOT), tl.load(field + FIRST_ROW)
-        num_folded, num_lasting = tl.load(field + NUM_FOLDED), tl.load(field + NUM_LASTING)
-        empty = tl.load(field + EMPTY) != 0
         history += slot * TAPS * C
         pending_qkv += slot * max_pending * C
-        pending_gates += slot * max_pending * 2 * HV
-        column = block * BLOCK + tl.arange(0, BLOCK)
         tap = tl.arange(0, TAPS_BLOCK)
         index = num_lasting + tap
         raw = raw_row(index, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, C, TAPS)
-        kept = (tap < TAPS)[:, None] & (column < C)[None, :]
-        exists = ((index >= TAPS) | (empty == 0))[:, None]
-        values = tl.load(raw[:, None] + column[None, :], kept & exists, other=0.0)
-        # Another thread may still have to read what this one writes.
-        tl.debug_barrier()
-        tl.store(history + tap[:, None] * C + column[None, :], values, kept)
-
+        exists = (tap < TAPS) & ((index >= TAPS) | (empty == 0))
         # New rows from ``first_new`` on become pending, behind what stays there.
         has_lasting = num_lasting > 0
         first_new = tl.where(has_lasting, num_lasting - num_folded, 0)
         stays = tl.where(has_lasting, 0, num_folded)
-        for i in range((num_rows - first_new).to(tl.int32)):
-            row, place = first_row + first_new + i, stays + i
-            new = tl.load(qkv + row * qkv_stride + column, column < C)
-            tl.store(pending_qkv + place * C + column, new, column < C)
-            if block == 0:
-                head = tl.arange(0, BH)
-                gate = pending_gates + place * 2 * HV + head
-                tl.store(gate, tl.load(a + row * a_stride + head, head < HV), head < HV)
-                tl.store(gate + HV, tl.load(b + row * b_stride + head, head < HV), head < HV)
+        num_new = (num_rows - first_new).to(tl.int32)
+        qkv += (first_row + first_new) * qkv_stride
+        pending_qkv += stays * C
+        for block in range(keeper, (C + BLOCK - 1) // BLOCK, num_keepers):
+            column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+            inside = column < C
+            kept = tl.load(raw[:, None] + column, exists[:, None] & inside, other=0.0)
+            # Another thread may still have to read what this one writes.
+            tl.debug_barrier()
+            _copy_rows(qkv + column, qkv_stride, pending_qkv + column, C, num_new, inside)
+            tl.store(history + tap[:, None] * C + column, kept, (tap < TAPS)[:, None] & inside)
+        if keeper == 0:
+            head = tl.arange(0, HEADS)[None, :]
+            gates = pending_gates + (slot * max_pending + stays) * 2 * HV + head
+            new = first_row + first_new
+            _copy_rows(a + new * a_stride + head, a_stride, gates, 2 * HV, num_new, head < HV)
+            _copy_rows(b + new * b_stride + head, b_stride, gates + HV, 2 * HV, num_new, head < HV)
+
+
+@triton.jit
+def _copy_rows(source, source_stride, target, target_stride, num_rows, inside):
+    """Copy rows of [1, n] addresses, several at once."""
+    place = tl.arange(0, _KEPT_ROWS)[:, None]
+    for first in range(0, num_rows, _KEPT_ROWS):
+        row = first + place
+        values = tl.load(source + row * source_stride, (row < num_rows) & inside, other=0.0)
+        tl.store(target + row * target_stride, values, (row < num_rows) & inside)
 
 
 @triton.jit(do_not_specialize=["max_pending"])
@@ -257,31 +291,38 @@ def _advance_kernel(
     DV: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    BV: tl.constexpr,
+    WARPS: tl.constexpr,
+    V: tl.constexpr,
     LANES: tl.constexpr,
-    BH: tl.constexpr,
-    COPY_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEPT_BLOCK: tl.constexpr,
     TAPS_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     release_next(OVERLAP)
     C: tl.constexpr = 2 * HK * DK + HV * DV
-    PROGRAMS: tl.constexpr = HV * ((DV + BV - 1) // BV)
+    PROGRAMS: tl.constexpr = HV * ((DV + WARPS * V - 1) // (WARPS * V))
     program = tl.program_id(0)
     run = tl.program_id(1).to(tl.int64)
     field = runs + run * FIELDS
     if program < PROGRAMS:
         _advance_tile(
             program, run, prepared, field, states, out, max_pending,
-            HK, HV, DK, DV, BK, BV, LANES, STAGES, OVERLAP,
+            HK, HV, DK, DV, BK, WARPS, V, LANES, STAGES, OVERLAP,
         )  # fmt: skip
     else:
-        wait(OVERLAP)
         _keep_raw(
-            program - PROGRAMS, qkv, a, b, field, history, pending_qkv, pending_gates,
-            qkv_stride, a_stride, b_stride, max_pending, C, HV, K, COPY_BLOCK, BH, TAPS_BLOCK,
+            program - PROGRAMS, tl.num_programs(0) - PROGRAMS, qkv, a, b, field,
+            history, pending_qkv, pending_gates, qkv_stride, a_stride, b_stride, max_pending,
+            C, HV, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, OVERLAP,
         )  # fmt: skip
+
+
+def _num_keepers(programs: int, batch: int, num_warps: int, blocks: int) -> int:
+    """Programs of a run that keep raw rows: one a block, or fewer where all fit a GPU so."""
+    room = _WARPS // num_warps // batch - programs
+    return min(blocks, room) if room > 0 else blocks
 
 
 def advance(
@@ -304,18 +345,26 @@ def advance(
         memory: what the slots keep in the layer; written.
         tile: how states are cut; the same in all passes.
     """
-    tile = tile or RuleTile()
+    if not raw.qkv.shape[0]:
+        return raw.qkv.new_empty(0, spec.num_value_heads * spec.value_dim)
+    prepared = prepare(runs, spec, params, raw, memory)
+    return advance_prepared(runs, spec, prepared, raw, memory, tile or RuleTile())
+
+
+def advance_prepared(
+    runs: Runs, spec: Any, prepared: Tensor, raw: RawRows, memory: LayerMemory, tile: RuleTile
+) -> Tensor:
+    """The rule over what ``prepare`` made of the rows; arguments are those of ``advance``."""
+    tile = tile.fitted(spec.value_dim)
     num_rows, num_channels = raw.qkv.shape
     assert raw.qkv.dtype == memory.history.dtype
     out = raw.qkv.new_empty(num_rows, spec.num_value_heads * spec.value_dim)
-    if not num_rows:
-        return out
-    prepared = prepare(runs, spec, params, raw, memory)
-    keys = triton.next_power_of_2(spec.key_dim)
-    columns = min(tile.value_columns, triton.next_power_of_2(spec.value_dim))
-    programs = spec.num_value_heads * triton.cdiv(spec.value_dim, columns)
-    copies = triton.cdiv(num_channels, _COPY_BLOCK)
-    _advance_kernel[(programs + copies, runs.table.shape[0])](
+    keys, batch = triton.next_power_of_2(spec.key_dim), runs.table.shape[0]
+    tiles = triton.cdiv(spec.value_dim, tile.value_columns * tile.num_warps)
+    programs, block = spec.num_value_heads * tiles, _KEPT_CHANNELS * tile.num_warps
+    blocks = triton.cdiv(num_channels, block)
+    keepers = _num_keepers(programs, batch, tile.num_warps, blocks)
+    _advance_kernel[(programs + keepers, batch)](
         prepared,
         raw.qkv,
         raw.a,
@@ -330,10 +379,11 @@ def advance(
         memory.max_pending,
         **sizes(spec),
         BK=keys,
-        BV=columns,
-        LANES=min(keys, max(1, _FLOATS_PER_WARP * tile.num_warps // columns)),
-        BH=triton.next_power_of_2(spec.num_value_heads),
-        COPY_BLOCK=_COPY_BLOCK,
+        WARPS=tile.num_warps,
+        V=tile.value_columns,
+        LANES=min(keys, max(1, _FLOATS_PER_WARP // tile.value_columns)),
+        HEADS=triton.next_power_of_2(spec.num_value_heads),
+        KEPT_BLOCK=block,
         TAPS_BLOCK=triton.next_power_of_2(max(spec.conv_kernel - 1, 1)),
         STAGES=_STAGES,
         num_warps=tile.num_warps,

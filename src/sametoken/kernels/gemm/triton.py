@@ -27,7 +27,7 @@ from sametoken.kernels.gemm.tuning import (
     GemmShape,
     TritonConfig,
 )
-from sametoken.kernels.overlap import wait
+from sametoken.kernels.overlap import can_overlap, release_next, wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def tiled_product(
         in_features,
         EPILOGUE=epilogue,
         OVERLAP=config.overlap,
-        RELEASE=config.release,
+        RELEASE=config.release if can_overlap(x) else "never",
         WEIGHTS_FIRST=config.weights_first,
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
         PIECES=max(1, 32 * config.num_warps // config.block_features),
@@ -236,7 +236,7 @@ def _product_kernel(
     if OVERLAP:
         present = feature < out_features
         w_start = tl.where(present, w_row, weight)
-        start_early(w_start, half, EPILOGUE, RELEASE, PREFETCH_BYTES, PIECES)
+        start_early(w_start, half, EPILOGUE, RELEASE == "early", PREFETCH_BYTES, PIECES)
     if not WEIGHTS_FIRST:
         wait(OVERLAP)
 
@@ -246,6 +246,7 @@ def _product_kernel(
         x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features,
         half, out_features, in_features, EPILOGUE, OVERLAP, WEIGHTS_FIRST, EVEN_DEPTH,
     )  # fmt: skip
+    release_next(RELEASE == "late")
 
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]

@@ -20,6 +20,9 @@ from sametoken.errors import ConfigError
 #: What happens to a product before it is stored; see ``triton.linear`` and its siblings.
 Epilogue = Literal["none", "bias", "silu_mul", "add", "logits"]
 
+#: When the kernel behind a product may start.
+Release = Literal["early", "late", "never"]
+
 #: A row count is served by the choice of the smallest bucket that holds it, or the last.
 ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256, 384, 512, 2048)
 
@@ -52,7 +55,8 @@ class TritonConfig:
             compute capability 9.0 and up).
         prefetch_bytes: with ``overlap``, how much of each weight row to ask into L2
             meanwhile: a multiple of 16 or 0; more than a row has means all of it.
-        release: with ``overlap``, let the next kernel start early too.
+        release: when the next kernel may start: "early", with ``overlap``, as early as this one;
+            "late", when the sums are done; "never" before this one has ended.
         weights_first: with ``overlap``, fill the pipeline with weights meanwhile too; the
             activations then come through registers, so that many rows do not fit.
     """
@@ -66,7 +70,7 @@ class TritonConfig:
     overlap: bool = False
     prefetch_bytes: int = 8192
     tma_rows: bool = True
-    release: bool = True
+    release: Release = "early"
     weights_first: bool = False
 
 
@@ -184,5 +188,12 @@ def _entry(row: dict[str, Any]) -> tuple[GemmShape, dict[int, GemmConfig]]:
     for bucket, config in row["choices"].items():
         if int(bucket) not in ROW_BUCKETS:
             raise ValueError(f"unknown row bucket {bucket}")
-        choices[int(bucket)] = CublasConfig() if config == "cublas" else TritonConfig(**config)
+        choices[int(bucket)] = CublasConfig() if config == "cublas" else _triton_config(**config)
     return shape, choices
+
+
+def _triton_config(**fields: Any) -> TritonConfig:
+    config = TritonConfig(**fields)
+    if config.release not in get_args(Release):
+        raise ValueError(f"unknown release {config.release!r}")
+    return config

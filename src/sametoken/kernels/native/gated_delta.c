@@ -119,7 +119,7 @@ INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, f
     int64_t first = head < keys ? head * dim : keys * job->key_dim + (head - keys) * dim;
     for (int64_t i = 0; i < dim; i++)
         for (int64_t tap = 0; tap < job->taps; tap++)
-            weights[tap * dim + i] = job->conv_weight[(first + i) * job->taps + tap];
+            weights[tap * dim + i] = job->conv_weight[tap * channels_of(job) + first + i];
     float scale = head < job->key_heads ? 1.0f / sqrtf((float)dim) : 1.0f;
     for (int64_t row = 0; row < total_rows(part); row++, rows += width) {
         convolve(job, part, row, first, dim, weights, rows + first, bf16);

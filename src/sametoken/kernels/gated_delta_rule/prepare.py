@@ -64,10 +64,11 @@ def _weights(conv_weight, conv_bias, channel, inside, C: tl.constexpr, K: tl.con
 @triton.jit
 def _convolved(rows, newest, weights, bias, K: tl.constexpr):
     """SiLU of the convolution of K - 1 raw rows and the newest, taps in order."""
+    rows += (newest,)
     summed = rows[0] * weights[0]
-    for tap in tl.static_range(1, K - 1):
+    for tap in tl.static_range(1, K):
         summed = tl.fma(rows[tap], weights[tap], summed)
-    summed = tl.fma(newest, weights[K - 1], summed) + bias
+    summed += bias
     return summed * _sigmoid(summed)
 
 
@@ -104,8 +105,8 @@ def _completed(rows, raw, begin, channel, inside, K: tl.constexpr):
 
 @triton.jit
 def _moved_on(rows, newest):
-    # Triton unpacks no tuple into another.
-    return rows[1:] + (newest,)  # noqa: RUF005
+    rows += (newest,)
+    return rows[1:]
 
 
 @triton.jit

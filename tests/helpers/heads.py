@@ -40,3 +40,18 @@ def empty_kv(head) -> KVCache:
     cache = KVCache.allocate(head.kv_spec, num_blocks=4, block_size=BLOCK_SIZE, device=CPU)
     cache.memory.fill_(float("nan"))
     return cache
+
+
+def require_kept_rows_alone(head, vocab_size: int, hidden_size: int) -> None:
+    """Rows that are kept have the states of a pass that keeps all, and the same KV is written."""
+    generator = torch.Generator().manual_seed(6)
+    token_ids = torch.randint(vocab_size, (7,), generator=generator)
+    hidden = torch.randn(7, hidden_size, generator=generator)
+    whole_kv = empty_kv(head)
+    whole = head.forward(token_ids, hidden.clone(), rows_of_one_slot(0, 7), whole_kv)
+    for places in ([6], [4, 0, 5], []):
+        kept, kv = torch.tensor(places, dtype=torch.int64), empty_kv(head)
+        states = head.forward(token_ids, hidden.clone(), rows_of_one_slot(0, 7), kv, kept)
+        assert torch.equal(states.last, whole.last[kept])
+        assert torch.equal(states.feedback, whole.feedback[kept])
+        assert torch.equal(kv.memory.nan_to_num(7.0), whole_kv.memory.nan_to_num(7.0))

@@ -46,11 +46,11 @@ class EagleDrafter:
         (kv_cache,) = self.kv_caches
         live = context.catch_up()
         given = self._head.target_states(context.hidden, live.source)
-        states = self._head.forward(live.token_ids, given, live.rows, kv_cache)
         chains = live.chains
+        # The other rows are run for their KV alone.
+        states = self._head.forward(live.token_ids, given, live.rows, kv_cache, chains.last)
         if not chains.last.numel():
             return NoDrafter().propose(context)
-        states = states.at(chains.last)
         tokens = [self._choose(states.last, chains)]
         while len(tokens) < self._k:
             states = self._head.forward(tokens[-1], states.feedback, chains.rows, kv_cache)

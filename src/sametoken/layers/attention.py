@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -35,12 +36,17 @@ class Attention:
     rotary: RotaryTable
     qk_norm: QKNorm | None = None
 
-    def __call__(self, x: Tensor, rows: AttentionRows, kv: LayerKV) -> Tensor:
-        """[T, in_features] -> [T, hidden]; writes the rows' KV before any row reads it."""
+    def __call__(
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: Tensor | None = None
+    ) -> Tensor:
+        """[T, in_features] -> [T, hidden]; writes the rows' KV before any row reads it.
+
+        With ``kept``, [R] int64, what those rows put out alone: [R, hidden].
+        """
         q = self.kernels.rope_and_cache(
             self.qkv(x), self.shape, self.rotary, rows, kv, self.qk_norm
         )
-        return self.output(self.kernels.attention(q, self.shape, rows, kv))
+        return self.output(take_rows(self.kernels.attention(q, self.shape, rows, kv), kept))
 
     @property
     def nbytes(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -35,14 +36,19 @@ class GatedAttention:
     rotary: RotaryTable
     qk_norm: QKNorm
 
-    def __call__(self, x: Tensor, rows: AttentionRows, kv: LayerKV) -> Tensor:
-        """[T, hidden] -> [T, hidden]; writes the rows' KV before any row reads it."""
+    def __call__(
+        self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: Tensor | None = None
+    ) -> Tensor:
+        """[T, hidden] -> [T, hidden]; writes the rows' KV before any row reads it.
+
+        With ``kept``, [R] int64, what those rows put out alone: [R, hidden].
+        """
         shape = self.shape
         sizes = (shape.q_size, shape.q_size + 2 * shape.kv_size)
         gate, qkv = self.projection(x).split(sizes, dim=-1)
         q = self.kernels.rope_and_cache(qkv, shape, self.rotary, rows, kv, self.qk_norm)
         attended = self.kernels.attention(q, shape, rows, kv)
-        return self.output(self.kernels.sigmoid_mul(attended, gate))
+        return self.output(take_rows(self.kernels.sigmoid_mul(attended, gate), kept))
 
     @property
     def nbytes(self) -> int:

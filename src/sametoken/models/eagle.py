@@ -7,7 +7,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sametoken.kernels.draft_rows import select_draft_rows
 from sametoken.kernels.interface import AttentionRows
 from sametoken.models.base import HiddenStates
 from sametoken.state.kv_cache import KVCache, KVSpec
@@ -24,14 +23,6 @@ class HeadStates:
 
     last: Tensor
     feedback: Tensor
-
-    def at(self, rows: Tensor) -> HeadStates:
-        """Copies of the given rows, [R] int64."""
-        take = select_draft_rows(rows.device).take
-        if self.feedback is self.last:
-            (last,) = take(rows, self.last)
-            return HeadStates(last, last)
-        return HeadStates(*take(rows, self.last, self.feedback))
 
 
 class EagleHead(Protocol):
@@ -60,7 +51,12 @@ class EagleHead(Protocol):
         ...
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        kv: KVCache,
+        kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs.
 
@@ -70,6 +66,8 @@ class EagleHead(Protocol):
                 head's own ``feedback`` of p - 1. Its memory may be reused.
             rows: where the rows stand.
             kv: the head's KV.
+            kept: [R] int64, the rows whose states are wanted; the others are run for their KV
+                alone. None: all.
         """
         ...
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
@@ -87,15 +88,22 @@ class Eagle1Head:
         return rows_of(hidden.last, rows)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        kv: KVCache,
+        kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
         embedded = self.kernels.embedding(token_ids, self.embedding)
         residual = self.fc(torch.cat((embedded, hidden), dim=1))
         for index, layer in enumerate(self.layers):
             x = residual if layer.input_norm is None else layer.input_norm(residual)
-            attended = layer.attention(x, rows, kv.layer(index))
-            x, residual = layer.post_attention_norm.add(attended, residual)
+            # A row's output in a layer is the next one's KV.
+            wanted = kept if index + 1 == len(self.layers) else None
+            attended = layer.attention(x, rows, kv.layer(index), wanted)
+            x, residual = layer.post_attention_norm.add(attended, take_rows(residual, wanted))
             residual = residual + layer.mlp(x)
         return HeadStates(residual, residual)
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
@@ -105,16 +106,22 @@ class Eagle3Head:
         return self.fc(auxiliary)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        kv: KVCache,
+        kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
         both = self.kernels.embed_beside(
             token_ids, self.embedding, self.input_layernorm, hidden, self.hidden_norm
         )
-        attended = self.attention(both, rows, kv.layer(0))
+        attended = self.attention(both, rows, kv.layer(0), kept)
         residual = hidden
         if self.config.norm_before_residual:
             residual = both[:, hidden.shape[1] :].contiguous()
+        residual = take_rows(residual, kept)
         x, residual = self.post_attention_layernorm.add(attended, residual)
         last, residual = self.norm.add(self.mlp(x), residual)
         return HeadStates(last, last if self.config.norm_output else residual)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
@@ -60,7 +61,12 @@ class MTPHead:
         return rows_of(hidden.last, rows)
 
     def forward(
-        self, token_ids: Tensor, hidden: Tensor, rows: AttentionRows, kv: KVCache
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        kv: KVCache,
+        kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
         both = self.kernels.embed_beside(
@@ -68,8 +74,8 @@ class MTPHead:
         )
         residual = self.fc(both)
         layer = self.layer
-        attended = layer.attention(layer.input_norm(residual), rows, kv.layer(0))
-        x, residual = layer.post_attention_norm.add(attended, residual)
+        attended = layer.attention(layer.input_norm(residual), rows, kv.layer(0), kept)
+        x, residual = layer.post_attention_norm.add(attended, take_rows(residual, kept))
         last, _ = self.norm.add(layer.mlp(x), residual)
         return HeadStates(last, last)
 

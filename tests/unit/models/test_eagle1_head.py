@@ -19,8 +19,17 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
-from helpers.heads import OPTIONS, SharedTarget, empty_kv, rows_of_one_slot
+from helpers.heads import (
+    CPU,
+    KERNELS,
+    OPTIONS,
+    SharedTarget,
+    empty_kv,
+    require_kept_rows_alone,
+    rows_of_one_slot,
+)
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
+from sametoken.kernels.select import select_kernels
 from sametoken.models.base import HiddenStates
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.loader import read_config
@@ -106,6 +115,17 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
     torch.testing.assert_close(found, states @ lm_head.T, atol=1e-4, rtol=1e-4)
     feedback = torch.cat([one.feedback for one in passes])
     torch.testing.assert_close(feedback, states, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, num_layers, kernels):
+    write_eagle1(tmp_path, eagle1_tensors(5, num_layers=num_layers))
+    shared = SharedTarget()
+    shared.embedding = kernels.pack(shared.embedding_matrix.clone())
+    shared.head = kernels.pack(shared.head_matrix.clone())
+    head = Eagle1Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    require_kept_rows_alone(head, VOCAB, HIDDEN)
 
 
 def test_it_reads_what_the_target_makes_its_logits_from(tmp_path):

@@ -16,7 +16,15 @@ from helpers.checkpoints import (
     write_safeailab,
     write_speculators,
 )
-from helpers.heads import CPU, KERNELS, OPTIONS, SharedTarget, empty_kv, rows_of_one_slot
+from helpers.heads import (
+    CPU,
+    KERNELS,
+    OPTIONS,
+    SharedTarget,
+    empty_kv,
+    require_kept_rows_alone,
+    rows_of_one_slot,
+)
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
 from sametoken.kernels.select import select_kernels
 from sametoken.models.base import HiddenStates
@@ -158,6 +166,17 @@ def test_a_head_with_qk_norm(tmp_path):
     states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
     found = head.compute_logits(states.last)
     torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "norm_output": True}])
+def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
+    write_safeailab(tmp_path, head_tensors(5), **flags)
+    shared = SharedTarget()
+    shared.embedding = kernels.pack(shared.embedding_matrix.clone())
+    shared.head = kernels.pack(shared.head_matrix.clone())
+    head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    require_kept_rows_alone(head, VOCAB, HIDDEN)
 
 
 @pytest.mark.parametrize("write", [write_safeailab, write_speculators])

@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from helpers.checkpoints import HIDDEN, VOCAB, write_checkpoint, write_llama
-from helpers.heads import CPU, KERNELS, OPTIONS, SharedTarget, empty_kv, rows_of_one_slot
+from helpers.heads import (
+    CPU,
+    KERNELS,
+    OPTIONS,
+    SharedTarget,
+    empty_kv,
+    require_kept_rows_alone,
+    rows_of_one_slot,
+)
 from helpers.hybrids import (
     EPS,
     EXPERTS,
@@ -130,6 +138,18 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, kind, changes, 
     torch.testing.assert_close(found, states @ target.head_matrix.T, atol=1e-5, rtol=1e-5)
     feedback = torch.cat([one.feedback for one in passes])
     torch.testing.assert_close(feedback, states, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, changes, kernels):
+    config = hybrid_config("qwen3_5", **changes)
+    write_checkpoint(tmp_path, config, hybrid_tensors(config, seed=5))
+    shared = SharedTarget()
+    shared.embedding = kernels.pack(shared.embedding_matrix.clone())
+    shared.head = kernels.pack(shared.head_matrix.clone())
+    head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    require_kept_rows_alone(head, VOCAB, HIDDEN)
 
 
 def test_it_reads_what_the_target_makes_its_logits_from(tmp_path):

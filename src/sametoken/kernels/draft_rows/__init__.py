@@ -42,6 +42,14 @@ class DraftRowKernels(Protocol):
         ...
 
 
+def take_rows(states: Tensor, rows: Tensor | None) -> Tensor:
+    """Copies of the given rows, [R] int64, of [T, W]; None: all of them, as they are."""
+    if rows is None:
+        return states
+    (taken,) = select_draft_rows(rows.device).take(rows, states)
+    return taken
+
+
 def select_draft_rows(device: torch.device) -> DraftRowKernels:
     """The kernels for ``device``."""
     if device.type != "cuda":

@@ -55,9 +55,8 @@ def test_every_step_of_the_module_is_that_of_an_engine_s_chain(tmp_path):
         unrolled = [last[0] for last in network.unroll(token_ids, states, STEPS)]
     for row in range(10 - STEPS):
         kv = empty_kv(head)
-        known = head.forward(
-            token_ids[0, 1 : row + 2], states[0, : row + 1], rows_of_one_slot(0, row + 1), kv
-        ).at(torch.tensor([row]))
+        rows, last = rows_of_one_slot(0, row + 1), torch.tensor([row])
+        known = head.forward(token_ids[0, 1 : row + 2], states[0, : row + 1], rows, kv, last)
         for step in range(STEPS):
             torch.testing.assert_close(unrolled[step][row], known.last[0], rtol=1e-3, atol=1e-4)
             if step + 1 < STEPS:

@@ -76,9 +76,8 @@ def test_every_step_is_that_of_an_engine_s_chain(both):
     combined = head.combine(auxiliary[0])
     for row in range(11 - STEPS):
         kv = empty_kv(head)
-        known = head.forward(
-            token_ids[0, 1 : row + 2], combined[: row + 1], rows_of_one_slot(0, row + 1), kv
-        ).at(torch.tensor([row]))
+        rows, last = rows_of_one_slot(0, row + 1), torch.tensor([row])
+        known = head.forward(token_ids[0, 1 : row + 2], combined[: row + 1], rows, kv, last)
         for step in range(STEPS):
             wanted = head.compute_logits(known.last)[0]
             torch.testing.assert_close(logits[step][row], wanted, rtol=1e-4, atol=1e-4)

@@ -15,6 +15,7 @@ from sametoken.kernels.gated_delta_rule.triton import (
     LayerMemory,
     RawRows,
     RuleTile,
+    _num_keepers,
     advance,
     plan_runs,
 )
@@ -309,6 +310,13 @@ def test_every_tile_computes_the_same_rule(columns):
         memory, raw = LayerMemory(*(one[0] for one in held)), RawRows(*inputs_of(rows, spec))
         found.append(advance(runs, spec, params_of(spec), raw, memory, tile))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "keepers"), [(1, 8), (7, 8), (8, 2), (9, 8), (64, 8)])
+def test_programs_that_keep_raw_rows_fit_beside_states_that_fit(batch, keepers):
+    """Heads of Qwen3.5-9B: 64 programs of two warps a run; the chip holds 528."""
+    assert _num_keepers(64, batch, 2, 8) == keepers
+    assert (64 * batch > 528) or (64 + keepers) * batch <= 528
 
 
 def test_launches_that_overlap_compile_for_a_gpu(tmp_path):

@@ -58,13 +58,14 @@ INLINE const char *raw_row(const delta_job *job, const slot_part *part, int64_t 
 
 /* SiLU of the convolution at one row: `dim` channels from `first` on. */
 INLINE void convolve(const delta_job *job, const slot_part *part, int64_t row, int64_t first,
-                     int64_t dim, const float *weights, float *out, const int bf16) {
+                     int64_t dim, float *out, const int bf16) {
     for (int64_t i = 0; i < dim; i += LANES) store_some(out, i, dim - i, 0, splat(0.0f));
     for (int64_t tap = 0; tap < job->taps; tap++) {
         const char *raw = raw_row(job, part, row + tap, bf16 ? 2 : 4);
         for (int64_t i = 0; raw && i < dim; i += LANES) {
             f32x16 sum = load_some(out, i, dim - i, 0);
-            f32x16 weight = load_some(weights, tap * dim + i, dim - i, 0);
+            int64_t place = tap * channels_of(job) + first + i;
+            f32x16 weight = load_some(job->conv_weight, place, dim - i, 0);
             sum = multiply_add(load_some(raw, first + i, dim - i, bf16), weight, sum);
             store_some(out, i, dim - i, 0, sum);
         }
@@ -112,17 +113,14 @@ INLINE void set_gates(const delta_job *job, const slot_part *part, int64_t row, 
 }
 
 /* Phase one for one slot and head: those of q, then of k, then of v with its gates. */
-INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, float *weights,
-                    float *rows, const int bf16) {
+INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, float *rows,
+                    const int bf16) {
     int64_t keys = 2 * job->key_heads, width = prepared_width(job);
     int64_t dim = head < keys ? job->key_dim : job->value_dim;
     int64_t first = head < keys ? head * dim : keys * job->key_dim + (head - keys) * dim;
-    for (int64_t i = 0; i < dim; i++)
-        for (int64_t tap = 0; tap < job->taps; tap++)
-            weights[tap * dim + i] = job->conv_weight[tap * channels_of(job) + first + i];
     float scale = head < job->key_heads ? 1.0f / sqrtf((float)dim) : 1.0f;
     for (int64_t row = 0; row < total_rows(part); row++, rows += width) {
-        convolve(job, part, row, first, dim, weights, rows + first, bf16);
+        convolve(job, part, row, first, dim, rows + first, bf16);
         if (head < keys) {
             normalise(rows + first, dim, scale);
         } else {
@@ -234,13 +232,12 @@ INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t c
     int64_t heads = 2 * job->key_heads + job->value_heads, width = prepared_width(job);
     int64_t panels = ceil_div(job->value_dim, PANEL), columns = job->value_heads * panels;
     int64_t panel_bytes = job->key_dim * PANEL * sizeof(float);
-    int64_t weight_bytes = job->taps * larger(job->key_dim, job->value_dim) * sizeof(float);
     int64_t rows = parts[count - 1].rows_before + total_rows(parts + count - 1);
     int failed = 0;
     rows -= parts->rows_before;
 #pragma omp parallel if (rows * columns * PANEL * job->key_dim > PARALLEL_ELEMENTS)
     {
-        char *own = reserve(&thread_memory, panel_bytes + weight_bytes);
+        char *own = reserve(&thread_memory, panel_bytes);
         if (!own) {
 #pragma omp atomic write
             failed = 1;
@@ -250,7 +247,7 @@ INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t c
         for (int64_t unit = 0; unit < (failed ? 0 : count * heads); unit++) {
             const slot_part *part = parts + unit / heads;
             float *prepared = job->prepared + (part->rows_before - parts->rows_before) * width;
-            prepare(job, part, unit % heads, (float *)(own + panel_bytes), prepared, bf16);
+            prepare(job, part, unit % heads, prepared, bf16);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t unit = 0; unit < (failed ? 0 : count * columns); unit++) {
@@ -275,7 +272,7 @@ static int64_t batch_of(const delta_job *job, const slot_part *parts, int64_t co
 }
 
 /* Returns 0 when memory ran out. Raw rows and what is kept of them are bf16 or fp32, as is
- * `out` [rows][value_heads * value_dim]; states, weights [channels][taps] and gates fp32. */
+ * `out` [rows][value_heads * value_dim]; states, weights [taps][channels] and gates fp32. */
 EXPORT int64_t gated_delta(const slot_part *parts, int64_t count, float *states, void *history,
                            void *pending_qkv, void *pending_gates, const void *qkv,
                            const void *a, const void *b, int64_t qkv_stride, int64_t a_stride,

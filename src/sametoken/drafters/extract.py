@@ -11,7 +11,7 @@ from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter, Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.errors import ConfigError
-from sametoken.models.base import rows_of
+from sametoken.kernels.draft_rows import take_rows
 from sametoken.state.kv_cache import KVCache
 
 
@@ -74,7 +74,7 @@ class ExtractDrafter:
                 positions=live.positions,
                 token_ids=context.tokens_at(live.slots, live.positions),
                 next_token_ids=context.tokens_at(live.slots, live.positions + 1),
-                states=rows_of(context.hidden.auxiliary, live.source),
+                states=take_rows(context.hidden.auxiliary, live.source),
             )
         )
         return self._inner.propose(context)

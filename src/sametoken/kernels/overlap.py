@@ -4,7 +4,8 @@ A kernel launched so must call ``wait_for_earlier`` before it touches memory tha
 kernel writes. As every kernel of a chain waits for the whole of the one before, the chain
 stays in order. One that waits and releases nothing early is overtaken by none: what came
 before it, and what it wrote, kernels after it may read before they wait. So do the writers of
-``AttentionRows``, whose readers are many: where rows stand is settled before any layer begins
+``AttentionRows``, whose readers are many: where rows stand is settled before any layer begins.
+So does ``plan_runs``, behind which recurrent states and the rows that slots hold may be read
 (tests/unit/kernels/test_overlap.py).
 """
 

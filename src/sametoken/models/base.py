@@ -58,11 +58,6 @@ class HiddenStates:
     auxiliary: Tensor
 
 
-def rows_of(states: Tensor, rows: Tensor | None) -> Tensor:
-    """Copies of the given rows of [T, W]; None: all of them, the very tensor."""
-    return states if rows is None else states[rows]
-
-
 class CausalLM(Protocol):
     """A decoder whose forward pass runs flat rows over paged KV.
 

@@ -27,7 +27,7 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, ModelConfig, rows_of
+from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.eagle import HeadStates
 from sametoken.state.kv_cache import KVCache, KVSpec
 
@@ -85,7 +85,7 @@ class Eagle1Head:
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
-        return rows_of(hidden.last, rows)
+        return take_rows(hidden.last, rows)
 
     def forward(
         self,

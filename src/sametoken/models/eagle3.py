@@ -29,7 +29,7 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, ModelConfig, rows_of
+from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.eagle import HeadStates
 from sametoken.state.kv_cache import KVCache, KVSpec
 
@@ -95,7 +95,7 @@ class Eagle3Head:
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, combined."""
-        return self.combine(rows_of(hidden.auxiliary, rows))
+        return self.combine(take_rows(hidden.auxiliary, rows))
 
     def combine(self, auxiliary: Tensor) -> Tensor:
         """[T, num_aux * target_hidden] of the target to [T, hidden], in memory of its own."""

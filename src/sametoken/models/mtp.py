@@ -25,7 +25,7 @@ from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
-from sametoken.models.base import HiddenStates, rows_of
+from sametoken.models.base import HiddenStates
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.eagle import HeadStates
 from sametoken.state.kv_cache import KVCache, KVSpec
@@ -58,7 +58,7 @@ class MTPHead:
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
-        return rows_of(hidden.last, rows)
+        return take_rows(hidden.last, rows)
 
     def forward(
         self,

@@ -33,8 +33,8 @@ class DraftRowKernels(Protocol):
         """The chains one position on; see ``reference.advanced``."""
         ...
 
-    def take(self, rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        """Copies of the given rows, [R] int64, of one or two [T, W]."""
+    def take(self, rows: Tensor, states: Tensor) -> Tensor:
+        """Copies of the given rows, [R] int64, of [T, W]."""
         ...
 
     def stacked(self, tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,8 +46,7 @@ def take_rows(states: Tensor, rows: Tensor | None) -> Tensor:
     """Copies of the given rows, [R] int64, of [T, W]; None: all of them, as they are."""
     if rows is None:
         return states
-    (taken,) = select_draft_rows(rows.device).take(rows, states)
-    return taken
+    return select_draft_rows(rows.device).take(rows, states)
 
 
 def select_draft_rows(device: torch.device) -> DraftRowKernels:

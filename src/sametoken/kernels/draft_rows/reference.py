@@ -80,9 +80,9 @@ def advanced(sequences: Any, chains: Chains) -> Chains:
     return Chains(chains.owner, chains.last, rows, chains.following + 1)
 
 
-def take(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    """Copies of the given rows, [R] int64, of one or two [T, W]."""
-    return tuple(each[rows] for each in states)
+def take(rows: Tensor, states: Tensor) -> Tensor:
+    """Copies of the given rows, [R] int64, of [T, W]."""
+    return states[rows]
 
 
 def stacked(tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:

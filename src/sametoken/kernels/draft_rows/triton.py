@@ -124,10 +124,8 @@ def _advance_kernel(
 @triton.jit
 def _take_kernel(
     rows,  # [R]
-    first,  # [T, WIDTH]
-    second,  # [T, WIDTH] or None
-    first_taken,  # [R, WIDTH], written
-    second_taken,  # [R, WIDTH], written, or None
+    states,  # [T, WIDTH]
+    taken,  # [R, WIDTH], written
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -138,9 +136,7 @@ def _take_kernel(
     inside = columns < WIDTH
     source = tl.load(rows + place) * WIDTH + columns
     target = place * WIDTH + columns
-    tl.store(first_taken + target, tl.load(first + source, inside), inside)
-    if second is not None:
-        tl.store(second_taken + target, tl.load(second + source, inside), inside)
+    tl.store(taken + target, tl.load(states + source, inside), inside)
 
 
 @triton.jit
@@ -242,20 +238,17 @@ def advanced(sequences: Any, chains: Chains) -> Chains:
     return Chains(chains.owner, chains.last, advanced_rows, following)
 
 
-def take(rows: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    """Copies of the given rows, [R] int64, of one or two [T, W] of equal shape, in one launch."""
-    count, width = rows.shape[0], states[0].shape[1]
-    assert len(states) <= 2
-    assert all(each.shape == states[0].shape for each in states)
-    assert all(one.is_contiguous() for one in (rows, *states))
-    taken = tuple(each.new_empty(count, width) for each in states)
+def take(rows: Tensor, states: Tensor) -> Tensor:
+    """Copies of the given rows, [R] int64, of [T, W]."""
+    count, width = rows.shape[0], states.shape[1]
+    assert rows.is_contiguous()
+    assert states.is_contiguous()
+    taken = states.new_empty(count, width)
     if count:
         _take_kernel[(count, triton.cdiv(width, _COPIED_ELEMENTS))](
             rows,
-            states[0],
-            states[1] if len(states) > 1 else None,
-            taken[0],
-            taken[1] if len(states) > 1 else None,
+            states,
+            taken,
             WIDTH=width,
             BLOCK=_COPIED_ELEMENTS,
             num_warps=4,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from helpers.checkpoints import HIDDEN, VOCAB
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.interface import AttentionRows, Kernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.state.kv_cache import KVCache
 
@@ -18,12 +18,12 @@ OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_posit
 class SharedTarget:
     """The two weights that a head may take from its target, packed and as matrices."""
 
-    def __init__(self, hidden: int = HIDDEN) -> None:
+    def __init__(self, hidden: int = HIDDEN, kernels: Kernels = KERNELS) -> None:
         generator = torch.Generator().manual_seed(99)
         self.embedding_matrix = torch.randn(VOCAB, hidden, generator=generator)
         self.head_matrix = torch.randn(VOCAB, hidden, generator=generator)
-        self.embedding = KERNELS.pack(self.embedding_matrix)
-        self.head = KERNELS.pack(self.head_matrix)
+        self.embedding = kernels.pack(self.embedding_matrix.clone())
+        self.head = kernels.pack(self.head_matrix.clone())
 
     def whole_head(self):
         return self.head

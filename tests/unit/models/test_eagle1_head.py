@@ -121,9 +121,7 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, num_layers, kernels):
     write_eagle1(tmp_path, eagle1_tensors(5, num_layers=num_layers))
-    shared = SharedTarget()
-    shared.embedding = kernels.pack(shared.embedding_matrix.clone())
-    shared.head = kernels.pack(shared.head_matrix.clone())
+    shared = SharedTarget(kernels=kernels)
     head = Eagle1Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
     require_kept_rows_alone(head, VOCAB, HIDDEN)
 

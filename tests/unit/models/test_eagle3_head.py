@@ -144,9 +144,7 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
 def test_a_pass_leaves_the_target_s_states_as_they_are(tmp_path, flags, kernels):
     settings = {k: v for k, v in flags.items() if k not in ("own_embedding", "full_vocab")}
     write_safeailab(tmp_path, head_tensors(5, **flags), **settings)
-    shared, target = SharedTarget(), SharedTarget()
-    shared.embedding = kernels.pack(target.embedding_matrix.clone())
-    shared.head = kernels.pack(target.head_matrix.clone())
+    shared = SharedTarget(kernels=kernels)
     head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
     hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 3 * HIDDEN))
     before, rows = hidden.auxiliary.clone(), torch.tensor([3, 0])
@@ -172,9 +170,7 @@ def test_a_head_with_qk_norm(tmp_path):
 @pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "norm_output": True}])
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
     write_safeailab(tmp_path, head_tensors(5), **flags)
-    shared = SharedTarget()
-    shared.embedding = kernels.pack(shared.embedding_matrix.clone())
-    shared.head = kernels.pack(shared.head_matrix.clone())
+    shared = SharedTarget(kernels=kernels)
     head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
     require_kept_rows_alone(head, VOCAB, HIDDEN)
 

@@ -113,9 +113,7 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, kind, changes, 
     config = hybrid_config(kind, **changes)
     tensors, target = hybrid_tensors(config, seed=5), SharedTarget()
     write_checkpoint(tmp_path, config, merged_experts(tensors) if merge else tensors)
-    shared = SharedTarget()
-    shared.embedding = kernels.pack(target.embedding_matrix.clone())
-    shared.head = kernels.pack(target.head_matrix.clone())
+    shared = SharedTarget(kernels=kernels)
     head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
     assert head.embedding is shared.embedding
     assert head.lm_head is shared.head
@@ -145,9 +143,7 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, kind, changes, 
 def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, changes, kernels):
     config = hybrid_config("qwen3_5", **changes)
     write_checkpoint(tmp_path, config, hybrid_tensors(config, seed=5))
-    shared = SharedTarget()
-    shared.embedding = kernels.pack(shared.embedding_matrix.clone())
-    shared.head = kernels.pack(shared.head_matrix.clone())
+    shared = SharedTarget(kernels=kernels)
     head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
     require_kept_rows_alone(head, VOCAB, HIDDEN)
 

@@ -65,7 +65,7 @@ def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
     elif shape.epilogue == "silu_mul":
         found = gated(size)
     elif shape.out_features < NARROW:
-        found = narrow(size)
+        found = [*narrow(size), *(narrow(2 * size) if rows > size else ())]
     else:
         found = wide(size)
     return list(dict.fromkeys([default, *found]))

@@ -302,11 +302,16 @@ SHAPES = [
 def test_more_rows_have_larger_tiles():
     for shape in SHAPES:
         sizes = [default_config(shape, rows, True).block_rows for rows in (16, 32, 64, 300)]
-        assert sizes == [16, 32, 64, 128]
+        assert sizes == [16, 32, 32 if shape is SHAPES[0] else 64, 128]
+
+
+def test_two_programs_share_a_tile_of_a_narrow_weight():
+    sizes = [default_config(SHAPES[0], rows, True).block_rows for rows in (32, 33, 64, 65, 128)]
+    assert sizes == [32, 32, 32, 64, 64]
 
 
 def test_tiles_fit_every_chip_with_eight_bit_products():
-    sizes = (1, 16, 17, 32, 33, 64, 65, 2048)
+    sizes = (1, 16, 17, 32, 33, 64, 65, 128, 2048)
     # What a program may have on compute capability 8.9, and on Hopper.
     for shape, rows, memory in itertools.product(SHAPES, sizes, (99 << 10, 227 << 10)):
         config = default_config(shape, rows, True, memory)

@@ -79,6 +79,9 @@ def default_config(
     shared = features < MIDDLE or features >= WIDE
     tiles = _GATED if gated else _NARROW if narrow else _SHARED if shared else _MIDDLE
     block_rows = next((size for size in (16, 32, 64) if rows <= size), 128)
+    if narrow and 32 < rows <= 128:
+        # Two programs share a tile of the weight, so that twice as many read.
+        block_rows //= 2
     tile = tiles[block_rows]
     many = overlap and block_rows == 128
     return TritonConfig(

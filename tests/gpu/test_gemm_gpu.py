@@ -196,24 +196,28 @@ def test_every_algorithm_that_the_library_proposes_gives_the_same_rows(features,
 def test_the_named_algorithm_runs():
     x, matrix = normal(256, 4096), normal(8192, 4096, seed=1)
 
-    def kernel_of(config):
-        product(config, x, matrix)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-            product(config, x, matrix)
-            torch.cuda.synchronize()
-        (kernel,) = {event.name for event in seen.events() if "nvjet" in event.name}
-        return kernel
-
     found = proposed(8192, 4096, 256)[:3]
-    assert len({kernel_of(config) for config in found}) == len(found)
+    for config in found:
+        product(config, x, matrix)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
+        for config in found:
+            product(config, x, matrix)
+        torch.cuda.synchronize()
+    kernels = {event.name for event in seen.events() if "nvjet" in event.name}
+    assert len(kernels) == len(found)
 
 
-def test_an_algorithm_that_nobody_proposes_is_the_librarys_own_choice():
-    x, matrix = normal(256, 4096), normal(8192, 4096, seed=1)
-    assert torch.equal(product(CublasConfig(9999, 3), x, matrix), torch.mm(x, matrix.t()))
-    odd = normal(1 + 256 * 4096)[1:].view(256, 4096)
+def test_where_the_named_algorithm_is_not_proposed_no_sum_is_split_either():
+    x, matrix = normal(256, 12288), normal(4096, 12288, seed=1)
+    expected = by_canonical(x, matrix, "none", None)
+    assert torch.equal(product(CublasConfig(9999, 3), x, matrix), expected)
+
+
+def test_operands_that_lie_askew_have_the_librarys_own_choice():
+    x, matrix = normal(1 + 256 * 4096)[1:].view(256, 4096), normal(8192, 4096, seed=1)
     (named, *_) = proposed(8192, 4096, 256)
-    assert torch.equal(product(named, odd, matrix), torch.mm(odd, matrix.t()))
+    assert torch.equal(product(named, x, matrix), torch.mm(x, matrix.t()))
 
 
 def test_a_named_algorithm_replays_in_a_graph():

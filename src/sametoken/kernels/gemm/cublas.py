@@ -62,9 +62,9 @@ def product(config: CublasConfig, x: Tensor, matrix: Tensor, out_dtype: torch.dt
     """``x @ matrix.T``: [T, K] and [N, K] to [T, N], rounded once, to x's dtype or to fp32.
 
     Args:
-        config: names the algorithm. The library picks one where it names none, where the
-            library proposes no such algorithm for these sizes, and where PyTorch has no
-            cuBLASLt.
+        config: names the algorithm. Where the library does not propose that one for these
+            sizes, its favourite of those that split no sum serves; where ``config`` names
+            none, or PyTorch has no cuBLASLt, whatever PyTorch has it pick.
         x: contiguous, bf16 or fp16.
         matrix: contiguous, of x's dtype.
         out_dtype: that of the result.
@@ -73,7 +73,8 @@ def product(config: CublasConfig, x: Tensor, matrix: Tensor, out_dtype: torch.dt
     if config.tile is not None and (x.data_ptr() | matrix.data_ptr()) % _ALIGNMENT == 0:
         (rows, depth), features = x.shape, matrix.shape[0]
         problem = Problem(features, depth, rows, x.dtype, out_dtype, x.get_device())
-        plan = _plans(problem).get(config)
+        plans = _plans(problem)
+        plan = plans.get(config) or next(iter(plans.values()), None)
     if plan is not None:
         return plan.run(x, matrix)
     if out_dtype != x.dtype:

@@ -234,7 +234,7 @@ def library_agrees(
 
 def label(config: GemmConfig) -> str:
     if isinstance(config, CublasConfig):
-        return "cublas" if config.tile is None else f"cublas{config.tile}x{config.cluster}"
+        return "cublas"
     tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
     tma = ("t" if config.tma_rows else "w") if config.tma else ""
     tma += "f" if config.weights_first else ""

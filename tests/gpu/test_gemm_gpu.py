@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.kernels.gemm import cublas
 from sametoken.kernels.gemm import triton as gemm
 from sametoken.kernels.gemm.selfcheck import check_gemm
 from sametoken.kernels.gemm.triton import DeviceWeight, product
@@ -168,68 +167,6 @@ def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
         assert isinstance(config, CublasConfig) or refused
         out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
         assert torch.equal(out, expected[:rows]), (config, rows)
-
-
-def proposed(features, depth, rows, out_dtype=torch.bfloat16):
-    found = cublas.algorithms(
-        cublas.Problem(features, depth, rows, torch.bfloat16, out_dtype, device=0)
-    )
-    assert len(found) > 1
-    return found
-
-
-@pytest.mark.parametrize(
-    ("features", "depth", "epilogue"),
-    [(24576, 4096, "silu_mul"), (4096, 12288, "none"), (576, 1536, "add"), (32000, 4096, "logits")],
-)
-def test_every_algorithm_that_the_library_proposes_gives_the_same_rows(features, depth, epilogue):
-    x, matrix = normal(512, depth), normal(features, depth, seed=1)
-    operand = operands(epilogue, 512, features)
-    expected = by_canonical(x, matrix, epilogue, operand)
-    out_dtype = torch.float32 if epilogue == "logits" else torch.bfloat16
-    for rows in (1, 17, 64, 129, 200, 256, 384, 512):
-        for config in proposed(features, depth, rows, out_dtype):
-            out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
-            assert torch.equal(out, expected[:rows]), (config, rows)
-
-
-def test_the_named_algorithm_runs():
-    x, matrix = normal(256, 4096), normal(8192, 4096, seed=1)
-
-    found = proposed(8192, 4096, 256)[:3]
-    for config in found:
-        product(config, x, matrix)
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
-        for config in found:
-            product(config, x, matrix)
-        torch.cuda.synchronize()
-    kernels = {event.name for event in seen.events() if "nvjet" in event.name}
-    assert len(kernels) == len(found)
-
-
-def test_where_the_named_algorithm_is_not_proposed_no_sum_is_split_either():
-    x, matrix = normal(256, 12288), normal(4096, 12288, seed=1)
-    expected = by_canonical(x, matrix, "none", None)
-    assert torch.equal(product(CublasConfig(9999, 3), x, matrix), expected)
-
-
-def test_operands_that_lie_askew_have_the_librarys_own_choice():
-    x, matrix = normal(1 + 256 * 4096)[1:].view(256, 4096), normal(8192, 4096, seed=1)
-    (named, *_) = proposed(8192, 4096, 256)
-    assert torch.equal(product(named, x, matrix), torch.mm(x, matrix.t()))
-
-
-def test_a_named_algorithm_replays_in_a_graph():
-    x, matrix = normal(256, 4096), normal(8192, 4096, seed=1)
-    (named, *_) = proposed(8192, 4096, 256)
-    expected = product(named, x, matrix)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = product(named, x, matrix)
-    out.zero_()
-    graph.replay()
-    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(("overlap", "prefetch"), [(False, 0), (True, 0), (True, 1 << 20)])

@@ -57,7 +57,7 @@ def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():
 
 
 def test_a_table_survives_its_file(tmp_path):
-    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig(), 256: CublasConfig(20, 3)}})
+    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
     (tmp_path / "nvidia_h200.json").write_text(table.to_json())
     assert load_table("NVIDIA H200", tmp_path) == table
 
@@ -83,8 +83,6 @@ def test_a_device_without_a_table_gets_an_empty_one(tmp_path):
         '[{"out_features": 1, "in_features": 1, "epilogue": "tanh", "choices": {}}]',
         '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"5": "cublas"}}]',
         '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"4": "mkl"}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"4":'
-        ' {"tile": 20, "split": 3}}}]',
         '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"4":'
         ' {"block_rows": 16, "block_features": 64, "block_depth": 64, "num_warps": 4,'
         ' "num_stages": 3, "release": "soon"}}}]',

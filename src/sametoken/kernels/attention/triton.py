@@ -167,21 +167,11 @@ def _walk_kernel(
     row, present, position, _index, first_index, at, mask = tile_queries(
         positions, first, stop, GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT
     )
-    keys += tl.program_id(1) * head_stride
-    values += tl.program_id(1) * head_stride
-    table = block_table
-    if not RAGGED:
-        table += tl.load(slots + first) * table_stride
-        if width * GROUP <= BLOCK_QUERIES:
-            # A chunk's many programs would all ask for the same.
-            first_split, _last_split = split_range(position, SPLIT, SLIDING_WINDOW)
-            ask_for_split(
-                first_split, tl.max(position), table, keys, values, block_stride,
-                HEAD_DIM, BLOCK_SIZE, SPLIT, OVERLAP,
-            )  # fmt: skip
     wait(OVERLAP)
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     out += first_index * HEAD_DIM
+    keys += tl.program_id(1) * head_stride
+    values += tl.program_id(1) * head_stride
 
     if RAGGED:
         owner = tl.load(slots + row)
@@ -207,7 +197,7 @@ def _walk_kernel(
                 start = following
         else:
             acc, total = walked(
-                q_tile, of_now, table,
+                q_tile, of_now, block_table + tl.load(slots + first) * table_stride,
                 keys, values, block_stride, scale,
                 HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
             )  # fmt: skip

@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.kernels.activation.triton import silu_mul
-from sametoken.kernels.gemm import cublas
 from sametoken.kernels.gemm.sums import start_early, sums
 from sametoken.kernels.gemm.tuning import (
     FLOAT32,
@@ -123,16 +122,18 @@ def product(
     assert x.dtype == matrix.dtype
     assert (operand is not None) == (epilogue in ("bias", "add"))
     if isinstance(config, CublasConfig):
-        return _library_product(config, x, matrix, epilogue, operand)
+        return _library_product(x, matrix, epilogue, operand)
     return tiled_product(config, x, matrix, epilogue, operand)
 
 
 def _library_product(
-    config: CublasConfig, x: Tensor, matrix: Tensor, epilogue: Epilogue, operand: Tensor | None
+    x: Tensor, matrix: Tensor, epilogue: Epilogue, operand: Tensor | None
 ) -> Tensor:
+    if epilogue == "logits":
+        return torch.mm(x, matrix.t(), out_dtype=torch.float32)
     if epilogue == "bias":
         return F.linear(x, matrix, operand)
-    out = cublas.product(config, x, matrix, torch.float32 if epilogue == "logits" else x.dtype)
+    out = torch.mm(x, matrix.t())
     if operand is not None:
         return out + operand
     return silu_mul(out) if epilogue == "silu_mul" else out

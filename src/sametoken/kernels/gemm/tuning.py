@@ -76,16 +76,7 @@ class TritonConfig:
 
 @dataclass(frozen=True, slots=True)
 class CublasConfig:
-    """The vendor's library, where it does not split the sum.
-
-    Attributes:
-        tile: together with ``cluster`` an algorithm, in the library's own numbers; None: the
-            one that the library picks.
-        cluster: see ``tile``.
-    """
-
-    tile: int | None = None
-    cluster: int | None = None
+    """The vendor's library, where it does not split the sum."""
 
 
 GemmConfig = TritonConfig | CublasConfig
@@ -186,7 +177,7 @@ def table_name(device_name: str) -> str:
 
 
 def _dumped(config: GemmConfig) -> Any:
-    return "cublas" if config == CublasConfig() else dataclasses.asdict(config)
+    return "cublas" if isinstance(config, CublasConfig) else dataclasses.asdict(config)
 
 
 def _entry(row: dict[str, Any]) -> tuple[GemmShape, dict[int, GemmConfig]]:
@@ -197,14 +188,8 @@ def _entry(row: dict[str, Any]) -> tuple[GemmShape, dict[int, GemmConfig]]:
     for bucket, config in row["choices"].items():
         if int(bucket) not in ROW_BUCKETS:
             raise ValueError(f"unknown row bucket {bucket}")
-        choices[int(bucket)] = _config(config)
+        choices[int(bucket)] = CublasConfig() if config == "cublas" else _triton_config(**config)
     return shape, choices
-
-
-def _config(dumped: Any) -> GemmConfig:
-    if dumped == "cublas":
-        return CublasConfig()
-    return CublasConfig(**dumped) if "tile" in dumped else _triton_config(**dumped)
 
 
 def _triton_config(**fields: Any) -> TritonConfig:

@@ -58,9 +58,14 @@ def ask_l2(at, BYTES: tl.constexpr):
     )
 
 
-def overlapped(tensor: Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that waits, for the device that holds ``tensor``."""
-    return {"OVERLAP": True, "launch_pdl": True} if can_overlap(tensor) else {"OVERLAP": False}
+def overlapped(tensor: Tensor, early: bool = True) -> dict[str, bool]:
+    """Launch options of a kernel that waits, for the device that holds ``tensor``.
+
+    Args:
+        tensor: on the device.
+        early: whether the kernel is set up while the one before it runs; the one after it is.
+    """
+    return {"OVERLAP": True, "launch_pdl": early} if can_overlap(tensor) else {"OVERLAP": False}
 
 
 def can_overlap(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from sametoken.kernels.gated_delta_rule import triton as gated_delta_rule
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.stage import triton as stage
 for module in (attention, draft_rows, gated_delta_rule, norm_rope, prepare, runs, stage):
-    module.overlapped = lambda tensor: {"OVERLAP": True, "launch_pdl": True}
+    module.overlapped = lambda tensor, early=True: {"OVERLAP": True, "launch_pdl": early}
 """
 ROWS = (
     OVERLAP

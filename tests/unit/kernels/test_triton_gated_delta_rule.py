@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.compiled import compile_launches
+from sametoken.kernels.gated_delta_rule import triton as triton_rule
 from sametoken.kernels.gated_delta_rule.layout import slot_rows
 from sametoken.kernels.gated_delta_rule.triton import (
     LayerMemory,
@@ -148,6 +149,7 @@ SPECS = [
     spec_of(),
     spec_of(heads=(2, 4), sizes=(8, 4), taps=2),
     spec_of(heads=(2, 2), sizes=(5, 16), taps=3, dtype=torch.bfloat16),
+    spec_of(heads=(1, 1), sizes=(4, 4), taps=1),
 ]
 
 
@@ -315,26 +317,47 @@ def test_every_tile_computes_the_same_rule(columns):
 @pytest.mark.parametrize(("batch", "keepers"), [(1, 8), (7, 8), (8, 2), (9, 8), (64, 8)])
 def test_programs_that_keep_raw_rows_fit_beside_states_that_fit(batch, keepers):
     """Heads of Qwen3.5-9B: 64 programs of two warps a run; the chip holds 528."""
-    assert _num_keepers(64, batch, 2, 8) == keepers
+    assert _num_keepers(64, batch, 2, 8, long=False) == keepers
     assert (64 * batch > 528) or (64 + keepers) * batch <= 528
 
 
+@pytest.mark.parametrize(("batch", "keepers"), [(1, 8), (2, 2), (4, 2), (8, 2), (33, 8)])
+def test_beside_long_runs_no_multiprocessor_has_a_program_more(batch, keepers):
+    assert _num_keepers(64, batch, 2, 8, long=True) == keepers
+    rounds = -(-64 * batch // 132)
+    assert (64 * batch % 132 == 0) or (64 + keepers) * batch <= 132 * rounds
+
+
+@pytest.mark.parametrize("prompt", [1, 127, 128])
+def test_long_runs_alone_start_behind_their_preparation(prompt, monkeypatch):
+    asked = []
+
+    def overlapped(tensor, early=True):
+        asked.append(early)
+        return {"OVERLAP": False}
+
+    monkeypatch.setattr(triton_rule, "overlapped", overlapped)
+    run(empty(spec_of(), 0), [[Row(0, p, p, True) for p in range(prompt)]], prompt)
+    assert asked == [prompt < 128]
+
+
 def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
-    """Sizes of real heads, sizes that are no powers of two, and windows of one row."""
+    """Sizes of real heads, sizes that are no powers of two, and a convolution of one tap."""
     code = """
 from sametoken.kernels.gated_delta_rule import prepare, runs, triton
 from sametoken.kernels.interface import AttentionRows
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
 
 for module in (prepare, runs, triton):
-    module.overlapped = lambda tensor: {"OVERLAP": True, "launch_pdl": True}
+    module.overlapped = lambda tensor, early=True: {"OVERLAP": True, "launch_pdl": early}
 
 def zeros(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
-for heads, sizes, drafts in (((16, 32), (128, 128), 3), ((1, 2), (3, 5), 0)):
+CASES = ((16, 32), (128, 128), 3, 4), ((1, 2), (3, 5), 0, 4), ((1, 1), (4, 4), 1, 1)
+for heads, sizes, drafts, taps in CASES:
     channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
-    spec = RecurrentSpec(1, *heads, *sizes, 4, channels, torch.bfloat16)
+    spec = RecurrentSpec(1, *heads, *sizes, taps, channels, torch.bfloat16)
     cache = RecurrentCache.allocate(
         spec, max_num_seqs=2, num_drafts=drafts, device=torch.device("cpu")
     )
@@ -345,7 +368,7 @@ for heads, sizes, drafts in (((16, 32), (128, 128), 3), ((1, 2), (3, 5), 0)):
     memory = triton.LayerMemory(*(one[0] for one in held))
     gates = zeros(len(rows), heads[1])
     raw = triton.RawRows(zeros(len(rows), channels), gates, gates)
-    params = GatedDeltaParams(gates[0], gates[0], zeros(4, channels), None)
+    params = GatedDeltaParams(gates[0], gates[0], zeros(taps, channels), None)
     for tile in (triton.RuleTile(), triton.RuleTile(32, 1), triton.RuleTile(32, 2)):
         triton.advance(plan, spec, params, raw, memory, tile)
 """

@@ -52,8 +52,11 @@ _KEPT_CHANNELS = 512
 _KEPT_ROWS = tl.constexpr(4)
 # What a warp reads of a state at once: 16 bytes a thread.
 _FLOATS_PER_WARP = 128
-# Warps that a large GPU holds at once, each with 32 columns of a state in its registers.
-_WARPS = 1056
+# Multiprocessors of a large GPU, and warps that one holds, with 32 columns of a state in each.
+_MULTIPROCESSORS, _WARPS = 132, 8
+# A run of so many rows takes so long that multiprocessors with more programs than others, where
+# some are free late, cost more than an early start saves.
+_LONG = 128
 # Prepared rows that are run or on their way.
 _STAGES = 4
 
@@ -319,9 +322,15 @@ def _advance_kernel(
         )  # fmt: skip
 
 
-def _num_keepers(programs: int, batch: int, num_warps: int, blocks: int) -> int:
-    """Programs of a run that keep raw rows: one a block, or fewer where all fit a GPU so."""
-    room = _WARPS // num_warps // batch - programs
+def _num_keepers(programs: int, batch: int, num_warps: int, blocks: int, long: bool) -> int:
+    """Programs of a run that keep raw rows: one a block, or fewer where all fit a GPU so.
+
+    Beside long runs, where no multiprocessor has one program more than without them.
+    """
+    places = _MULTIPROCESSORS * _WARPS // num_warps
+    if long:
+        places = triton.cdiv(programs * batch, _MULTIPROCESSORS) * _MULTIPROCESSORS
+    room = places // batch - programs
     return min(blocks, room) if room > 0 else blocks
 
 
@@ -363,7 +372,8 @@ def advance_prepared(
     tiles = triton.cdiv(spec.value_dim, tile.value_columns * tile.num_warps)
     programs, block = spec.num_value_heads * tiles, _KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(num_channels, block)
-    keepers = _num_keepers(programs, batch, tile.num_warps, blocks)
+    long = runs.max_rows >= _LONG
+    keepers = _num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
         raw.qkv,
@@ -388,6 +398,6 @@ def advance_prepared(
         STAGES=_STAGES,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers,
-        **overlapped(out),
+        **overlapped(out, early=not long),
     )
     return out

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # memcheck and racecheck of compute-sanitizer over short runs of the engine on a GPU.
 #
-#   benchmarks/sanitizer.sh [memcheck|racecheck ...]      both by default; PYTHON names the interpreter
+#   benchmarks/sanitizer.sh [memcheck|racecheck ...]      both by default; PYTHON names the interpreter,
+#   PARTS some parts of sanitizer_gpu.py, all by default
 #
 # Exit status: 0 clean, 1 an error was found or a run failed, 3 the tool is missing or cannot
 # work on this machine. $COMPUTE_SANITIZER may name the tool. $SANITIZER_SECONDS limits each run.
@@ -11,6 +12,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 logs=${OUT:-$(mktemp -d)}
 log=$logs/sanitizer_runs.log
+parts=${PARTS:-kernels eager graph hybrid-eager hybrid-graph}
 : > "$log"
 
 find_tool() {
@@ -51,7 +53,7 @@ run() {
 # Compiles every kernel, so that the watched runs do not wait for it; and without a tool in the
 # way, tells whether the run itself is sound.
 failed=0
-for part in kernels eager graph; do
+for part in $parts; do
     if ! run X=0 none "$part"; then
         echo "$part fails without compute-sanitizer:"
         tail -15 "$log"
@@ -59,11 +61,11 @@ for part in kernels eager graph; do
     fi
 done
 for how in ${@:-memcheck racecheck}; do
-    for part in kernels eager graph; do
+    for part in $parts; do
         # Graphs need torch's allocator, which hands out parts of large blocks: an access just
         # outside a tensor is seen in the eager run alone, where every tensor is a block.
         environment=X=0
-        [ "$part" != graph ] && environment=PYTORCH_NO_CUDA_MEMORY_CACHING=1
+        [ "${part%graph}" = "$part" ] && environment=PYTORCH_NO_CUDA_MEMORY_CACHING=1
         start=$SECONDS
         run "$environment" "$how" "$part"
         status=$?

@@ -1,11 +1,12 @@
 """A short run of everything that touches a GPU's memory, to be watched by compute-sanitizer.
 
-    python benchmarks/sanitizer_gpu.py eager|graph|kernels [--device cpu]
+    python benchmarks/sanitizer_gpu.py PART [--device cpu]
 
 ``sanitizer.sh`` runs it under the tools. eager and graph: a tiny Llama with dummy weights
 answers a few requests with n-gram drafts, which repeat and are accepted, and with an EAGLE-3
-head, and must give the tokens of plain decoding. kernels: matrix products in forms that so small
-a model does not choose. Few launches, for each is watched.
+head, and must give the tokens of plain decoding. hybrid-eager and hybrid-graph: likewise a tiny
+Qwen3-Next with experts, and its MTP module. kernels: matrix products in forms that so small a
+model does not choose. Few launches, for each is watched.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import itertools
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -44,9 +46,28 @@ HEAD = TARGET | {
     "num_hidden_layers": 1,
     "draft_vocab_size": 300,
 }
-# Around the edges of chunks, which are of 64, and of KV blocks, which are of 16.
+HYBRID = TARGET | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "rms_norm_eps": 1e-6,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+DENSE_CHUNK, HYBRID_CHUNK = 64, 128
+# Around the edges of chunks and of KV blocks, which are of 16.
 PROMPT_LENGTHS = (1, 66, 143)
 MAX_TOKENS = 10
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 
 def write_config(folder: Path, config: dict) -> str:
@@ -55,7 +76,7 @@ def write_config(folder: Path, config: dict) -> str:
     return str(folder)
 
 
-def answers(target: str, speculation: dict | None, device: str, *, eager: bool):
+def answers(target: str, speculation: dict | None, device: str, *, eager: bool, chunk: int):
     """Tokens by request, and how many drafts were accepted."""
     core = build_engine(
         EngineConfig.from_options(
@@ -67,7 +88,7 @@ def answers(target: str, speculation: dict | None, device: str, *, eager: bool):
             enforce_eager=eager,
             max_num_seqs=2,
             max_model_len=192,
-            prefill_chunk_size=64,
+            prefill_chunk_size=chunk,
             max_num_batched_tokens=256,
             block_size=16,
         )
@@ -94,16 +115,27 @@ def run_engines(device: str, *, eager: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         target = write_config(Path(folder) / "target", TARGET)
         head = write_config(Path(folder) / "head", HEAD)
-        expected, _ = answers(target, None, device, eager=eager)
-        for speculation in (
-            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
-            {"method": "eagle3", "model": head, "num_speculative_tokens": 2},
-        ):
-            found, accepted = answers(target, speculation, device, eager=eager)
-            method = speculation["method"]
-            assert found == expected, f"{method} changed a token"
-            assert accepted or method != "ngram", "no draft of prompt lookup was accepted"
-            print(f"{method}: {accepted} drafts accepted, the same tokens", flush=True)
+        drafts = (NGRAM, {"method": "eagle3", "model": head, "num_speculative_tokens": 2})
+        require_equal(target, drafts, device, eager=eager, chunk=DENSE_CHUNK)
+
+
+def run_hybrids(device: str, *, eager: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        target = write_config(Path(folder) / "target", HYBRID)
+        drafts = (NGRAM, {"method": "mtp", "num_speculative_tokens": 2})
+        require_equal(target, drafts, device, eager=eager, chunk=HYBRID_CHUNK)
+
+
+def require_equal(
+    target: str, drafts: Iterable[dict], device: str, *, eager: bool, chunk: int
+) -> None:
+    expected, _ = answers(target, None, device, eager=eager, chunk=chunk)
+    for speculation in drafts:
+        found, accepted = answers(target, speculation, device, eager=eager, chunk=chunk)
+        method = speculation["method"]
+        assert found == expected, f"{method} changed a token"
+        assert accepted or speculation is not NGRAM, "no draft of prompt lookup was accepted"
+        print(f"{method}: {accepted} drafts accepted, the same tokens", flush=True)
 
 
 def run_kernels() -> None:
@@ -128,13 +160,15 @@ def run_kernels() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("eager", "graph", "kernels"))
+    parts = {"eager": run_engines, "graph": run_engines}
+    parts |= {"hybrid-eager": run_hybrids, "hybrid-graph": run_hybrids}
+    parser.add_argument("part", choices=(*parts, "kernels"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     asked = parser.parse_args()
     if asked.part == "kernels":
         run_kernels()
     else:
-        run_engines(asked.device, eager=asked.part == "eager")
+        parts[asked.part](asked.device, eager=asked.part.endswith("eager"))
 
 
 if __name__ == "__main__":

@@ -348,6 +348,18 @@ def test_the_same_tokens_of_experts(sparse_files, eager):
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_a_prompt_of_several_chunks_alone(sparse_files, eager):
+    """All rows of a chunk but the last only catch up: none is left for the module's experts."""
+    item = next(item for item in requests(16, 8) if len(item.prompt_token_ids) > 256)
+    plain, ran = (
+        generate(sparse_files, method, [item], max_num_seqs=1, enforce_eager=eager)
+        for method in ("plain", "mtp")
+    )
+    assert ran.tokens == plain.tokens
+    assert ran.offered > 0
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_hybrid_that_drafts_for_itself_is_always_right(files, eager):
     """Requests without processing; losslessness alone would not notice a broken drafter."""
     items = [item for item in requests(24, MAX_TOKENS) if item.params.top_p == 1]

@@ -33,3 +33,9 @@ def test_sigmoid_mul(rows, width, dtype):
     expected = reference.sigmoid_mul(x, gate).to(DEVICE)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(sigmoid_mul(x[-1:].to(DEVICE), gate[-1:].to(DEVICE)), actual[-1:])
+
+
+def test_sigmoid_mul_of_no_rows_takes_any_gate():
+    """One logit a row, widened: without rows PyTorch calls that contiguous as it is."""
+    gate = torch.zeros(0, 1, device=DEVICE).expand(0, 16).contiguous()
+    assert sigmoid_mul(torch.zeros(0, 16, device=DEVICE), gate).shape == (0, 16)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.kernels.gated_delta_rule.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows, sizes
 from sametoken.kernels.gated_delta_rule.prepare import prepare
 from sametoken.kernels.gated_delta_rule.runs import (
@@ -33,7 +34,6 @@ from sametoken.kernels.gated_delta_rule.runs import (
     Runs,
     fact,
     plan_runs,
-    raw_row,
 )
 from sametoken.kernels.overlap import overlapped, release_next, wait
 
@@ -47,13 +47,8 @@ __all__ = [
     "plan_runs",
 ]
 
-# Channels of raw rows that a warp keeps at once, and new rows.
-_KEPT_CHANNELS = 512
-_KEPT_ROWS = tl.constexpr(4)
 # What a warp reads of a state at once: 16 bytes a thread.
 _FLOATS_PER_WARP = 128
-# Multiprocessors of a large GPU, and warps that one holds, with 32 columns of a state in each.
-_MULTIPROCESSORS, _WARPS = 132, 8
 # A run of so many rows takes so long that multiprocessors with more programs than others, where
 # some are free late, cost more than an early start saves.
 _LONG = 128
@@ -203,75 +198,6 @@ def _fill_dead(out, num_rows, stop, broken, is_value, ROW: tl.constexpr):
         tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_value)
 
 
-@triton.jit
-def _keep_raw(
-    keeper,
-    num_keepers,
-    qkv,  # [T, C], rows qkv_stride apart
-    a,  # [T, HV], rows a_stride apart
-    b,  # [T, HV], rows b_stride apart
-    field,  # [FIELDS] of the run
-    history,  # [S, K - 1, C], written
-    pending_qkv,  # [S, P, C], written
-    pending_gates,  # [S, P, 2 * HV], written
-    qkv_stride,
-    a_stride,
-    b_stride,
-    max_pending,
-    C: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    TAPS_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Keep the raw rows before the next first row and after it, for some blocks of channels."""
-    TAPS: tl.constexpr = K - 1
-    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
-    num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED)
-    num_lasting, empty = fact(field, NUM_LASTING), fact(field, EMPTY) != 0
-    wait(OVERLAP)
-    if num_rows > 0:
-        history += slot * TAPS * C
-        pending_qkv += slot * max_pending * C
-        tap = tl.arange(0, TAPS_BLOCK)
-        index = num_lasting + tap
-        raw = raw_row(index, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, C, TAPS)
-        exists = (tap < TAPS) & ((index >= TAPS) | (empty == 0))
-        # New rows from ``first_new`` on become pending, behind what stays there.
-        has_lasting = num_lasting > 0
-        first_new = tl.where(has_lasting, num_lasting - num_folded, 0)
-        stays = tl.where(has_lasting, 0, num_folded)
-        num_new = (num_rows - first_new).to(tl.int32)
-        qkv += (first_row + first_new) * qkv_stride
-        pending_qkv += stays * C
-        for block in range(keeper, (C + BLOCK - 1) // BLOCK, num_keepers):
-            column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
-            inside = column < C
-            kept = tl.load(raw[:, None] + column, exists[:, None] & inside, other=0.0)
-            # Another thread may still have to read what this one writes.
-            tl.debug_barrier()
-            _copy_rows(qkv + column, qkv_stride, pending_qkv + column, C, num_new, inside)
-            tl.store(history + tap[:, None] * C + column, kept, (tap < TAPS)[:, None] & inside)
-        if keeper == 0:
-            head = tl.arange(0, HEADS)[None, :]
-            gates = pending_gates + (slot * max_pending + stays) * 2 * HV + head
-            new = first_row + first_new
-            _copy_rows(a + new * a_stride + head, a_stride, gates, 2 * HV, num_new, head < HV)
-            _copy_rows(b + new * b_stride + head, b_stride, gates + HV, 2 * HV, num_new, head < HV)
-
-
-@triton.jit
-def _copy_rows(source, source_stride, target, target_stride, num_rows, inside):
-    """Copy rows of [1, n] addresses, several at once."""
-    place = tl.arange(0, _KEPT_ROWS)[:, None]
-    for first in range(0, num_rows, _KEPT_ROWS):
-        row = first + place
-        values = tl.load(source + row * source_stride, (row < num_rows) & inside, other=0.0)
-        tl.store(target + row * target_stride, values, (row < num_rows) & inside)
-
-
 @triton.jit(do_not_specialize=["max_pending"])
 def _advance_kernel(
     prepared,  # [T + B * P, WIDTH]
@@ -315,23 +241,11 @@ def _advance_kernel(
             HK, HV, DK, DV, BK, WARPS, V, LANES, STAGES, OVERLAP,
         )  # fmt: skip
     else:
-        _keep_raw(
+        keep_raw(
             program - PROGRAMS, tl.num_programs(0) - PROGRAMS, qkv, a, b, field,
             history, pending_qkv, pending_gates, qkv_stride, a_stride, b_stride, max_pending,
             C, HV, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, OVERLAP,
         )  # fmt: skip
-
-
-def _num_keepers(programs: int, batch: int, num_warps: int, blocks: int, long: bool) -> int:
-    """Programs of a run that keep raw rows: one a block, or fewer where all fit a GPU so.
-
-    Beside long runs, where no multiprocessor has one program more than without them.
-    """
-    places = _MULTIPROCESSORS * _WARPS // num_warps
-    if long:
-        places = triton.cdiv(programs * batch, _MULTIPROCESSORS) * _MULTIPROCESSORS
-    room = places // batch - programs
-    return min(blocks, room) if room > 0 else blocks
 
 
 def advance(
@@ -370,10 +284,10 @@ def advance_prepared(
     out = raw.qkv.new_empty(num_rows, spec.num_value_heads * spec.value_dim)
     keys, batch = triton.next_power_of_2(spec.key_dim), runs.table.shape[0]
     tiles = triton.cdiv(spec.value_dim, tile.value_columns * tile.num_warps)
-    programs, block = spec.num_value_heads * tiles, _KEPT_CHANNELS * tile.num_warps
+    programs, block = spec.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(num_channels, block)
     long = runs.max_rows >= _LONG
-    keepers = _num_keepers(programs, batch, tile.num_warps, blocks, long)
+    keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
         raw.qkv,

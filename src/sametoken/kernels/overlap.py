@@ -63,7 +63,7 @@ def overlapped(tensor: Tensor, early: bool = True) -> dict[str, bool]:
 
     Args:
         tensor: on the device.
-        early: whether the kernel is set up while the one before it runs; the one after it is.
+        early: whether it is set up while the kernel before it runs. The one after it is anyway.
     """
     return {"OVERLAP": True, "launch_pdl": early} if can_overlap(tensor) else {"OVERLAP": False}
 

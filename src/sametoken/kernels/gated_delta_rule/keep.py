@@ -14,7 +14,6 @@ from sametoken.kernels.gated_delta_rule.runs import (
     NUM_ROWS,
     SLOT,
     fact,
-    raw_row,
 )
 from sametoken.kernels.overlap import wait
 
@@ -60,7 +59,7 @@ def keep_raw(
         pending_qkv += slot * max_pending * C
         tap = tl.arange(0, TAPS_BLOCK)
         index = num_lasting + tap
-        raw = raw_row(index, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, C, TAPS)
+        raw = _raw_row(index, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, C, TAPS)
         exists = (tap < TAPS) & ((index >= TAPS) | (empty == 0))
         # New rows from ``first_new`` on become pending, behind what stays there.
         has_lasting = num_lasting > 0
@@ -83,6 +82,25 @@ def keep_raw(
             new = first_row + first_new
             _copy_rows(a + new * a_stride + head, a_stride, gates, 2 * HV, num_new, head < HV)
             _copy_rows(b + new * b_stride + head, b_stride, gates + HV, 2 * HV, num_new, head < HV)
+
+
+@triton.jit
+def _raw_row(
+    index,  # int or [n]; 0 is the oldest row of the history
+    qkv,  # [T, C], qkv_stride apart
+    history,  # [K - 1, C] of the slot
+    pending,  # [P, C] of the slot
+    first_row,
+    num_folded,
+    qkv_stride,
+    C: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Pointers to raw rows of a slot: its history, then pending rows, then rows of the pass."""
+    row = index - TAPS
+    new = first_row + row - num_folded
+    held = tl.where(row < 0, history + index * C, pending + row * C)
+    return tl.where(row < num_folded, held, qkv + new * qkv_stride)
 
 
 @triton.jit

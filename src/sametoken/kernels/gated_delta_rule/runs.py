@@ -164,22 +164,3 @@ def _run_starts(slots: Tensor, most: int) -> Tensor:
 def fact(field, place: tl.constexpr):
     """A field of a run, past L1, which need not know yet what another kernel wrote."""
     return tl.load(field + place, cache_modifier=".cg")
-
-
-@triton.jit
-def raw_row(
-    index,  # int or [n]; 0 is the oldest row of the history
-    qkv,  # [T, C], qkv_stride apart
-    history,  # [K - 1, C] of the slot
-    pending,  # [P, C] of the slot
-    first_row,
-    num_folded,
-    qkv_stride,
-    C: tl.constexpr,
-    TAPS: tl.constexpr,
-):
-    """Pointers to raw rows of a slot: its history, then pending rows, then rows of the pass."""
-    row = index - TAPS
-    new = first_row + row - num_folded
-    held = tl.where(row < 0, history + index * C, pending + row * C)
-    return tl.where(row < num_folded, held, qkv + new * qkv_stride)

@@ -25,6 +25,7 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 
 STEPS = 20
+SHOWN = 48
 
 
 def own_times(spans: list[FunctionEvent]) -> dict[tuple[str, str], list[float]]:
@@ -64,7 +65,7 @@ def main() -> None:
     last = max(e.time_range.end for e in spans)
     print(f"{(last - first) / STEPS / 1e3:.3f} ms a step, {len(spans) / STEPS:.0f} kernels")
     own = own_times(spans)
-    for (name, before), times in sorted(own.items(), key=lambda item: -sum(item[1]))[:48]:
+    for (name, before), times in sorted(own.items(), key=lambda item: -sum(item[1]))[:SHOWN]:
         calls, each = len(times) / STEPS, statistics.median(times)
         print(
             f"{sum(times) / STEPS:9.1f} us {calls:6.1f} x {each:7.1f}"

@@ -63,6 +63,7 @@ HYBRID = TARGET | {
     "shared_expert_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+# Recurrent rows run as long ones from 128 on.
 DENSE_CHUNK, HYBRID_CHUNK = 64, 128
 # Around the edges of chunks and of KV blocks, which are of 16.
 PROMPT_LENGTHS = (1, 66, 143)

@@ -86,7 +86,7 @@ def keep_raw(
 
 @triton.jit
 def _raw_row(
-    index,  # int or [n]; 0 is the oldest row of the history
+    index,  # [n]; 0 is the oldest row of the history
     qkv,  # [T, C], qkv_stride apart
     history,  # [K - 1, C] of the slot
     pending,  # [P, C] of the slot
@@ -116,7 +116,7 @@ def _copy_rows(source, source_stride, target, target_stride, num_rows, inside):
 def num_keepers(programs: int, batch: int, num_warps: int, blocks: int, long: bool) -> int:
     """Programs of a run that keep raw rows: one a block, or fewer where all fit a GPU so.
 
-    Beside long runs, where no multiprocessor has one program more than without them.
+    Beside long runs so few that no multiprocessor has a program more, if there is room for any.
     """
     places = _MULTIPROCESSORS * _WARPS // num_warps
     if long:

@@ -110,8 +110,8 @@ def _moved_on(rows, newest):
 
 
 @triton.jit
-def _raw_row(raw, index, C: tl.constexpr):
-    """Pointer to a raw row behind the history."""
+def _pending_or_new(raw, index, C: tl.constexpr):
+    """Pointer to a raw row behind the history: ``keep`` has one for all raw rows."""
     qkv, stride, _, pending, first_new, num_held, _, _ = raw
     return tl.where(index < num_held, pending + index * C, qkv + (first_new + index) * stride)
 
@@ -146,7 +146,7 @@ def _prepare_keys(
     q_rows = _completed(q_rows, raw, begin, channel, inside, K)
     k_rows = _completed(k_rows, raw, begin, k_channel, inside, K)
     for t in range(begin, end):
-        at = _raw_row(raw, t + K - 1, C)
+        at = _pending_or_new(raw, t + K - 1, C)
         q_newest = tl.load(at + channel, inside, other=0.0).to(tl.float32)
         k_newest = tl.load(at + k_channel, inside, other=0.0).to(tl.float32)
         q = _convolved(q_rows, q_newest, weights, bias, K)
@@ -184,7 +184,7 @@ def _prepare_values(
     wait(OVERLAP)
     rows = _completed(rows, raw, begin, channel, inside, K)
     for t in range(begin, end):
-        at = _raw_row(raw, t + K - 1, C)
+        at = _pending_or_new(raw, t + K - 1, C)
         newest = tl.load(at + channel, inside, other=0.0).to(tl.float32)
         v = _convolved(rows, newest, weights, bias, K)
         tl.store(prepared + t * WIDTH + channel, v, inside)

@@ -4,8 +4,8 @@
 #   MODELS=DIR benchmarks/beside_vllm.sh OUTDIR CONFIG...
 #
 # CONFIG: plain, eagle3, ngram3, ngram5: Qwen3-8B; q35, q35mtp3: Qwen3.5-9B without and with its
-# MTP module; eagle3fp8, q35mtp3fp8: with the head in eight bits; smol, smolng: SmolLM2
-# without and with n-gram drafts, at one request.
+# MTP module; eagle3fp8, q35mtp3fp8: with the head in eight bits; q35mtp3fp8map: which also has a
+# token map, of 65,536 tokens; smol, smolng: SmolLM2 without and with n-gram drafts, at one request.
 # MODELS holds qwen3-8b/, eagle3-qwen3-8b/ and qwen35-9b/, each with the config.json of the model:
 # weights are random there, and drafts of eagle3 and q35mtp3 are accepted at given rates, so only
 # times mean something. How often n-gram drafts are right on random weights is chance: compare
@@ -54,7 +54,13 @@ shape() {
     measure "$name" "$models/$model" --load-format dummy --preset peer --num-iters 2 \
         --max-model-len 2048 "$@"
 }
-bits() { case $1 in *fp8) echo ', "quantization": "fp8"' ;; esac }
+bits() { case $1 in *fp8*) echo ', "quantization": "fp8"' ;; esac }
+# Which tokens a map holds makes no difference to times.
+map() {
+    case $1 in *map) ;; *) return ;; esac
+    seq -s , 0 65535 | sed 's/.*/[&]/' > "$out/token_map.json"
+    echo ", \"token_map\": \"$out/token_map.json\""
+}
 small() {
     local name=$1
     shift
@@ -71,8 +77,8 @@ for name in "$@"; do
         ngram[35]) shape "$name" qwen3-8b \
             --speculative-config "{$ngram, \"num_speculative_tokens\": ${name#ngram}}" ;;
         q35) shape q35 qwen35-9b ;;
-        q35mtp3 | q35mtp3fp8) shape "$name" qwen35-9b --speculative-config "{\"method\": \"mtp\",
-            \"num_speculative_tokens\": 3, $rates $(bits "$name")}" ;;
+        q35mtp3 | q35mtp3fp8 | q35mtp3fp8map) shape "$name" qwen35-9b --speculative-config "{
+            \"method\": \"mtp\", \"num_speculative_tokens\": 3, $rates $(bits "$name") $(map "$name")}" ;;
         smol) small smol ;;
         smolng) small smolng \
             --speculative-config '{"method": "ngram", "num_speculative_tokens": 5}' ;;

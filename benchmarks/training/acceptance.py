@@ -1,6 +1,7 @@
 """How often a target accepts what an EAGLE-3 head or its MTP module drafts, on our data sets.
 
     python benchmarks/training/acceptance.py MODEL HEAD OUT.json [--k 4] [--limit 200] [--batch 64]
+        [--token-map MAP.json]
 
 Greedy answers to GSM8K's test questions, HumanEval and the first turns of MT-Bench. MODEL and
 HEAD are paths or short names: ``smollm2`` and ``smollm2-eagle3`` are what ships; the head ``mtp``
@@ -60,8 +61,11 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64, help="prompts that run at once")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--token-map", help="of the head, as `sametoken train token-map` makes it")
     asked = parser.parse_args()
     own = {"method": "eagle3", "model": asked.head} if asked.head != MTP else {"method": MTP}
+    if asked.token_map:
+        own["token_map"] = asked.token_map
     llm = LLM(
         asked.model,
         device=asked.device,

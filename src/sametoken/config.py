@@ -64,6 +64,9 @@ class SpeculativeConfig:
     quantization: str | None = option(
         None, "eagle, eagle3 or mtp on a GPU: fp8 keeps the head's matrices in eight bits"
     )
+    token_map: str | None = option(
+        None, "eagle, eagle3 or mtp: JSON list of the only tokens that the head may propose"
+    )
     cascade: str | None = option(
         None, "ngram or suffix: drafts first where it matches; the method does elsewhere"
     )
@@ -137,7 +140,7 @@ class SpeculativeConfig:
                 f"prompt_lookup_max={self.prompt_lookup_max} leave nothing to match",
                 "use 1 <= min <= max",
             )
-        _check_quantization(self)
+        _check_head_options(self)
         check_lookups(self, MAX_SPECULATIVE_TOKENS)
         _check_extraction(self)
         check_acceptance(self)
@@ -292,15 +295,14 @@ _LIMITS = (
 )
 
 
-def _check_quantization(config: SpeculativeConfig) -> None:
-    if config.quantization is None:
-        return
-    if config.method not in HEADS:
-        raise ConfigError(
-            f"method {config.method!r} takes no quantization: it has no draft head",
-            f'leave "quantization" out, or use one of {HEADS}',
-        )
-    if config.quantization not in QUANTIZATIONS:
+def _check_head_options(config: SpeculativeConfig) -> None:
+    for name in ("quantization", "token_map"):
+        if getattr(config, name) is not None and config.method not in HEADS:
+            raise ConfigError(
+                f"method {config.method!r} takes no {name}: it has no draft head",
+                f'leave "{name}" out, or use one of {HEADS}',
+            )
+    if config.quantization not in (None, *QUANTIZATIONS):
         raise ConfigError(
             f"quantization {config.quantization!r} is not known", f"use one of {QUANTIZATIONS}"
         )

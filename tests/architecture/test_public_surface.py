@@ -73,6 +73,7 @@ SPECULATIVE = {
     "suffix_decoding_max_spec_factor": 1.0,
     "suffix_decoding_min_token_prob": 0.1,
     "quantization": None,
+    "token_map": None,
     "cascade": None,
     "cascade_min_match": 4,
     "cascade_model_tokens": None,

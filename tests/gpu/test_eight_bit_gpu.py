@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,7 @@ from sametoken.kernels.gemm.eight_bit_triton import (
 from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig
 from sametoken.kernels.norm_rope.triton import rms_norm
 from sametoken.kernels.select import select_kernels
-from sametoken.models.loader import load_model
+from sametoken.models.loader import load_model, read_config
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
 
 pytestmark = [
@@ -318,6 +319,28 @@ def test_a_quantized_module_changes_no_token_and_is_nearly_as_good(twin):
     # On the CPU 0.99 of all drafts are accepted, and 0.77 of a quantized module's.
     assert whole.accepted > 0.85 * whole.offered
     assert graph.accepted > 0.65 * graph.offered
+
+
+@pytest.mark.parametrize("bits", [{}, {"quantization": "fp8"}])
+def test_a_token_map_changes_no_token_and_drafts_alike_in_graphs(twin, tmp_path, bits):
+    """Rows of the head are taken by ids, and drafted columns go back to the target's tokens."""
+    items = list(first_token_zero(plain_requests(18)))
+    vocab = read_config(twin).vocab_size
+    module = {"method": "mtp", "num_speculative_tokens": 3} | bits
+    plain = generate(twin, None, items, enforce_eager=True)
+    whole = generate(twin, module, items)
+    found = {}
+    maps = {"all": range(vocab), "most": range(vocab // 5, vocab), "seven": range(0, vocab, 241)}
+    for name, ids in maps.items():
+        (tmp_path / name).write_text(json.dumps(list(ids)))
+        spec = module | {"token_map": str(tmp_path / name)}
+        graph, eager = (generate(twin, spec, items, enforce_eager=eager) for eager in (False, True))
+        assert graph.tokens == eager.tokens == plain.tokens
+        assert (graph.offered, graph.accepted) == (eager.offered, eager.accepted)
+        found[name] = graph
+    assert (found["all"].offered, found["all"].accepted) == (whole.offered, whole.accepted)
+    assert 0 < found["most"].accepted < whole.accepted
+    assert found["seven"].offered > 0
 
 
 def first_token_zero(items):

@@ -10,6 +10,7 @@ from helpers.checkpoints import VOCAB, write_checkpoint
 from helpers.harness import CPU, Shape, build, request, run
 from helpers.hybrids import twin_config, twin_tensors
 from helpers.spoilt import Spoilt, make_stream
+from sametoken.drafters import token_map
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.quantized import in_eight_bits
@@ -45,7 +46,13 @@ class Twin:
     """A target and its module, loaded from one checkpoint; by default over the references."""
 
     def __init__(
-        self, directory, seed: int = 0, kernels: Kernels | None = None, *, quantized: bool = False
+        self,
+        directory,
+        seed: int = 0,
+        kernels: Kernels | None = None,
+        *,
+        quantized: bool = False,
+        token_ids: list[int] | None = None,
     ) -> None:
         config = twin_config()
         write_checkpoint(directory, config, twin_tensors(config, seed))
@@ -58,6 +65,9 @@ class Twin:
         }
         self.target = load_model(directory, **options)
         self.head = MTPCheckpoint(directory).load(self.target, **options)
+        if token_ids is not None:
+            # By its module, where a test may plant another.
+            self.head = token_map.over_token_map(self.head, torch.tensor(token_ids), kernels)
         if quantized:
             self.head = in_eight_bits(self.head, kernels)
 

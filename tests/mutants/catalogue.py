@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from sametoken.core.length_bound import LenBound
+from sametoken.drafters import token_map
 from sametoken.drafters.cascade import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -71,6 +72,7 @@ EXTRACTED = (
     "tests/unit/engine/test_state_writer.py"
     "::test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not"
 )
+TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -389,6 +391,18 @@ def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
             admit(self, admission)
 
     patch.setattr(SlotGrammars, "admit", mutant)
+
+
+# Draft heads
+
+
+def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
+    whole = token_map.over_token_map
+
+    def mutant(head, token_ids, kernels):
+        return replace(whole(head, token_ids, kernels), token_ids=None)
+
+    substitute(patch, whole, mutant)
 
 
 # KV of drafters
@@ -734,6 +748,13 @@ MUTANTS = (
         rows_in_flight_are_recorded,
         EXTRACTED,
         "guard",
+    ),
+    Mutant(
+        "columns-of-a-token-map-taken-for-tokens",
+        "the law: one truth",
+        draft_columns_are_taken_for_tokens,
+        TOKEN_MAP,
+        "acceptance",
     ),
     Mutant(
         "drafter-kv-left-behind-by-preemption",

@@ -242,21 +242,26 @@ def test_what_is_made_up_has_a_name():
         assert (config.draft_load_format == "dummy") == (config.load_format == "dummy")
 
 
+OPTIONS_OF_HEADS = {"quantization": "fp8", "token_map": "map.json"}
+
+
 @pytest.mark.parametrize("method", HEADS)
-def test_draft_heads_may_be_quantized(method):
+@pytest.mark.parametrize(("name", "value"), OPTIONS_OF_HEADS.items())
+def test_draft_heads_may_be_quantized_and_have_a_token_map(method, name, value):
     model = None if method in WITHOUT_MODEL else "a head"
-    given = {"method": method, "num_speculative_tokens": 2, "quantization": "fp8"}
+    given = {"method": method, "num_speculative_tokens": 2, name: value}
     spec = SpeculativeConfig.parse(given | ({"model": model} if model else {}))
-    assert spec.quantization == "fp8"
-    assert SpeculativeConfig(method, 2, model).quantization is None
+    assert getattr(spec, name) == value
+    assert getattr(SpeculativeConfig(method, 2, model), name) is None
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(HEADS)))
-def test_what_has_no_head_takes_no_quantization(method):
+@pytest.mark.parametrize(("name", "value"), OPTIONS_OF_HEADS.items())
+def test_what_has_no_head_takes_no_option_of_heads(method, name, value):
     model = None if method in WITHOUT_MODEL else "a drafter"
-    with pytest.raises(ConfigError, match=f"method '{method}' takes no quantization") as caught:
-        SpeculativeConfig(method, 1, model, quantization="fp8")
-    assert "leave" in caught.value.remedy
+    with pytest.raises(ConfigError, match=f"method '{method}' takes no {name}") as caught:
+        SpeculativeConfig(method, 1, model, **{name: value})
+    assert f'leave "{name}" out' in caught.value.remedy
 
 
 @pytest.mark.parametrize(("value", "cause"), [("int4", "'int4' is not known"), (8, "wrong type")])

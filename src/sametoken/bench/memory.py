@@ -5,6 +5,7 @@ Both are built of tensors that have shapes and no memory, by the code that loads
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,21 +134,21 @@ def measure_memory(
 
 
 class _CountingKernels(ReferenceKernels):
-    """Adds up what is packed and not given up again for its copy in eight bits."""
+    """Adds up what is packed and still there: some gives way to its copy in eight bits."""
 
     def __init__(self) -> None:
-        self._packed: list[PackedWeight] = []
+        self._packed: list[tuple[weakref.ref[Tensor], int]] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self._packed)
+        return sum(size for matrix, size in self._packed if matrix() is not None)
 
     def pack(self, weight: Tensor) -> PlainWeight:
         packed = super().pack(weight)
-        self._packed.append(packed)
+        self._packed.append((weakref.ref(packed.matrix), packed.nbytes))
         return packed
 
     def eight_bit(self, weight: PackedWeight) -> EightBitWeight:
         copy = super().eight_bit(weight)
-        self._packed = [*(one for one in self._packed if one is not weight), copy]
+        self._packed.append((weakref.ref(copy.matrix), copy.nbytes))
         return copy

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sametoken.config import SpeculativeConfig
+from sametoken.drafters.token_map import read_token_map
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.kernels.select import select_kernels
 from sametoken.models.base import ModelConfig
@@ -107,6 +108,7 @@ def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftEleme
 
     Raises:
         CheckpointError: the drafter's config.json cannot be read.
+        ConfigError: nor its token map.
     """
     k, path = config.num_speculative_tokens, Path(config.model or "")
     if config.method == "draft_model":
@@ -116,18 +118,19 @@ def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftEleme
     if config.method == "eagle":
         model = Eagle1Checkpoint(path).config.layer
         layers = 2 * model.hidden_size**2 + _layers(model, model.hidden_size)
-        return DraftElements(k * (layers + _head(model, model.vocab_size)), 0)
+        return DraftElements(k * (layers + _head(model, _proposed(config, model))), 0)
     if config.method == "eagle3":
         head = Eagle3Checkpoint(path).config
         fusion = head.num_aux * head.target_hidden_size * head.layer.hidden_size
         # Only the first pass reads the target's states and so the fusion.
         one_pass = _layers(head.layer, 2 * head.layer.hidden_size)
-        one_pass += _head(head.layer, head.draft_vocab_size)
+        own = head.draft_vocab_size if config.token_map is None else _proposed(config, head.layer)
+        one_pass += _head(head.layer, own)
         return DraftElements(fusion + k * one_pass, 0)
     if config.method == "mtp":
         layer = _gated_layer(target)
         one_pass = 2 * target.hidden_size**2 + layer.projections
-        one_pass += _head(target, target.vocab_size)
+        one_pass += _head(target, _proposed(config, target))
         return DraftElements(k * one_pass, k * layer.experts)
     return DraftElements(0, 0)
 
@@ -149,6 +152,13 @@ def _gated_layer(model: ModelConfig) -> DraftElements:
     width = 3 * (routed + settings.integer("shared_expert_intermediate_size"))
     gates = settings.integer("num_experts") + 1
     return DraftElements(attention, model.hidden_size * (width + gates))
+
+
+def _proposed(config: SpeculativeConfig, model: ModelConfig) -> int:
+    """How many tokens a draft head may propose that has no map of its own."""
+    if config.token_map is None:
+        return model.vocab_size
+    return read_token_map(Path(config.token_map), model.vocab_size).shape[0]
 
 
 def _head(model: ModelConfig, vocab_size: int) -> int:

@@ -21,6 +21,7 @@ from sametoken.train.options import (
     LMOptions,
     LoopOptions,
     MTPOptions,
+    TokenMapOptions,
 )
 
 if TYPE_CHECKING:
@@ -119,6 +120,31 @@ def draft(model: Model, output: Output, **options: Any) -> None:
     from sametoken.train.draft import train_draft
 
     _train_drafter(train_draft, DraftOptions, model, output, options)
+
+
+@train.command()
+@with_options(options_of(TokenMapOptions))
+def token_map(
+    model: Model,
+    output: Annotated[Path, typer.Argument(help="file for the map, a JSON list of token ids")],
+    text: Annotated[Path, typer.Option(help="JSON lines: prompts and answers, as of train text")],
+    json_output: AsJson = False,
+    **options: Any,
+) -> None:
+    """Choose the tokens that a draft head may propose: those that answers are made of."""
+    from sametoken.models.embedded import resolve_model
+    from sametoken.train.token_map import write_token_map
+
+    path = resolve_model(model, _say)
+    chosen = _take(TokenMapOptions, options)
+    result = write_token_map(path, output, text, _encoder(path, text), chosen)
+    if json_output:
+        typer.echo(json.dumps(dataclasses.asdict(result)))
+        return
+    _say(
+        f"{output}: {result.tokens} of {result.vocab_size} tokens, of {result.counted} counted; "
+        f"they cover {100 * result.coverage:.2f} % of the answers"
+    )
 
 
 @train.command()

@@ -19,7 +19,8 @@ from sametoken.drafters.extract import extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.quantized import in_eight_bits
 from sametoken.drafters.suffix import SuffixDrafter
-from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.drafters.token_map import over_token_map, read_token_map
+from sametoken.errors import ConfigError, InvariantError, UnsupportedError
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.ngram import select_lookup
 from sametoken.kernels.suffix import select_search
@@ -28,7 +29,6 @@ from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
-from sametoken.models.eagle_checkpoint import HeadCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
 from sametoken.state.history import NO_HISTORY, TokenHistory
@@ -107,13 +107,16 @@ def required_aux_layers(
             checkpoint holds no head.
         UnsupportedError: the method or the head is not implemented.
         DrafterMismatchError: the head was trained for another target.
-        ConfigError: states of layers that the target does not have were asked for.
+        ConfigError: states of layers that the target does not have were asked for, or a
+            token map is no map of the target's, or for a head with one of its own.
     """
     if spec is not None and spec.method == EXTRACT:
         return extracted_layers(spec, target.num_layers)
     if spec is None or spec.method not in _HEADS:
         return ()
-    head: HeadCheckpoint = _fitting_head(spec, target, target_path, load_format)
+    head = _fitting_head(spec, target, target_path, load_format)
+    if spec.token_map is not None:
+        read_token_map(Path(spec.token_map), target.vocab_size)
     return head.aux_layers(target.num_layers)
 
 
@@ -215,6 +218,9 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
         device=placement.device,
         max_positions=placement.max_positions,
     )
+    if spec.token_map is not None:
+        token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
+        head = over_token_map(head, token_ids.to(placement.device), placement.kernels)
     if spec.quantization is not None:
         head = in_eight_bits(head, placement.kernels)
 
@@ -230,7 +236,20 @@ def _fitting_head(
     directory = target_path if spec.model is None else Path(spec.model)
     checkpoint = _HEADS[spec.method](directory, load_format=load_format)
     checkpoint.require_fit(target)
+    if spec.token_map is not None:
+        _require_whole_vocabulary(checkpoint)
     return checkpoint
+
+
+def _require_whole_vocabulary(checkpoint: _Checkpoint) -> None:
+    if not isinstance(checkpoint, Eagle3Checkpoint):
+        return
+    own, all_tokens = checkpoint.config.draft_vocab_size, checkpoint.config.layer.vocab_size
+    if own != all_tokens:
+        raise ConfigError(
+            f"the EAGLE-3 head proposes {own} of {all_tokens} tokens by a map of its own",
+            'leave "token_map" out',
+        )
 
 
 def _given(kv_cache: KVCache | None) -> KVCache:

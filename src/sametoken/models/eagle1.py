@@ -62,7 +62,8 @@ class Eagle1Head:
 
     Attributes:
         embedding: [V, hidden], the target's own unless the head has one.
-        lm_head: [V, hidden], likewise.
+        lm_head: [V', hidden], likewise; V' is V, or as many as ``token_ids`` has.
+        token_ids: [V'] int64, ascending, all that it proposes; None: every token.
     """
 
     kernels: Kernels
@@ -70,6 +71,7 @@ class Eagle1Head:
     fc: Linear
     layers: tuple[Eagle1Layer, ...]
     lm_head: PackedWeight
+    token_ids: Tensor | None = None
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -77,11 +79,6 @@ class Eagle1Head:
         first = self.layers[0]
         shape, dtype = first.attention.shape, first.post_attention_norm.weight.dtype
         return KVSpec(len(self.layers), shape.num_kv_heads, shape.head_dim, dtype)
-
-    @property
-    def token_ids(self) -> None:
-        """None: it proposes every token of the target's vocabulary."""
-        return None
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
@@ -108,5 +105,5 @@ class Eagle1Head:
         return HeadStates(residual, residual)
 
     def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V] fp32."""
+        """[R, hidden] to [R, V'] fp32."""
         return self.kernels.logits(last, self.lm_head)

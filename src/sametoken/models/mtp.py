@@ -37,8 +37,9 @@ class MTPHead:
 
     Attributes:
         embedding: [V, hidden], the target's own.
-        lm_head: [V, hidden], likewise.
+        lm_head: [V', hidden], likewise; V' is V, or as many as ``token_ids`` has.
         kv_spec: KV of the one layer.
+        token_ids: [V'] int64, ascending, all that it proposes; None: every token.
     """
 
     kernels: Kernels
@@ -50,11 +51,7 @@ class MTPHead:
     norm: RMSNorm
     lm_head: PackedWeight
     kv_spec: KVSpec
-
-    @property
-    def token_ids(self) -> None:
-        """None: it proposes every token of the target's vocabulary."""
-        return None
+    token_ids: Tensor | None = None
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
@@ -80,5 +77,5 @@ class MTPHead:
         return HeadStates(last, last)
 
     def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V] fp32."""
+        """[R, hidden] to [R, V'] fp32."""
         return self.kernels.logits(last, self.lm_head)

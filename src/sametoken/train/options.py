@@ -221,3 +221,23 @@ class LMOptions:
                 )
         if self.head_dim % 4:
             raise ConfigError(f"head_dim={self.head_dim} is not possible", "use a multiple of 4")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMapOptions:
+    """How large a map of a draft head's tokens is.
+
+    Raises:
+        ConfigError: a value is impossible on its face.
+    """
+
+    size: int = option(32768, "tokens of the map, the most frequent ones of the answers")
+    validation: float = option(0.02, "share of the prompts that is held back to measure with")
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"size={self.size} is not possible", "use at least 1")
+        if not 0 <= self.validation < 1:
+            raise ConfigError(
+                f"validation={self.validation} is not possible", "use a share from 0 to below 1"
+            )

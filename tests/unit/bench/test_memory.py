@@ -158,6 +158,21 @@ def test_a_quantized_head_s_matrices_are_all_the_drafter_s(tmp_path, method):
     assert expected < plain.draft_weights
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("method", ["eagle", "mtp"])
+def test_of_a_head_with_a_token_map_its_rows_are_counted(tmp_path, method, quantization):
+    """Beside the target's own head, or in place of its copy in eight bits."""
+    path, spec = cases(tmp_path)[method]
+    spec = spec | ({"quantization": quantization} if quantization else {})
+    (tmp_path / "map.json").write_text("[1, 2, 3, 5, 8]")
+    whole = measure_memory(config(path, spec))
+    found = measure_memory(config(path, spec | {"token_map": str(tmp_path / "map.json")}))
+    row = 16 + 4 if quantization else 16 * 4
+    copied = 23 if quantization else 0
+    assert found.draft_weights == whole.draft_weights + (5 - copied) * row
+    assert found.weights == whole.weights
+
+
 def test_speculation_is_what_a_request_takes_beyond_plain_decoding(tmp_path):
     path, spec = cases(tmp_path)["mtp"]
     plain, found = measure_memory(config(path)).request, measure_memory(config(path, spec)).request

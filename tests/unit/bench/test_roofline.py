@@ -145,6 +145,23 @@ def test_a_quantized_module_is_read_at_a_byte_an_element_but_for_its_experts(tmp
     assert bool(read.experts) == (kind == "qwen3_next")
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_of_a_head_with_a_token_map_its_rows_are_read(tmp_path, method):
+    (tmp_path / "map.json").write_text("[1, 2, 3, 5, 8]")
+    model = None
+    if method == "mtp":
+        (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+    else:
+        write_config(tmp_path, num_hidden_layers=1)
+        model = str(tmp_path)
+    target = read_config(tmp_path)
+    whole = SpeculativeConfig(method, 3, model)
+    mapped = dataclasses.replace(whole, token_map=str(tmp_path / "map.json"))
+    fewer = 3 * (target.vocab_size - 5) * target.hidden_size
+    before, after = (draft_elements(spec, target) for spec in (whole, mapped))
+    assert after == before._replace(projections=before.projections - fewer)
+
+
 def test_a_drafter_s_kv_is_read_once_per_pass(tmp_path):
     directory = write_llama(tmp_path)
     spec = SpeculativeConfig("draft_model", 3, str(directory))

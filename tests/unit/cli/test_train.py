@@ -30,6 +30,22 @@ def run(*arguments):
     return CliRunner().invoke(app, ["train", *map(str, arguments)])
 
 
+def test_text_then_a_token_map(target, prompts, tmp_path):
+    text, chosen = tmp_path / "text.jsonl", tmp_path / "map.json"
+    run("text", target, text, "--prompts", prompts, "--max-tokens", 6, "--device", "cpu")
+    made = run("token-map", target, chosen, "--text", text, "--size", 9, "--json")
+    assert made.exit_code == 0, made.output
+    result = json.loads(made.stdout)
+    token_ids = json.loads(chosen.read_text())
+    assert len(token_ids) == result["tokens"] == 9
+    assert token_ids == sorted(set(token_ids))
+    assert 0 < result["coverage"] <= 1
+    told = run("token-map", target, chosen, "--text", text, "--size", 9)
+    assert "9 of" in told.output
+    refused = run("token-map", target, tmp_path / "no" / "map.json", "--text", text)
+    assert "cannot be written" in str(refused.exception) + refused.output
+
+
 def test_text_then_a_head(target, prompts, tmp_path):
     text, head = tmp_path / "text.jsonl", tmp_path / "head"
     written = run("text", target, text, "--prompts", prompts, "--max-tokens", 6, "--device", "cpu")

@@ -1,0 +1,76 @@
+"""``sametoken train token-map``: the tokens that answers are made of, for a draft head."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sametoken.errors import ConfigError
+from sametoken.models.loader import read_config
+from sametoken.train.options import TokenMapOptions
+from sametoken.train.text import Encode, Sequences, read_sequences
+from sametoken.train.vocabulary import coverage, frequent_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMapResult:
+    """What a map holds.
+
+    Attributes:
+        tokens: of the map.
+        vocab_size: of the target.
+        counted: answer tokens that the map was made from.
+        coverage: share of the answers' tokens that the map holds: of the answers held back, or
+            where none were of those that it was made from.
+    """
+
+    tokens: int
+    vocab_size: int
+    counted: int
+    coverage: float
+
+
+def write_token_map(
+    model: Path, output: Path, text: Path, encode: Encode | None, options: TokenMapOptions
+) -> TokenMapResult:
+    """Count the tokens of answers and write the most frequent ones, a JSON list of ids.
+
+    Tokens that end an answer are among them, whatever they count.
+
+    Args:
+        model: the target, a checkpoint directory or a GGUF file.
+        output: the file.
+        text: answers, as ``read_sequences`` reads them.
+        encode: see ``read_sequences``.
+        options: how many tokens, and how much is held back.
+
+    Raises:
+        ConfigError: the text or the output is not possible.
+        CheckpointError: the target's config cannot be read.
+    """
+    config = read_config(model)
+    sequences = _answers(text, config.vocab_size, encode)
+    kept, held = sequences.split(options.validation)
+    counts = sequences.answer_counts(config.vocab_size, kept)
+    wanted = counts.clone()
+    wanted[list(config.eos_token_ids)] = torch.iinfo(torch.int64).max
+    token_ids = frequent_tokens(wanted, options.size)
+    try:
+        output.write_text(json.dumps(token_ids.tolist()) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error
+    judged = sequences.answer_counts(config.vocab_size, held) if held else counts
+    return TokenMapResult(
+        tokens=token_ids.shape[0],
+        vocab_size=config.vocab_size,
+        counted=int(counts.sum()),
+        coverage=coverage(judged, token_ids),
+    )
+
+
+def _answers(text: Path, vocab_size: int, encode: Encode | None) -> Sequences:
+    longest = torch.iinfo(torch.int64).max
+    return read_sequences(text, vocab_size=vocab_size, max_length=longest, encode=encode)

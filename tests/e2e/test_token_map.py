@@ -1,0 +1,100 @@
+"""Draft heads over some of the target's tokens: the same tokens, and drafts right in the map."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.checkpoints import VOCAB, write_checkpoint
+from helpers.harness import run
+from helpers.hybrids import twin_config, twin_tensors
+from helpers.twin import MAX_TOKENS, Twin, twin_requests
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.errors import ConfigError
+
+OPTIONS = {
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 32,
+    "prefill_chunk_size": 8,
+    "block_size": 8,
+    "max_model_len": 48,
+    "kv_cache_memory_bytes": 2**20,
+    "dtype": "float32",
+}
+
+
+def expected_drafts(tokens: list[int], inside: set[int], k: int) -> tuple[int, int]:
+    """Accepted and offered of a module that is right wherever the map lets it be.
+
+    A request that is alone drafts as much as it may, at the end no more than may be emitted.
+    """
+    done, accepted, offered = 1, 0, 0
+    while done < len(tokens):
+        ahead = tokens[done : done + min(k, len(tokens) - done - 1)]
+        right = next((i for i, token in enumerate(ahead) if token not in inside), len(ahead))
+        accepted, offered = accepted + right, offered + len(ahead)
+        done += right + 1
+    return accepted, offered
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_twin_is_right_wherever_the_map_has_the_token(tmp_path, k, seed):
+    """A draft id that is taken for the target's, or an order other than the map's, is wrong."""
+    plain = Twin(tmp_path / "plain", seed).plain(twin_requests())
+    emitted = sorted({token for tokens in plain.values() for token in tokens})
+    inside = sorted({*emitted[::2], VOCAB - 1})
+    twin = Twin(tmp_path / "mapped", seed, token_ids=inside)
+    total = 0
+    for item in twin_requests():
+        tokens = plain[item.request_id]
+        ran = run(twin.engine(k), [item])
+        assert ran.tokens == {item.request_id: tokens}
+        assert len(tokens) == MAX_TOKENS
+        assert (ran.accepted, ran.offered) == expected_drafts(tokens, set(inside), k)
+        total += ran.accepted
+    assert total > 10
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_in_company_and_in_flight_a_twin_with_a_map_changes_no_token(tmp_path, steps_in_flight):
+    twin = Twin(tmp_path, token_ids=list(range(0, VOCAB, 2)))
+    ran = run(twin.engine(3, steps_in_flight=steps_in_flight), twin_requests())
+    assert ran.tokens == twin.plain(twin_requests())
+    assert 0 < ran.accepted < ran.offered
+
+
+def test_a_spoilt_twin_with_a_map_changes_no_token(tmp_path):
+    twin = Twin(tmp_path, token_ids=list(range(0, VOCAB, 2)), quantized=True)
+    ran = run(twin.engine(3, steps_in_flight=2, spoil=True), twin_requests())
+    assert ran.tokens == twin.plain(twin_requests())
+    assert 0 < ran.accepted < ran.offered
+
+
+def test_an_engine_takes_the_map_of_its_config(tmp_path):
+    config = twin_config()
+    path = write_checkpoint(tmp_path / "twin", config, twin_tensors(config, seed=0))
+    names = {"all": list(range(VOCAB)), "half": list(range(0, VOCAB, 2))}
+    ran = {}
+    for name, ids in {"none": None, **names}.items():
+        spec = {"method": "mtp", "num_speculative_tokens": 3}
+        if ids is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps(ids))
+            spec["token_map"] = str(tmp_path / f"{name}.json")
+        options = EngineConfig.from_options(model=str(path), speculative_config=spec, **OPTIONS)
+        ran[name] = run(build_engine(options), twin_requests())
+    assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens
+    assert ran["none"].accepted == ran["all"].accepted == ran["all"].offered
+    assert 0 < ran["half"].accepted < ran["half"].offered
+
+
+def test_a_map_for_another_vocabulary_is_refused(tmp_path):
+    config = twin_config()
+    path = write_checkpoint(tmp_path / "twin", config, twin_tensors(config, seed=0))
+    (tmp_path / "map.json").write_text(json.dumps([1, VOCAB]))
+    spec = {"method": "mtp", "num_speculative_tokens": 3, "token_map": str(tmp_path / "map.json")}
+    options = EngineConfig.from_options(model=str(path), speculative_config=spec, **OPTIONS)
+    with pytest.raises(ConfigError, match=f"outside a vocabulary of {VOCAB}"):
+        build_engine(options)

@@ -1,0 +1,164 @@
+"""Draft heads over some of the target's tokens: what they read, propose and refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.checkpoints import (
+    VOCAB,
+    eagle1_tensors,
+    head_tensors,
+    write_eagle1,
+    write_llama,
+    write_safeailab,
+)
+from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.hybrids import FULL, write_hybrid
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
+from sametoken.drafters.token_map import read_token_map
+from sametoken.errors import ConfigError
+from sametoken.kernels.gemm.eight_bit import EightBitWeight
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.loader import load_model, read_config
+
+HEADS = ("eagle", "eagle3", "mtp")
+SOME = [19, 2, 3, 7, 11, 0, 22, 5]
+KERNELS = ReferenceKernels()
+
+
+class Files:
+    """A target, a head for it, and a token map."""
+
+    def __init__(self, folder: Path, method: str, token_ids: list[int] = SOME, **tensors) -> None:
+        model = None
+        if method == "mtp":
+            self.path = write_hybrid(folder / "target", layer_types=[FULL] * 4)
+        elif method == "eagle":
+            self.path = write_llama(folder / "target")
+            model = str(write_eagle1(folder / "head", eagle1_tensors()))
+        else:
+            self.path = write_llama(folder / "target")
+            tensors = {"full_vocab": True} | tensors
+            model = str(write_safeailab(folder / "head", head_tensors(**tensors)))
+        self.map = folder / "map.json"
+        self.map.write_text(json.dumps(token_ids))
+        self.spec = SpeculativeConfig(method, 3, model, token_map=str(self.map))
+        self.whole = replace(self.spec, token_map=None)
+        self.target = load_model(
+            self.path,
+            kernels=KERNELS,
+            dtype=torch.float32,
+            device=CPU,
+            max_positions=MAX_LEN,
+            aux_layers=required_aux_layers(self.whole, read_config(self.path), self.path),
+        )
+
+    def bench(self, spec: SpeculativeConfig) -> Bench:
+        placement = Placement(
+            KERNELS, torch.float32, CPU, 40, max_positions=MAX_LEN, target_path=self.path
+        )
+        loaded = load_drafter(spec, self.target, placement)
+        bench = Bench(self.target, 3, spoil=0.0)
+        bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+        return bench
+
+    def head(self, **changes):
+        return self.bench(replace(self.spec, **changes)).drafter._head
+
+
+@pytest.fixture(params=HEADS)
+def method(request) -> str:
+    return request.param
+
+
+def proposed(bench: Bench) -> list[list[int]]:
+    """Every draft that counts, step by step."""
+    seen = []
+
+    def remember(context, drafts) -> None:
+        for ids, count in zip(drafts.draft_ids.tolist(), drafts.num_drafts.tolist(), strict=True):
+            seen.append(ids[:count])
+
+    bench.run(12, VOCAB, remember)
+    return seen
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_its_rows_are_those_of_the_tokens_in_the_map(tmp_path, method, quantization):
+    files = Files(tmp_path, method)
+    head = files.head(quantization=quantization)
+    whole = files.head(quantization=quantization, token_map=None)
+    assert head.token_ids.tolist() == sorted(SOME)
+    assert whole.token_ids is None
+    assert isinstance(head.lm_head, EightBitWeight) == (quantization is not None)
+    rows, all_rows = head.lm_head.matrix.float(), whole.lm_head.matrix.float()
+    assert torch.equal(rows, all_rows[sorted(SOME)])
+    if quantization:
+        assert torch.equal(head.lm_head.scale, whole.lm_head.scale[sorted(SOME)])
+
+
+def test_it_proposes_tokens_of_the_map_alone(tmp_path, method):
+    files = Files(tmp_path, method)
+    drafts = [token for ids in proposed(files.bench(files.spec)) for token in ids]
+    assert len(set(drafts)) > 1
+    assert set(drafts) <= set(SOME)
+    whole = [token for ids in proposed(files.bench(files.whole)) for token in ids]
+    assert set(whole) - set(SOME)
+
+
+def test_a_map_of_all_tokens_changes_no_draft(tmp_path, method):
+    files = Files(tmp_path, method, list(range(VOCAB)))
+    mapped = proposed(files.bench(files.spec))
+    assert mapped == proposed(files.bench(files.whole))
+    assert any(mapped)
+
+
+def test_the_target_keeps_its_own_head(tmp_path):
+    files = Files(tmp_path, "mtp")
+    before = files.target.head.matrix.clone()
+    head = files.head()
+    assert torch.equal(files.target.head.matrix, before)
+    assert head.embedding is files.target.embedding
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("no JSON", "cannot be read"),
+        ("{}", "no list of integers"),
+        ("[]", "no list of integers"),
+        ("[1, 2.0]", "no list of integers"),
+        ("[true]", "no list of integers"),
+        ("[3, 1, 3]", "a token twice"),
+        (f"[0, {VOCAB}]", f"outside a vocabulary of {VOCAB}"),
+        ("[-1]", "outside a vocabulary"),
+    ],
+)
+def test_what_is_no_map_is_refused(tmp_path, text, cause):
+    path = tmp_path / "map.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=cause) as caught:
+        read_token_map(path, VOCAB)
+    assert caught.value.remedy
+
+
+def test_a_map_that_is_not_there_is_refused_before_the_target_is_loaded(tmp_path, method):
+    files = Files(tmp_path, method)
+    files.map.unlink()
+    with pytest.raises(ConfigError, match=r"map\.json cannot be read"):
+        required_aux_layers(files.spec, read_config(files.path), files.path)
+
+
+def test_a_head_with_a_map_of_its_own_takes_no_other(tmp_path):
+    files = Files(tmp_path, "eagle3", full_vocab=False)
+    with pytest.raises(ConfigError, match="a map of its own") as caught:
+        required_aux_layers(files.spec, read_config(files.path), files.path)
+    assert caught.value.remedy == 'leave "token_map" out'
+    with pytest.raises(ConfigError, match="a map of its own"):
+        files.bench(files.spec)

@@ -35,7 +35,7 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"the token map {path} cannot be read ({error})", _REMEDY) from error
     if not isinstance(found, list) or not found or not all(type(i) is int for i in found):
         raise ConfigError(f"the token map {path} is no list of integers", _REMEDY)

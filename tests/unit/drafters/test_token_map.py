@@ -131,6 +131,7 @@ def test_the_target_keeps_its_own_head(tmp_path):
     ("text", "cause"),
     [
         ("no JSON", "cannot be read"),
+        (100_000 * "[", "cannot be read"),
         ("{}", "no list of integers"),
         ("[]", "no list of integers"),
         ("[1, 2.0]", "no list of integers"),

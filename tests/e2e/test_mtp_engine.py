@@ -195,3 +195,22 @@ def test_a_target_of_another_kind_is_refused_before_it_loads(tmp_path, monkeypat
 def test_more_drafts_than_a_module_is_good_for_are_refused(dense):
     with pytest.raises(ConfigError, match=r"num_speculative_tokens=9 .* 'mtp'"):
         build(dense, 9)
+
+
+def test_a_token_map_changes_no_token(twin, tmp_path):
+    names = {"all": list(range(VOCAB)), "half": list(range(0, VOCAB, 2))}
+    ran = {"none": run(build(twin, 3), requests())}
+    for name, ids in names.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(ids))
+        spec = {"token_map": str(tmp_path / f"{name}.json")}
+        ran[name] = run(build(twin, 3, speculative_config=spec), requests())
+    assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens == plain(twin)
+    assert ran["none"].accepted == ran["all"].accepted == ran["all"].offered
+    assert 0 < ran["half"].accepted < ran["half"].offered
+
+
+def test_a_token_map_for_another_vocabulary_is_refused(twin, tmp_path):
+    (tmp_path / "map.json").write_text(json.dumps([1, VOCAB]))
+    spec = {"token_map": str(tmp_path / "map.json")}
+    with pytest.raises(ConfigError, match=f"outside a vocabulary of {VOCAB}"):
+        build(twin, 3, speculative_config=spec)

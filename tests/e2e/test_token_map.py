@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from helpers.checkpoints import VOCAB, write_checkpoint
+from helpers.checkpoints import VOCAB
 from helpers.harness import run
-from helpers.hybrids import twin_config, twin_tensors
 from helpers.twin import MAX_TOKENS, Twin, twin_requests
-from sametoken.config import EngineConfig
-from sametoken.engine.build import build_engine
-from sametoken.errors import ConfigError
-
-OPTIONS = {
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 32,
-    "prefill_chunk_size": 8,
-    "block_size": 8,
-    "max_model_len": 48,
-    "kv_cache_memory_bytes": 2**20,
-    "dtype": "float32",
-}
 
 
 def expected_drafts(tokens: list[int], inside: set[int], k: int) -> tuple[int, int]:
@@ -71,30 +55,3 @@ def test_a_spoilt_twin_with_a_map_changes_no_token(tmp_path):
     ran = run(twin.engine(3, steps_in_flight=2, spoil=True), twin_requests())
     assert ran.tokens == twin.plain(twin_requests())
     assert 0 < ran.accepted < ran.offered
-
-
-def test_an_engine_takes_the_map_of_its_config(tmp_path):
-    config = twin_config()
-    path = write_checkpoint(tmp_path / "twin", config, twin_tensors(config, seed=0))
-    names = {"all": list(range(VOCAB)), "half": list(range(0, VOCAB, 2))}
-    ran = {}
-    for name, ids in {"none": None, **names}.items():
-        spec = {"method": "mtp", "num_speculative_tokens": 3}
-        if ids is not None:
-            (tmp_path / f"{name}.json").write_text(json.dumps(ids))
-            spec["token_map"] = str(tmp_path / f"{name}.json")
-        options = EngineConfig.from_options(model=str(path), speculative_config=spec, **OPTIONS)
-        ran[name] = run(build_engine(options), twin_requests())
-    assert ran["none"].tokens == ran["all"].tokens == ran["half"].tokens
-    assert ran["none"].accepted == ran["all"].accepted == ran["all"].offered
-    assert 0 < ran["half"].accepted < ran["half"].offered
-
-
-def test_a_map_for_another_vocabulary_is_refused(tmp_path):
-    config = twin_config()
-    path = write_checkpoint(tmp_path / "twin", config, twin_tensors(config, seed=0))
-    (tmp_path / "map.json").write_text(json.dumps([1, VOCAB]))
-    spec = {"method": "mtp", "num_speculative_tokens": 3, "token_map": str(tmp_path / "map.json")}
-    options = EngineConfig.from_options(model=str(path), speculative_config=spec, **OPTIONS)
-    with pytest.raises(ConfigError, match=f"outside a vocabulary of {VOCAB}"):
-        build_engine(options)

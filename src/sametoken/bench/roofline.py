@@ -118,19 +118,18 @@ def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftEleme
     if config.method == "eagle":
         model = Eagle1Checkpoint(path).config.layer
         layers = 2 * model.hidden_size**2 + _layers(model, model.hidden_size)
-        return DraftElements(k * (layers + _head(model, _proposed(config, model))), 0)
+        return DraftElements(k * (layers + _head(model, _proposed(config, model.vocab_size))), 0)
     if config.method == "eagle3":
         head = Eagle3Checkpoint(path).config
         fusion = head.num_aux * head.target_hidden_size * head.layer.hidden_size
         # Only the first pass reads the target's states and so the fusion.
         one_pass = _layers(head.layer, 2 * head.layer.hidden_size)
-        own = head.draft_vocab_size if config.token_map is None else _proposed(config, head.layer)
-        one_pass += _head(head.layer, own)
+        one_pass += _head(head.layer, _proposed(config, head.draft_vocab_size))
         return DraftElements(fusion + k * one_pass, 0)
     if config.method == "mtp":
         layer = _gated_layer(target)
         one_pass = 2 * target.hidden_size**2 + layer.projections
-        one_pass += _head(target, _proposed(config, target))
+        one_pass += _head(target, _proposed(config, target.vocab_size))
         return DraftElements(k * one_pass, k * layer.experts)
     return DraftElements(0, 0)
 
@@ -154,11 +153,11 @@ def _gated_layer(model: ModelConfig) -> DraftElements:
     return DraftElements(attention, model.hidden_size * (width + gates))
 
 
-def _proposed(config: SpeculativeConfig, model: ModelConfig) -> int:
-    """How many tokens a draft head may propose that has no map of its own."""
+def _proposed(config: SpeculativeConfig, vocab_size: int) -> int:
+    """How many tokens a draft head over so many may propose."""
     if config.token_map is None:
-        return model.vocab_size
-    return read_token_map(Path(config.token_map), model.vocab_size).shape[0]
+        return vocab_size
+    return read_token_map(Path(config.token_map), vocab_size).shape[0]
 
 
 def _head(model: ModelConfig, vocab_size: int) -> int:

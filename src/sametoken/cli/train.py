@@ -138,12 +138,11 @@ def token_map(
     path = resolve_model(model, _say)
     chosen = _take(TokenMapOptions, options)
     result = write_token_map(path, output, text, _encoder(path, text), chosen)
-    if json_output:
-        typer.echo(json.dumps(dataclasses.asdict(result)))
-        return
-    _say(
+    _show(
+        result,
+        json_output,
         f"{output}: {result.tokens} of {result.vocab_size} tokens, of {result.counted} counted; "
-        f"they cover {100 * result.coverage:.2f} % of the answers"
+        f"they cover {100 * result.coverage:.2f} % of the answers",
     )
 
 
@@ -166,12 +165,11 @@ def lm(
     loop = _take(LoopOptions, options | {"validation": 0.0, "prompt_rows": False})
     with _progress() as report:
         result = train_lm(output, sources, model, loop, report=report, announce=_say)
-    if json_output:
-        typer.echo(json.dumps(dataclasses.asdict(result)))
-        return
-    _say(
+    _show(
+        result,
+        json_output,
         f"{output}: {result.parameters} parameters, loss {result.loss:.3f} after {result.steps} "
-        f"steps, perplexity {result.perplexity:.2f}; {_rates(result.acceptance)}"
+        f"steps, perplexity {result.perplexity:.2f}; {_rates(result.acceptance)}",
     )
 
 
@@ -201,13 +199,20 @@ def _train_drafter(
     source = TrainingText(file=text, states=states, encode=_encoder(path, text))
     with _progress() as report:
         result = run(path, output, source, drafter, loop, report=report, announce=_say)
-    if given["json_output"]:
-        typer.echo(json.dumps(dataclasses.asdict(result)))
-        return
-    _say(
+    _show(
+        result,
+        given["json_output"],
         f"{output}: loss {result.loss:.3f} after {result.steps} steps; "
-        f"{_rates(result.acceptance)}, acceptance length {result.acceptance_length:.2f}"
+        f"{_rates(result.acceptance)}, acceptance length {result.acceptance_length:.2f}",
     )
+
+
+def _show(result: Any, as_json: bool, line: str) -> None:
+    """A result as one JSON object on standard output, or in words on standard error."""
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result)))
+    else:
+        _say(line)
 
 
 def _rates(acceptance: Sequence[float]) -> str:

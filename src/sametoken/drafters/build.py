@@ -29,6 +29,7 @@ from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.eagle_checkpoint import HeadCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
 from sametoken.state.history import NO_HISTORY, TokenHistory
@@ -108,27 +109,28 @@ def required_aux_layers(
         UnsupportedError: the method or the head is not implemented.
         DrafterMismatchError: the head was trained for another target.
         ConfigError: states of layers that the target does not have were asked for, or a
-            token map is no map of the target's, or for a head with one of its own.
+            token map for a head that has one of its own.
     """
     if spec is not None and spec.method == EXTRACT:
         return extracted_layers(spec, target.num_layers)
     if spec is None or spec.method not in _HEADS:
         return ()
-    head = _fitting_head(spec, target, target_path, load_format)
-    if spec.token_map is not None:
-        read_token_map(Path(spec.token_map), target.vocab_size)
+    head: HeadCheckpoint = _fitting_head(spec, target, target_path, load_format)
     return head.aux_layers(target.num_layers)
 
 
 def require_drafter_fits(
     spec: SpeculativeConfig | None, target: ModelConfig, max_model_len: int
 ) -> None:
-    """Refuse a draft model that does not fit the target, before either is loaded.
+    """Refuse a draft model or a token map that does not fit the target, before either is loaded.
 
     Raises:
         CheckpointError: the draft model's config is missing or broken.
+        ConfigError: the token map is, or names what is no token of the target.
         DrafterMismatchError: another vocabulary, or fewer positions than requests may have.
     """
+    if spec is not None and spec.token_map is not None:
+        read_token_map(Path(spec.token_map), target.vocab_size)
     if spec is not None and spec.method == "draft_model":
         require_fit(read_config(Path(spec.model or "")), target, max_model_len)
 
@@ -242,12 +244,10 @@ def _fitting_head(
 
 
 def _require_whole_vocabulary(checkpoint: _Checkpoint) -> None:
-    if not isinstance(checkpoint, Eagle3Checkpoint):
-        return
-    own, all_tokens = checkpoint.config.draft_vocab_size, checkpoint.config.layer.vocab_size
-    if own != all_tokens:
+    if isinstance(checkpoint, Eagle3Checkpoint) and checkpoint.config.has_token_map:
+        own, whole = checkpoint.config.draft_vocab_size, checkpoint.config.layer.vocab_size
         raise ConfigError(
-            f"the EAGLE-3 head proposes {own} of {all_tokens} tokens by a map of its own",
+            f"the EAGLE-3 head proposes {own} of {whole} tokens by a map of its own",
             'leave "token_map" out',
         )
 

@@ -60,6 +60,11 @@ class Eagle3Config:
         """How many of the target's states are concatenated."""
         return 3 if self.aux_layer_ids is None else len(self.aux_layer_ids)
 
+    @property
+    def has_token_map(self) -> bool:
+        """Whether it proposes fewer tokens than the target has, by ``d2t``."""
+        return self.draft_vocab_size != self.layer.vocab_size
+
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Head:

@@ -100,7 +100,7 @@ class Eagle3Checkpoint:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
         config, layer = self.config, self.config.layer
         hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
-        own_head = () if draft_vocab_size == layer.vocab_size else ("lm_head.weight",)
+        own_head = ("lm_head.weight",) if config.has_token_map else ()
         reader = open_head(
             self._directory,
             kernels,
@@ -139,7 +139,7 @@ class Eagle3Checkpoint:
 
     def _token_ids(self) -> Tensor | None:
         """[draft vocabulary] target ids in the file's order; None if both vocabularies are one."""
-        if self.config.draft_vocab_size == self.config.layer.vocab_size:
+        if not self.config.has_token_map:
             return None
         if self._load_format == DUMMY:
             return torch.arange(self.config.draft_vocab_size)

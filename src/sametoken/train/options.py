@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
 
 MAX_SEED = 2**31 - 1
 DTYPES = ("auto", "bfloat16", "float32")
+
+
+def _validation() -> Any:
+    return option(0.02, "share of the prompts that is held back to measure with")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,7 @@ class LoopOptions:
     warmup_steps: int = option(100, "steps over which the learning rate rises from 0")
     weight_decay: float = option(0.0, "AdamW's, of matrices alone")
     clip_norm: float = option(1.0, "longest gradient; a longer one is scaled down to it")
-    validation: float = option(0.02, "share of the prompts that is held back to measure with")
+    validation: float = _validation()
     prompt_rows: bool = option(False, "train on the tokens of prompts as well as of answers")
     seed: int = option(0, "of weights and of the order of the data")
     checkpoint_every: int = option(0, "steps between checkpoints; 0 writes one at the end alone")
@@ -232,7 +237,7 @@ class TokenMapOptions:
     """
 
     size: int = option(32768, "tokens of the map, the most frequent ones of the answers")
-    validation: float = option(0.02, "share of the prompts that is held back to measure with")
+    validation: float = _validation()
 
     def __post_init__(self) -> None:
         if self.size < 1:

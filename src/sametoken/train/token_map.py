@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from sametoken.errors import ConfigError
 from sametoken.models.loader import read_config
 from sametoken.train.options import TokenMapOptions
-from sametoken.train.text import Encode, Sequences, read_sequences
+from sametoken.train.text import Encode, read_sequences
 from sametoken.train.vocabulary import coverage, frequent_tokens
 
 
@@ -52,11 +51,13 @@ def write_token_map(
         CheckpointError: the target's config cannot be read.
     """
     config = read_config(model)
-    sequences = _answers(text, config.vocab_size, encode)
+    sequences = read_sequences(
+        text, vocab_size=config.vocab_size, max_length=sys.maxsize, encode=encode
+    )
     kept, held = sequences.split(options.validation)
     counts = sequences.answer_counts(config.vocab_size, kept)
     wanted = counts.clone()
-    wanted[list(config.eos_token_ids)] = torch.iinfo(torch.int64).max
+    wanted[list(config.eos_token_ids)] = sys.maxsize
     token_ids = frequent_tokens(wanted, options.size)
     try:
         output.write_text(json.dumps(token_ids.tolist()) + "\n", encoding="utf-8")
@@ -69,8 +70,3 @@ def write_token_map(
         counted=int(counts.sum()),
         coverage=coverage(judged, token_ids),
     )
-
-
-def _answers(text: Path, vocab_size: int, encode: Encode | None) -> Sequences:
-    longest = torch.iinfo(torch.int64).max
-    return read_sequences(text, vocab_size=vocab_size, max_length=longest, encode=encode)

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.checkpoints import (
-    HIDDEN,
-    VOCAB,
-    eagle1_tensors,
-    head_tensors,
-    write_eagle1,
-    write_llama,
-    write_safeailab,
-)
-from helpers.drafting import CPU, MAX_LEN, Bench
-from helpers.hybrids import FULL, write_hybrid
+from helpers.checkpoints import HIDDEN, VOCAB
+from helpers.head_files import HeadFiles
 from helpers.packed import packed_in
-from sametoken.config import SpeculativeConfig
-from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
 from sametoken.kernels.gemm.eight_bit import EightBitWeight
 from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models.loader import load_model, read_config
 
 HEADS = ("eagle", "eagle3", "mtp", "mtp with experts")
 EMBEDDING = {"embedding"}
@@ -57,52 +43,15 @@ class Recording(ReferenceKernels):
         return packed
 
 
-class Files:
-    """A target and a head for it, loaded with and without ``quantization``."""
-
-    def __init__(self, folder: Path, which: str) -> None:
-        method = which.split()[0]
-        model = None
-        if method == "mtp":
-            kind = "qwen3_5" if which == method else "qwen3_next"
-            self.path = write_hybrid(folder, kind, layer_types=[FULL] * 4)
-        else:
-            self.path = write_llama(folder / "target")
-            write, tensors = {
-                "eagle": (write_eagle1, eagle1_tensors),
-                "eagle3": (write_safeailab, head_tensors),
-            }[method]
-            model = str(write(folder / "head", tensors()))
-        self.spec = SpeculativeConfig(method, 3, model)
-        layers = required_aux_layers(self.spec, read_config(self.path), self.path)
-        self.target = load_model(
-            self.path,
-            kernels=ReferenceKernels(),
-            dtype=torch.float32,
-            device=CPU,
-            max_positions=MAX_LEN,
-            aux_layers=layers,
-        )
-
-    def bench(self, quantization: str | None, kernels: ReferenceKernels) -> Bench:
-        placement = Placement(
-            kernels, torch.float32, CPU, 40, max_positions=MAX_LEN, target_path=self.path
-        )
-        loaded = load_drafter(replace(self.spec, quantization=quantization), self.target, placement)
-        bench = Bench(self.target, 3, spoil=0.0)
-        bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
-        return bench
-
-
 @pytest.fixture(params=HEADS)
 def which(request) -> str:
     return request.param
 
 
 def test_all_projections_of_a_head_are_in_eight_bits_and_nothing_else(tmp_path, which):
-    files = Files(tmp_path, which)
-    plain = files.bench(None, ReferenceKernels()).drafter._head
-    head = files.bench("fp8", ReferenceKernels()).drafter._head
+    files = HeadFiles(tmp_path, which)
+    plain = files.head()
+    head = files.head(quantization="fp8")
     before, after = dict(packed_in(plain)), dict(packed_in(head))
     assert before.keys() == after.keys() >= PROJECTIONS[which] | EMBEDDING
     rounded = {name for name, weight in after.items() if isinstance(weight, EightBitWeight)}
@@ -117,10 +66,10 @@ def test_all_projections_of_a_head_are_in_eight_bits_and_nothing_else(tmp_path, 
 
 
 def test_the_target_s_weights_stay_as_they_are(tmp_path, which):
-    files = Files(tmp_path, which)
+    files = HeadFiles(tmp_path, which)
     shared, own = files.target.embedding, files.target.head
     before = own.matrix.clone()
-    head = files.bench("fp8", ReferenceKernels()).drafter._head
+    head = files.head(quantization="fp8")
     assert files.target.embedding is shared
     assert files.target.head is own
     assert isinstance(own, PlainWeight)
@@ -129,8 +78,8 @@ def test_the_target_s_weights_stay_as_they_are(tmp_path, which):
 
 
 def test_a_quantized_head_drafts(tmp_path, which):
-    files = Files(tmp_path, which)
-    plain, rounded = (files.bench(one, ReferenceKernels()) for one in (None, "fp8"))
+    files = HeadFiles(tmp_path, which)
+    plain, rounded = (files.bench(quantization=one) for one in (None, "fp8"))
     for bench in (plain, rounded):
         bench.run(5, VOCAB, lambda context, drafts: None)
         assert bench.counts.offered > 0
@@ -141,9 +90,9 @@ def test_a_quantized_head_drafts(tmp_path, which):
 
 
 def test_matrices_of_which_there_are_eight_bits_leave_memory(tmp_path, which):
-    files = Files(tmp_path, which)
+    files = HeadFiles(tmp_path, which)
     kernels = Recording()
-    head = files.bench("fp8", kernels).drafter._head
+    head = files.head(kernels, quantization="fp8")
     alive = [one() for one in kernels.packed if one() is not None]
     kept = [weight.matrix for _, weight in packed_in(head) if isinstance(weight, PlainWeight)]
     assert len(kernels.packed) > len(alive)

@@ -9,67 +9,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.checkpoints import (
-    VOCAB,
-    eagle1_tensors,
-    head_tensors,
-    write_eagle1,
-    write_llama,
-    write_safeailab,
-)
-from helpers.drafting import CPU, MAX_LEN, Bench
-from helpers.hybrids import FULL, write_hybrid
-from sametoken.config import SpeculativeConfig
-from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
+from helpers.checkpoints import VOCAB
+from helpers.drafting import Bench
+from helpers.head_files import HeadFiles
+from sametoken.drafters.build import require_drafter_fits, required_aux_layers
 from sametoken.drafters.token_map import read_token_map
 from sametoken.errors import ConfigError
 from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models.loader import load_model, read_config
+from sametoken.models.loader import read_config
 
 HEADS = ("eagle", "eagle3", "mtp")
 SOME = [19, 2, 3, 7, 11, 0, 22, 5]
-KERNELS = ReferenceKernels()
 
 
-class Files:
-    """A target, a head for it, and a token map."""
-
-    def __init__(self, folder: Path, method: str, token_ids: list[int] = SOME, **tensors) -> None:
-        model = None
-        if method == "mtp":
-            self.path = write_hybrid(folder / "target", layer_types=[FULL] * 4)
-        elif method == "eagle":
-            self.path = write_llama(folder / "target")
-            model = str(write_eagle1(folder / "head", eagle1_tensors()))
-        else:
-            self.path = write_llama(folder / "target")
-            tensors = {"full_vocab": True} | tensors
-            model = str(write_safeailab(folder / "head", head_tensors(**tensors)))
-        self.map = folder / "map.json"
-        self.map.write_text(json.dumps(token_ids))
-        self.spec = SpeculativeConfig(method, 3, model, token_map=str(self.map))
-        self.whole = replace(self.spec, token_map=None)
-        self.target = load_model(
-            self.path,
-            kernels=KERNELS,
-            dtype=torch.float32,
-            device=CPU,
-            max_positions=MAX_LEN,
-            aux_layers=required_aux_layers(self.whole, read_config(self.path), self.path),
-        )
-
-    def bench(self, spec: SpeculativeConfig) -> Bench:
-        placement = Placement(
-            KERNELS, torch.float32, CPU, 40, max_positions=MAX_LEN, target_path=self.path
-        )
-        loaded = load_drafter(spec, self.target, placement)
-        bench = Bench(self.target, 3, spoil=0.0)
-        bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
-        return bench
-
-    def head(self, **changes):
-        return self.bench(replace(self.spec, **changes)).drafter._head
+def with_map(folder: Path, method: str, token_ids=SOME, *, full_vocab=True) -> HeadFiles:
+    """A head whose spec names ``map.json`` in the folder."""
+    path = folder / "map.json"
+    path.write_text(json.dumps(token_ids))
+    files = HeadFiles(folder, method, full_vocab=full_vocab)
+    files.spec = replace(files.spec, token_map=str(path))
+    return files
 
 
 @pytest.fixture(params=HEADS)
@@ -91,7 +50,7 @@ def proposed(bench: Bench) -> list[list[int]]:
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 def test_its_rows_are_those_of_the_tokens_in_the_map(tmp_path, method, quantization):
-    files = Files(tmp_path, method)
+    files = with_map(tmp_path, method)
     head = files.head(quantization=quantization)
     whole = files.head(quantization=quantization, token_map=None)
     assert head.token_ids.tolist() == sorted(SOME)
@@ -104,23 +63,23 @@ def test_its_rows_are_those_of_the_tokens_in_the_map(tmp_path, method, quantizat
 
 
 def test_it_proposes_tokens_of_the_map_alone(tmp_path, method):
-    files = Files(tmp_path, method)
-    drafts = [token for ids in proposed(files.bench(files.spec)) for token in ids]
+    files = with_map(tmp_path, method)
+    drafts = [token for ids in proposed(files.bench()) for token in ids]
     assert len(set(drafts)) > 1
     assert set(drafts) <= set(SOME)
-    whole = [token for ids in proposed(files.bench(files.whole)) for token in ids]
+    whole = [token for ids in proposed(files.bench(token_map=None)) for token in ids]
     assert set(whole) - set(SOME)
 
 
 def test_a_map_of_all_tokens_changes_no_draft(tmp_path, method):
-    files = Files(tmp_path, method, list(range(VOCAB)))
-    mapped = proposed(files.bench(files.spec))
-    assert mapped == proposed(files.bench(files.whole))
+    files = with_map(tmp_path, method, list(range(VOCAB)))
+    mapped = proposed(files.bench())
+    assert mapped == proposed(files.bench(token_map=None))
     assert any(mapped)
 
 
 def test_the_target_keeps_its_own_head(tmp_path):
-    files = Files(tmp_path, "mtp")
+    files = with_map(tmp_path, "mtp")
     before = files.target.head.matrix.clone()
     head = files.head()
     assert torch.equal(files.target.head.matrix, before)
@@ -150,16 +109,16 @@ def test_what_is_no_map_is_refused(tmp_path, text, cause):
 
 
 def test_a_map_that_is_not_there_is_refused_before_the_target_is_loaded(tmp_path, method):
-    files = Files(tmp_path, method)
-    files.map.unlink()
+    files = with_map(tmp_path, method)
+    (tmp_path / "map.json").unlink()
     with pytest.raises(ConfigError, match=r"map\.json cannot be read"):
-        required_aux_layers(files.spec, read_config(files.path), files.path)
+        require_drafter_fits(files.spec, read_config(files.path), max_model_len=40)
 
 
 def test_a_head_with_a_map_of_its_own_takes_no_other(tmp_path):
-    files = Files(tmp_path, "eagle3", full_vocab=False)
+    files = with_map(tmp_path, "eagle3", full_vocab=False)
     with pytest.raises(ConfigError, match="a map of its own") as caught:
         required_aux_layers(files.spec, read_config(files.path), files.path)
     assert caught.value.remedy == 'leave "token_map" out'
     with pytest.raises(ConfigError, match="a map of its own"):
-        files.bench(files.spec)
+        files.bench()

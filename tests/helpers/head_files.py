@@ -1,0 +1,74 @@
+"""A target and a draft head for it on disk, loaded as engines load them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers.checkpoints import (
+    eagle1_tensors,
+    head_tensors,
+    write_eagle1,
+    write_llama,
+    write_safeailab,
+)
+from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.hybrids import FULL, write_hybrid
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.loader import load_model, read_config
+
+
+class HeadFiles:
+    """Both in a folder, the target loaded.
+
+    Args:
+        folder: for their files.
+        which: "eagle", "eagle3", "mtp" or "mtp with experts".
+        tensors: options of an EAGLE-3 head's.
+    """
+
+    def __init__(self, folder: Path, which: str, **tensors: Any) -> None:
+        method = which.split()[0]
+        model = None
+        if method == "mtp":
+            kind = "qwen3_5" if which == method else "qwen3_next"
+            self.path = write_hybrid(folder / "target", kind, layer_types=[FULL] * 4)
+        else:
+            self.path = write_llama(folder / "target")
+            if method == "eagle":
+                model = str(write_eagle1(folder / "head", eagle1_tensors()))
+            else:
+                model = str(write_safeailab(folder / "head", head_tensors(**tensors)))
+        self.spec = SpeculativeConfig(method, 3, model)
+        self.target = load_model(
+            self.path,
+            kernels=ReferenceKernels(),
+            dtype=torch.float32,
+            device=CPU,
+            max_positions=MAX_LEN,
+            aux_layers=required_aux_layers(self.spec, read_config(self.path), self.path),
+        )
+
+    def bench(self, kernels: ReferenceKernels | None = None, **changes: Any) -> Bench:
+        """The drafter of the spec with these changes, which nothing spoils."""
+        placement = Placement(
+            kernels or ReferenceKernels(),
+            torch.float32,
+            CPU,
+            40,
+            max_positions=MAX_LEN,
+            target_path=self.path,
+        )
+        loaded = load_drafter(replace(self.spec, **changes), self.target, placement)
+        bench = Bench(self.target, 3, spoil=0.0)
+        bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+        return bench
+
+    def head(self, kernels: ReferenceKernels | None = None, **changes: Any) -> Any:
+        """That drafter's head."""
+        return self.bench(kernels, **changes).drafter._head

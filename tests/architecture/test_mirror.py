@@ -14,7 +14,7 @@ PACKAGE = Path(sametoken.__file__).parent
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 INVARIANTS = ROOT / "docs" / "invariants.md"
-NOT_MIRRORED = ("e2e", "gpu", "architecture", "mutants", "regression")
+NOT_MIRRORED = ("e2e", "security", "gpu", "architecture", "mutants", "regression")
 NAMED_FILE = re.compile(r"tests/[\w/]+\.py")
 NAMED_TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 

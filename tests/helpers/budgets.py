@@ -1,0 +1,47 @@
+"""What an attack may cost: seconds of an event loop, memory of a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+_BEAT_S = 0.005
+
+
+class Heartbeat:
+    """How long an event loop left a task of 5 ms waiting, at worst."""
+
+    longest_s = 0.0
+
+
+@contextlib.asynccontextmanager
+async def heartbeat() -> AsyncIterator[Heartbeat]:
+    """Measure the running event loop's longest gap within the block."""
+    heart = Heartbeat()
+
+    async def beat() -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await asyncio.sleep(_BEAT_S)
+            finally:
+                heart.longest_s = max(heart.longest_s, time.monotonic() - began - _BEAT_S)
+
+    task = asyncio.create_task(beat())
+    await asyncio.sleep(0)
+    try:
+        yield heart
+    finally:
+        # What blocked the loop to the end of the block counts too.
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def resident_mb(pid: int) -> float:
+    """Resident memory of a process in MB (10^6 bytes)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024 / 1e6

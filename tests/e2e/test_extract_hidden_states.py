@@ -21,10 +21,11 @@ from helpers.forward import Bench
 from sametoken import LLM, SamplingParams
 from sametoken.cli.main import app
 from sametoken.config import EngineConfig
+from sametoken.core.directory_lock import LOCK
 from sametoken.engine import extraction, state_writer
 from sametoken.engine.resolve import resolve_extraction
 from sametoken.engine.shards import ExtractedStates, prompt_digest, read_manifest
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, EngineDeadError
 from sametoken.kernels.select import select_kernels
 from sametoken.models.loader import load_model
 from sametoken.runner.swap import SwapStore
@@ -134,7 +135,7 @@ def check(path, directory, outputs, layers=(2, 2, 1), dtype=torch.float32) -> No
     assert {one.prompt_digest: one.prompt_len for one in manifest.sequences} == prompt_lens
     num_rows = sum(r.stop - r.start for shard in manifest.shards for r in shard.ranges)
     assert num_rows == sum(len(tokens) - 1 for tokens in wanted)
-    files = {shard.file for shard in manifest.shards} | {"manifest.json"}
+    files = {shard.file for shard in manifest.shards} | {"manifest.json", LOCK}
     assert {entry.name for entry in directory.iterdir()} == files
 
 
@@ -202,6 +203,29 @@ def test_a_second_engine_adds_to_what_is_there(target, tmp_path):
     after = read_manifest(tmp_path)
     assert after.shards[: len(before.shards)] == before.shards
     assert after.sequences[: len(before.sequences)] == before.sequences
+
+
+def test_two_engines_do_not_share_a_directory(target, tmp_path, monkeypatch):
+    one, other = tmp_path / "one", tmp_path / "other"
+    first = engine(target, one)
+    with monkeypatch.context() as patched:
+        # Refused before anything is loaded; an engine that failed later holds nothing.
+        patched.setattr("sametoken.engine.build.load_model", None)
+        with pytest.raises(ConfigError, match="is held by process"):
+            engine(target, one)
+        with pytest.raises(TypeError) as failed:
+            engine(target, other)
+    check(target, one, generate(first, PROMPTS[:2]))
+    check(target, other, generate(engine(target, other), PROMPTS[:1]))
+    assert failed.tb is not None
+
+
+def test_an_engine_that_failed_lets_its_directory_go(target, tmp_path, monkeypatch):
+    llm = engine(target, tmp_path)
+    monkeypatch.setattr(llm._engine._extraction, "settle", None)
+    with pytest.raises(EngineDeadError):
+        generate(llm, PROMPTS[:1])
+    check(target, tmp_path, generate(engine(target, tmp_path), PROMPTS[:1]))
 
 
 def test_a_stream_that_is_closed_leaves_nothing(target, tmp_path):

@@ -187,3 +187,18 @@ def test_every_control_has_a_name(page):
         ".filter(c => !c.textContent.trim()).length"
     )
     assert unnamed == 0
+
+
+def test_markup_in_names_is_shown_as_it_is(sources, tab, tmp_path):
+    """Plotly makes links and styles of it."""
+    name = '<a href="https://example.org">fast</a>'
+    path = tmp_path / "report.html"
+    labels = ["--label", name, "--label", "main"]
+    arguments = [*map(str, sources[:2]), *labels, "--html", str(path)]
+    assert CliRunner().invoke(app, ["bench", "report", *arguments]).exit_code == 0
+    tab.goto(path.as_uri())
+    tab.wait_for_selector("#bars .legendtext")
+    assert name in tab.eval_on_selector_all(
+        "#bars .legendtext", "all => all.map(e => e.textContent)"
+    )
+    assert tab.locator("#bars svg a").count() == 0

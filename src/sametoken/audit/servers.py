@@ -7,7 +7,6 @@ vLLM, SGLang and llama.cpp's server answer it; token ids are used where a server
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import httpx
 
 from sametoken.audit.answers import Answer, Answers, Ask, TopTwo
 from sametoken.bench.scrape import Counters, scrape
+from sametoken.core.json_text import parse_json
 from sametoken.errors import RequestError
 
 NUM_CANDIDATES = 2
@@ -84,8 +84,8 @@ async def _served_model(client: httpx.AsyncClient) -> str:
     try:
         answer = await client.get("/v1/models")
         answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError) as error:
+        return str(parse_json(answer.content)["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise RequestError(
             f"{client.base_url} does not list a model ({error!r})", "check the URL and the key"
         ) from error
@@ -116,8 +116,8 @@ async def _post(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
             "see the server's log; the audit needs /v1/completions with logprobs",
         )
     try:
-        return answer.json()
-    except json.JSONDecodeError as error:
+        return parse_json(answer.content)
+    except ValueError as error:
         raise RequestError(f"{client.base_url} answered no JSON", "check the URL") from error
 
 
@@ -137,7 +137,7 @@ def parse_completion(body: Any) -> Answer:
         return Answer(
             tokens, (), top, str(choice.get("finish_reason") or "length"), str(choice["text"])
         )
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
         raise RequestError(
             f"the server's completion has no log-probabilities ({error!r})",
             "the audit needs /v1/completions with logprobs",

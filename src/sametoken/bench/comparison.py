@@ -6,6 +6,7 @@ tensor parallelism. A *cell* is one series under one workload.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -104,11 +105,17 @@ def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[st
     for name, source in zip(names, sources, strict=True):
         documents = _documents(source)
         done = [document for document in documents if "results" in document]
-        failures += [_failure(name, document) for document in documents if "error" in document]
+        try:
+            failures += [_failure(name, document) for document in documents if "error" in document]
+            runs.append(_run(name, done))
+            cells += [_cell(name, each, result) for each in done for result in each["results"]]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"run {name!r}, {source}, is no measurement ({type(error).__name__}: {error})",
+                "give what bench latency, throughput, serve or sweep wrote",
+            ) from error
         if not done and not failures:
             raise ConfigError(f"{source} holds no results", "give what bench wrote")
-        runs.append(_run(name, done))
-        cells += [cell for document in done for cell in _cells(name, document)]
     return {
         "sametoken": sametoken.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -168,16 +175,6 @@ def _spelled(environments: Sequence[Mapping[str, Any]], key: str) -> str | None:
     return ", ".join(values) or None
 
 
-def _cells(run: str, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    try:
-        return [_cell(run, document, result) for result in document["results"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"run {run!r} is no measurement ({type(error).__name__}: {error})",
-            "give what bench latency, throughput, serve or sweep wrote",
-        ) from error
-
-
 def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     asked, workload = document["settings"]["asked"], document["workload"]
     resolved = document["settings"].get("resolved", document["settings"].get("server", {}))
@@ -205,9 +202,11 @@ def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> d
             "request_rate": result.get("request_rate"),
             "temperature": workload.get("temperature"),
         },
-        "numbers": {name: result[name] for name in names},
+        "numbers": {name: _number(result[name]) for name in names},
         "repeats": {name: values for name in names if len(values := _repeats(result, name)) > 1},
-        "acceptance_per_position": list(result.get("acceptance_per_position") or ()),
+        "acceptance_per_position": [
+            _number(rate) for rate in result.get("acceptance_per_position") or ()
+        ],
         "timeline": list(result.get("timeline") or ()),
         "traces": list(result.get("traces") or ()),
     }
@@ -220,7 +219,18 @@ def _prompts(workload: Mapping[str, Any]) -> str:
 
 def _repeats(result: Mapping[str, Any], name: str) -> list[float]:
     """The metric in each run of this cell."""
-    return [run[name] for run in result.get("runs") or () if run.get(name) is not None]
+    return [_number(run[name]) for run in result.get("runs") or () if run.get(name) is not None]
+
+
+def _number(value: Any) -> float:
+    """A value that charts can show.
+
+    Raises:
+        TypeError: it is no finite number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is no number")
+    return value
 
 
 def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
@@ -230,4 +240,4 @@ def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
     drafter = str(spec["method"])
     if spec.get("model"):
         drafter += f" {Path(str(spec['model'])).name}"
-    return drafter, spec.get("num_speculative_tokens") or 0
+    return drafter, int(_number(spec.get("num_speculative_tokens") or 0))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
 
 RANDOM, SPEC_BENCH = "random", "spec-bench"
@@ -51,7 +52,8 @@ def _humaneval(index: int, row: Mapping[str, Any]) -> DatasetItem:
 
 def _turns(index: int, row: Mapping[str, Any]) -> DatasetItem:
     """A row as FastChat's and Spec-Bench's question files have it."""
-    return DatasetItem(str(row["question_id"]), tuple(row["turns"]), row.get("category", ""))
+    item_id, category = _word(row["question_id"]), _word(row.get("category", ""))
+    return DatasetItem(item_id, _texts(row["turns"]), category)
 
 
 _SHIPPED: dict[str, Callable[[int, Mapping[str, Any]], DatasetItem]] = {
@@ -103,21 +105,13 @@ def _of_package(name: str) -> list[DatasetItem]:
 
 
 def _of_file(path: Path, parse: Callable[[int, Any], DatasetItem]) -> list[DatasetItem]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error})", "give a file of JSON lines"
-        ) from error
     items = []
-    for number, line in enumerate(lines):
-        if not line.strip():
-            continue
+    for number, row in json_lines(path):
         try:
-            items.append(parse(number, json.loads(line)))
+            items.append(parse(number - 1, row))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"line {number + 1} of {path} is no prompt ({error})",
+                f"line {number} of {path} is no prompt ({error!r})",
                 "give a text, or an object with prompt, question, turns or messages",
             ) from error
     if not items:
@@ -129,9 +123,9 @@ def _of_user(index: int, row: Any) -> DatasetItem:
     if isinstance(row, str):
         row = {"prompt": row}
     return DatasetItem(
-        str(row.get("id", index)),
+        _word(row.get("id", index)),
         _user_turns(row),
-        str(row.get("category", "")),
+        _word(row.get("category", "")),
         row.get("answer"),
     )
 
@@ -139,17 +133,24 @@ def _of_user(index: int, row: Any) -> DatasetItem:
 def _user_turns(row: Mapping[str, Any]) -> tuple[str, ...]:
     for key in ("prompt", "question"):
         if key in row:
-            return _texts((row[key],))
+            return _texts([row[key]])
     if "messages" in row:
-        return _texts(m["content"] for m in row["messages"] if m["role"] == "user")
+        return _texts([m["content"] for m in row["messages"] if m["role"] == "user"])
     return _texts(row["turns"])
 
 
-def _texts(values: Iterable[Any]) -> tuple[str, ...]:
-    texts = tuple(values)
-    if not texts or not all(isinstance(text, str) and text for text in texts):
+def _texts(values: Any) -> tuple[str, ...]:
+    is_list = isinstance(values, list) and bool(values)
+    if not is_list or not all(isinstance(text, str) and text for text in values):
         raise ValueError("no text")
-    return texts
+    return tuple(values)
+
+
+def _word(value: Any) -> str:
+    """An id or a category."""
+    if not isinstance(value, str | int):
+        raise ValueError(f"{type(value).__name__} in place of a name")
+    return str(value)
 
 
 def _random_items(seed: int, count: int, input_len: int) -> list[DatasetItem]:

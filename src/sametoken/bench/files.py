@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sametoken.core.json_text import parse_json
 from sametoken.errors import ConfigError
 
 
@@ -48,7 +49,9 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read or holds no JSON object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} cannot be read as JSON ({error})", "give a file that bench wrote"

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from sametoken.bench.trace import Window
+from sametoken.core.json_text import parse_json
 from sametoken.errors import RequestError
 
 _DONE = "[DONE]"
@@ -130,7 +131,7 @@ async def send(
                 if event == _DONE:
                     ended = True
                     break
-                _note(record, json.loads(event), clock())
+                _note(record, parse_json(event), clock())
         _check(record, ended)
     except (httpx.HTTPError, RequestError) as error:
         record.error = str(error) or type(error).__name__
@@ -238,7 +239,7 @@ def _check(record: ServedRequest, ended: bool) -> None:
 def _message(text: str) -> str:
     """The message of an OpenAI error, or the beginning of whatever it is."""
     try:
-        error = json.loads(text)["error"]
+        error = parse_json(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:_SHOWN_ERROR]
     except (ValueError, KeyError, TypeError):
         return text[:_SHOWN_ERROR]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from sametoken.bench.datasets import SPEC_BENCH, load_dataset
 from sametoken.config import option
+from sametoken.core.json_text import parse_json
 from sametoken.errors import ConfigError
 
 CHAT, COMPLETIONS, AUTO = "chat", "completions", "auto"
@@ -91,7 +91,7 @@ class Server:
             raise ConfigError(f"{self.url!r} is no address", "give http://host:port")
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
         try:
-            is_object = isinstance(json.loads(self.extra_body), dict)
+            is_object = isinstance(parse_json(self.extra_body), dict)
         except ValueError:
             is_object = False
         if not is_object:
@@ -100,4 +100,4 @@ class Server:
     @property
     def extra(self) -> dict[str, Any]:
         """More fields of every request's body."""
-        return dict(json.loads(self.extra_body))
+        return dict(parse_json(self.extra_body))

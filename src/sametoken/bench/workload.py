@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sametoken.core.json_text import json_lines
 from sametoken.core.request import EngineRequest
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.seeds import derive_seed
@@ -107,24 +107,21 @@ def read_prompts(path: Path, encode: Encode) -> tuple[tuple[int, ...], ...]:
     Raises:
         ConfigError: the file cannot be read or a line is none of these.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-        values = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as lines of JSON ({error})") from error
-    if not values:
+    prompts = tuple(_token_ids(value, path, number, encode) for number, value in json_lines(path))
+    if not prompts:
         raise ConfigError(f"{path} holds no prompts", "give one JSON value a line")
-    return tuple(_token_ids(value, path, encode) for value in values)
+    return prompts
 
 
-def _token_ids(value: Any, path: Path, encode: Encode) -> tuple[int, ...]:
+def _token_ids(value: Any, path: Path, number: int, encode: Encode) -> tuple[int, ...]:
     if isinstance(value, dict):
-        value = value.get("prompt", value.get("prompt_token_ids"))
+        ids = value.get("prompt_token_ids")
+        value = value.get("prompt", None if isinstance(ids, str) else ids)
     if isinstance(value, str):
         value = list(encode(value))
     is_ids = isinstance(value, list) and all(type(i) is int and i >= 0 for i in value)
     if not is_ids or not value:
         raise ConfigError(
-            f"{path} holds {value!r}, which is no prompt", "give a text or a list of token ids"
+            f"line {number} of {path} is no prompt", "give a text or a list of token ids"
         )
     return tuple(value)

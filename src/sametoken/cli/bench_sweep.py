@@ -21,6 +21,7 @@ from sametoken.bench.sweep_spec import (
 from sametoken.cli.options import engine_options, options_of, with_options
 from sametoken.cli.wide import wide_console
 from sametoken.config import option
+from sametoken.core.json_text import parse_json
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -119,7 +120,10 @@ def _given(
         given["temperature"] = _numbers("temperature", given["temperature"], float)
     if "drafter" in given:
         given["drafter"] = [_drafter(text) for text in given["drafter"]]
-    engine = {**(file or {}).get("engine", {}), **changed_engine_options(options)}
+    named = (file or {}).get("engine", {})
+    if not isinstance(named, dict):
+        raise ConfigError(f"engine={named!r} is not possible in a sweep", "see bench sweep")
+    engine = {**named, **changed_engine_options(options)}
     return {**given, "engine": engine}
 
 
@@ -134,7 +138,7 @@ def _drafter(text: str) -> dict[str, Any] | None:
     if text == NO_DRAFTER:
         return None
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -227,12 +227,12 @@ def _take(kind: type[Any], options: dict[str, Any]) -> Any:
 
 def _generated(model: str, prompts: Path, output: Path, max_tokens: int, device: str) -> Path:
     """Answers to the prompts, written beside the head; the engine is gone afterwards."""
-    from sametoken.train.results import make_directory
+    from sametoken.train.results import output_directory
 
-    make_directory(output)
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0}
     options = {"max_num_seqs": 256, "device": device}
-    _write_text(model, prompts, output / _TEXT, params, None, options)
+    with output_directory(output):
+        _write_text(model, prompts, output / _TEXT, params, None, options)
     return output / _TEXT
 
 

@@ -20,7 +20,7 @@ from sametoken.drafters.build import (
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.shared import share_drafter
 from sametoken.engine.core import EngineCore
-from sametoken.engine.extraction import Extraction, open_extraction
+from sametoken.engine.extraction import Extraction, NoExtraction, open_extraction
 from sametoken.engine.ranks import Ranks, start_ranks
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
@@ -109,13 +109,24 @@ def build_engine(
         EngineDeadError: another rank of the model failed for another reason.
     """
     asked = _examine(config, announce)
-    ranks = start_ranks(replace(asked.config, model=str(asked.path)), asked.device)
-    with ranks.stopped_by_errors():
-        loaded = _load(asked, ranks, announce)
-        eager, runner = _assemble(loaded, ranks, announce)
-        scheduler = Scheduler(_limits(loaded, eager.drafter))
-        leader = ranks.lead(runner)
-        return EngineCore(loaded.resolved, scheduler, leader, loaded.extraction, ranks)
+    extraction = open_extraction(
+        asked.config.speculative_config,
+        asked.path,
+        asked.architecture,
+        asked.aux_layers,
+        asked.dtype[0],
+    )
+    try:
+        ranks = start_ranks(replace(asked.config, model=str(asked.path)), asked.device)
+        with ranks.stopped_by_errors():
+            loaded = _load(asked, ranks, extraction, announce)
+            eager, runner = _assemble(loaded, ranks, announce)
+            scheduler = Scheduler(_limits(loaded, eager.drafter))
+            leader = ranks.lead(runner)
+            return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks)
+    except BaseException:
+        extraction.close()
+        raise
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
@@ -125,7 +136,7 @@ def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
         SametokenError: as in ``build_engine``.
     """
     asked = _examine(config, _say_nothing)
-    _, runner = _assemble(_load(asked, ranks, _say_nothing), ranks, _say_nothing)
+    _, runner = _assemble(_load(asked, ranks, NoExtraction(), _say_nothing), ranks, _say_nothing)
     return runner
 
 
@@ -190,7 +201,9 @@ def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
     return _Asked(config, device, path, architecture, dtype, layers, shipped | reasons)
 
 
-def _load(asked: _Asked, ranks: Ranks, announce: Callable[[str], None]) -> _Loaded:
+def _load(
+    asked: _Asked, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
+) -> _Loaded:
     config, device, path, architecture = asked.config, asked.device, asked.path, asked.architecture
     dtype, why = asked.dtype
     # Rank 0 drafts for all, and alone keeps what drafting needs.
@@ -198,7 +211,6 @@ def _load(asked: _Asked, ranks: Ranks, announce: Callable[[str], None]) -> _Load
     layers = asked.aux_layers if ranks.parallel.rank == 0 else ()
     max_len = resolve_max_model_len(config, architecture)
     max_positions = max_len + config.num_drafts + 1
-    extraction = open_extraction(spec, path, architecture, layers, dtype)
     kernels = select_kernels(device)
     target = load_model(
         path,

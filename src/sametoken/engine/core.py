@@ -98,6 +98,7 @@ class EngineCore:
         except BaseException as error:
             # A step cut short, by Ctrl-C too, leaves the device's truth half written.
             self._failure = error
+            self._extraction.close()
             if not isinstance(error, Exception):
                 raise
             raise EngineDeadError(f"a step failed: {error!r}", "restart the engine") from error

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from sametoken.config import EXTRACT, SpeculativeConfig
+from sametoken.core.directory_lock import DirectoryLock
 from sametoken.core.outputs import StepResult
 from sametoken.core.plan import StepPlan
 from sametoken.drafters.base import Drafter
@@ -50,6 +51,10 @@ class Extraction(Protocol):
         """No request is under way."""
         ...
 
+    def close(self) -> None:
+        """Nothing is recorded any more, whoever may still refer to this."""
+        ...
+
 
 class NoExtraction:
     """Records nothing."""
@@ -70,6 +75,9 @@ class NoExtraction:
     def flush(self) -> None:
         """Nothing to write."""
 
+    def close(self) -> None:
+        """Nothing to let go."""
+
 
 def open_extraction(
     spec: SpeculativeConfig | None,
@@ -78,7 +86,9 @@ def open_extraction(
     layers: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Extraction:
-    """What records states, as the method asks; its directory is made, and can be written.
+    """What records states, as the method asks; its directory is made, held, and can be written.
+
+    States of earlier runs stay, and those of this one come after them.
 
     Args:
         spec: what was asked.
@@ -88,7 +98,8 @@ def open_extraction(
         dtype: of the states.
 
     Raises:
-        ConfigError: the directory cannot be made or written, or holds something else.
+        ConfigError: the directory cannot be made or written, holds something else, or another
+            engine writes to it.
         CheckpointError: its manifest is damaged.
     """
     if spec is None or spec.method != EXTRACT:
@@ -103,12 +114,17 @@ def open_extraction(
         dtype=str(dtype).removeprefix("torch."),
     )
     directory = Path(spec.shared_storage_path or "")
-    manifest = _found_or_new(directory, source)
-    write_manifest(directory, manifest)
-    return StateWriter(directory, manifest, len(layers), SHARD_BYTES)
+    lock = _held(directory)
+    try:
+        manifest = _found_or_new(directory, source)
+        write_manifest(directory, manifest)
+    except BaseException:
+        lock.close()
+        raise
+    return StateWriter(directory, lock, manifest, len(layers), SHARD_BYTES)
 
 
-def _found_or_new(directory: Path, source: StateSource) -> Manifest:
+def _held(directory: Path) -> DirectoryLock:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -116,6 +132,12 @@ def _found_or_new(directory: Path, source: StateSource) -> Manifest:
             f"shared_storage_path {directory} cannot be made a directory ({error})",
             "set another one",
         ) from error
+    return DirectoryLock(
+        directory, "end the engine that writes there, or set another shared_storage_path"
+    )
+
+
+def _found_or_new(directory: Path, source: StateSource) -> Manifest:
     if not (directory / MANIFEST).exists():
         return Manifest(source)
     found = read_manifest(directory)

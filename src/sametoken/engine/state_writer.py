@@ -6,6 +6,7 @@ so the writer lives here. The copies themselves are the runner's (``runner/commi
 
 from __future__ import annotations
 
+import uuid
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sametoken.core.directory_lock import DirectoryLock
 from sametoken.core.outputs import StepResult
 from sametoken.core.plan import Admission, StepPlan
 from sametoken.drafters.base import Drafter
@@ -22,7 +24,6 @@ from sametoken.engine.shards import (
     Manifest,
     RowRange,
     SequenceEntry,
-    Shard,
     prompt_digest,
     write_manifest,
     write_shard,
@@ -103,10 +104,9 @@ class StateWriter:
     written. Only rows of steps before the one being settled are written, because the front
     may still cut the newest (tests/unit/engine/test_state_writer.py).
 
-    One engine at a time may write to a directory.
-
     Args:
         directory: where shards and manifest go.
+        lock: of the directory, held as long as the writer is there.
         manifest: what is there already.
         num_layers: layers in a row.
         shard_bytes: states of one shard, about.
@@ -115,11 +115,14 @@ class StateWriter:
     def __init__(
         self,
         directory: Path,
+        lock: DirectoryLock,
         manifest: Manifest,
         num_layers: int,
         shard_bytes: int,
     ) -> None:
         self._directory = directory
+        self._lock = lock
+        self._run = uuid.uuid4().hex
         self._source = manifest.source
         self._entries = list(manifest.sequences)
         self._shards = list(manifest.shards)
@@ -219,6 +222,10 @@ class StateWriter:
         else:
             self._write_manifest()
 
+    def close(self) -> None:
+        """Let another writer have the directory; what is not written is lost."""
+        self._lock.close()
+
     def _add(self, sequence: _Sequence, rows: CommittedRows, first: int, last: int) -> None:
         if sequence.ended:
             return
@@ -265,11 +272,12 @@ class StateWriter:
                 self._entries.append(sequence.entry())
             ranges.append(RowRange(sequence.index, sequence.num_written, sequence.num_rows))
             pieces.extend(sequence.pieces)
-        shard = Shard(f"hidden_states-{len(self._shards):05}.safetensors", tuple(ranges))
         states = torch.cat([piece.states for piece in pieces])
-        write_shard(
+        shard = write_shard(
             self._directory,
-            shard,
+            f"hidden_states-{len(self._shards):05}.safetensors",
+            self._run,
+            tuple(ranges),
             {
                 "hidden_states": states.view(states.shape[0], self._num_layers, -1),
                 "token_ids": torch.cat([piece.token_ids for piece in pieces]),

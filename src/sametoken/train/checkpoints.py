@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sametoken.core.directory_lock import LOCK
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.models.huggingface import INDEX, SINGLE
 from sametoken.models.loader import open_checkpoint
@@ -79,6 +80,7 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
 
     Raises:
         ConfigError: the directory cannot be written.
+        CheckpointError: a file of weights cannot be read.
     """
     tensors = {}
     for name, parameter in network.mtp.named_parameters():
@@ -88,17 +90,26 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
     _save(tensors, directory / _MTP_SHARD)
     files: dict[str, str] = {}
     for path in sorted(source.iterdir()):
-        if not path.is_file() or path.name in (INDEX, _MTP_SHARD):
+        if not path.is_file() or path.name in (INDEX, _MTP_SHARD, LOCK):
             continue
         # Under its usual name a single file would be read without the index.
         name = _FIRST_SHARD if path.name == SINGLE else path.name
         _copy(path, directory / name)
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                kept = [key for key in file.keys() if not key.startswith(f"{PREFIX}.")]  # noqa: SIM118
+            kept = [key for key in _names_in(path) if not key.startswith(f"{PREFIX}.")]
             files |= dict.fromkeys(kept, name)
     files |= dict.fromkeys(tensors, _MTP_SHARD)
     _write_text(directory / INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1))
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or corrupt ({error})", "fetch or convert it again"
+        ) from error
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

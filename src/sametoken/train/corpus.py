@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
 from sametoken.train.seeds import generator_of
-from sametoken.train.text import json_lines
+from sametoken.train.text import conversation_in, text_in
 
 # Documents that are encoded together.
 _ENCODED_AT_ONCE = 1024
@@ -58,21 +59,24 @@ class Source:
         """
         if not self.path.name.endswith((".jsonl", ".jsonl.gz")):
             try:
-                return [self.path.read_text(encoding="utf-8")]
+                found = [self.path.read_text(encoding="utf-8")]
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{self.path} cannot be read ({error})", "give text") from error
-        found = []
+        else:
+            found = list(self._rows())
+        if not any(found):
+            raise ConfigError(f"{self.path} holds no documents", "give one a line, or a text")
+        return found
+
+    def _rows(self) -> Iterator[str]:
         for number, row in json_lines(self.path):
             try:
-                found.append(_text_of(row))
-            except (KeyError, TypeError) as error:
+                yield _text_of(row)
+            except ValueError as error:
                 raise ConfigError(
-                    f"line {number} of {self.path} is no document ({error!r})",
+                    f"line {number} of {self.path} is no document ({error})",
                     'give a text, {"text"}, {"prompt", "answer"} or {"messages"}',
                 ) from error
-        if not found:
-            raise ConfigError(f"{self.path} holds no documents", "give one a line")
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +151,7 @@ def _grouped(texts: list[str]) -> Iterator[list[str]]:
 def _text_of(row: Any) -> str:
     if isinstance(row, str):
         return row
-    if "text" in row:
-        return str(row["text"])
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if messages is None:
-        messages = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["answer"]},
-        ]
-    return "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+    if isinstance(row, dict) and "text" in row:
+        return text_in(row, "text")
+    turns = [(text_in(m, "role"), text_in(m, "content")) for m in conversation_in(row)]
+    return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)

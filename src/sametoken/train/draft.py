@@ -29,7 +29,7 @@ from sametoken.train.distillation import (
 )
 from sametoken.train.loop import Report, StepLoss
 from sametoken.train.options import DraftOptions, LoopOptions
-from sametoken.train.results import make_directory
+from sametoken.train.results import output_directory
 from sametoken.train.soft_targets import judge_rows
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget
@@ -115,35 +115,35 @@ def train_draft(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
-    make_directory(output)
-    compute = choose_compute(loop)
-    longest = padded_length(loop.max_length)
-    target = FrozenTarget(
-        model, aux_layers=(), max_positions=longest, dtype=compute.dtype, device=compute.device
-    )
-    material = read_material(
-        target, text, (), loop, compute, cache=draft.cache_states, announce=announce
-    )
-    config = draft_config(target.config, draft)
-    network = DecoderNetwork(model_config(config, {}, "the drafter"), max_positions=longest)
-    network.initialise(loop.seed)
-    network = network.on(compute.device)
+    with output_directory(output):
+        compute = choose_compute(loop)
+        longest = padded_length(loop.max_length)
+        target = FrozenTarget(
+            model, aux_layers=(), max_positions=longest, dtype=compute.dtype, device=compute.device
+        )
+        material = read_material(
+            target, text, (), loop, compute, cache=draft.cache_states, announce=announce
+        )
+        config = draft_config(target.config, draft)
+        network = DecoderNetwork(model_config(config, {}, "the drafter"), max_positions=longest)
+        network.initialise(loop.seed)
+        network = network.on(compute.device)
 
-    def write() -> None:
-        write_decoder(output, config, network, torch.bfloat16)
-        for name in _TOKENIZER_FILES if model.is_dir() else ():
-            if (model / name).is_file():
-                shutil.copyfile(model / name, output / name)
+        def write() -> None:
+            write_decoder(output, config, network, torch.bfloat16)
+            for name in _TOKENIZER_FILES if model.is_dir() else ():
+                if (model / name).is_file():
+                    shutil.copyfile(model / name, output / name)
 
-    ready = Run(
-        objective=DraftObjective(network, target, draft.judged_drafts, compute),
-        material=material,
-        settings={"kind": "draft", "model": model.name} | asdict(draft),
-        k=draft.judged_drafts,
-        coverage=1.0,
-        write=write,
-    )
-    return run(ready, output, report, began)
+        ready = Run(
+            objective=DraftObjective(network, target, draft.judged_drafts, compute),
+            material=material,
+            settings={"kind": "draft", "model": model.name} | asdict(draft),
+            k=draft.judged_drafts,
+            coverage=1.0,
+            write=write,
+        )
+        return run(ready, output, report, began)
 
 
 def draft_config(target: ModelConfig, draft: DraftOptions) -> dict[str, Any]:

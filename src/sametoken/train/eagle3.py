@@ -28,7 +28,7 @@ from sametoken.train.eagle3_network import Eagle3Network
 from sametoken.train.head_objective import HeadObjective, Unroll
 from sametoken.train.loop import Report
 from sametoken.train.options import Eagle3Options, LoopOptions
-from sametoken.train.results import make_directory
+from sametoken.train.results import output_directory
 from sametoken.train.seeds import generator_of
 from sametoken.train.speculators import HeadLayout, write_head
 from sametoken.train.target import FrozenTarget
@@ -68,35 +68,35 @@ def train_eagle3(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
-    make_directory(output)
-    compute = choose_compute(loop)
-    config = read_config(model)
-    layers, layer = head.layer_ids(config.num_layers), _layer_config(config, head)
-    target = FrozenTarget(
-        model,
-        aux_layers=layers,
-        max_positions=padded_length(loop.max_length),
-        dtype=compute.dtype,
-        device=compute.device,
-    )
-    material = read_material(
-        target, text, layers, loop, compute, cache=head.cache_states, announce=announce
-    )
-    token_ids = frequent_tokens(material.counts, head.draft_vocab_size)
-    covered = coverage(material.counts, token_ids)
-    announce(f"{token_ids.shape[0]} draft tokens cover {100 * covered:.2f} % of the answers")
-    network = _network(target, layer, token_ids, head, loop)
-    _set_state_scale(network, material)
-    layout = _layout(layer, token_ids, layers, head, model.name)
-    ready = Run(
-        objective=_objective(network, target, token_ids, head, compute),
-        material=material,
-        settings={"kind": "eagle3", "model": model.name} | asdict(head),
-        k=head.ttt_steps,
-        coverage=covered,
-        write=lambda: _write(network, token_ids, layout, output),
-    )
-    return run(ready, output, report, began)
+    with output_directory(output):
+        compute = choose_compute(loop)
+        config = read_config(model)
+        layers, layer = head.layer_ids(config.num_layers), _layer_config(config, head)
+        target = FrozenTarget(
+            model,
+            aux_layers=layers,
+            max_positions=padded_length(loop.max_length),
+            dtype=compute.dtype,
+            device=compute.device,
+        )
+        material = read_material(
+            target, text, layers, loop, compute, cache=head.cache_states, announce=announce
+        )
+        token_ids = frequent_tokens(material.counts, head.draft_vocab_size)
+        covered = coverage(material.counts, token_ids)
+        announce(f"{token_ids.shape[0]} draft tokens cover {100 * covered:.2f} % of the answers")
+        network = _network(target, layer, token_ids, head, loop)
+        _set_state_scale(network, material)
+        layout = _layout(layer, token_ids, layers, head, model.name)
+        ready = Run(
+            objective=_objective(network, target, token_ids, head, compute),
+            material=material,
+            settings={"kind": "eagle3", "model": model.name} | asdict(head),
+            k=head.ttt_steps,
+            coverage=covered,
+            write=lambda: _write(network, token_ids, layout, output),
+        )
+        return run(ready, output, report, began)
 
 
 def _layout(

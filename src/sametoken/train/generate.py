@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sametoken.core.json_text import json_lines
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.errors import ConfigError
-from sametoken.train.text import json_lines
+from sametoken.train.text import messages_in, text_in, token_ids_in
 
 if TYPE_CHECKING:
     from sametoken.engine.llm import LLM
@@ -35,7 +36,7 @@ class TextPrompt:
     """
 
     token_ids: list[int]
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     temperature: float | None = None
     seed: int | None = None
 
@@ -63,10 +64,8 @@ def read_prompts(path: Path) -> list[TextPrompt]:
     for number, row in json_lines(path):
         try:
             prompts.append(_prompt(row))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"line {number} of {path} is no prompt ({error!r})", _REMEDY
-            ) from error
+        except ValueError as error:
+            raise ConfigError(f"line {number} of {path} is no prompt ({error})", _REMEDY) from error
     if not prompts:
         raise ConfigError(f"{path} holds no prompts", _REMEDY)
     return prompts
@@ -125,10 +124,16 @@ def write_text(
 def _prompt(row: Any) -> TextPrompt:
     if isinstance(row, str):
         row = {"prompt": row}
-    token_ids, messages = row.get("prompt_token_ids", []), row.get("messages", [])
-    if not token_ids and not messages:
-        messages = [{"role": "user", "content": row["prompt"]}]
-    return TextPrompt(list(token_ids), list(messages), row.get("temperature"), row.get("seed"))
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    own = {name: row[name] for name in ("temperature", "seed") if row.get(name) is not None}
+    # Refuses values with which no answer can be made.
+    SamplingParams(**own)
+    if row.get("prompt_token_ids"):
+        return TextPrompt(token_ids_in(row, "prompt_token_ids"), [], **own)
+    if row.get("messages"):
+        return TextPrompt([], messages_in(row), **own)
+    return TextPrompt([], [{"role": "user", "content": text_in(row, "prompt")}], **own)
 
 
 def _params(prompt: TextPrompt, index: int, params: SamplingParams) -> SamplingParams:

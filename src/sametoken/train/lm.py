@@ -21,7 +21,7 @@ from sametoken.train.decoder_network import DecoderNetwork
 from sametoken.train.devices import Compute, choose_compute
 from sametoken.train.loop import Report, StepLoss, run_loop
 from sametoken.train.options import MAX_SEED, LMOptions, LoopOptions
-from sametoken.train.results import make_directory, write_result
+from sametoken.train.results import output_directory, write_result
 from sametoken.train.tokenizer import (
     END_OF_TEXT,
     TURN_END,
@@ -164,35 +164,35 @@ def train_lm(
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
-    make_directory(output)
-    compute = choose_compute(loop)
-    tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
-    ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
-    corpus = encode_corpus(
-        sources,
-        lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"],
-        end=ends[1],
-        length=loop.max_length,
-        announce=announce,
-    )
-    config = lm_config(options, len(tokenizer), ends, loop.max_length)
-    network = DecoderNetwork(
-        model_config(config, {}, "the new model"),
-        max_positions=loop.max_length + options.mtp_steps,
-        mtp=options.mtp_steps > 0,
-    )
-    network.initialise(loop.seed)
-    network = network.on(compute.device)
-    objective = LMObjective(network, corpus, options, loop, compute)
-    settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
-    settings |= asdict(options)
-    announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
-    identity = settings | {"tokens": corpus.num_tokens}
-    done = run_loop(objective, loop, output, report, identity=identity, began=began)
-    write_decoder(output, config, network, torch.bfloat16)
-    result = _result(objective, done.report, corpus, began)
-    write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
-    return result
+    with output_directory(output):
+        compute = choose_compute(loop)
+        tokenizer = _tokenizer(output, sources, options, resume=loop.resume, announce=announce)
+        ends = tuple(tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT))
+        corpus = encode_corpus(
+            sources,
+            lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"],
+            end=ends[1],
+            length=loop.max_length,
+            announce=announce,
+        )
+        config = lm_config(options, len(tokenizer), ends, loop.max_length)
+        network = DecoderNetwork(
+            model_config(config, {}, "the new model"),
+            max_positions=loop.max_length + options.mtp_steps,
+            mtp=options.mtp_steps > 0,
+        )
+        network.initialise(loop.seed)
+        network = network.on(compute.device)
+        objective = LMObjective(network, corpus, options, loop, compute)
+        settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
+        settings |= asdict(options)
+        announce(f"{_parameters(network)} parameters, {corpus.num_tokens} tokens of text")
+        identity = settings | {"tokens": corpus.num_tokens}
+        done = run_loop(objective, loop, output, report, identity=identity, began=began)
+        write_decoder(output, config, network, torch.bfloat16)
+        result = _result(objective, done.report, corpus, began)
+        write_result(output, settings | {"loop": asdict(loop)}, asdict(result))
+        return result
 
 
 def _tokenizer(

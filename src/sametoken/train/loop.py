@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import time
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -179,28 +179,64 @@ class _Loop:
         if not self._path.is_file():
             raise ConfigError(f"{self._path} does not exist", "leave resume out")
         try:
-            state = torch.load(self._path, map_location="cpu", weights_only=True)
-            found = state["format"], state["identity"]
-        except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            state = _read_checkpoint(self._path)
+            self._require_same_training(state["format"], state["identity"], state["steps"])
+            self._take(state)
+        except ConfigError:
+            raise
+        except Exception as error:
+            # A file from elsewhere fails in any way: in zip, in pickle, in the optimizer.
             raise CheckpointError(
-                f"{self._path} cannot be read ({error})", "train again without resume"
+                f"{self._path} cannot be read ({error!r})", "train again without resume"
             ) from error
+
+    def _require_same_training(self, found: Any, identity: dict[str, Any], steps: int) -> None:
         differing = sorted(
-            key for key, value in self._identity.items() if found[1].get(key) != value
+            key for key, value in self._identity.items() if identity.get(key) != value
         )
-        if self._options.max_seconds is None and state["steps"] != self._options.steps:
+        if self._options.max_seconds is None and steps != self._options.steps:
             differing.append("steps")
-        if found[0] != _FORMAT or differing:
+        if found != _FORMAT or differing:
             raise ConfigError(
-                f"{self._path} is of a training with other settings: {differing or found[0]}",
+                f"{self._path} is of a training with other settings: {differing or found}",
                 "give the same settings, or train again without resume",
             )
-        self._step, self._steps = state["step"], state["steps"]
+
+    def _take(self, state: dict[str, Any]) -> None:
+        step, steps = state["step"], state["steps"]
+        if type(step) is not int or type(steps) is not int or not 0 <= step <= steps:
+            raise ValueError(f"step {step!r} of {steps!r}")
+        self._step, self._steps = step, steps
         self._objective.network.load_state_dict(state["network"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        moments = state["optimizer"]["state"]
+        _require_moments(moments, self._optimizer, step)
+        # The settings beside them are those of our own options.
+        self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available() and state["cuda_rng"]:
             torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as archive:
+        # As torch writes it; what is packed may be any size once it is unpacked.
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise ValueError("it is packed")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict):
+        raise TypeError(f"it holds a {type(state).__name__}")
+    return state
+
+
+def _require_moments(moments: dict[int, Any], optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Refuse those of other parameters: the optimizer would take them and fail in its step."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if step and not moments:
+        raise ValueError("it holds no state of the optimizer")
+    for index, moment in moments.items():
+        shape = parameters[index].shape
+        if moment["step"].shape or any(moment[n].shape != shape for n in ("exp_avg", "exp_avg_sq")):
+            raise ValueError(f"the optimizer's state of parameter {index} has other shapes")
 
 
 class _Pace:

@@ -22,7 +22,7 @@ from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_
 from sametoken.train.head_objective import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.loop import Report
 from sametoken.train.options import LoopOptions, MTPOptions
-from sametoken.train.results import make_directory
+from sametoken.train.results import output_directory
 from sametoken.train.seeds import generator_of
 from sametoken.train.target import TargetStates
 
@@ -105,33 +105,33 @@ def train_mtp(
         )
     if model.resolve() == output.resolve():
         raise ConfigError(f"{output} is the target itself", "choose another output")
-    make_directory(output)
-    compute = choose_compute(loop)
-    longest = padded_length(loop.max_length) + module.ttt_steps
-    network = load_decoder(model, max_positions=longest, mtp=True)
-    initialise_module(network, loop.seed)
-    network = network.on(compute.device)
-    target = FrozenHybrid(network, compute)
-    # One state of the hidden size, whichever layer it comes from.
-    states = (target.config.num_layers,)
-    material = read_material(
-        target, text, states, loop, compute, cache=module.cache_states, announce=announce
-    )
-    ready = Run(
-        objective=HeadObjective(
-            ModuleNetwork(network.mtp, target.head, network.rotary),
-            target,
-            torch.arange(target.config.vocab_size),
-            Unroll(module.ttt_steps, module.step_loss_decay),
-            compute,
-        ),
-        material=material,
-        settings={"kind": "mtp", "model": model.name} | asdict(module),
-        k=module.ttt_steps,
-        coverage=1.0,
-        write=lambda: write_with_module(model, output, network),
-    )
-    return run(ready, output, report, began)
+    with output_directory(output):
+        compute = choose_compute(loop)
+        longest = padded_length(loop.max_length) + module.ttt_steps
+        network = load_decoder(model, max_positions=longest, mtp=True)
+        initialise_module(network, loop.seed)
+        network = network.on(compute.device)
+        target = FrozenHybrid(network, compute)
+        # One state of the hidden size, whichever layer it comes from.
+        states = (target.config.num_layers,)
+        material = read_material(
+            target, text, states, loop, compute, cache=module.cache_states, announce=announce
+        )
+        ready = Run(
+            objective=HeadObjective(
+                ModuleNetwork(network.mtp, target.head, network.rotary),
+                target,
+                torch.arange(target.config.vocab_size),
+                Unroll(module.ttt_steps, module.step_loss_decay),
+                compute,
+            ),
+            material=material,
+            settings={"kind": "mtp", "model": model.name} | asdict(module),
+            k=module.ttt_steps,
+            coverage=1.0,
+            write=lambda: write_with_module(model, output, network),
+        )
+        return run(ready, output, report, began)
 
 
 @torch.no_grad()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sametoken.core.directory_lock import DirectoryLock
 from sametoken.errors import ConfigError
 
 RESULT = "training.json"
 
 
-def make_directory(directory: Path) -> None:
-    """Make the output directory.
+@contextmanager
+def output_directory(directory: Path) -> Iterator[None]:
+    """Make the output directory and hold it for one training.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be made, or another training writes to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -23,6 +27,8 @@ def make_directory(directory: Path) -> None:
         raise ConfigError(
             f"{directory} cannot be made ({error})", "choose another output"
         ) from error
+    with DirectoryLock(directory, "wait for that training's end, or choose another output"):
+        yield
 
 
 def write_result(directory: Path, settings: dict[str, Any], result: dict[str, Any]) -> None:

@@ -139,8 +139,9 @@ def read_states(
     """Sequences and states out of what ``extract_hidden_states`` wrote, in one or more runs.
 
     Raises:
-        ConfigError: the shards are of another target, or lack a layer that is needed: those
-            the head reads, and the one that enters the final norm.
+        ConfigError: the shards are of another target, hold no answer, or lack a layer that is
+            needed: those the head reads, and the one that enters the final norm.
+        CheckpointError: a shard is not as it was written.
     """
     config = target.config
     needed = (*aux_layers, config.num_layers)
@@ -163,6 +164,11 @@ def read_states(
             auxiliary[rows] = states[:, :-1].flatten(1)
             last[rows] = rms_norm(states[:, -1], target.final_norm, config.rms_norm_eps)
             first += len(token_ids)
+    if not pairs:
+        raise ConfigError(
+            "the states hold no sequence with an answer of two tokens within max_length",
+            "extract longer answers, or raise max_length",
+        )
     last = last[:first]
     return Sequences.of(pairs), Kept(auxiliary[:first], last, greedy_tokens(last, target.head))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
 
 #: Turns a conversation's messages, or a plain text, into token ids.
@@ -117,9 +116,9 @@ def read_sequences(
     for number, row in json_lines(path):
         try:
             token_ids, prompt_len = _tokens_of(row, encode)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"line {number} of {path} is no text ({error!r})", _REMEDY) from error
-        if not all(isinstance(i, int) and 0 <= i < vocab_size for i in token_ids):
+        except ValueError as error:
+            raise ConfigError(f"line {number} of {path} is no text ({error})", _REMEDY) from error
+        if not all(0 <= i < vocab_size for i in token_ids):
             raise ConfigError(
                 f"line {number} of {path} holds token ids outside 0..{vocab_size - 1}",
                 "use text that the target's own tokenizer made",
@@ -131,41 +130,76 @@ def read_sequences(
     return Sequences.of(pairs)
 
 
-def json_lines(path: Path) -> list[tuple[int, Any]]:
-    """The JSON values of a file with their line numbers, from 1.
+def messages_in(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row's ``messages``.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no JSON.
+        ValueError: it is no list of objects with a role and a content that are text.
     """
-    try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error})", "give a file of JSON lines"
-        ) from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                rows.append((number, json.loads(line)))
-            except ValueError as error:
-                raise ConfigError(f"line {number} of {path} is no JSON ({error})") from error
-    return rows
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages is no list of messages")
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError("a message is no object")
+        # A call of tools stands in place of a content.
+        wanted = ("role",) if message.get("tool_calls") else ("role", "content")
+        for name in wanted:
+            text_in(message, name)
+    return messages
+
+
+def conversation_in(row: Any) -> list[dict[str, Any]]:
+    """The conversation of a row: its ``messages``, or its ``prompt`` and ``answer``.
+
+    Raises:
+        ValueError: the row is no object, or has neither, or not as text; or the assistant does
+            not speak last.
+    """
+    if not isinstance(row, dict):
+        raise ValueError("it is no object")
+    if "messages" not in row:
+        return [
+            {"role": "user", "content": text_in(row, "prompt")},
+            {"role": "assistant", "content": text_in(row, "answer")},
+        ]
+    messages = messages_in(row)
+    if messages[-1]["role"] != "assistant":
+        raise ValueError("the last message is not the assistant's")
+    return messages
+
+
+def text_in(row: dict[str, Any], name: str) -> str:
+    """A text of a row by its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    value = row.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is no text")
+    return value
+
+
+def token_ids_in(row: dict[str, Any], name: str) -> list[int]:
+    """A list of integers of a row by its name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    value = row.get(name)
+    if not isinstance(value, list) or not all(type(i) is int for i in value):
+        raise ValueError(f"{name} is no list of integers")
+    return value
 
 
 def _tokens_of(row: Any, encode: Encode | None) -> tuple[list[int], int]:
-    if "prompt_token_ids" in row:
-        prompt = list(row["prompt_token_ids"])
-        return prompt + list(row["output_token_ids"]), len(prompt)
+    if isinstance(row, dict) and "prompt_token_ids" in row:
+        prompt = token_ids_in(row, "prompt_token_ids")
+        return prompt + token_ids_in(row, "output_token_ids"), len(prompt)
+    messages = conversation_in(row)
     if encode is None:
-        raise KeyError("prompt_token_ids")
-    messages = row.get("messages")
-    if messages is None:
-        messages = [
-            {"role": "user", "content": row["prompt"]},
-            {"role": "assistant", "content": row["answer"]},
-        ]
+        raise ValueError("it has no prompt_token_ids, and there is no tokenizer")
     whole, prompt = list(encode(messages)), list(encode(messages[:-1]))
     if whole[: len(prompt)] != prompt:
         raise ValueError("the conversation does not begin with its prompt")

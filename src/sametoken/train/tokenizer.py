@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sametoken.errors import ConfigError
+from sametoken.errors import CheckpointError, ConfigError
 
 END_OF_TEXT, TURN_BEGIN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_BEGIN, TURN_END)
@@ -75,7 +75,15 @@ def load_trained_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
     Raises:
         ConfigError: there is none.
+        CheckpointError: it cannot be read.
     """
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory} holds no tokenizer.json", "leave resume out")
-    return PreTrainedTokenizerFast.from_pretrained(directory)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(directory)
+    except Exception as error:
+        # The library lets its own errors of any kind through.
+        raise CheckpointError(
+            f"{directory} holds no tokenizer that can be read ({error!r})",
+            "train again without resume",
+        ) from error

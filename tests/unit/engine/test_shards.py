@@ -23,20 +23,16 @@ from sametoken.engine.shards import (
 )
 from sametoken.errors import CheckpointError, ConfigError
 
-SOURCE = StateSource("a/model", "LlamaForCausalLM", 23, 4, 6, (2, 3), "bfloat16")
+SOURCE = StateSource("a/model", "LlamaForCausalLM", 123, 4, 6, (2, 3), "bfloat16")
 STATES = torch.arange(56).view(7, 2, 4).to(torch.bfloat16)
-MANIFEST_OF_TWO = Manifest(
-    SOURCE,
-    complete=False,
-    sequences=(
-        SequenceEntry("x", prompt_digest([1, 2]), 2, 4, True),
-        SequenceEntry("y", prompt_digest([3]), 1, 1, False),
-        SequenceEntry("z", prompt_digest([9]), 1, 2, True),
-    ),
-    shards=(
-        Shard("one.safetensors", (RowRange(0, 0, 3), RowRange(1, 0, 1))),
-        Shard("two.safetensors", (RowRange(2, 0, 2), RowRange(0, 3, 4))),
-    ),
+RANGES = {
+    "one.safetensors": (RowRange(0, 0, 3), RowRange(1, 0, 1)),
+    "two.safetensors": (RowRange(2, 0, 2), RowRange(0, 3, 4)),
+}
+SEQUENCES = (
+    SequenceEntry("x", prompt_digest([1, 2]), 2, 4, True),
+    SequenceEntry("y", prompt_digest([3]), 1, 1, False),
+    SequenceEntry("z", prompt_digest([9]), 1, 2, True),
 )
 
 
@@ -49,16 +45,25 @@ def tensors(first: int, last: int) -> dict[str, torch.Tensor]:
     }
 
 
+def write_one(directory, file: str, first: int, last: int) -> Shard:
+    return write_shard(directory, file, "run-1", RANGES[file], tensors(first, last))
+
+
 @pytest.fixture
-def directory(tmp_path):
-    write_shard(tmp_path, MANIFEST_OF_TWO.shards[0], tensors(0, 4))
-    write_shard(tmp_path, MANIFEST_OF_TWO.shards[1], tensors(4, 7))
-    write_manifest(tmp_path, MANIFEST_OF_TWO)
+def manifest(tmp_path):
+    one = write_one(tmp_path, "one.safetensors", 0, 4)
+    two = write_one(tmp_path, "two.safetensors", 4, 7)
+    return Manifest(SOURCE, complete=False, sequences=SEQUENCES, shards=(one, two))
+
+
+@pytest.fixture
+def directory(tmp_path, manifest):
+    write_manifest(tmp_path, manifest)
     return tmp_path
 
 
-def test_a_manifest_is_read_as_it_was_written(directory):
-    assert read_manifest(directory) == MANIFEST_OF_TWO
+def test_a_manifest_is_read_as_it_was_written(directory, manifest):
+    assert read_manifest(directory) == manifest
     assert read_manifest(directory).finished_prompts == {prompt_digest([1, 2]), prompt_digest([9])}
 
 
@@ -83,7 +88,7 @@ def test_a_write_that_fails_leaves_what_was_there(directory, monkeypatch):
     monkeypatch.setattr(shards, "save_file", fails)
     before = ExtractedStates(directory)[0]
     with pytest.raises(ConfigError, match="no space left") as caught:
-        write_shard(directory, MANIFEST_OF_TWO.shards[0], tensors(0, 4))
+        write_one(directory, "one.safetensors", 0, 4)
     assert "shared_storage_path" in caught.value.remedy
     assert torch.equal(ExtractedStates(directory)[0].hidden_states, before.hidden_states)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sametoken.core.directory_lock import DirectoryLock
 from sametoken.core.outputs import RowResult, StepResult
 from sametoken.core.plan import Admission, PlanRow, StepPlan
 from sametoken.core.sampling_params import SamplingParams
@@ -27,7 +28,8 @@ class Device:
 
     def __init__(self, directory, shard_bytes: int = 10**9) -> None:
         self.directory = directory
-        self.writer = StateWriter(directory, Manifest(SOURCE), LAYERS, shard_bytes)
+        lock = DirectoryLock(directory, "end it")
+        self.writer = StateWriter(directory, lock, Manifest(SOURCE), LAYERS, shard_bytes)
         self.requests: dict[int, int] = {}
         self.step_id = 0
 

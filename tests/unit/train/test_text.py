@@ -67,7 +67,7 @@ def test_messages_are_encoded_with_the_prompt_as_their_beginning(tmp_path):
         ('{"prompt": "a", "answer": "b"}', "no text"),
         ('{"prompt_token_ids": [1]}', "no text"),
         ('{"prompt_token_ids": [1], "output_token_ids": [2, 9]}', "outside 0..8"),
-        ('{"prompt_token_ids": [1], "output_token_ids": [2, "x"]}', "outside 0..8"),
+        ('{"prompt_token_ids": [1], "output_token_ids": [2, "x"]}', "no list of integers"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, text, says):

@@ -198,7 +198,17 @@ function layout(extra) {
   };
 }
 
-function draw(id, traces, extra) {
+/** A text, or texts, that Plotly shows as they are: it reads markup in them. */
+function plain(value) {
+  if (typeof value === "string") return value.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+  return Array.isArray(value) ? value.map(plain) : value;
+}
+
+function draw(id, given, extra) {
+  const traces = given.map((trace) => {
+    const texts = ["name", "text", "hovertext", "x"].filter((key) => key in trace);
+    return { ...trace, ...Object.fromEntries(texts.map((key) => [key, plain(trace[key])])) };
+  });
   Plotly.react(byId(id), traces, layout(extra), { displaylogo: false, responsive: true, displayModeBar: "hover" });
 }
 

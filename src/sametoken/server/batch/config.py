@@ -18,12 +18,18 @@ class BatchConfig:
 
     served_model_name: tuple[str, ...] = option((), "name that requests may give; may be repeated")
     concurrency: int = option(0, "lines that run at once on one engine; 0: max_num_seqs")
+    max_line_bytes: int = option(16 * 2**20, "longest line; a longer one gets an error")
     ray: bool = option(False, "run engines on a Ray cluster")
     replicas: int = option(1, "with ray: engines to run")
     ray_num_cpus: float = option(1.0, "with ray: CPU cores that Ray sets aside for each engine")
 
     def __post_init__(self) -> None:
-        for name, least in (("concurrency", 0), ("replicas", 1), ("ray_num_cpus", 0)):
+        for name, least in (
+            ("concurrency", 0),
+            ("max_line_bytes", 1),
+            ("replicas", 1),
+            ("ray_num_cpus", 0),
+        ):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"{name}={value!r} is not possible", f"use {least} or more")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
+from sametoken.core.directory_lock import DirectoryLock
+from sametoken.core.json_text import parse_json
 from sametoken.errors import ConfigError
 
+_FORMAT = "sametoken-batch-1"
 _SETTINGS = "settings.json"
 _PARTS = "part-*.jsonl"
+_ANEW = "remove the directory to have every line answered anew"
 
 
 class _Place(NamedTuple):
@@ -30,37 +35,38 @@ class Journal:
     """A directory of part files; every run writes one of its own, by appending alone.
 
     A record is one line: a checksum, the key, the result. ``append`` returns once its records
-    are on the disk, so what is found later was finished. A record that a crash cut short fails
-    its checksum and counts as not there. One process at a time holds the directory.
+    are on the disk, so what is found later was finished. A record that a crash or a full disk
+    cut short fails its checksum and counts as not there. One process at a time holds the
+    directory.
 
     Args:
         directory: made if it is not there.
         settings: what results depend on; JSON values.
 
     Raises:
-        ConfigError: another process holds the directory, or its results were made under
-            other settings.
+        ConfigError: another process holds the directory, it cannot be written, its results
+            were made under other settings, or part of it is missing.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         self._directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lock = (directory / "lock").open("wb")
-        try:
-            self._hold()
-            self._require_settings(dict(settings))
-        except BaseException:
-            self._lock.close()
-            raise
-        parts = sorted(directory.glob(_PARTS))
-        # Of a result that two parts hold, one is taken: that of the earliest run.
         self._places: dict[str, _Place] = {}
-        for part in parts:
-            for key, place in _records_in(part):
-                self._places.setdefault(key, place)
-        self._path = directory / f"part-{len(parts):05}.jsonl"
-        self._part: BinaryIO = self._path.open("xb")
-        sync_directory(directory)
+        with contextlib.ExitStack() as opened:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(
+                    DirectoryLock(directory, "wait for that run's end, or choose another output")
+                )
+                parts = self._found_parts()
+                self._require_settings({"format": _FORMAT, **settings}, are_new=not parts)
+                self._read(parts)
+                self._path = directory / f"part-{len(parts):05}.jsonl"
+                # Unbuffered: what could not be written is not tried again behind our back.
+                self._part = opened.enter_context(self._path.open("xb", buffering=0))
+                sync_directory(directory)
+            except OSError as error:
+                raise _unusable(directory, error) from error
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -71,8 +77,7 @@ class Journal:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._part.close()
-        self._lock.close()
+        self._opened.close()
 
     def __contains__(self, key: str) -> bool:
         return key in self._places
@@ -85,58 +90,113 @@ class Journal:
             return file.read(length)
 
     def append(self, results: Iterable[tuple[str, bytes]]) -> None:
-        """Record finished results by key, for good; one that is there already stays."""
+        """Record finished results by key, for good; one that is there already stays.
+
+        Raises:
+            ConfigError: they cannot be written; what was recorded before is there.
+        """
+        whole = self._part.tell()
+        text, places = bytearray(), dict[str, _Place]()
         for key, result in results:
-            if key in self._places:
+            if key in self._places or key in places:
                 continue
             record = f"{key} ".encode() + result
             head = f"{zlib.crc32(record):08x} "
-            start = self._part.tell() + len(head) + len(key) + 1
-            self._part.write(head.encode() + record + b"\n")
-            self._places[key] = _Place(self._path, start, len(result))
-        self._part.flush()
-        os.fsync(self._part.fileno())
+            start = whole + len(text) + len(head) + len(key) + 1
+            text += head.encode() + record + b"\n"
+            places[key] = _Place(self._path, start, len(result))
+        try:
+            _write_all(self._part, text)
+            os.fsync(self._part.fileno())
+        except OSError as error:
+            # The file ends with a whole record again, unless the disk refuses that too.
+            with contextlib.suppress(OSError):
+                self._part.truncate(whole)
+                self._part.seek(whole)
+            raise _unusable(self._path, error) from error
+        self._places |= places
 
     def remove(self) -> None:
-        """Remove the directory, at once; its results are elsewhere now."""
+        """Remove the directory, at once; its results are elsewhere now.
+
+        Raises:
+            ConfigError: it cannot be removed.
+        """
         gone = self._directory.with_name(self._directory.name + ".gone")
         shutil.rmtree(gone, ignore_errors=True)
-        self._directory.rename(gone)
-        shutil.rmtree(gone)
-
-    def _hold(self) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._directory.rename(gone)
+            shutil.rmtree(gone)
         except OSError as error:
             raise ConfigError(
-                f"another run holds {self._directory}", "wait for its end, or choose another output"
+                f"{self._directory} cannot be removed ({error})",
+                "remove it; the results are whole",
             ) from error
 
-    def _require_settings(self, settings: dict[str, Any]) -> None:
+    def _found_parts(self) -> list[Path]:
+        """The parts of earlier runs, the earliest first."""
+        found = set(self._directory.glob(_PARTS))
+        parts = [self._directory / f"part-{i:05}.jsonl" for i in range(len(found))]
+        for part in parts:
+            if part not in found or not part.is_file():
+                raise ConfigError(
+                    f"{part} is missing, and {self._directory} holds parts of later runs",
+                    f"put it back, or {_ANEW}",
+                )
+        return parts
+
+    def _read(self, parts: Iterable[Path]) -> None:
+        # Of a result that two parts hold, one is taken: that of the earliest run.
+        for part in parts:
+            for key, place in _records_in(part):
+                self._places.setdefault(key, place)
+
+    def _require_settings(self, settings: dict[str, Any], *, are_new: bool) -> None:
         path = self._directory / _SETTINGS
-        if not path.exists():
+        if are_new and not path.exists():
             write_whole(path, [json.dumps(settings).encode()])
             return
-        found = json.loads(path.read_bytes())
-        for name, value in settings.items():
-            if found.get(name) != value:
+        try:
+            if not path.is_file():
+                raise ValueError("it is missing")
+            found = parse_json(path.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
+        except ValueError as error:
+            raise ConfigError(
+                f"{path} does not say what the results beside it were made with ({error})", _ANEW
+            ) from error
+        for name in settings | found:
+            theirs, ours = found.get(name), settings.get(name)
+            if theirs != ours:
                 raise ConfigError(
-                    f"{self._directory} holds results of a run with {name}={found.get(name)!r}, "
-                    f"and this one has {value!r}",
+                    f"{self._directory} holds results of a run with {name}={theirs!r}, "
+                    f"and this one has {ours!r}",
                     "go on with the same settings, or remove the directory",
                 )
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file so that under its name there is all of it or nothing, whatever happens."""
+    """Write a file so that under its name there is all of it or nothing, whatever happens.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        for line in lines:
-            file.write(line + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
+    try:
+        try:
+            with temporary.open("wb") as file:
+                for line in lines:
+                    file.write(line + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+    except OSError as error:
+        raise _unusable(path, error) from error
 
 
 def sync_directory(directory: Path) -> None:
@@ -148,13 +208,27 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be used ({error})",
+        "make room there, or choose another output; the same command goes on with what is left",
+    )
+
+
+def _write_all(file: FileIO, text: bytearray) -> None:
+    left = memoryview(text)
+    while left:
+        left = left[file.write(left) :]
+
+
 def _records_in(part: Path) -> Iterator[tuple[str, _Place]]:
     offset = 0
     with part.open("rb") as file:
         for line in file:
             checksum, _, record = line.rstrip(b"\n").partition(b" ")
             key, _, result = record.partition(b" ")
-            if line.endswith(b"\n") and checksum == b"%08x" % zlib.crc32(record):
+            is_whole = line.endswith(b"\n") and key.isalnum()
+            if is_whole and checksum == b"%08x" % zlib.crc32(record):
                 start = offset + len(checksum) + len(key) + 2
-                yield key.decode(), _Place(part, start, len(result))
+                yield key.decode("ascii"), _Place(part, start, len(result))
             offset += len(line)

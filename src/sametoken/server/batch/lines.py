@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from sametoken.core.json_text import parse_json
 from sametoken.errors import RequestError
 from sametoken.server.schemas import Text
 
 _KEY_DIGITS = 32
+_SKIPPED_BYTES = 2**20
 
 
 class BatchRequest(BaseModel):
@@ -59,11 +61,13 @@ class InputLine:
 
     Attributes:
         number: counted from 1.
-        raw: its bytes, without the line's end.
+        raw: its bytes, without the line's end; of a line that is too long, their digest.
+        refusal: why it is no request, as far as reading the file tells.
     """
 
     number: int
     raw: bytes
+    refusal: BatchError | None = None
 
     @cached_property
     def key(self) -> str:
@@ -77,37 +81,47 @@ class InputLine:
 
     def parse(self) -> BatchRequest | BatchResult:
         """The request, or the result that says why there is none."""
+        if self.refusal is not None:
+            return self._refused(None, self.refusal)
         try:
-            given = json.loads(self.raw)
+            given = parse_json(self.raw)
         except ValueError as error:
-            return self._refusal(None, "invalid_json", f"it is not JSON: {error}")
+            return self._refused(None, self._error("invalid_json", f"it is not JSON: {error}"))
         custom_id = given.get("custom_id") if isinstance(given, dict) else None
         try:
             return BatchRequest.model_validate(given)
         except ValidationError as error:
-            first = error.errors()[0]
+            first = error.errors(include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the line"
             named = custom_id if isinstance(custom_id, str) else None
-            return self._refusal(named, "invalid_request", f"{where}: {first['msg']}")
+            return self._refused(named, self._error("invalid_request", f"{where}: {first['msg']}"))
 
-    def _refusal(self, custom_id: str | None, code: str, message: str) -> BatchResult:
-        error = BatchError(code=code, message=f"line {self.number}: {message}")
+    def refused(self, code: str, message: str) -> InputLine:
+        """The line as one that is no request."""
+        return replace(self, refusal=self._error(code, message))
+
+    def _error(self, code: str, message: str) -> BatchError:
+        return BatchError(code=code, message=f"line {self.number}: {message}")
+
+    def _refused(self, custom_id: str | None, error: BatchError) -> BatchResult:
         return BatchResult(id=self.result_id, custom_id=custom_id, error=error)
 
 
-def read_input(path: Path) -> list[InputLine]:
-    """The lines of a file, in order; each custom_id names one of them.
+def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
+    """The lines of a file, in order. Of those with the same custom_id the first may be a request.
+
+    Args:
+        path: the file.
+        max_line_bytes: longer lines are refused, and not kept.
 
     Raises:
-        RequestError: the file cannot be read, or a custom_id is on two lines.
+        RequestError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
-            lines = [InputLine(number, raw) for number, raw in _not_blank(file)]
+            return list(_told_apart(_not_blank(file, max_line_bytes)))
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error})", "name a file of requests") from error
-    _require_unique_ids(lines)
-    return lines
 
 
 def to_line(result: BatchResult) -> bytes:
@@ -115,22 +129,33 @@ def to_line(result: BatchResult) -> bytes:
     return json.dumps(result.model_dump()).encode()
 
 
-def _not_blank(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield number, line.strip()
+def _not_blank(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
+    number = 0
+    while raw := file.readline(max_line_bytes + 1):
+        number += 1
+        if len(raw) > max_line_bytes and not raw.endswith(b"\n"):
+            line = InputLine(number, _rest_digest(file, raw))
+            yield line.refused("line_too_long", f"it has more than {max_line_bytes} bytes")
+        elif raw.strip():
+            yield InputLine(number, raw.strip())
 
 
-def _require_unique_ids(lines: Iterable[InputLine]) -> None:
+def _rest_digest(file: BinaryIO, begun: bytes) -> bytes:
+    """Skip what is left of a line; what names all of it."""
+    digest = hashlib.sha256(begun)
+    while rest := file.readline(_SKIPPED_BYTES):
+        digest.update(rest)
+        if rest.endswith(b"\n"):
+            break
+    return digest.digest()
+
+
+def _told_apart(lines: Iterable[InputLine]) -> Iterator[InputLine]:
     first_line: dict[str, int] = {}
     for line in lines:
         custom_id = line.parse().custom_id
-        if custom_id is None:
-            continue
-        if custom_id in first_line:
-            raise RequestError(
-                f"custom_id {custom_id!r} is on line {first_line[custom_id]} and on line "
-                f"{line.number}",
-                "give every line an id of its own",
-            )
-        first_line[custom_id] = line.number
+        first = line.number if custom_id is None else first_line.setdefault(custom_id, line.number)
+        if first == line.number:
+            yield line
+        else:
+            yield line.refused("duplicate_custom_id", f"its custom_id is that of line {first}")

@@ -59,15 +59,14 @@ def run_batch(
     by the same call, which redoes what was not finished, and nothing else.
 
     Raises:
-        RequestError: the input cannot be read, or a custom_id is on two lines.
-        ConfigError: the output is there already, another run holds it, or an earlier one
-            had other settings.
+        RequestError: the input cannot be read.
+        ConfigError: the output is there already or cannot be written, another run holds it, or
+            an earlier one had other settings.
         SametokenError: the engine cannot start, or is gone for good.
     """
-    lines = read_input(source)
+    _require_free(output, source)
+    lines = read_input(source, batch_config.max_line_bytes)
     parts = output.with_name(output.name + ".parts")
-    if output.exists():
-        raise ConfigError(f"{output} is there already", "remove it, or choose another output")
     settings = {name: getattr(config, name) for name in _SETTINGS}
     settings |= {
         "served_model_name": list(batch_config.served_model_name),
@@ -81,6 +80,18 @@ def run_batch(
         write_whole(output, (_result(line, journal) for line in lines))
         journal.remove()
     return BatchSummary(len(pending), len(sound) - len(pending), len(lines) - len(sound))
+
+
+def _require_free(output: Path, source: Path) -> None:
+    try:
+        if not output.exists():
+            return
+        if source.exists() and output.samefile(source):
+            raise ConfigError(f"{output} is the input itself", "choose another output")
+        kind = "there already" if output.is_file() else "no regular file"
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be used ({error})", "choose another output") from error
+    raise ConfigError(f"{output} is {kind}", "remove it, or choose another output")
 
 
 def answer_pending(

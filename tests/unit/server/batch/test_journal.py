@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_a_crash_at_any_byte_leaves_whole_records_alone(tmp_path):
     for length in range(len(whole) + 1):
         directory = tmp_path / str(length)
         directory.mkdir()
+        shutil.copy(part.with_name("settings.json"), directory)
         (directory / part.name).write_bytes(whole[:length])
         with opened(directory) as journal:
             kept = {key: journal[key] for key, _ in RESULTS if key in journal}
@@ -74,6 +76,7 @@ def test_of_two_parts_the_earlier_one_counts(tmp_path):
         with opened(tmp_path / part) as journal:
             journal.append([("k", result)])
         (tmp_path / "j").mkdir(exist_ok=True)
+        shutil.copy(tmp_path / part / "settings.json", tmp_path / "j")
         parts(tmp_path / part)[0].rename(tmp_path / "j" / part)
     with opened(tmp_path / "j") as journal:
         assert journal["k"] == b"first"
@@ -92,7 +95,7 @@ def test_append_returns_when_the_disk_has_it(tmp_path, monkeypatch):
 def test_one_run_at_a_time(tmp_path):
     with (
         opened(tmp_path / "j"),
-        pytest.raises(ConfigError, match="another run holds"),
+        pytest.raises(ConfigError, match="is held by process"),
         opened(tmp_path / "j"),
     ):
         pass

@@ -14,6 +14,7 @@ from sametoken.server.batch.lines import (
     to_line,
 )
 
+MOST = 2**20
 GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 
 
@@ -25,7 +26,7 @@ def written(path, *lines: bytes | dict):
 
 def test_lines_keep_their_numbers_and_blank_ones_are_none(tmp_path):
     path = written(tmp_path / "in", GOOD, b"", b"  \r", GOOD | {"custom_id": "b"})
-    lines = read_input(path)
+    lines = read_input(path, MOST)
     assert [line.number for line in lines] == [1, 4]
     requests = [line.parse() for line in lines]
     assert [request.custom_id for request in requests] == ["a", "b"]
@@ -59,22 +60,36 @@ def test_a_line_that_is_no_request_says_why(raw, custom_id, code, says):
     assert says in result.error.message
 
 
-def test_a_custom_id_on_two_lines_is_refused_with_both_numbers(tmp_path):
-    path = written(tmp_path / "in", GOOD, b"{", GOOD | {"body": {}})
-    with pytest.raises(RequestError, match="'a' is on line 1 and on line 3"):
-        read_input(path)
-    also_bad = written(tmp_path / "bad", GOOD, {"custom_id": "a"})
-    with pytest.raises(RequestError, match="line 2"):
-        read_input(also_bad)
+@pytest.mark.parametrize("again", [GOOD | {"body": {}}, {"custom_id": "a"}])
+def test_a_custom_id_that_comes_again_refuses_that_line_with_both_numbers(tmp_path, again):
+    first, _, last = read_input(written(tmp_path / "in", GOOD, b"{", again), MOST)
+    assert isinstance(first.parse(), BatchRequest)
+    refused = last.parse()
+    assert isinstance(refused, BatchResult)
+    assert refused.error.code == "duplicate_custom_id"
+    assert refused.error.message == "line 3: its custom_id is that of line 1"
 
 
 def test_lines_without_an_id_are_not_alike(tmp_path):
-    assert len(read_input(written(tmp_path / "in", b"{", b"{", b"3"))) == 3
+    lines = read_input(written(tmp_path / "in", b"{", b"{", b"3"), MOST)
+    codes = [line.parse().error.code for line in lines]
+    assert codes == ["invalid_json", "invalid_json", "invalid_request"]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_may_be_so_long_and_no_longer(tmp_path, end):
+    good = json.dumps(GOOD).encode()
+    (tmp_path / "in").write_bytes(good + b"\n" + b" " + good + b"\n" + good + end)
+    first, longer, last = read_input(tmp_path / "in", len(good))
+    assert first.raw == last.raw == good
+    assert [first.number, longer.number, last.number] == [1, 2, 3]
+    assert longer.parse().error.code == "line_too_long"
+    assert len(longer.raw) == 32
 
 
 def test_a_missing_file_is_said(tmp_path):
     with pytest.raises(RequestError, match="cannot be read"):
-        read_input(tmp_path / "none")
+        read_input(tmp_path / "none", MOST)
 
 
 def test_a_result_has_openai_s_fields():

@@ -1,0 +1,61 @@
+"""JSON of which nothing is known yet."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from sametoken.errors import ConfigError
+
+#: Bytes of a line of a file at most: one that never ends must not fill the memory.
+MAX_LINE_BYTES = 64 * 2**20
+_REMEDY = "give a file with one JSON value a line, in UTF-8"
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text holds.
+
+    Values nest 200 deep at most, so that whoever walks or writes them again has stack enough.
+
+    Raises:
+        ValueError: the text is not JSON, not UTF-8, nested deeper, or holds NaN, an infinity, a
+            number of more than 4300 digits or half a surrogate pair.
+    """
+    return from_json(text, allow_inf_nan=False)
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The JSON values of a file with their line numbers, from 1, as they are read.
+
+    A file whose name ends in .gz is unpacked.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is no JSON.
+    """
+    packed = path.suffix == ".gz"
+    number = 0
+    try:
+        with gzip.open(path) if packed else path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MAX_LINE_BYTES:
+                    raise ConfigError(
+                        f"line {number} of {path} has more than {MAX_LINE_BYTES} bytes",
+                        _REMEDY,
+                    )
+                if line.strip():
+                    yield number, _value(path, number, line)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read ({error})", _REMEDY) from error
+
+
+def _value(path: Path, number: int, line: bytes) -> Any:
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        raise ConfigError(f"line {number} of {path} is no JSON ({error})", _REMEDY) from error

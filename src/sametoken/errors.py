@@ -5,6 +5,44 @@ Nothing else in the package is imported here, so that any module may raise them.
 
 from __future__ import annotations
 
+import reprlib
+
+#: Characters of a user's value that a message repeats, and characters of a whole cause.
+MAX_SHOWN = 200
+MAX_CAUSE = 1000
+
+
+class _Repr(reprlib.Repr):
+    """Looks at the beginning of long values only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = MAX_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python writes out no integer of more than 4300 digits."""
+        return repr(x) if x.bit_length() <= MAX_SHOWN else f"an integer of {x.bit_length()} bits"
+
+
+_repr = _Repr().repr
+
+
+def shown(value: object) -> str:
+    """A user's value as messages repeat it: at most ``MAX_SHOWN`` characters."""
+    try:
+        return clipped(_repr(value), MAX_SHOWN)
+    except Exception:
+        # A value of any class: what its methods raise is its own affair.
+        return f"a value of type {type(value).__name__}"
+
+
+def clipped(text: str, most: int) -> str:
+    """The text, without its middle if it has more than ``most`` characters."""
+    if len(text) <= most:
+        return text
+    tail = most // 4
+    return f"{text[: most - tail - 3]}...{text[-tail:]}"
+
 
 class SametokenError(Exception):
     """Base of all typed errors.
@@ -31,7 +69,13 @@ class ConfigError(SametokenError, ValueError):
 
 
 class RequestError(SametokenError, ValueError):
-    """One request is invalid; the engine goes on with the others."""
+    """One request is invalid; the engine goes on with the others.
+
+    What a message repeats of the request is bounded: ``MAX_CAUSE`` characters.
+    """
+
+    def __init__(self, cause: str, remedy: str = "") -> None:
+        super().__init__(clipped(cause, MAX_CAUSE), clipped(remedy, MAX_CAUSE))
 
 
 class CheckpointError(SametokenError):

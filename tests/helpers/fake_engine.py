@@ -11,7 +11,7 @@ from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
 from sametoken.core.outputs import Logprob, SpeculationMetrics
 from sametoken.core.request import RequestUpdate
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.input_processor import InputProcessor, PromptTokens
+from sametoken.engine.input_processor import InputProcessor, ProcessedRequest, PromptTokens
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.request_stream import RequestStream
 from sametoken.engine.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
@@ -53,7 +53,7 @@ class FakeEngine:
         say: the text of each answer, given the prompt's text and the completion's number;
             the end-of-text token follows it.
         window: tokens per step.
-        refuse: raised by ``generate``.
+        refuse: raised by ``begin``.
         endless: whether answers go on as long as they may.
         poisoned: whether every answer fails.
     """
@@ -82,7 +82,6 @@ class FakeEngine:
         self.endless, self.poisoned = endless, poisoned
         self.seen: list[tuple[PromptTokens, SamplingParams]] = []
         self.aborted: list[str] = []
-        self.prepared: list[SamplingParams] = []
         self._tasks: set[asyncio.Task] = set()
         self._inputs = InputProcessor(
             self.tokenizer,
@@ -96,8 +95,8 @@ class FakeEngine:
     def get_tokenizer(self) -> Tokenizer:
         return self.tokenizer
 
-    def tokenize(self, prompt) -> PromptTokens:
-        return self._inputs.tokenize(prompt)
+    def tokenize(self, prompt, *, add_special_tokens: bool = True) -> PromptTokens:
+        return self._inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def render_chat(self, messages, **options) -> PromptTokens:
         return self._inputs.tokenize_chat(messages, **options)
@@ -105,18 +104,17 @@ class FakeEngine:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.5)
 
-    async def prepare(self, params: SamplingParams) -> None:
-        self.prepared.append(params)
+    async def prepare(self, prompts, params: SamplingParams, request_id: str):
+        return await asyncio.to_thread(self._inputs.process_all, request_id, prompts, params)
 
     def stats(self) -> EngineStats:
         return STATS
 
-    def generate(self, prompt, params: SamplingParams, request_id: str) -> RequestStream:
+    def begin(self, request: ProcessedRequest) -> RequestStream:
         if self.refuse is not None:
             raise self.refuse
-        request = self._inputs.process(request_id, prompt, params)
-        self.seen.append((prompt, params))
-        stream = RequestStream(request_id, self.aborted.append)
+        self.seen.append((request.prompt, request.params))
+        stream = RequestStream(request.request_id, self.aborted.append)
         task = asyncio.get_running_loop().create_task(self._answer(request, stream))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 from sametoken.core.structured_outputs import StructuredOutputs
-from sametoken.errors import RequestError
+from sametoken.errors import RequestError, shown
 
 MAX_LOGPROBS = 20
+#: Completions of one prompt.
+MAX_N = 2**16
+#: Stop strings of a request, and characters of each.
+MAX_STOPS, MAX_STOP_CHARS = 128, 256
+#: Bad words of a request, and characters of each.
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
+MAX_STOP_TOKEN_IDS = 1024
+#: Entries of ``logit_bias``, and how far one may go: beyond, 32 bits would hold an infinity.
+MAX_LOGIT_BIAS, MAX_BIAS = 4096, 1e30
+#: Token ids of any other list; the vocabulary and ``max_model_len`` are bounds below it.
+MAX_TOKEN_IDS = 2**20
 MAX_SEED = 2**63 - 1
 #: The device holds these numbers in 32 bits.
 MAX_COUNT = 2**31 - 1
@@ -26,6 +40,7 @@ class SamplingParams:
         top_p: keep the smallest set whose probability reaches this.
         min_p: keep tokens at least this fraction as likely as the best.
         seed: names the noise; with it the output is reproducible. None draws one.
+        stop, bad_words: texts, or one alone.
         logprobs, prompt_logprobs: candidates to report per position; 0 reports the chosen one.
         logit_bias: added to the logits of these ids.
         allowed_token_ids: every other id is masked.
@@ -34,7 +49,8 @@ class SamplingParams:
             engine's; 0 decodes plainly, None takes the engine's. It changes no token.
 
     Raises:
-        RequestError: a value is out of range or two contradict each other.
+        RequestError: a value is of the wrong type, out of range or above a bound of this
+            module, or two contradict each other.
     """
 
     n: int = 1
@@ -50,7 +66,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] | str | list[str] | None = ()
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
-    bad_words: tuple[str, ...] | list[str] | None = ()
+    bad_words: tuple[str, ...] | str | list[str] | None = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
@@ -64,19 +80,27 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        self._check_kinds()
+        for name, most, longest in _TEXTS:
+            object.__setattr__(self, name, _texts(name, getattr(self, name), most, longest))
+        stops = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", stops)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if self.top_k == -1:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if _is_int(self.top_k) and self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check_numbers()
-        self._check_sequences()
-        structured = self.structured_outputs
-        fits = structured is None or isinstance(structured, StructuredOutputs)
-        _require(fits, "structured_outputs", structured, "give StructuredOutputs")
+        self._check_together()
+
+    def of_completion(self, seed: int) -> SamplingParams:
+        """These parameters for one completion alone. Nothing is checked again."""
+        own = copy.copy(self)
+        object.__setattr__(own, "n", 1)
+        object.__setattr__(own, "seed", seed)
+        return own
 
     @property
     def greedy(self) -> bool:
@@ -97,8 +121,15 @@ class SamplingParams:
         """Whether unlikely tokens lose their chance."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
+    def _check_kinds(self) -> None:
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, value, "use True or False")
+        structured = self.structured_outputs
+        fits = structured is None or isinstance(structured, StructuredOutputs)
+        _require(fits, "structured_outputs", structured, "use StructuredOutputs")
+
     def _check_numbers(self) -> None:
-        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "use an integer of at least 1")
         for name, low, high in _RANGES:
             value = getattr(self, name)
             fits = _is_number(value) and low <= value <= high
@@ -106,42 +137,39 @@ class SamplingParams:
         _require(self.top_p > 0, "top_p", self.top_p, "use a number above 0 and up to 1")
         positive = self.repetition_penalty > 0
         _require(positive, "repetition_penalty", self.repetition_penalty, "use a number above 0")
-        fits = _is_int(self.top_k) and 0 <= self.top_k <= MAX_COUNT
-        _require(fits, "top_k", self.top_k, f"use -1, or an integer from 0 to {MAX_COUNT}")
-        if self.seed is not None:
-            fits = _is_int(self.seed) and 0 <= self.seed <= MAX_SEED
-            _require(fits, "seed", self.seed, f"use an integer from 0 to {MAX_SEED}")
-        if self.max_tokens is not None:
-            fits = _is_int(self.max_tokens) and self.max_tokens >= 1
-            _require(fits, "max_tokens", self.max_tokens, "use at least 1, or None for no limit")
-        fits = _is_int(self.min_tokens) and 0 <= self.min_tokens <= MAX_COUNT
-        _require(fits, "min_tokens", self.min_tokens, f"use an integer from 0 to {MAX_COUNT}")
-        own = self.num_speculative_tokens
-        fits = own is None or (_is_int(own) and own >= 0)
-        _require(fits, "num_speculative_tokens", own, "use None, 0 or more")
+        for name, low, high, otherwise in _INTEGERS:
+            value = getattr(self, name)
+            fits = _is_int(value) and low <= value <= high
+            _require(fits, name, value, f"use {otherwise}an integer from {low} to {high}")
+        for name, low, high in _OPTIONAL_INTEGERS:
+            value = getattr(self, name)
+            fits = value is None or (_is_int(value) and low <= value <= high)
+            most = "more" if high == math.inf else high
+            _require(fits, name, value, f"use None or an integer from {low} to {most}")
+
+    def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}",
+                f"min_tokens {self.min_tokens} is above max_tokens {shown(self.max_tokens)}",
                 "raise max_tokens or lower min_tokens",
             )
-
-    def _check_sequences(self) -> None:
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            fits = value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS)
-            _require(fits, name, value, f"use None or an integer from 0 to {MAX_LOGPROBS}")
-        for name in ("stop", "bad_words"):
-            for text in getattr(self, name):
-                _require(isinstance(text, str) and text != "", name, text, "use non-empty strings")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need text but detokenize is off", "drop one of them")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty, so no token is allowed", "name some")
-        for token_id, bias in (self.logit_bias or {}).items():
-            fits = _is_int(token_id) and _is_number(bias) and math.isfinite(bias)
-            _require(fits, "logit_bias", {token_id: bias}, "map token ids to finite numbers")
 
 
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+_TEXTS = (
+    ("stop", MAX_STOPS, MAX_STOP_CHARS),
+    ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
+)
 _RANGES = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
@@ -152,9 +180,77 @@ _RANGES = (
 )
 
 
+_INTEGERS = (
+    ("n", 1, MAX_N, ""),
+    ("top_k", 0, MAX_COUNT, "-1, or "),
+    ("min_tokens", 0, MAX_COUNT, ""),
+)
+_OPTIONAL_INTEGERS = (
+    ("seed", 0, MAX_SEED),
+    ("max_tokens", 1, math.inf),
+    ("num_speculative_tokens", 0, math.inf),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+def _texts(name: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
+    texts: tuple[Any, ...] = (given,) if isinstance(given, str) else _items(name, given, most)
+    for text in texts:
+        _require(isinstance(text, str) and text != "", name, text, "use non-empty strings")
+        if len(text) > longest:
+            raise RequestError(
+                f"{name} has a text of {len(text)} characters and at most {longest} are possible",
+                "use shorter texts",
+            )
+    return texts
+
+
+def _token_ids(name: str, given: Any, most: int) -> tuple[int, ...]:
+    token_ids = _items(name, given, most)
+    for token_id in token_ids:
+        _require(_is_int(token_id), name, token_id, "use a list of integers")
+    return token_ids
+
+
+def _items(name: str, given: Any, most: int) -> tuple[Any, ...]:
+    """The items of a list, an array or an iterator, which may be endless."""
+    if given is None:
+        return ()
+    fits = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    _require(fits, name, given, "use a list")
+    items: tuple[Any, ...] = _read(name, given, tuple, most)
+    _require_few(name, len(items), most)
+    return items
+
+
+def _biases(given: Any) -> dict[int, float]:
+    _require(isinstance(given, Mapping), "logit_bias", given, "map token ids to finite numbers")
+    biases: dict[Any, Any] = _read("logit_bias", given.items(), dict, MAX_LOGIT_BIAS)
+    _require_few("logit_bias", len(biases), MAX_LOGIT_BIAS)
+    for token_id, bias in biases.items():
+        fits = _is_int(token_id) and _is_number(bias) and abs(bias) <= MAX_BIAS
+        _require(fits, "logit_bias", {token_id: bias}, "map token ids to finite numbers")
+    return biases
+
+
+def _read(name: str, given: Iterable[Any], make: Callable[[Iterable[Any]], Any], most: int) -> Any:
+    """One item more than there may be, and no further."""
+    try:
+        return make(islice(given, most + 1))
+    except Exception as error:
+        # A value of any class: what its iterator raises is its own affair.
+        raise RequestError(f"{name} cannot be read ({shown(error)})", "use a list") from error
+
+
+def _require_few(name: str, num_items: int, most: int) -> None:
+    if num_items > most:
+        raise RequestError(f"{name} has more than {most} entries", "use fewer")
+
+
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
-        raise RequestError(f"{name}={value!r} is not possible", remedy)
+        raise RequestError(f"{name}={shown(value)} is not possible", remedy)
 
 
 def _is_int(value: object) -> bool:
@@ -162,4 +258,4 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))

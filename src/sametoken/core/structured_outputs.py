@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
-from sametoken.errors import RequestError
+from sametoken.errors import RequestError, shown
 
 
 class Matcher(Protocol):
@@ -88,7 +88,8 @@ class StructuredOutputs:
         else:
             fits = _is_text(value)
         if not fits:
-            raise RequestError(f"structured_outputs {name}={value!r} is not possible", _FORMS[name])
+            cause = f"structured_outputs {name}={shown(value)} is not possible"
+            raise RequestError(cause, _FORMS[name])
 
 
 _FORMS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,12 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 from sametoken.engine.front import Front
 from sametoken.engine.generation_defaults import default_sampling_params
-from sametoken.engine.input_processor import InputProcessor, Prompt, PromptTokens
+from sametoken.engine.input_processor import (
+    InputProcessor,
+    ProcessedRequest,
+    Prompt,
+    PromptTokens,
+)
 from sametoken.engine.messages import Build
 from sametoken.engine.process import EngineProcess
 from sametoken.engine.request_stream import RequestStream
@@ -120,13 +126,14 @@ class AsyncLLM:
             raise RequestError("no tokenizer is loaded", "leave skip_tokenizer_init out")
         return self._tokenizer
 
-    def tokenize(self, prompt: Prompt) -> PromptTokens:
-        """The token ids of a prompt in any of its forms.
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> PromptTokens:
+        """The token ids of a prompt in any of its forms; see ``InputProcessor.tokenize``.
 
         Raises:
-            RequestError: it has another form, or it is a text and there is no tokenizer.
+            RequestError: it has another form, is too long to fit, or is a text and there is
+                no tokenizer.
         """
-        return self._inputs.tokenize(prompt)
+        return self._inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
         """The prompt that a conversation makes, ready for the assistant's answer.
@@ -137,17 +144,27 @@ class AsyncLLM:
         options = {"add_generation_prompt": True, **template_options}
         return self._inputs.tokenize_chat(messages, **options)
 
-    async def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of ``structured_outputs``, if there is one, off the event loop.
+    async def prepare(
+        self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
+    ) -> list[ProcessedRequest]:
+        """Do what takes long for a request off the event loop, ready for ``begin``.
 
-        ``generate`` finds it ready then; without this call it compiles it in place.
+        Args:
+            prompts: token ids.
+            params: for all of them.
+            request_id: prompt i is ``request_id-i``.
 
         Raises:
-            RequestError: the grammar cannot be honoured.
-            OverloadedError: others are being compiled, and take long.
+            RequestError: a prompt or a parameter is invalid.
+            OverloadedError: grammars are being compiled, and take long.
+            DrainingError, EngineRestartingError, EngineDeadError: no requests are taken.
         """
+        self._front.require_ready()
+        threads = None if params.structured_outputs is None else self._grammar_threads
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._grammar_threads, self._inputs.prepare, params)
+        return await loop.run_in_executor(
+            threads, self._inputs.process_all, request_id, prompts, params
+        )
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, else the usual defaults.
@@ -177,7 +194,11 @@ class AsyncLLM:
         """
         self._front.require_ready()
         tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
-        return self._front.begin(self._inputs.process(request_id, tokens, params))
+        return self.begin(self._inputs.process(request_id, tokens, params))
+
+    def begin(self, request: ProcessedRequest) -> RequestStream:
+        """``generate`` for a request that ``prepare`` has checked."""
+        return self._front.begin(request)
 
     async def abort(self, request_id: str) -> None:
         """End a request where it stands; its last output says ``"abort"``. Unknown: ignored."""

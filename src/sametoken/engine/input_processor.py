@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,9 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.seeds import derive_seed
 from sametoken.core.structured_outputs import Grammar
 from sametoken.engine.grammar import GrammarCompiler
-from sametoken.engine.tokenizer import Tokenizer
-from sametoken.errors import RequestError
+from sametoken.engine.stop_strings import StopStrings
+from sametoken.engine.tokenizer import Messages, Tokenizer
+from sametoken.errors import RequestError, shown
 from sametoken.verification.admission import require_choosable
 
 #: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
@@ -39,12 +40,33 @@ class ProcessedRequest:
         prompt: the prompt.
         params: sampling parameters as given.
         completions: ``params.n`` requests with ids and seeds of their own.
+        stops: finds the stop strings in each of them.
     """
 
     request_id: str
     prompt: PromptTokens
     params: SamplingParams
     completions: tuple[EngineRequest, ...]
+    stops: StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedParams:
+    """Sampling parameters that were checked, with what they come to for this model.
+
+    Attributes:
+        given: as the user gave them.
+        stop_token_ids: EOS and stop ids.
+        bad_words_token_ids: token sequences that may not be completed.
+        grammar: of ``structured_outputs``.
+        stops: of the stop strings.
+    """
+
+    given: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    bad_words_token_ids: tuple[tuple[int, ...], ...]
+    grammar: Grammar | None
+    stops: StopStrings
 
 
 class InputProcessor:
@@ -88,22 +110,51 @@ class InputProcessor:
             RequestError: the prompt or a parameter cannot be served.
         """
         self._check_prompt(prompt.token_ids)
+        return self._make(request_id, prompt, self._resolve(params))
+
+    def process_all(
+        self, request_id: str, prompts: Sequence[PromptTokens], params: SamplingParams
+    ) -> list[ProcessedRequest]:
+        """``process`` for several prompts with the same parameters; prompt i is ``ID-i``.
+
+        All that takes long for a request happens here, and any thread may call it.
+
+        Raises:
+            RequestError: one of the prompts, or a parameter, cannot be served.
+            OverloadedError: grammars are being compiled, and take long.
+        """
+        for prompt in prompts:
+            self._check_prompt(prompt.token_ids)
+        resolved = self._resolve(params)
+        return [
+            self._make(f"{request_id}-{index}", prompt, resolved)
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def _resolve(self, params: SamplingParams) -> ResolvedParams:
         self._check_params(params)
+        eos = () if params.ignore_eos else self._eos_token_ids
+        stop_ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
+        bad_words = self._bad_words(params)
+        require_choosable(params, self._vocab_size, stop_ids, bad_words)
+        stops = StopStrings(tuple(params.stop or ()))
+        return ResolvedParams(params, stop_ids, bad_words, self._grammar(params), stops)
+
+    def _make(
+        self, request_id: str, prompt: PromptTokens, resolved: ResolvedParams
+    ) -> ProcessedRequest:
+        params = resolved.given
         limit = self._max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt.token_ids) + params.max_tokens)
-        eos = () if params.ignore_eos else self._eos_token_ids
-        stop_ids = tuple(dict.fromkeys((*eos, *_ids(params.stop_token_ids))))
-        bad_words = self._bad_words(params)
-        require_choosable(params, self._vocab_size, stop_ids, bad_words)
         first = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt.token_ids,
             params=params,
             max_total_tokens=limit,
-            stop_token_ids=stop_ids,
-            bad_words_token_ids=bad_words,
-            grammar=self._grammar(params),
+            stop_token_ids=resolved.stop_token_ids,
+            bad_words_token_ids=resolved.bad_words_token_ids,
+            grammar=resolved.grammar,
             max_drafts=params.num_speculative_tokens,
         )
         seed = params.seed
@@ -113,20 +164,25 @@ class InputProcessor:
             replace(
                 first,
                 request_id=request_id if params.n == 1 else f"{request_id}.{index}",
-                params=replace(params, n=1, seed=derive_seed(seed, index)),
+                params=params.of_completion(derive_seed(seed, index)),
             )
             for index in range(params.n)
         )
-        return ProcessedRequest(request_id, prompt, params, completions)
+        return ProcessedRequest(request_id, prompt, params, completions, resolved.stops)
 
-    def tokenize(self, prompt: Prompt) -> PromptTokens:
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> PromptTokens:
         """The token ids of a prompt in any of its forms.
 
+        Args:
+            prompt: the prompt.
+            add_special_tokens: whether a text gets those that the tokenizer puts around it.
+
         Raises:
-            RequestError: it has another form, or it is a text and there is no tokenizer.
+            RequestError: it has another form, is too long to fit, or is a text and there is
+                no tokenizer.
         """
         if isinstance(prompt, str):
-            return self._tokenize_text(prompt)
+            return self._tokenize_text(prompt, add_special_tokens)
         if not isinstance(prompt, Mapping):
             raise RequestError(
                 f"a prompt of type {type(prompt).__name__} is not possible",
@@ -135,39 +191,63 @@ class InputProcessor:
         unknown = [key for key in prompt if key not in _PROMPT_KEYS]
         if unknown or len(prompt) != 1:
             raise RequestError(
-                f"a prompt with the keys {list(prompt)} is not possible",
+                f"a prompt with the keys {shown(list(prompt))} is not possible",
                 'give exactly one of "prompt" and "prompt_token_ids"',
             )
         if "prompt" in prompt:
-            return self._tokenize_text(prompt["prompt"])
+            return self._tokenize_text(prompt["prompt"], add_special_tokens)
         token_ids = prompt["prompt_token_ids"]
-        if isinstance(token_ids, str) or not isinstance(token_ids, Iterable):
+        if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
             raise RequestError(
                 f"prompt_token_ids of type {type(token_ids).__name__} is not possible",
                 "give a list of integers",
             )
-        return PromptTokens(None, tuple(token_ids))
+        try:
+            self._require_fitting(len(token_ids) if isinstance(token_ids, Sized) else 0)
+            # Of what may be endless no more is read than is needed to refuse it.
+            return PromptTokens(None, tuple(itertools.islice(token_ids, self._max_model_len)))
+        except TypeError as error:
+            # An array without dimensions says that it has items, and has none.
+            raise RequestError(
+                f"prompt_token_ids cannot be read ({shown(error)})", "give a list of integers"
+            ) from error
 
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> PromptTokens:
+    def tokenize_chat(self, messages: Messages, **options: Any) -> PromptTokens:
         """The prompt that the chat template makes of a conversation.
 
         Raises:
-            RequestError: no tokenizer, no chat template, or messages that it refuses.
+            RequestError: no tokenizer, no chat template, messages that it refuses, or more
+                text than can fit.
         """
         tokenizer = self._require_tokenizer("chat messages")
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise RequestError(
                 "a conversation needs messages", 'give a list of {"role": ..., "content": ...}'
             )
+        contents = (message.get("content") for message in messages)
+        self._require_short(sum(len(text) for text in contents if isinstance(text, str)), tokenizer)
         text = tokenizer.apply_chat_template(messages, **options)
+        self._require_short(len(text), tokenizer)
         return PromptTokens(text, tokenizer.encode(text, add_special_tokens=False))
 
-    def _tokenize_text(self, text: object) -> PromptTokens:
+    def _tokenize_text(self, text: object, add_special_tokens: bool) -> PromptTokens:
         if not isinstance(text, str):
             raise RequestError(
                 f"a prompt text of type {type(text).__name__} is not possible", "give a string"
             )
-        return PromptTokens(text, self._require_tokenizer("a text prompt").encode(text))
+        tokenizer = self._require_tokenizer("a text prompt")
+        self._require_short(len(text), tokenizer)
+        return PromptTokens(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _require_short(self, num_characters: int, tokenizer: Tokenizer) -> None:
+        """Refuse a text that cannot fit whatever its tokens are, before they are known."""
+        most = self._max_model_len * tokenizer.max_token_chars
+        if num_characters > most:
+            raise RequestError(
+                f"the prompt has {num_characters} characters and at most {most} can fit "
+                f"max_model_len={self._max_model_len}",
+                "shorten it or raise max_model_len",
+            )
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -180,14 +260,16 @@ class InputProcessor:
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise RequestError("the prompt is empty", "give at least one token")
+        self._require_fitting(len(token_ids))
+        self._check_ids("prompt_token_ids", token_ids)
+
+    def _require_fitting(self, num_tokens: int) -> None:
         longest = self._max_model_len - 1
-        if len(token_ids) > longest:
+        if num_tokens > longest:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and at most {longest} fit "
-                "(max_model_len - 1)",
+                f"the prompt has {num_tokens} tokens and at most {longest} fit (max_model_len - 1)",
                 "shorten it or raise max_model_len",
             )
-        self._check_ids("prompt_token_ids", token_ids)
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -195,25 +277,28 @@ class InputProcessor:
                 f"sampling parameters of type {type(params).__name__} are not possible",
                 "give SamplingParams",
             )
-        self._check_ids("stop_token_ids", _ids(params.stop_token_ids))
-        self._check_ids("allowed_token_ids", _ids(params.allowed_token_ids))
-        self._check_ids("logit_bias", tuple(params.logit_bias or {}))
+        self._check_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias or {})
         if params.stop:
             self._require_tokenizer("a stop string")
         own, most = params.num_speculative_tokens, self._num_speculative_tokens
         if own is not None and own > most:
             raise RequestError(
-                f"num_speculative_tokens={own} is above the engine's {most}",
+                f"num_speculative_tokens={shown(own)} is above the engine's {most}",
                 f"use 0 to {most}, or None for the engine's own",
             )
 
-    def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
-        for token_id in token_ids:
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
-                raise RequestError(f"{name} holds {token_id!r}", "give integers")
+    def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
+        # Over whole lists, since a loop of our own would take long for the longest prompts.
+        kinds = set(map(type, token_ids))
+        if not all(issubclass(kind, int) and kind is not bool for kind in kinds):
+            wrong = next(i for i in token_ids if not isinstance(i, int) or isinstance(i, bool))
+            raise RequestError(f"{name} holds {shown(wrong)}", "give integers")
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < self._vocab_size:
                 raise RequestError(
-                    f"{name} holds {token_id}, outside the vocabulary of {self._vocab_size}",
+                    f"{name} holds {shown(token_id)}, outside the vocabulary of {self._vocab_size}",
                     f"use ids from 0 to {self._vocab_size - 1}",
                 )
 
@@ -222,21 +307,9 @@ class InputProcessor:
         if not params.bad_words:
             return ()
         tokenizer = self._require_tokenizer("a bad word")
-        sequences: list[tuple[int, ...]] = []
-        for word in params.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                token_ids = tokenizer.encode(text, add_special_tokens=False)
-                if token_ids and token_ids not in sequences:
-                    sequences.append(token_ids)
-        return tuple(sequences)
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Do what ``process`` would take long for: it is kept. Any thread may call this.
-
-        Raises:
-            RequestError: the grammar cannot be honoured.
-        """
-        self._grammar(params)
+        texts = (start + word.lstrip() for word in params.bad_words for start in ("", " "))
+        sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        return tuple(dict.fromkeys(token_ids for token_ids in sequences if token_ids))
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """What ``structured_outputs`` compiles to. The compiler is made for the first one."""
@@ -248,5 +321,43 @@ class InputProcessor:
         return self._grammars.compile(params.structured_outputs)
 
 
-def _ids(values: tuple[int, ...] | list[int] | None) -> tuple[int, ...]:
-    return tuple(values or ())
+def prompts_of(given: Any) -> list[Prompt]:
+    """One prompt, or each of several.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    return [given] if isinstance(given, str | Mapping) else _listed("prompts", given)
+
+
+def conversations_of(given: Any) -> list[Messages]:
+    """One conversation, or each of several.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    several = _listed("messages", given)
+    return [several] if all(isinstance(one, Mapping) for one in several) else several
+
+
+def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:
+    """Sampling parameters for each prompt.
+
+    Raises:
+        RequestError: they are of another type, or as many as there are prompts.
+    """
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    several = _listed("sampling parameters", given)
+    if len(several) != num_prompts:
+        raise RequestError(
+            f"{len(several)} sampling parameters were given for {num_prompts} prompts",
+            "give one for all, or one per prompt",
+        )
+    return several
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} of type {type(given).__name__} are not possible", "give a list")
+    return list(given)

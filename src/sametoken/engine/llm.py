@@ -20,6 +20,9 @@ from sametoken.engine.input_processor import (
     ProcessedRequest,
     Prompt,
     PromptTokens,
+    conversations_of,
+    params_of,
+    prompts_of,
 )
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
@@ -130,8 +133,8 @@ class LLM:
             RequestError: a prompt or a parameter is invalid; nothing has run then.
             EngineDeadError: the engine failed as a whole.
         """
-        several = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run([self._inputs.tokenize(p) for p in several], sampling_params, use_tqdm)
+        tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
+        return self._run(tokenized, sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -149,8 +152,7 @@ class LLM:
             use_tqdm: as in ``generate``.
             template_options: for the chat template, ``chat_template`` among them.
         """
-        one = all(isinstance(message, Mapping) for message in messages)
-        several: Any = [messages] if one else messages
+        several = conversations_of(messages)
         prompts = [self.render_chat(conversation, **template_options) for conversation in several]
         return self._run(prompts, sampling_params, use_tqdm)
 
@@ -171,7 +173,7 @@ class LLM:
             RequestError: the prompt or a parameter is invalid.
         """
         tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
-        params = sampling_params or self.get_default_sampling_params()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request = self._inputs.process(next(self._request_ids), tokens, params)
         return self._stream(request)
 
@@ -186,7 +188,9 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = self._one_per_prompt(sampling_params, len(prompts))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = params_of(sampling_params, len(prompts))
         requests = [
             self._inputs.process(next(self._request_ids), prompt, chosen)
             for prompt, chosen in zip(prompts, params, strict=True)
@@ -208,20 +212,6 @@ class LLM:
             raise
         self._drain()
         return [self._latest.pop(request_id) for request_id in request_ids]
-
-    def _one_per_prompt(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-    ) -> list[SamplingParams]:
-        if params is None:
-            params = self.get_default_sampling_params()
-        if isinstance(params, SamplingParams):
-            return [params] * num_prompts
-        if len(params) != num_prompts:
-            raise RequestError(
-                f"{len(params)} sampling parameters were given for {num_prompts} prompts",
-                "give one for all, or one per prompt",
-            )
-        return list(params)
 
     def _submit(self, requests: Sequence[ProcessedRequest], *, stream: bool) -> None:
         """Queue all requests or, if the engine refuses one of them, none."""

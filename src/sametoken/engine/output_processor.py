@@ -14,7 +14,7 @@ from sametoken.core.outputs import (
 from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.engine.detokenizer import Detokenizer, make_detokenizer
 from sametoken.engine.input_processor import ProcessedRequest
-from sametoken.engine.stop_strings import StopMatch, StopStrings
+from sametoken.engine.stop_strings import StopCursor, StopMatch, StopStrings
 from sametoken.engine.tokenizer import Tokenizer
 from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
 
@@ -104,7 +104,7 @@ class _Request:
         self.request_id = processed.request_id
         self.stream = stream
         self.completions = [
-            _Completion(index, request, tokenizer)
+            _Completion(index, request, tokenizer, processed.stops)
             for index, request in enumerate(processed.completions)
         ]
         self._processed = processed
@@ -147,7 +147,9 @@ class _Request:
 class _Completion:
     """One completion on its way."""
 
-    def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, request: EngineRequest, tokenizer: Tokenizer | None, stops: StopStrings
+    ) -> None:
         params = request.params
         self.index = index
         self.request = request
@@ -162,7 +164,7 @@ class _Completion:
             self._detokenizer = make_detokenizer(
                 self._tokenizer, skip_special_tokens=params.skip_special_tokens
             )
-        self._stops = StopStrings(tuple(params.stop or ()))
+        self._stops = StopCursor(stops)
         self._stop_ids = frozenset(request.stop_token_ids)
         self._logprobs: list[PositionLogprobs] = []
         self._cumulative_logprob = 0.0
@@ -188,17 +190,17 @@ class _Completion:
     def _add(self, token_id: int) -> None:
         """Precedence at one token: stop string, then stop token, then length."""
         is_stop_token = token_id in self._stop_ids
-        num_seen = len(self._text)
-        if is_stop_token:
-            # A character cut short by the end of the text is complete as it is.
-            self._text += self._held_back()
-        with_token = self._text + self._piece(token_id)
-        match = self._find_stop(with_token, num_seen)
+        # A character cut short by the end of the text is complete as it is.
+        before = self._text + (self._held_back() if is_stop_token else "")
+        with_token = before + self._piece(token_id)
+        # A stop string counts once ``min_tokens`` lie before the token that it ends in.
+        judged = len(self.token_ids) > self.request.params.min_tokens
+        match = self._stops.feed(with_token[len(self._text) :], judged=judged)
         if match is not None:
             self._end_at(match, with_token)
             return
-        if not is_stop_token or self.request.params.include_stop_str_in_output:
-            self._text = with_token
+        is_kept = not is_stop_token or self.request.params.include_stop_str_in_output
+        self._text = with_token if is_kept else before
         if is_stop_token:
             asked_for = token_id in (self.request.params.stop_token_ids or ())
             self._stop_reason = token_id if asked_for else None
@@ -220,7 +222,7 @@ class _Completion:
         text = self._text
         held_back = self.finish_reason is None
         if held_back and not self.request.params.include_stop_str_in_output:
-            text = text[: self._stops.num_safe(text)]
+            text = text[: len(text) - self._stops.num_held]
         has_logprobs = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -244,16 +246,10 @@ class _Completion:
             for token_id, candidate in candidates.items()
         }
 
-    def _find_stop(self, text: str, num_seen: int) -> StopMatch | None:
-        """A stop string that ends in the newest token, once ``min_tokens`` lie before it."""
-        if len(self.token_ids) <= self.request.params.min_tokens:
-            return None
-        return self._stops.find(text, num_seen)
-
     def _end_at(self, match: StopMatch, text: str) -> None:
         included = self.request.params.include_stop_str_in_output
         self._text = text[: match.end if included else match.start]
-        self._stop_reason = match.text
+        self._stop_reason = text[match.start : match.end]
         self.finish_reason = "stop"
 
     def _piece(self, token_id: int) -> str:

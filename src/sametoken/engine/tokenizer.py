@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from sametoken.errors import CheckpointError, RequestError
 from sametoken.models.gguf_file import read_gguf
 
 Messages = Sequence[Mapping[str, Any]]
+#: Tokenizers may make one token of more characters than any token has: a run of spaces or of
+#: characters that they do not know.
+_MIN_TOKEN_CHARS = 128
 
 
 class Tokenizer:
@@ -35,6 +39,11 @@ class Tokenizer:
         """The id that ends a text, if the tokenizer names one."""
         token_id: int | None = self.hf.eos_token_id
         return token_id
+
+    @cached_property
+    def max_token_chars(self) -> int:
+        """The most characters that a text may have for each of its tokens."""
+        return max(_MIN_TOKEN_CHARS, *map(len, self.hf.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text; special tokens written out in it count as such.

@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 import sametoken
 from sametoken.engine.stats import AuditStats
 from sametoken.errors import RequestError
+from sametoken.server.body import JsonRoute
 from sametoken.server.chat import answer_chat
 from sametoken.server.completions import complete
 from sametoken.server.config import ServerConfig
@@ -31,6 +32,7 @@ from sametoken.server.responses import (
     ModelList,
     TokenizeResponse,
     Version,
+    json_response,
 )
 from sametoken.server.schemas import (
     ChatRequest,
@@ -40,7 +42,7 @@ from sametoken.server.schemas import (
 )
 from sametoken.server.served import Served, served_names
 from sametoken.server.times import RequestTimes
-from sametoken.server.tools import template_messages, template_tools
+from sametoken.server.tools import template_tools
 
 if TYPE_CHECKING:
     from sametoken.engine.async_llm import AsyncLLM
@@ -91,7 +93,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
 
 
 def _openai_routes(served: Served) -> APIRouter:
-    router = APIRouter(prefix="/v1", responses=_ERRORS)
+    router = APIRouter(prefix="/v1", responses=_ERRORS, route_class=JsonRoute)
 
     @router.post(
         "/completions",
@@ -124,17 +126,17 @@ def _openai_routes(served: Served) -> APIRouter:
 
 
 def _token_routes(served: Served) -> APIRouter:
-    router = APIRouter(responses=_ERRORS)
+    router = APIRouter(responses=_ERRORS, route_class=JsonRoute)
 
-    @router.post("/tokenize", response_model_exclude_unset=True)
-    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a text or a conversation."""
         served.name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("send exactly one of prompt and messages", "prompt")
         if body.messages is not None:
             prompt = await served.render(
-                template_messages(body.messages),
+                body.messages,
                 None,
                 add_generation_prompt=body.add_generation_prompt,
                 tools=template_tools(body.tools) if body.tools else None,
@@ -143,21 +145,26 @@ def _token_routes(served: Served) -> APIRouter:
             prompt = await served.tokenize(
                 body.prompt or "", add_special_tokens=body.add_special_tokens
             )
-        answer = TokenizeResponse(
-            count=len(prompt.token_ids),
-            max_model_len=served.engine.resolved.max_model_len,
-            tokens=list(prompt.token_ids),
-        )
-        if body.return_token_strs:
-            answer.token_strs = await served.decode_each(prompt.token_ids)
-        return answer
+
+        def answer() -> Response:
+            whole = TokenizeResponse(
+                count=len(prompt.token_ids),
+                max_model_len=served.engine.resolved.max_model_len,
+                tokens=list(prompt.token_ids),
+            )
+            if body.return_token_strs:
+                decode = served.engine.get_tokenizer().decode_token
+                whole.token_strs = [decode(token_id) for token_id in prompt.token_ids]
+            return json_response(whole)
+
+        return await asyncio.to_thread(answer)
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """The text of token ids."""
         served.name(body.model)
         vocab_size = served.engine.resolved.vocab_size
-        if any(token_id >= vocab_size for token_id in body.tokens):
+        if max(body.tokens, default=0) >= vocab_size:
             raise RequestError(
                 f"tokens hold an id outside the vocabulary of {vocab_size}",
                 f"use ids from 0 to {vocab_size - 1}",

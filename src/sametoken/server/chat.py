@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -11,9 +12,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from sametoken.core.outputs import CompletionOutput, RequestOutput
+from sametoken.core.sampling_params import SamplingParams
 from sametoken.server.errors import invalid
 from sametoken.server.generation import (
     CLIENT_GONE,
@@ -34,15 +36,18 @@ from sametoken.server.responses import (
     ChatResponse,
     FinishReason,
     ToolCall,
+    json_response,
 )
 from sametoken.server.schemas import ChatRequest
 from sametoken.server.served import Served
 from sametoken.server.streaming import EventStream
 from sametoken.server.structured import structured_outputs
 from sametoken.server.tool_parsers import Parsed
-from sametoken.server.tools import ToolUse, template_messages, tool_use
+from sametoken.server.tools import ToolUse, tool_use
 
 Kind = TypeVar("Kind", ChatResponse, ChatChunk)
+#: Tool calls in a stream are read again once they have grown by this part of their length.
+_PARSED_AGAIN = 64
 
 
 async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Response:
@@ -58,12 +63,10 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
             "add_generation_prompt and continue_final_message contradict each other. Set one",
             "continue_final_message",
         )
-    parser = served.tool_parser(request.tools) if request.tools else None
-    use = tool_use(request, structured_outputs(request), parser)
-    params = chat_params(request, served.defaults, use.structured)
+    use, params = await asyncio.to_thread(_asked, served, request)
     served.check(1, params)
     prompt = await served.render(
-        template_messages(request.messages),
+        request.messages,
         request.chat_template_kwargs,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
@@ -78,7 +81,13 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
         outputs = await while_connected(http.receive, generation.finish())
     if outputs is None:
         return Response(status_code=CLIENT_GONE)
-    return JSONResponse(answer.whole(outputs[0]).model_dump(exclude_unset=True))
+    return await asyncio.to_thread(lambda: json_response(answer.whole(outputs[0])))
+
+
+def _asked(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
+    parser = served.tool_parser(request.tools) if request.tools else None
+    use = tool_use(request, structured_outputs(request), parser)
+    return use, chat_params(request, served.defaults, use.structured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +204,7 @@ class _ChoiceWriter:
         self._answer = answer
         self._index = index
         self._sent = Parsed("")
+        self._num_parsed = 0
         self._num_tokens = 0
         self._finished = False
 
@@ -207,7 +217,7 @@ class _ChoiceWriter:
         if self._finished:
             return []
         self._finished = completion.finish_reason is not None
-        parsed = self._answer.use.parser(completion.text, self._finished)
+        parsed = self._parse(completion.text)
         deltas = self._deltas(parsed)
         has_tokens = len(completion.token_ids) > self._num_tokens
         asked = completion.logprobs is not None or self._answer.request.return_token_ids
@@ -223,6 +233,17 @@ class _ChoiceWriter:
             pieces.append(last)
         self._sent = parsed
         return pieces
+
+    def _parse(self, text: str) -> Parsed:
+        """The text in its parts; of one that is in calls, not each time that it grows.
+
+        A parser reads the whole text, and long calls would take the square of their length.
+        """
+        in_calls = self._num_parsed - len(self._sent.content)
+        if not self._finished and len(text) - self._num_parsed < in_calls // _PARSED_AGAIN:
+            return self._sent
+        self._num_parsed = len(text)
+        return self._answer.use.parser(text, self._finished)
 
     def _deltas(self, parsed: Parsed) -> list[ChatMessage]:
         deltas = []

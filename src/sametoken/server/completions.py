@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -11,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from sametoken.core.outputs import CompletionOutput, RequestOutput
 from sametoken.engine.input_processor import PromptTokens
@@ -24,7 +25,12 @@ from sametoken.server.generation import (
 )
 from sametoken.server.logprobs import completion_logprobs, positions, prompt_logprobs
 from sametoken.server.params import completion_params
-from sametoken.server.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
+from sametoken.server.responses import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+    json_response,
+)
 from sametoken.server.schemas import CompletionRequest
 from sametoken.server.served import Served
 from sametoken.server.streaming import EventStream
@@ -40,8 +46,9 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
     given = _prompts(request)
     request.check_fields(len(given))
     model = served.name(request.model)
-    defaults = served.defaults
-    params = completion_params(request, defaults, structured_outputs(request))
+    params = await asyncio.to_thread(
+        lambda: completion_params(request, served.defaults, structured_outputs(request))
+    )
     served.check(len(given), params)
     prompts = [
         await served.tokenize(prompt, add_special_tokens=request.add_special_tokens)
@@ -56,7 +63,7 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
         outputs = await while_connected(http.receive, generation.finish())
     if outputs is None:
         return Response(status_code=CLIENT_GONE)
-    return JSONResponse(answer.whole(outputs).model_dump(exclude_unset=True))
+    return await asyncio.to_thread(lambda: json_response(answer.whole(outputs)))
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:

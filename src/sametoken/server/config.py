@@ -31,7 +31,7 @@ class ServerConfig:
     )
     served_model_name: tuple[str, ...] = option((), "name of the model in the API; may be repeated")
     allowed_origins: tuple[str, ...] = option((), "origin for CORS, * for all; may be repeated")
-    max_request_bytes: int = option(16 * 2**20, "largest request body")
+    max_request_bytes: int = option(4 * 2**20, "largest request body")
     rate_limit: int = option(0, "requests per minute for each key, or address without keys; 0: any")
     max_completions: int = option(128, "completions of one request, over all its prompts")
     ssl_certfile: str | None = option(None, "TLS certificate")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from sametoken.errors import (
+    MAX_CAUSE,
+    MAX_SHOWN,
     DrainingError,
     EngineDeadError,
     EngineRestartingError,
@@ -21,6 +23,7 @@ from sametoken.errors import (
     SametokenError,
     StructuredOutputError,
     UnsupportedError,
+    clipped,
 )
 
 INVALID = "invalid_request_error"
@@ -38,6 +41,8 @@ _UNAVAILABLE: Mapping[type[SametokenError], str] = {
     EngineDeadError: "engine_dead",
 }
 _RETRY_AFTER_S = 5
+#: Characters of an answer's message and of the field that it names.
+_MAX_MESSAGE, _MAX_PARAM = 2 * MAX_CAUSE, 100
 _logger = logging.getLogger("sametoken.server")
 
 
@@ -61,9 +66,9 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(clipped(message, _MAX_MESSAGE))
         self.status = status
-        self.param = param
+        self.param = None if param is None else clipped(param, _MAX_PARAM)
         self.code = code
         self.retry_after_s = retry_after_s
 
@@ -135,11 +140,20 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _validation_error(first: Mapping[str, Any]) -> ApiError:
-    if first["type"] == "json_invalid":
-        return invalid(f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}")
     where = [str(part) for part in first["loc"][1:]]
     if not where:
         return invalid("the body is no JSON object. Send one as application/json")
-    cause = first.get("ctx", {}).get("error")
-    message = str(cause) if isinstance(cause, Exception) else first["msg"]
-    return invalid(f"{'.'.join(where)}: {message}", param=where[0])
+    return invalid_field(where, first)
+
+
+def invalid_field(where: Sequence[str], fault: Mapping[str, Any]) -> ApiError:
+    """The answer to a fault that pydantic found.
+
+    Args:
+        where: the field, and the way to the fault within it.
+        fault: one of ``ValidationError.errors()``.
+    """
+    cause = fault.get("ctx", {}).get("error")
+    message = str(cause) if isinstance(cause, Exception) else fault["msg"]
+    place = clipped(".".join(where), MAX_SHOWN)
+    return invalid(f"{place}: {clipped(message, MAX_SHOWN)}", param=where[0])

@@ -72,10 +72,11 @@ class Generation:
             RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses
                 one of them.
         """
+        requests = await engine.prepare(prompts, params, request_id)
         streams: list[RequestStream] = []
         try:
-            for index, prompt in enumerate(prompts):
-                streams.append(engine.generate(prompt, params, f"{request_id}-{index}"))
+            for request in requests:
+                streams.append(engine.begin(request))
         except BaseException:
             for stream in streams:
                 await stream.aclose()

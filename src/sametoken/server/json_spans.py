@@ -11,7 +11,8 @@ _OPENING, _CLOSING = "{[", "}]"
 # Matched without a way back, so that a long text costs no more than its length.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _TOKEN = re.compile(rf'{_STRING.pattern}|["{{}}\[\]]', re.DOTALL)
-_AFTER_SCALAR = ",}]"
+_SPACES = re.compile(rf"[{_SPACE}]*")
+_AFTER_SCALAR = re.compile(rf"[,}}\]{_SPACE}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,8 @@ class ObjectSpan:
 
 def skip_space(text: str, start: int) -> int:
     """The first place from ``start`` on that holds no white space."""
-    while start < len(text) and text[start] in _SPACE:
-        start += 1
-    return start
+    found = _SPACES.match(text, start)
+    return start if found is None else found.end()
 
 
 def value_end(text: str, start: int) -> int | None:
@@ -65,10 +65,8 @@ def value_end(text: str, start: int) -> int | None:
         return _string_end(text, start)
     if first in _OPENING and first:
         return _nested_end(text, start)
-    for place in range(start, len(text)):
-        if text[place] in _AFTER_SCALAR or text[place] in _SPACE:
-            return place
-    return None
+    found = _AFTER_SCALAR.search(text, start)
+    return None if found is None else found.start()
 
 
 def read_object(text: str, start: int) -> ObjectSpan:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.structured_outputs import StructuredOutputs
+from sametoken.errors import shown
 from sametoken.server.errors import invalid
 from sametoken.server.schemas import ChatRequest, CompletionRequest, SamplingFields
 
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 #: Fields whose names and meanings are those of ``SamplingParams``.
 _SAME = (
     "n",
@@ -104,9 +107,11 @@ def _params(
 
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token_id): bias for token_id, bias in biases.items()}
-    except ValueError as error:
-        raise invalid(
-            "logit_bias has a key that is no token id. Use integers as keys", "logit_bias"
-        ) from error
+    for key in biases:
+        # ``int`` also takes spaces, signs, underscores, and digits of other scripts.
+        if not _TOKEN_ID.fullmatch(key):
+            raise invalid(
+                f"logit_bias has the key {shown(key)}, which is no token id. Use integers as keys",
+                "logit_bias",
+            )
+    return {int(token_id): bias for token_id, bias in biases.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -232,3 +233,8 @@ class ErrorResponse(BaseModel):
     """Every answer other than success."""
 
     error: ErrorDetail
+
+
+def json_response(answer: BaseModel) -> JSONResponse:
+    """An answer in one piece. It may be long: call this off the event loop."""
+    return JSONResponse(answer.model_dump(exclude_unset=True))

@@ -7,8 +7,23 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from sametoken.core.sampling_params import MAX_LOGPROBS
+from sametoken.core.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TOKEN_IDS,
+)
+from sametoken.errors import shown
 from sametoken.server.errors import invalid
+
+#: Bounds of a request's lists, and of its unknown fields.
+MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS = 8192, 8192, 1024
+MAX_TOOLS, MAX_CHOICES, MAX_EXTRA = 128, 4096, 64
 
 #: Fields that change no token and that other servers act on; accepted and left alone.
 IGNORED_FIELDS = frozenset(
@@ -60,6 +75,19 @@ def _whole(text: str) -> str:
 Text = Annotated[str, AfterValidator(_whole)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+# Lists are read up to their first fault, so that a faulty one costs no more than a sound one.
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(max_length=MAX_N, fail_fast=True)]
+StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
+Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
+
+
+Prompts = Annotated[
+    Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_N, fail_fast=True)],
+    # Each form is given up at its first fault.
+    Field(union_mode="left_to_right"),
+]
 
 
 class Strict(BaseModel):
@@ -86,7 +114,7 @@ class StructuredOutputsField(Strict):
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
 
@@ -118,7 +146,7 @@ class SamplingFields(BaseModel):
     refused: ClassVar[Mapping[str, str]] = REFUSED_FIELDS
 
     model: Text | None = None
-    n: Annotated[int, Field(ge=1)] = 1
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -128,15 +156,21 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    bad_words: list[Text] | None = None
+    stop: (
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: (
+        BadWord | Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None
+    ) = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -144,7 +178,7 @@ class SamplingFields(BaseModel):
     structured_outputs: StructuredOutputsField | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: Text | None = None
-    guided_choice: list[Text] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     speculative: Speculative | None = None
     include_speculation_stats: bool | Literal["detailed"] = False
@@ -157,12 +191,15 @@ class SamplingFields(BaseModel):
             ApiError: a field is unknown or refused, ``stream_options`` come without a stream,
                 or detailed statistics are asked for of several completions.
         """
-        for name, value in (self.model_extra or {}).items():
+        extra = self.model_extra or {}
+        if len(extra) > MAX_EXTRA:
+            raise invalid(f"the request has {len(extra)} unknown fields. See /docs")
+        for name, value in extra.items():
             if name in IGNORED_FIELDS or value is None:
                 continue
             if name in self.refused:
                 raise invalid(f"{name} is not supported: {self.refused[name]}", name, "unsupported")
-            raise invalid(f"unknown field {name!r}. See /docs for the known ones", name)
+            raise invalid(f"unknown field {shown(name)}. See /docs for the known ones", name)
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options need stream. Set stream to true", "stream_options")
         if self.include_speculation_stats == DETAILED and num_prompts * self.n > 1:
@@ -175,7 +212,7 @@ class SamplingFields(BaseModel):
 class CompletionRequest(SamplingFields):
     """Continue one prompt or several."""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     max_tokens: Count | None = 16
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -208,9 +245,13 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text
-    content: Text | list[dict[str, Any]] | None = None
+    content: (
+        Text | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+    ) = None
     name: Text | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: (
+        Annotated[list[MessageToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+    ) = None
     tool_call_id: Text | None = None
 
 
@@ -234,6 +275,10 @@ class Tool(BaseModel):
     function: FunctionDefinition
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class NamedFunction(Strict):
     """The name of a function."""
 
@@ -250,12 +295,12 @@ class NamedTool(Strict):
 class ChatRequest(SamplingFields):
     """Answer a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool = True
@@ -268,8 +313,8 @@ class TokenizeRequest(Strict):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -279,4 +324,4 @@ class DetokenizeRequest(Strict):
     """Token ids."""
 
     model: Text | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.input_processor import PromptTokens
+from sametoken.errors import shown
 from sametoken.server.config import AUTO, NONE, ServerConfig
 from sametoken.server.errors import ApiError, invalid
 from sametoken.server.generation import Generation
 from sametoken.server.responses import ModelCard
-from sametoken.server.schemas import Tool
+from sametoken.server.schemas import Message, Tool
 from sametoken.server.times import RequestTimes
 from sametoken.server.tool_parsers import TOOL_PARSERS, ToolParser, parser_of_template
+from sametoken.server.tools import template_messages
 
 if TYPE_CHECKING:
     from sametoken.engine.async_llm import AsyncLLM
@@ -32,6 +34,7 @@ _RESERVED = frozenset(
         "messages",
         "return_dict",
         "return_tensors",
+        "self",
         "tokenize",
         "tools",
     }
@@ -70,9 +73,10 @@ class Served:
         if asked is None:
             return self.names[0]
         if asked not in self.names:
+            known = " or ".join(map(repr, self.names))
             raise ApiError(
                 404,
-                f"the model {asked!r} does not exist. Use {' or '.join(map(repr, self.names))}",
+                f"the model {shown(asked)} does not exist. Use {known}",
                 param="model",
                 code="model_not_found",
             )
@@ -121,8 +125,6 @@ class Served:
         Raises:
             RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses.
         """
-        if params.structured_outputs is not None:
-            await self.engine.prepare(params)
         return await Generation.begin(self.engine, prompts, params, request_id, self.times)
 
     async def tokenize(
@@ -131,37 +133,25 @@ class Served:
         """A prompt's token ids; the event loop goes on meanwhile.
 
         Raises:
-            RequestError: it is a text and there is no tokenizer.
+            RequestError: it is a text, and too long to fit or there is no tokenizer.
         """
-        if not isinstance(prompt, str):
-            return PromptTokens(None, tuple(prompt))
-        if add_special_tokens:
-            return await asyncio.to_thread(self.engine.tokenize, prompt)
-        encode = self.engine.get_tokenizer().encode
-        token_ids = await asyncio.to_thread(encode, prompt, add_special_tokens=False)
-        return PromptTokens(prompt, token_ids)
-
-    async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """The texts of single tokens; the event loop goes on meanwhile.
-
-        Raises:
-            RequestError: there is no tokenizer.
-        """
-        decode = self.engine.get_tokenizer().decode_token
-        return await asyncio.to_thread(lambda: [decode(token_id) for token_id in token_ids])
+        given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        return await asyncio.to_thread(
+            self.engine.tokenize, given, add_special_tokens=add_special_tokens
+        )
 
     async def render(
-        self, messages: list[dict[str, Any]], given: dict[str, Any] | None, **options: Any
+        self, messages: Sequence[Message], given: dict[str, Any] | None, **options: Any
     ) -> PromptTokens:
-        """The prompt that a conversation makes.
+        """The prompt that a conversation makes; the event loop goes on meanwhile.
 
         Args:
-            messages: as the chat template takes them.
+            messages: as the client sent them.
             given: the client's own variables for the template.
             options: the server's.
 
         Raises:
-            ApiError: the client sets what is the server's.
+            ApiError: the client sets what is the server's, or a message is no text.
             RequestError: there is no chat template, or it refuses.
         """
         for name in given or {}:
@@ -171,7 +161,11 @@ class Served:
                     "chat_template_kwargs",
                 )
         every = {**(given or {}), **options}
-        return await asyncio.to_thread(self.engine.render_chat, messages, **every)
+
+        def render() -> PromptTokens:
+            return self.engine.render_chat(template_messages(messages), **every)
+
+        return await asyncio.to_thread(render)
 
     def tool_parser(self, tools: Sequence[Tool]) -> ToolParser | None:
         """The parser for the model's calls of these tools; None if there is none."""

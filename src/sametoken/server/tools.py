@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sametoken.core.structured_outputs import StructuredOutputs
+from sametoken.errors import shown
+from sametoken.server.body import read_json
 from sametoken.server.errors import invalid
 from sametoken.server.schemas import ChatRequest, Message, NamedTool, Tool
 from sametoken.server.structured import json_schema
@@ -131,7 +132,7 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise invalid(
-                f"a message has a part of type {part.get('type')!r}. Only text is supported",
+                f"a message has a part of type {shown(part.get('type'))}. Only text is supported",
                 "messages",
                 "unsupported",
             )
@@ -141,7 +142,7 @@ def _text(content: str | list[dict[str, Any]] | None) -> str:
 
 def _object(arguments: str) -> dict[str, Any]:
     try:
-        value = json.loads(arguments or "{}")
+        value = read_json(arguments.encode()) if arguments else {}
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -157,7 +158,7 @@ def _named(tools: Sequence[Tool], name: str) -> Tool:
     for tool in tools:
         if tool.function.name == name:
             return tool
-    raise invalid(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
+    raise invalid(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
 
 
 def _any_call(request: ChatRequest) -> dict[str, Any]:

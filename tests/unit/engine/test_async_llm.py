@@ -171,10 +171,13 @@ def test_chat_and_token_ids(served, offline):
 
 def test_slow_grammars_keep_no_prompt_from_its_tokens(served, monkeypatch):
     gate = threading.Event()
-    monkeypatch.setattr(served.llm._inputs, "prepare", lambda _: gate.wait(30))
+    monkeypatch.setattr(served.llm._inputs, "process_all", lambda *_: gate.wait(30))
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
 
     async def scenario():
-        compiling = [asyncio.create_task(served.llm.prepare(SamplingParams())) for _ in range(40)]
+        compiling = [
+            asyncio.create_task(served.llm.prepare([], params, str(index))) for index in range(40)
+        ]
         await asyncio.sleep(0)
         async with asyncio.timeout(10):
             await asyncio.to_thread(served.llm.tokenize, "the dog")

@@ -12,6 +12,7 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.input_processor import ProcessedRequest, PromptTokens
 from sametoken.engine.shadow_audit import ShadowAudit, is_chosen
 from sametoken.engine.stats import AuditDifference
+from sametoken.engine.stop_strings import StopStrings
 
 PROMPT = (3, 1, 4)
 
@@ -27,7 +28,7 @@ def finish(audit, *completions, request_id="r", reason="length"):
     )
     prompt = PromptTokens(None, PROMPT)
     audit.note_finished(
-        ProcessedRequest(request_id, prompt, params, requests),
+        ProcessedRequest(request_id, prompt, params, requests, StopStrings(())),
         RequestOutput(request_id, None, PROMPT, outputs, True, RequestMetrics(0.0)),
     )
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 
@@ -138,13 +139,21 @@ def test_speculation_of_one_request(serve):
     assert error["param"] == "speculative"
 
 
-def test_grammars_are_compiled_off_the_loop_first(serve):
+def test_requests_are_made_off_the_loop(serve, monkeypatch):
     engine = FakeEngine("aa")
-    client = serve(engine)
-    assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 200
-    assert engine.prepared == []
-    client.post("/v1/completions", json={"prompt": "x", "guided_regex": "a+"})
-    assert engine.prepared[0].structured_outputs.regex == "a+"
+    process_all = engine._inputs.process_all
+    threads = []
+
+    def watched(*args):
+        threads.append(threading.current_thread().name)
+        return process_all(*args)
+
+    monkeypatch.setattr(engine._inputs, "process_all", watched)
+    body = {"prompt": ["x", "y"], "guided_regex": "a+", "bad_words": ["b"]}
+    assert serve(engine).post("/v1/completions", json=body).status_code == 200
+    assert len(threads) == 1
+    assert threads[0].startswith("asyncio_")
+    assert engine.seen[1][1].structured_outputs.regex == "a+"
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,15 @@ def test_leaving_early_aborts():
 def test_a_refusal_begins_nothing():
     async def main():
         engine = FakeEngine("x", endless=True)
-        generate, calls = engine.generate, []
+        begin_one, calls = engine.begin, []
 
         def refuse_the_second(*arguments):
             calls.append(arguments)
             if len(calls) == 2:
                 raise OverloadedError("too many wait")
-            return generate(*arguments)
+            return begin_one(*arguments)
 
-        engine.generate = refuse_the_second
+        engine.begin = refuse_the_second
         with pytest.raises(OverloadedError):
             await begin(engine, "a", "b")
         await asyncio.sleep(0.01)

@@ -83,7 +83,7 @@ def test_a_slow_reader_holds_the_application_back_and_misses_nothing(num_message
 
 def test_a_failure_of_the_application_is_its_answer_and_not_ours(caplog):
     class Broken(FakeEngine):
-        def generate(self, *arguments):
+        def begin(self, *arguments):
             raise ZeroDivisionError
 
     async def ask():

@@ -80,7 +80,8 @@ class Gateway:
             self._root_path,
         )
         answer = _Answer(scope, receive, send)
-        await while_connected(receive, self._answer(Forwarded(request, prefix_keys(body)), answer))
+        keys = await asyncio.to_thread(prefix_keys, body)
+        await while_connected(receive, self._answer(Forwarded(request, keys), answer))
 
     async def _answer(self, request: Forwarded, answer: _Answer) -> None:
         for delay_s in _DELAYS_S:

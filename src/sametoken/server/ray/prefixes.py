@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
+from sametoken.server.body import read_json
+
 #: Characters of one key's block, near 128 tokens of English.
 BLOCK_CHARS = 512
 #: Longer prompts are told apart by their beginning alone.
@@ -24,7 +26,7 @@ def prefix_keys(body: bytes) -> tuple[int, ...]:
     told by whoever answers it.
     """
     try:
-        request = json.loads(body)
+        request = read_json(body)
     except ValueError:
         return ()
     if not isinstance(request, dict):

@@ -97,11 +97,11 @@ def test_seeds_depend_on_the_line_alone():
 )
 def test_passing_trouble_is_waited_out(trouble):
     class Troubled(FakeEngine):
-        def generate(self, *arguments):
+        def begin(self, *arguments):
             self.refuse, former = None, self.refuse
             if former is not None:
                 raise former
-            return super().generate(*arguments)
+            return super().begin(*arguments)
 
     found = answered(Troubled(refuse=trouble), [line(1, prompt="a")])
     assert found["c1"]["response"]["status_code"] == 200

@@ -27,11 +27,11 @@ class Engine(FakeEngine):
         self.prompts: list[str] = []
         self.is_shut_down = False
 
-    def generate(self, prompt, params, request_id):
-        if prompt.text == self.fatal:
+    def begin(self, request):
+        if request.prompt.text == self.fatal:
             raise KeyboardInterrupt
-        self.prompts.append(prompt.text)
-        return super().generate(prompt, params, request_id)
+        self.prompts.append(request.prompt.text)
+        return super().begin(request)
 
     async def shutdown(self) -> None:
         self.is_shut_down = True

@@ -1,0 +1,142 @@
+"""Work that grows with a request leaves the event loop to its neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from helpers.budgets import heartbeat
+from helpers.fake_engine import SUMMARY, FakeEngine
+from sametoken.core.outputs import CompletionOutput
+from sametoken.core.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    SamplingParams,
+)
+from sametoken.engine.input_processor import PromptTokens
+from sametoken.engine.stop_strings import StopCursor, StopStrings
+from sametoken.server.app import create_app
+from sametoken.server.chat import _Answer, _ChoiceWriter
+from sametoken.server.config import ServerConfig
+from sametoken.server.in_process import AppRequest, whole_answer
+from sametoken.server.schemas import ChatRequest
+from sametoken.server.tool_parsers import parse_hermes, parse_required
+from sametoken.server.tools import ToolUse
+
+HEADERS = ((b"content-type", b"application/json"),)
+MOST = ServerConfig().max_request_bytes
+
+
+def filled(before: bytes, item: bytes, after: bytes) -> bytes:
+    return before + item * ((MOST - len(before) - len(after)) // len(item)) + after
+
+
+BODIES = {
+    "ids": filled(b'{"prompt":[', b"5,", b"5]}"),
+    "texts": filled(b'{"prompt":[', b'"a",', b'"a"]}'),
+    "empty lists": filled(b'{"prompt":[', b"[],", b"[]]}"),
+    "ids after a text": filled(b'{"prompt":["a",', b"12345,", b"5]}"),
+    "texts after an id": filled(b'{"prompt":[5,', b'"a",', b"5]}"),
+    "messages": filled(b'{"messages":[', b'{"role":"u","content":"x"},', b"1]}"),
+    "unknown fields": b"{" + b",".join(b'"%d":1' % i for i in range(350_000)) + b"}",
+    "objects": filled(b'{"prompt":"x","metadata":[', b"{},", b"1]}"),
+    "digits": filled(b'{"prompt":"x","metadata":[', b"9" * 4000 + b",", b"1]}"),
+    "stops": filled(b'{"prompt":"x","stop":[', b'"ab",', b'"c"]}'),
+    "bad words": filled(b'{"prompt":"x","bad_words":[', b'"ab",', b'"c"]}'),
+}
+
+
+async def ask(engine: FakeEngine, path: str, body: bytes) -> tuple[int, float]:
+    """The status of an answer, and the loop's longest gap in seconds."""
+    app = create_app(engine, ServerConfig())
+    await whole_answer(app, AppRequest("GET", "/version"))
+    async with heartbeat() as heart:
+        status, _ = await whole_answer(app, AppRequest("POST", path, headers=HEADERS, body=body))
+    return status, heart.longest_s
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_body_stops_the_loop(kind):
+    path = "/v1/chat/completions" if kind == "messages" else "/v1/completions"
+    status, longest_s = asyncio.run(ask(FakeEngine(), path, BODIES[kind]))
+    assert status == 400
+    assert longest_s < 1.5
+
+
+def test_the_most_bad_words_and_stop_strings_are_read_off_the_loop():
+    words = [f"{i} ".ljust(MAX_BAD_WORD_CHARS, "x") for i in range(MAX_BAD_WORDS)]
+    stops = [f"{i} ".ljust(MAX_STOP_CHARS, "y") for i in range(MAX_STOPS)]
+    body = json.dumps({"prompt": "x", "bad_words": words, "stop": stops}).encode()
+    status, longest_s = asyncio.run(ask(FakeEngine("hello"), "/v1/completions", body))
+    assert status == 200
+    assert longest_s < 0.9
+
+
+def test_many_bad_words_take_time_in_proportion():
+    engine = FakeEngine()
+    words = [f"w{i}" for i in range(MAX_BAD_WORDS)]
+    encode, calls = engine.tokenizer.encode, []
+    engine.tokenizer.encode = lambda *a, **k: calls.append(1) or encode(*a, **k)
+    params = SamplingParams(bad_words=words)
+    prompts = [PromptTokens(None, (1,))] * 64
+    began = time.monotonic()
+    engine._inputs.process_all("r", prompts, params)
+    # Once for a whole HTTP request, not for each of its prompts.
+    assert len(calls) == 2 * MAX_BAD_WORDS
+    assert time.monotonic() - began < 10
+
+
+def test_a_character_costs_the_same_however_many_stop_strings_there_are():
+    stops = tuple("a" * (MAX_STOP_CHARS - 8) + f"{i:08}" for i in range(MAX_STOPS))
+    cursor = StopCursor(StopStrings(stops))
+    began = time.thread_time()
+    for _ in range(20_000):
+        assert cursor.feed("aaaa", judged=True) is None
+        assert cursor.num_held <= MAX_STOP_CHARS - 8
+    assert cursor.num_held == MAX_STOP_CHARS - 8
+    assert time.thread_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (parse_hermes, '<tool_call>{"name": "f", "arguments": {"a": [' + "[1, 2], " * 8000),
+        (parse_hermes, '<tool_call>{"x": [' + "[1, 2], " * 8000),
+        (parse_required, '[{"name": "f", "parameters": {"a": [' + '{"b": 1}, ' * 6000),
+        (parse_required, " " * 60_000),
+    ],
+    ids=["call", "no call", "required", "spaces"],
+)
+def test_a_long_call_in_a_stream_is_not_read_anew_for_each_token(parser, text):
+    request = ChatRequest(messages=[{"role": "user", "content": "x"}])
+    answer = _Answer(request, ToolUse(None, parser, None), "chatcmpl-1", "m")
+    writer = _ChoiceWriter(answer, 0)
+    longest, began = 0.0, time.thread_time()
+    sent = ""
+    for end in range(4, len(text), 4):
+        step = time.thread_time()
+        for piece in writer.write(CompletionOutput(0, text[:end], ())):
+            for call in piece.delta.tool_calls or []:
+                sent += call.function.arguments
+        longest = max(longest, time.thread_time() - step)
+    for piece in writer.write(CompletionOutput(0, text, (), finish_reason="length")):
+        for call in getattr(piece.delta, "tool_calls", None) or []:
+            sent += call.function.arguments
+    calls = parser(text, True).calls
+    assert sent == (calls[0].arguments if calls else "")
+    assert time.thread_time() - began < 6
+    assert longest < 0.5
+
+
+def test_a_prompt_too_long_for_the_model_costs_the_loop_little():
+    ids = [5] * 1_000_000
+    body = json.dumps({"prompt": ids}).encode()
+    status, longest_s = asyncio.run(ask(FakeEngine(), "/v1/completions", body))
+    assert status == 400
+    assert longest_s < 1
+    assert SUMMARY.max_model_len < len(ids)

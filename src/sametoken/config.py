@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sametoken.core.acceptance_options import KEYED, SYNTHETIC, check_acceptance
 from sametoken.core.lookup_options import check_lookups
-from sametoken.core.option_values import json_object, suggestion, typed
-from sametoken.errors import ConfigError
+from sametoken.core.option_values import (
+    json_object,
+    require_path,
+    require_types,
+    suggestion,
+    typed,
+)
+from sametoken.errors import ConfigError, shown
 
 EXTRACT = "extract_hidden_states"
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", EXTRACT)
@@ -25,6 +32,8 @@ HEADS = ("eagle", "eagle3", "mtp")
 QUANTIZATIONS = ("fp8",)
 MAX_SPECULATIVE_TOKENS = 64
 MAX_MTP_TOKENS = 8
+# Each token more is one more pass over the matches.
+MAX_LOOKUP_TOKENS = 1024
 # Fewest and most num_speculative_tokens where they are not 1..64. Extraction drafts nothing;
 # vLLM wants it to say 1.
 _NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
@@ -53,7 +62,7 @@ class SpeculativeConfig:
     model: str | None = option(
         None, "the drafter's checkpoint, or smollm2-eagle3; eagle3 may leave it out with smollm2"
     )
-    prompt_lookup_max: int = option(5, "ngram: longest suffix to match, in tokens")
+    prompt_lookup_max: int = option(5, "ngram: longest suffix to match, in tokens, <= 1024")
     prompt_lookup_min: int = option(1, "ngram: shortest suffix to match, in tokens")
     suffix_decoding_max_tree_depth: int = option(24, "suffix: longest match, in tokens")
     suffix_decoding_max_cached_requests: int = option(
@@ -117,14 +126,17 @@ class SpeculativeConfig:
         return tuple(min(max(drafts - i, 0.0), 1.0) for i in range(k))
 
     def __post_init__(self) -> None:
+        require_types(self, _SPECULATIVE)
+        for name in ("model", "token_map", "shared_storage_path"):
+            require_path(_SPECULATIVE + name, getattr(self, name))
         if self.method not in METHODS:
             raise ConfigError(
-                f"speculative method {self.method!r} is not known", f"use one of {METHODS}"
+                f"speculative method {shown(self.method)} is not known", f"use one of {METHODS}"
             )
         least, most = _NUM_TOKENS.get(self.method, (1, MAX_SPECULATIVE_TOKENS))
         if not least <= self.num_model_tokens <= most:
             raise ConfigError(
-                f"num_speculative_tokens={self.num_model_tokens} is not possible with "
+                f"num_speculative_tokens={shown(self.num_model_tokens)} is not possible with "
                 f"method {self.method!r}",
                 f"use an integer from {least} to {most}",
             )
@@ -134,11 +146,11 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"method {self.method!r} loads no drafter of its own", 'leave "model" out'
             )
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= MAX_LOOKUP_TOKENS:
             raise ConfigError(
-                f"prompt_lookup_min={self.prompt_lookup_min} and "
-                f"prompt_lookup_max={self.prompt_lookup_max} leave nothing to match",
-                "use 1 <= min <= max",
+                f"prompt_lookup_min={shown(self.prompt_lookup_min)} and "
+                f"prompt_lookup_max={shown(self.prompt_lookup_max)} leave nothing to match",
+                f"use 1 <= min <= max <= {MAX_LOOKUP_TOKENS}",
             )
         _check_head_options(self)
         check_lookups(self, MAX_SPECULATIVE_TOKENS)
@@ -156,13 +168,19 @@ class SpeculativeConfig:
             return value
         if isinstance(value, str):
             value = json_object(value)
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"speculative_config={shown(value)} is not possible", "give a mapping or its JSON"
+            )
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for key in value:
             if key not in fields:
                 raise ConfigError(
-                    f"unknown key {key!r} in speculative config", suggestion(key, fields)
+                    f"unknown key {shown(key)} in speculative config", suggestion(str(key), fields)
                 )
-        given = {key: typed(key, fields[key].type, one) for key, one in value.items()}
+        given = {
+            key: typed(_SPECULATIVE + key, fields[key].type, one) for key, one in value.items()
+        }
         method = given.get("method", "")
         if method == "suffix" and "num_speculative_tokens" not in given:
             depth = fields["suffix_decoding_max_tree_depth"]
@@ -212,22 +230,17 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = option(None, "JSON: how drafts are made")
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not possible", f"use one of {allowed}"
-                )
-        for name, low, high in _LIMITS:
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(
-                    f"{name}={value!r} is not possible", f"use an integer from {low} to {high}"
-                )
+        self._check_choices()
+        self._check_numbers()
+        require_types(self)
+        for name in _PATHS:
+            require_path(name, getattr(self, name))
+        if self.speculative_config is not None:
+            speculative = SpeculativeConfig.parse(self.speculative_config)
+            object.__setattr__(self, "speculative_config", speculative)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} is not possible",
+                f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} is not possible",
                 "use a number above 0 and up to 1",
             )
         if self.block_size and self.prefill_chunk_size % self.block_size:
@@ -236,6 +249,27 @@ class EngineConfig:
                 f"block_size={self.block_size}",
                 "choose a multiple",
             )
+
+    def _check_choices(self) -> None:
+        for name in _PATHS:
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name}={shown(getattr(self, name))} is not possible", f"use one of {allowed}"
+                )
+
+    def _check_numbers(self) -> None:
+        for name, low, high in _LIMITS:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise ConfigError(
+                    f"{name}={shown(value)} is not possible",
+                    f"use an integer from {low} to {high}",
+                )
 
     @property
     def synthetic(self) -> tuple[str, ...]:
@@ -270,16 +304,17 @@ class EngineConfig:
         for name in options:
             if name not in fields:
                 raise ConfigError(f"unknown option {name!r}", suggestion(name, fields))
-        if options.get("speculative_config") is not None:
-            options["speculative_config"] = SpeculativeConfig.parse(options["speculative_config"])
         return cls(**options)
 
 
+# Before the name of a key in an error.
+_SPECULATIVE = "speculative config: "
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "safetensors", "gguf", DUMMY),
 }
+_PATHS = ("model", "tokenizer")
 _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
 _LIMITS = (
     ("seed", 0, 2**63 - 1),
@@ -304,7 +339,7 @@ def _check_head_options(config: SpeculativeConfig) -> None:
             )
     if config.quantization not in (None, *QUANTIZATIONS):
         raise ConfigError(
-            f"quantization {config.quantization!r} is not known", f"use one of {QUANTIZATIONS}"
+            f"quantization {shown(config.quantization)} is not known", f"use one of {QUANTIZATIONS}"
         )
 
 
@@ -321,9 +356,11 @@ def _check_extraction(config: SpeculativeConfig) -> None:
         raise ConfigError(
             f"method {EXTRACT!r} needs a directory to write to", 'set "shared_storage_path"'
         )
-    if layers is not None and not (layers and all(isinstance(i, int) and i >= 0 for i in layers)):
+    if layers is not None and not (
+        layers and all(isinstance(i, int) and 0 <= i < 2**31 for i in layers)
+    ):
         raise ConfigError(
-            f"eagle_aux_hidden_state_layer_ids={list(layers)} are no layers",
+            f"eagle_aux_hidden_state_layer_ids={shown(layers)} are no layers",
             "give a list of integers from 0 on",
         )
     if config.rejection_sample_method == SYNTHETIC:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, shown
 
 KEYED, SYNTHETIC = "keyed", "synthetic"
 # vLLM's and others' methods, under which speculation changes tokens.
@@ -31,7 +31,8 @@ def check_acceptance(config: Any) -> None:
         )
     if method not in (KEYED, SYNTHETIC):
         raise ConfigError(
-            f"rejection_sample_method {method!r} is not known", f"use {KEYED!r} or {SYNTHETIC!r}"
+            f"rejection_sample_method {shown(method)} is not known",
+            f"use {KEYED!r} or {SYNTHETIC!r}",
         )
     rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
     num_given = (rates is not None) + (length is not None)
@@ -50,7 +51,7 @@ def check_acceptance(config: Any) -> None:
     most = config.num_speculative_tokens + 1
     if length is not None and not 1 <= length <= most:
         raise ConfigError(
-            f"synthetic_acceptance_length={length} is not possible",
+            f"synthetic_acceptance_length={shown(length)} is not possible",
             f"use a number from 1 to {most}, the drafts and the target's own token",
         )
 
@@ -59,7 +60,7 @@ def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
     falls = all(a >= b for a, b in itertools.pairwise(rates))
     if not rates or not falls or not all(0 <= rate <= 1 for rate in rates):
         raise ConfigError(
-            f"synthetic_acceptance_rates={list(rates)} are not possible",
+            f"synthetic_acceptance_rates={shown(list(rates))} are not possible",
             "give numbers from 0 to 1, none above the one before it",
         )
     if len(rates) > num_drafts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, shown
 
 #: Methods that match text, and those before which such a match may go.
 LOOKUPS = ("ngram", "suffix")
@@ -31,7 +31,7 @@ def check_lookups(config: Any, most: int) -> None:
     for name, (low, high) in _SUFFIX_LIMITS.items():
         value = getattr(config, name)
         if not low <= value <= high:
-            raise ConfigError(f"{name}={value} is not possible", f"use {low} to {high}")
+            raise ConfigError(f"{name}={shown(value)} is not possible", f"use {low} to {high}")
     if config.cascade is not None:
         _check_cascade(config, most)
     elif config.cascade_model_tokens is not None:
@@ -42,13 +42,13 @@ def _check_cascade(config: Any, most: int) -> None:
     lookup, method = config.cascade, config.method
     if lookup not in LOOKUPS or method not in CASCADED:
         raise ConfigError(
-            f"cascade {lookup!r} with method {method!r} is not possible",
+            f"cascade {shown(lookup)} with method {method!r} is not possible",
             f"put one of {LOOKUPS} before one of {CASCADED}",
         )
     longest = config.suffix_decoding_max_tree_depth if lookup == "suffix" else 64
     if not 1 <= config.cascade_min_match <= longest:
         raise ConfigError(
-            f"cascade_min_match={config.cascade_min_match} is not possible",
+            f"cascade_min_match={shown(config.cascade_min_match)} is not possible",
             f"use an integer from 1 to {longest}",
         )
     own, num_tokens = config.num_model_tokens, config.num_speculative_tokens

@@ -155,7 +155,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """All completions of one request."""
+    """All completions of one request.
+
+    ``prompt_logprobs`` covers the whole prompt or is None: of a request that failed or was
+    aborted in its prompt, how far the chunks had come is not told.
+    """
 
     request_id: str
     prompt: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from sametoken.core.outputs import PositionLogprobs
@@ -34,6 +35,14 @@ class EngineRequest:
     grammar: Grammar | None = None
     max_drafts: int | None = None
     use_prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if self.params.logit_bias is None:
+            return
+        # Of its own: what was checked may be changed by its owner before it is admitted.
+        params = copy.copy(self.params)
+        object.__setattr__(params, "logit_bias", dict(self.params.logit_bias))
+        object.__setattr__(self, "params", params)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from sametoken.engine.resolve import (
     MemoryPlan,
     ResolvedConfig,
     plan_memory,
+    require_memory,
     require_quantization,
     require_ranks,
     resolve_device,
@@ -119,8 +121,9 @@ def build_engine(
     try:
         ranks = start_ranks(replace(asked.config, model=str(asked.path)), asked.device)
         with ranks.stopped_by_errors():
-            loaded = _load(asked, ranks, extraction, announce)
-            eager, runner = _assemble(loaded, ranks, announce)
+            with _memory_suffices():
+                loaded = _load(asked, ranks, extraction, announce)
+                eager, runner = _assemble(loaded, ranks, announce)
             scheduler = Scheduler(_limits(loaded, eager.drafter))
             leader = ranks.lead(runner)
             return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks)
@@ -136,8 +139,28 @@ def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
         SametokenError: as in ``build_engine``.
     """
     asked = _examine(config, _say_nothing)
-    _, runner = _assemble(_load(asked, ranks, NoExtraction(), _say_nothing), ranks, _say_nothing)
+    with _memory_suffices():
+        loaded = _load(asked, ranks, NoExtraction(), _say_nothing)
+        _, runner = _assemble(loaded, ranks, _say_nothing)
     return runner
+
+
+@contextmanager
+def _memory_suffices() -> Iterator[None]:
+    """Memory that cannot be had is an error of the options."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        first_line = str(error).partition("\n")[0]
+        # On a CPU torch has no type of its own for it.
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_memory and "can't allocate memory" not in first_line:
+            raise
+        raise ConfigError(
+            f"the model does not fit the memory ({first_line or 'MemoryError'})",
+            "lower num_kv_blocks, kv_cache_memory_bytes, max_num_seqs or max_model_len, "
+            "or use a smaller model",
+        ) from error
 
 
 def _say_nothing(text: str) -> None:
@@ -259,6 +282,7 @@ def _load(
             drafter.recurrent_spec,
         ),
     )
+    require_memory(resolved)
     return _Loaded(target, drafter, kernels, memory, resolved, extraction)
 
 

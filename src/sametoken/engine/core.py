@@ -73,7 +73,7 @@ class EngineCore:
     def release(
         self, request_id: str, num_kept_tokens: int | None = None, *, aborted: bool = False
     ) -> None:
-        """End a request, finished or aborted; unknown ids are ignored.
+        """End a request, finished or aborted; unknown ids are ignored, and all once it is dead.
 
         Args:
             request_id: whom to end.
@@ -81,10 +81,17 @@ class EngineCore:
                 serve later prompts; None if that is not known.
             aborted: it was ended before its time.
         """
+        # A step cut short leaves the scheduler in no state to be asked.
+        if self._failure is not None:
+            return
         self.scheduler.release(request_id, num_kept_tokens)
         self._extraction.end(request_id, num_kept_tokens, aborted=aborted)
+        self._flush_at_rest()
+
+    def stop(self, cause: BaseException) -> None:
+        """Serve nothing from now on; the first cause is kept."""
         if self._failure is None:
-            self._flush_at_rest()
+            self._failure = cause
 
     def step(self) -> tuple[RequestUpdate, ...]:
         """Enqueue the next step; settle the oldest once enough are in flight.
@@ -97,7 +104,7 @@ class EngineCore:
             return self._step()
         except BaseException as error:
             # A step cut short, by Ctrl-C too, leaves the device's truth half written.
-            self._failure = error
+            self.stop(error)
             self._extraction.close()
             if not isinstance(error, Exception):
                 raise
@@ -123,6 +130,7 @@ class EngineCore:
 
     def _require_alive(self) -> None:
         if self._failure is not None:
+            how = "" if isinstance(self._failure, Exception) else " cut a step short"
             raise EngineDeadError(
-                f"the engine stopped after {self._failure!r}", "restart the engine"
+                f"the engine stopped after {self._failure!r}{how}", "restart the engine"
             )

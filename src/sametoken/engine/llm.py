@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 from sametoken.config import DEFAULT_MODEL, EngineConfig
@@ -14,6 +15,7 @@ from sametoken.core.outputs import RequestOutput, SpeculationMetrics
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
+from sametoken.engine.exclusive import Exclusive
 from sametoken.engine.generation_defaults import default_sampling_params
 from sametoken.engine.input_processor import (
     InputProcessor,
@@ -24,16 +26,24 @@ from sametoken.engine.input_processor import (
     params_of,
     prompts_of,
 )
+from sametoken.engine.interrupts import DeferredInterrupts
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.engine.tokenizer import Messages, Tokenizer, all_eos_ids, load_tokenizer_of
-from sametoken.errors import RequestError, SametokenError
+from sametoken.errors import RequestError
 
 _logger = logging.getLogger("sametoken")
 
 
 class LLM:
     """A model that is loaded and ready.
+
+    Threads may share it: their requests run in the same steps, and each thread gets its own
+    outputs. Ctrl-C, or another signal whose handler raises, ends the call that it interrupts,
+    once the step under way is done (a step of long prompts may take seconds on a CPU); its
+    requests are aborted and the ``LLM`` serves the next call. A second Ctrl-C cuts the step, and
+    then every later call raises ``EngineDeadError``: make another ``LLM``. So does a call in a
+    fork of the process that made it.
 
     Args:
         model: checkpoint directory, GGUF file, or a known name.
@@ -69,6 +79,7 @@ class LLM:
     def _start(self, engine: EngineCore, tokenizer: Tokenizer | None) -> None:
         model = engine.resolved.model
         self._engine = engine
+        self._exclusive = Exclusive()
         self._tokenizer = tokenizer
         self._inputs = InputProcessor(
             tokenizer,
@@ -131,7 +142,8 @@ class LLM:
 
         Raises:
             RequestError: a prompt or a parameter is invalid; nothing has run then.
-            EngineDeadError: the engine failed as a whole.
+            EngineDeadError: the engine failed as a whole, or this is a fork.
+            KeyboardInterrupt: Ctrl-C, once the step under way is done.
         """
         tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
         return self._run(tokenized, sampling_params, use_tqdm)
@@ -167,7 +179,7 @@ class LLM:
         """Complete one prompt, giving the output so far after every step that adds to it.
 
         Text once given is never taken back. The request starts with the first ``next``;
-        closing the iterator aborts it.
+        closing the iterator aborts it, as does whatever ``next`` raises.
 
         Raises:
             RequestError: the prompt or a parameter is invalid.
@@ -178,9 +190,12 @@ class LLM:
         return self._stream(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request where it stands; its output says ``"abort"``. Unknown ids are ignored."""
-        processed = self._outputs.abort(request_id, time.monotonic())
-        self._collect(processed.outputs, processed.released, aborted=True)
+        """End a request where it stands; its output says ``"abort"``. Unknown ids are ignored.
+
+        Any thread, signal handler or finalizer may call this; it never waits. While another
+        thread runs a step, the request ends with that step.
+        """
+        self._later(partial(self._end, request_id))
 
     def _run(
         self,
@@ -195,57 +210,114 @@ class LLM:
             self._inputs.process(next(self._request_ids), prompt, chosen)
             for prompt, chosen in zip(prompts, params, strict=True)
         ]
-        self._submit(requests, stream=False)
         request_ids = [request.request_id for request in requests]
-        waiting = set(request_ids)
-        try:
-            with _progress(len(request_ids), shown=use_tqdm) as advance:
-                while waiting:
-                    self._step()
-                    done = waiting & self._latest.keys()
-                    waiting -= done
-                    advance(len(done))
-        except BaseException:
-            for request_id in request_ids:
-                self.abort(request_id)
-                self._latest.pop(request_id, None)
-            raise
-        self._drain()
-        return [self._latest.pop(request_id) for request_id in request_ids]
+        waiting, outputs = set(request_ids), dict[str, RequestOutput]()
+        with self._interrupts() as interrupts:
+            try:
+                self._submit(requests, interrupts, stream=False)
+                with _progress(len(request_ids), shown=use_tqdm) as advance:
+                    while waiting:
+                        ready = self._advance(waiting, interrupts)
+                        outputs |= ready
+                        waiting -= ready.keys()
+                        advance(len(ready))
+                self._drain(interrupts)
+            except BaseException:
+                self._later(partial(self._forget, request_ids))
+                raise
+        return [outputs[request_id] for request_id in request_ids]
 
-    def _submit(self, requests: Sequence[ProcessedRequest], *, stream: bool) -> None:
+    def _submit(
+        self,
+        requests: Sequence[ProcessedRequest],
+        interrupts: DeferredInterrupts,
+        *,
+        stream: bool,
+    ) -> None:
         """Queue all requests or, if the engine refuses one of them, none."""
         completions = [completion for request in requests for completion in request.completions]
-        for position, completion in enumerate(completions):
+        num_added = 0
+        with self._exclusive.held(interrupts.check):
             try:
-                self._engine.add_request(completion)
-            except SametokenError:
-                for added in completions[:position]:
+                for completion in completions:
+                    self._engine.add_request(completion)
+                    num_added += 1
+                now = time.monotonic()
+                for request in requests:
+                    self._outputs.add(request, now, stream=stream)
+            except Exception:
+                for added in completions[:num_added]:
                     self._engine.release(added.request_id)
                 raise
-        now = time.monotonic()
-        for request in requests:
-            self._outputs.add(request, now, stream=stream)
 
     def _stream(self, request: ProcessedRequest) -> Iterator[RequestOutput]:
-        self._submit([request], stream=True)
-        finished = False
+        request_id, finished = request.request_id, False
         try:
+            with self._interrupts() as interrupts:
+                self._submit([request], interrupts, stream=True)
             while not finished:
-                while request.request_id not in self._latest:
-                    self._step()
-                output = self._latest.pop(request.request_id)
+                output = self._next_output(request_id)
                 finished = output.finished
                 yield output
         finally:
-            self.abort(request.request_id)
-            self._latest.pop(request.request_id, None)
-        self._drain()
+            self._later(partial(self._forget, [request_id]))
+        with self._interrupts() as interrupts:
+            self._drain(interrupts)
 
-    def _step(self) -> None:
-        updates = self._engine.step()
-        processed = self._outputs.process(updates, time.monotonic())
-        self._collect(processed.outputs, processed.released)
+    def _next_output(self, request_id: str) -> RequestOutput:
+        with self._interrupts() as interrupts:
+            while not (ready := self._advance({request_id}, interrupts)):
+                pass
+        return ready[request_id]
+
+    def _advance(
+        self, waiting: Set[str], interrupts: DeferredInterrupts
+    ) -> dict[str, RequestOutput]:
+        """Outputs of these requests, by id; where there are none yet, after one more step."""
+        interrupts.check()
+        with self._exclusive.held(interrupts.check):
+            if waiting.isdisjoint(self._latest):
+                self._step(interrupts)
+            return {one: self._latest.pop(one) for one in waiting & self._latest.keys()}
+
+    def _step(self, interrupts: DeferredInterrupts) -> None:
+        try:
+            updates = interrupts.cuttable(self._engine.step)
+            processed = self._outputs.process(updates, time.monotonic())
+            self._collect(processed.outputs, processed.released)
+        except BaseException as error:
+            # Tokens that were not taken in are lost to all who wait for them.
+            self._engine.stop(error)
+            raise
+
+    def _drain(self, interrupts: DeferredInterrupts) -> None:
+        """Settle the steps that finished requests left in flight.
+
+        Only where all went well: an interrupted engine may never come to rest.
+        """
+        resting = False
+        while not resting:
+            interrupts.check()
+            with self._exclusive.held(interrupts.check):
+                resting = bool(self._outputs.num_unfinished) or not self._engine.has_unfinished
+                if not resting:
+                    self._step(interrupts)
+
+    def _interrupts(self) -> DeferredInterrupts:
+        return DeferredInterrupts(self._engine.stop)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        with self._interrupts():
+            self._exclusive.later(work)
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._end(request_id)
+            self._latest.pop(request_id, None)
+
+    def _end(self, request_id: str) -> None:
+        processed = self._outputs.abort(request_id, time.monotonic())
+        self._collect(processed.outputs, processed.released, aborted=True)
 
     def _collect(
         self,
@@ -260,14 +332,6 @@ class LLM:
             self._latest[output.request_id] = output
             if output.finished:
                 self._speculation += output.metrics.speculation
-
-    def _drain(self) -> None:
-        """Settle the steps that finished requests left in flight.
-
-        Only where all went well: an interrupted engine may never come to rest.
-        """
-        while not self._outputs.num_unfinished and self._engine.has_unfinished:
-            self._engine.step()
 
 
 @contextlib.contextmanager

@@ -132,7 +132,9 @@ class _Request:
         self._metrics = replace(self._metrics, finished_time=now)
 
     def output(self) -> RequestOutput:
-        wanted = self._processed.params.prompt_logprobs is not None
+        # All or none: where a chunk ends must not show in what a failed request reports.
+        scored = len(self._prompt_logprobs) == len(self._processed.prompt.token_ids)
+        wanted = self._processed.params.prompt_logprobs is not None and scored
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._processed.prompt.text,

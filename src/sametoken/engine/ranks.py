@@ -7,6 +7,7 @@ none of them. A socket pair joins it to each: the kernel closes a dead process's
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import socket
@@ -254,7 +255,7 @@ class LeadingRank:
         size = config.tensor_parallel_size
         directory = TemporaryDirectory(prefix="sametoken-")
         self.followers = tuple(Follower(rank) for rank in range(1, size))
-        self._end = weakref.finalize(self, _stop, self.followers, directory)
+        self._end = weakref.finalize(self, _stop, os.getpid(), self.followers, directory)
         try:
             for follower in self.followers:
                 follower.send(encode(Enlist(config, follower.rank, directory.name)))
@@ -333,7 +334,10 @@ class LeadingRank:
         return [follower.expect(kind) for follower in self.followers]
 
 
-def _stop(followers: tuple[Follower, ...], directory: TemporaryDirectory[str]) -> None:
+def _stop(owner: int, followers: tuple[Follower, ...], directory: TemporaryDirectory[str]) -> None:
+    # A fork shares the sockets: at its end it must not hang up for the process that it left.
+    if os.getpid() != owner:
+        return
     for follower in followers:
         follower.hang_up()
     for follower in followers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -263,11 +264,13 @@ def plan_memory(
         reasons["max_model_len"] = "the model's longest position"
     most_useful = config.max_num_seqs * -(-(max_len + extra_tokens) // block_size)
     block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
-    if config.num_kv_blocks is not None:
+    if not block_bytes:
+        # A model without any attention has no KV. Blocks cost nothing, and cache nothing.
+        num_blocks = min(config.num_kv_blocks or most_useful, most_useful)
+    elif config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     else:
-        # A model without any attention has no KV, and blocks of it cost nothing.
-        num_blocks = min(budget // block_bytes, most_useful) if block_bytes else most_useful
+        num_blocks = min(budget // block_bytes, most_useful)
         reasons["num_kv_blocks"] = f"{num_blocks * block_bytes} of {budget} bytes"
     longest = num_blocks * block_size - extra_tokens
     if longest < max_len:
@@ -280,3 +283,35 @@ def plan_memory(
         max_len = longest
         reasons["max_model_len"] = "what the KV memory holds for one request"
     return MemoryPlan(max_len, num_blocks, reasons)
+
+
+def require_memory(resolved: ResolvedConfig) -> None:
+    """Refuse caches and tables that the machine could not hold, before they are allocated.
+
+    Raises:
+        ConfigError: naming how many KV blocks fit, or what takes the room of the first.
+    """
+    config, num_blocks = resolved.config, resolved.num_kv_blocks
+    available = _memory_of(resolved.device)
+    table_bytes = 8 * (config.max_num_seqs + 1) * (resolved.max_model_len + config.num_drafts + 1)
+    needed = resolved.kv_bytes + resolved.recurrent_bytes + table_bytes
+    if needed <= available:
+        return
+    block_bytes = resolved.kv_bytes // (num_blocks + 1)
+    rest = available - resolved.recurrent_bytes - table_bytes
+    fits = rest // block_bytes - 1 if block_bytes else 0
+    raise ConfigError(
+        f"{num_blocks} KV blocks and max_num_seqs={config.max_num_seqs} with "
+        f"max_model_len={resolved.max_model_len} need {needed} bytes, and "
+        f"{resolved.device.type} memory has {available}",
+        f"use num_kv_blocks={fits} or fewer, or set kv_cache_memory_bytes"
+        if fits > 0
+        else "lower max_num_seqs or max_model_len",
+    )
+
+
+def _memory_of(device: torch.device) -> int:
+    """Bytes that are free on a GPU once the weights are there; all that a host has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

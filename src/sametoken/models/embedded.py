@@ -37,7 +37,8 @@ def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
         CheckpointError: neither a path nor a model's short name, or the embedded model
             cannot be fetched or is not the file it should be, or there is no checkout.
     """
-    path = Path(name).expanduser()
+    # Of os.path, which leaves a home that nobody has as it is.
+    path = Path(os.path.expanduser(name))
     if path.exists():
         return path
     if name == HYBRID_NAME:

@@ -130,6 +130,9 @@ class ScriptedEngine:
         self.num_kept[request_id] = num_kept_tokens
         self._live.pop(request_id, None)
 
+    def stop(self, cause: BaseException) -> None:
+        self._dead = True
+
     def step(self) -> tuple[RequestUpdate, ...]:
         self.num_steps += 1
         if self._dead:

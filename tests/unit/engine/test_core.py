@@ -109,9 +109,20 @@ def test_a_failure_ends_the_engine(event):
             call()
         assert caught.value.remedy == "restart the engine"
     assert scripted.log == so_far
+    core.release("x", 5)
+    assert scripted.log == so_far
+
+
+def test_an_engine_that_is_stopped_says_after_what():
+    scripted = Scripted(2)
+    core = core_over(scripted, 1)
+    core.stop(KeyboardInterrupt())
+    core.stop(ValueError("later"))
+    for call in (core.step, lambda: core.add_request("x")):
+        with pytest.raises(EngineDeadError, match=r"KeyboardInterrupt\(\) cut a step short"):
+            call()
     core.release("x")
-    core.release("y", 5)
-    assert scripted.log == [*so_far, "release x None", "release y 5"]
+    assert scripted.log == []
 
 
 def test_a_refused_request_is_the_caller_s_error_alone():

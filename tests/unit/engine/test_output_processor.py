@@ -250,6 +250,14 @@ def test_candidates_get_their_texts_and_the_first_prompt_token_has_none(run, tok
     assert third[42].rank == 4
 
 
+def test_prompt_candidates_are_told_all_or_none(run):
+    request = run(logprobs=None, prompt_logprobs=0)
+    request.emit(samples=False, prompt_logprobs=({41: Logprob(-2.0, 3)},))
+    output, _ = request.emit(poisoned=True)
+    assert completion(output).finish_reason == "error"
+    assert output.prompt_logprobs is None
+
+
 def test_without_detokenize_there_is_no_text(run, tokenizer):
     output, _ = run(detokenize=False).emit(*tokenizer.encode("the cat"), EOS)
     assert completion(output).text == ""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import threading
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -221,3 +223,15 @@ def test_what_ranks_cannot_do_is_refused_before_any_starts(path, size, match):
     with pytest.raises(ConfigError, match=match):
         build_engine(config_of(path, tensor_parallel_size=size))
     assert children() == []
+
+
+def test_a_fork_does_not_end_the_ranks_of_the_process_it_left():
+    calls = []
+    follower = SimpleNamespace(
+        hang_up=lambda: calls.append("hang up"), stop=lambda: calls.append("stop")
+    )
+    directory = SimpleNamespace(cleanup=lambda: calls.append("cleanup"))
+    ranks._stop(os.getpid() + 1, (follower,), directory)
+    assert calls == []
+    ranks._stop(os.getpid(), (follower,), directory)
+    assert calls == ["hang up", "stop", "cleanup"]

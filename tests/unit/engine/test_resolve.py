@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from helpers.toy import toy_config
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import (
     CPU_KV_BYTES,
+    ResolvedConfig,
     plan_memory,
+    require_memory,
     require_quantization,
     resolve_device,
     resolve_dtype,
@@ -199,3 +202,47 @@ def test_quantized_heads_are_refused_elsewhere(monkeypatch):
 def test_a_model_without_attention_has_as_many_blocks_as_are_useful():
     none = dataclasses.replace(SPEC, num_layers=0)
     assert plan(specs=(none,)).num_kv_blocks == 4 * 512 // BLOCK
+
+
+def sized(num_kv_blocks: int, recurrent_bytes: int = 0, **options) -> ResolvedConfig:
+    return ResolvedConfig(
+        config=EngineConfig(**{"max_num_seqs": 3} | options),
+        model_path=Path("nowhere"),
+        model=MODEL,
+        dtype=torch.float32,
+        device=CPU,
+        max_model_len=255,
+        num_kv_blocks=num_kv_blocks,
+        kernels="none",
+        reasons={},
+        weights_bytes=0,
+        kv_bytes=BLOCK_BYTES * (num_kv_blocks + 1),
+        recurrent_bytes=recurrent_bytes,
+    )
+
+
+def test_caches_fit_the_memory_or_are_refused_with_what_fits(monkeypatch):
+    # Tables of 4 slots, 256 positions and 8 bytes, the reserved block, and 10 more.
+    memory = {"SC_PHYS_PAGES": 4 * 256 * 8 + BLOCK_BYTES * 11, "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr("os.sysconf", memory.__getitem__)
+    require_memory(sized(10))
+    with pytest.raises(ConfigError, match="11 KV blocks") as caught:
+        require_memory(sized(11))
+    assert "num_kv_blocks=10 or fewer" in caught.value.remedy
+    with pytest.raises(ConfigError, match="max_num_seqs=3 with max_model_len=255") as caught:
+        require_memory(sized(10, recurrent_bytes=10**6))
+    assert caught.value.remedy == "lower max_num_seqs or max_model_len"
+
+
+def test_on_a_gpu_what_is_free_is_what_fits(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**5, 10**9))
+    resolved = dataclasses.replace(sized(10), device=torch.device("cuda"))
+    require_memory(resolved)
+    with pytest.raises(ConfigError, match="cuda memory has 100000"):
+        require_memory(dataclasses.replace(resolved, kv_bytes=10**5))
+
+
+def test_blocks_that_hold_nothing_are_as_many_as_requests_can_use():
+    none = KVSpec(num_layers=0, num_kv_heads=1, head_dim=8, dtype=torch.bfloat16)
+    for asked in (None, 2**31):
+        assert plan(specs=(none,), num_kv_blocks=asked).num_kv_blocks == 4 * 512 // BLOCK

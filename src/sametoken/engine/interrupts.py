@@ -1,0 +1,93 @@
+"""What signal handlers raise, kept until work may be interrupted."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, TypeVar
+
+#: Signals from outside whose handlers may raise; SIGINT, which is Ctrl-C, is masked first.
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+)
+
+T = TypeVar("T")
+
+
+class DeferredInterrupts:
+    """A block that no signal handler's exception cuts.
+
+    Handlers run when they always do. What the first of them raises, ``KeyboardInterrupt`` as
+    a rule, waits for ``check`` or the end of the block. A second Ctrl-C is raised at once
+    while ``cuttable`` work runs. Signals belong to the main thread: elsewhere, and where the
+    interpreter handles none, the block changes nothing.
+
+    Args:
+        on_cut: told what is about to be raised in the midst of ``cuttable`` work.
+    """
+
+    def __init__(self, on_cut: Callable[[BaseException], None]) -> None:
+        self._on_cut = on_cut
+        self._former: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._pending: BaseException | None = None
+        self._num_sigints = 0
+        self._may_cut = False
+
+    def __enter__(self) -> DeferredInterrupts:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        # All are known before the first is replaced: the new handler looks the old one up.
+        former = {number: signal.getsignal(number) for number in SIGNALS}
+        self._former = {n: handler for n, handler in former.items() if callable(handler)}
+        try:
+            for number in self._former:
+                signal.signal(number, self._handle)
+        except ValueError:
+            # The main thread of a subinterpreter has no signals either.
+            self._former.clear()
+        except BaseException:
+            self._restore()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what waits, if anything does."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            raise pending
+
+    def cuttable(self, work: Callable[[], T]) -> T:
+        """Do work that may take long; a second Ctrl-C cuts it, after ``on_cut``."""
+        self._may_cut = True
+        try:
+            return work()
+        finally:
+            self._may_cut = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._former[number](number, frame)
+        except BaseException as error:
+            self._num_sigints += number == signal.SIGINT
+            if self._may_cut and number == signal.SIGINT and self._num_sigints > 1:
+                self._on_cut(error)
+                raise
+            if self._pending is None:
+                self._pending = error
+
+    def _restore(self) -> None:
+        # SIGINT last, so that nothing interrupts this; what was replaced since stays.
+        for number, former in reversed(self._former.items()):
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, former)

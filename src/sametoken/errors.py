@@ -97,7 +97,7 @@ class NumericalError(SametokenError):
 
 
 class StructuredOutputError(SametokenError):
-    """No token satisfies a request's grammar and its other parameters; it fails alone."""
+    """A request's grammar cannot be followed any further; the request fails alone."""
 
 
 class EngineDeadError(SametokenError):

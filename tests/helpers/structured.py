@@ -14,6 +14,7 @@ from helpers.toy import ToyModel
 from sametoken.core.request import EngineRequest
 from sametoken.core.structured_outputs import StructuredOutputs
 from sametoken.engine.grammar import GrammarCompiler
+from sametoken.engine.grammar_trials import ThreadTrials
 from sametoken.engine.tokenizer import Tokenizer
 
 EOS, SPECIAL = 0, 1
@@ -44,7 +45,7 @@ def model() -> ToyModel:
 
 @lru_cache
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(tokenizer(), VOCAB, (EOS,))
+    return GrammarCompiler(tokenizer(), VOCAB, (EOS,), ThreadTrials())
 
 
 def ids(text: str) -> list[int]:

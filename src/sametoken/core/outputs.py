@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sametoken.core.structured_outputs import Stuck
+
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
@@ -27,7 +29,7 @@ class RowResult:
         num_accepted: accepted drafts, 0..num_drafts; the bonus token is not counted.
         token_ids: accepted drafts and the next token; empty for a row that does not sample.
         poisoned: the row cannot be judged; its tokens and counts are meaningless.
-        stuck: it is poisoned since no token was allowed, not since its logits held NaN.
+        stuck: why no token was allowed, if that is why it is poisoned, not a NaN.
         logprobs: one entry per token of ``token_ids`` if the request asked for them.
         prompt_logprobs: entries for prompt positions ``first + 1 ..`` of this chunk, where
             ``first`` is the chunk's first position, if the request asked for them.
@@ -37,7 +39,7 @@ class RowResult:
     num_accepted: int
     token_ids: tuple[int, ...]
     poisoned: bool = False
-    stuck: bool = False
+    stuck: Stuck = Stuck.NOT
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sametoken.core.outputs import PositionLogprobs
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.core.structured_outputs import Grammar
+from sametoken.core.structured_outputs import Grammar, Stuck
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RequestUpdate:
         samples: whether the step reached the end of the prompt and so emitted tokens.
         num_cached: prompt positions that the prefix cache supplied.
         poisoned: the row cannot be judged; ``token_ids`` is empty and the request is released.
-        stuck: it is poisoned since no token was allowed, not since its logits held NaN.
+        stuck: why no token was allowed, if that is why it is poisoned, not a NaN.
         logprobs: one entry per token of ``token_ids``, if asked for.
         prompt_logprobs: entries of prompt positions, in order, if asked for; the first
             prompt token has none.
@@ -68,6 +68,6 @@ class RequestUpdate:
     samples: bool
     num_cached: int
     poisoned: bool = False
-    stuck: bool = False
+    stuck: Stuck = Stuck.NOT
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None

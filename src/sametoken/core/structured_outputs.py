@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import Any, Protocol
 
 from sametoken.errors import RequestError, shown
@@ -30,11 +31,39 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled grammar over token ids. The host passes it on; the verifier uses it."""
+    """A grammar over token ids. The host passes it on; the verifier uses it."""
+
+    def is_ready(self) -> bool:
+        """Whether ``new_matcher`` answers at once."""
+        ...
+
+    def prepare(self) -> None:
+        """Do what ``new_matcher`` would take long for. Any thread may call this.
+
+        Raises:
+            SametokenError: it cannot be done, now or ever.
+        """
+        ...
 
     def new_matcher(self) -> Matcher:
         """A matcher at the start of a completion."""
         ...
+
+
+class Stuck(IntEnum):
+    """Why a window has no token to choose.
+
+    Attributes:
+        NOT: it has one.
+        NO_TOKEN: the grammar and the other masks allow none in common.
+        SLOW: the grammar's masks took longer than they may.
+        BROKEN: the grammar's library failed, or refused a token that it had allowed.
+    """
+
+    NOT = 0
+    NO_TOKEN = 1
+    SLOW = 2
+    BROKEN = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 from sametoken.engine.front import Front
 from sametoken.engine.generation_defaults import default_sampling_params
+from sametoken.engine.grammar_trials import AT_ONCE, TIME_LIMIT, ProcessTrials, busy
 from sametoken.engine.input_processor import (
     InputProcessor,
     ProcessedRequest,
@@ -29,9 +31,6 @@ from sametoken.engine.stats import EngineStats
 from sametoken.engine.summary import EngineSummary
 from sametoken.engine.tokenizer import Messages, Tokenizer, all_eos_ids, load_tokenizer_of
 from sametoken.errors import ConfigError, RequestError, SametokenError
-
-#: As many grammars are compiled at once.
-_GRAMMAR_THREADS = 2
 
 
 class AsyncLLM:
@@ -59,6 +58,7 @@ class AsyncLLM:
         eos = all_eos_ids(summary.eos_token_ids, tokenizer)
         self.resolved = replace(summary, eos_token_ids=eos)
         self._tokenizer = tokenizer
+        self._trials = ProcessTrials()
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=summary.vocab_size,
@@ -66,10 +66,12 @@ class AsyncLLM:
             eos_token_ids=eos,
             num_speculative_tokens=summary.num_speculative_tokens,
             seed=config.seed,
+            trials=self._trials,
         )
         self._front = Front(process, config, build, limits, tokenizer)
         # Of their own: slow grammars leave the other threads to the tokenizer.
-        self._grammar_threads = ThreadPoolExecutor(_GRAMMAR_THREADS, "grammar")
+        self._grammar_threads = ThreadPoolExecutor(AT_ONCE, "grammar")
+        self._grammar_turns = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
     async def start(
@@ -160,11 +162,23 @@ class AsyncLLM:
             DrainingError, EngineRestartingError, EngineDeadError: no requests are taken.
         """
         self._front.require_ready()
-        threads = None if params.structured_outputs is None else self._grammar_threads
+        process = partial(self._inputs.process_all, request_id, prompts, params)
+        if self._inputs.knows_grammar(params):
+            return await asyncio.to_thread(process)
+        try:
+            await asyncio.wait_for(self._grammar_turns.acquire(), TIME_LIMIT)
+        except TimeoutError as error:
+            raise busy() from error
+        work = self._grammar_threads.submit(process)
+        # With the thread's work, not with this call's: whoever gives up leaves a busy thread.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            threads, self._inputs.process_all, request_id, prompts, params
-        )
+        work.add_done_callback(lambda _: self._end_grammar_turn(loop))
+        return await asyncio.wrap_future(work)
+
+    def _end_grammar_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):
+            # The loop may be closed: then nobody waits for a turn.
+            loop.call_soon_threadsafe(self._grammar_turns.release)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends, else the usual defaults.
@@ -223,3 +237,4 @@ class AsyncLLM:
         """End the engine process; unfinished requests fail with ``EngineDeadError``."""
         await self._front.supervisor.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._trials.stop)

@@ -1,35 +1,36 @@
-"""Structured outputs compiled to grammars over token ids, by xgrammar."""
+"""Structured outputs as grammars over token ids, by xgrammar.
+
+What crosses process borders is a grammar's source: a process that makes matchers compiles it.
+"""
 
 from __future__ import annotations
 
-import json
 import threading
 import zlib
-from collections.abc import Callable
-from concurrent.futures import Future
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sametoken.core.structured_outputs import StructuredOutputs
+from sametoken.engine.compiled_grammars import (
+    Compiled,
+    CompiledGrammars,
+    Vocabulary,
+    not_valid,
+    vocabulary_of,
+)
+from sametoken.engine.grammar_source import GrammarSource
 from sametoken.engine.json_schema import check_schema
-from sametoken.engine.tokenizer import Tokenizer
-from sametoken.errors import OverloadedError, RequestError
+from sametoken.errors import RequestError
 
 if TYPE_CHECKING:
     import xgrammar
 
-#: Longer texts are refused, and such with deeper brackets: the compiler recurses on them.
-MAX_CHARACTERS = 2**16
-MAX_NESTING = 200
-#: Seconds until a grammar is refused as too large.
-TIME_LIMIT = 10.0
-#: White space between two elements of JSON: room for a line break and an indentation.
-MAX_WHITESPACE = 20
+    # It imports much that a process which tries grammars does without.
+    from sametoken.engine.tokenizer import Tokenizer
 
-_MAX_KEPT = 32
-_AT_ONCE = 2
-_ANY_OBJECT = '{"type": "object"}'
-_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+#: Structures known to be sound: at most 2 MB of ASCII text.
+_MAX_SOUND = 32
+_COMPILED = CompiledGrammars()
 
 
 class XGrammarMatcher:
@@ -70,207 +71,175 @@ class XGrammarMatcher:
 
 
 class XGrammar:
-    """``Grammar`` of one compiled structure. Crosses process borders whole.
+    """``Grammar`` of one source. Crosses process borders as that, and is compiled on arrival.
 
     Args:
-        compiled: the grammar.
-        vocabulary: its tokenizer info as compressed JSON.
+        source: what it is compiled from.
+        vocabulary: what it is over.
+        store: where it is once it is compiled.
     """
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar, vocabulary: bytes) -> None:
-        info = compiled.tokenizer_info
-        self._compiled = compiled
-        self._vocabulary = vocabulary
-        self._vocab_size: int = info.vocab_size
-        self._blank_ids = frozenset(info.special_token_ids) - set(info.stop_token_ids)
+    def __init__(
+        self, source: GrammarSource, vocabulary: Vocabulary, store: CompiledGrammars = _COMPILED
+    ) -> None:
+        self.source = source
+        self.vocabulary = vocabulary
+        self._store = store
+        self._compiled: Compiled | None = None
+
+    def is_ready(self) -> bool:
+        """See ``Grammar``."""
+        if self._compiled is None:
+            self._compiled = self._store.find(self.source, self.vocabulary)
+        return self._compiled is not None
+
+    def prepare(self) -> None:
+        """See ``Grammar``.
+
+        Raises:
+            RequestError: it is not valid, or too large.
+            OverloadedError: the grammars in use leave no room for it.
+        """
+        self._get()
 
     def new_matcher(self) -> XGrammarMatcher:
         """See ``Grammar``."""
         import xgrammar
 
-        return XGrammarMatcher(xgrammar.GrammarMatcher(self._compiled), self._blank_ids)
+        matcher = xgrammar.GrammarMatcher(self._get().grammar)
+        return XGrammarMatcher(matcher, self.vocabulary.blank_ids)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether not even a first token is allowed."""
+    def require_sound(self) -> None:
+        """Compile it, and refuse what could not be honoured. May take any time, and memory.
+
+        Raises:
+            RequestError: it cannot be honoured, is not valid, too large, or matches nothing.
+        """
         import xgrammar
 
-        masks = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        self.new_matcher().fill(masks, 0)
-        return not masks.any()
+        kind = self.source.kind
+        try:
+            patterns = check_schema(self.source.text) if kind == "json_schema" else ()
+            for pattern in patterns:
+                # Within a schema, what a regular expression must not hold would be ignored.
+                xgrammar.Grammar.from_regex(pattern)
+            masks = xgrammar.allocate_token_bitmask(1, self.vocabulary.info.vocab_size)
+            self.new_matcher().fill(masks, 0)
+        except RequestError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise not_valid(kind, error) from error
+        if not masks.any():
+            raise RequestError(f"no text matches structured_outputs {kind}", "correct it")
 
-    @cached_property
-    def _packed(self) -> bytes:
-        return zlib.compress(self._compiled.serialize_json().encode(), level=1)
+    def _get(self) -> Compiled:
+        if self._compiled is None:
+            self._compiled = self._store.get(self.source, self.vocabulary)
+        return self._compiled
 
-    def __reduce__(self) -> tuple[Callable[[bytes, bytes], XGrammar], tuple[bytes, bytes]]:
-        """Grammar and vocabulary; a process that has met them before builds nothing."""
-        return (_unpacked, (self._packed, self._vocabulary))
+    def __reduce__(self) -> tuple[type[XGrammar], tuple[GrammarSource, Vocabulary]]:
+        """Source and vocabulary."""
+        return (XGrammar, (self.source, self.vocabulary))
+
+
+class GrammarTrials(Protocol):
+    """Finds out whether a grammar can be used at all, within bounds of time."""
+
+    def run(self, grammar: XGrammar) -> None:
+        """Return if the grammar is sound.
+
+        Raises:
+            RequestError: it is not, or finding out took too long.
+            OverloadedError: other grammars are being tried, and take long.
+        """
+        ...
 
 
 class GrammarCompiler:
-    """Compiles structures once, and keeps them up to a bound of memory.
+    """Makes grammars of structures, and tries each once.
 
     Args:
         tokenizer: whose tokens the grammars are over. Special tokens have no text in them.
         vocab_size: the model's.
         eos_token_ids: what may end a text.
+        trials: where a grammar is tried before it is used.
 
     Raises:
         RequestError: nothing can end a text, or the tokenizer's text is not known by token.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        trials: GrammarTrials,
     ) -> None:
-        import xgrammar
+        self._vocabulary = vocabulary_of(_packed(tokenizer, vocab_size, eos_token_ids))
+        self._trials = trials
+        self._lock = threading.Lock()
+        self._sound: OrderedDict[StructuredOutputs, GrammarSource] = OrderedDict()
 
-        if not eos_token_ids:
-            raise RequestError(
-                "structured_outputs needs an end-of-text token and the model names none",
-                "name eos_token_id in config.json",
-            )
-        try:
-            kind = xgrammar.TokenizerInfo.from_huggingface(
-                tokenizer.hf, stop_token_ids=list(eos_token_ids)
-            )
-        except (RuntimeError, ValueError) as error:
-            raise RequestError(
-                f"structured_outputs cannot use this tokenizer: {_first_line(error)}",
-                "use a byte-level or SentencePiece tokenizer",
-            ) from error
-        info = xgrammar.TokenizerInfo(
-            _vocabulary(tokenizer, vocab_size),
-            kind.vocab_type,
-            vocab_size=vocab_size,
-            stop_token_ids=list(eos_token_ids),
-            add_prefix_space=kind.add_prefix_space,
-        )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-        self._vocabulary = zlib.compress(info.serialize_json().encode(), level=1)
-        self._kept = lru_cache(maxsize=_MAX_KEPT)(self._compile_anew)
-        self._turns = threading.BoundedSemaphore(_AT_ONCE)
+    def find(self, structured: StructuredOutputs) -> XGrammar | None:
+        """The grammar of a structure that has been tried, if that is known still."""
+        with self._lock:
+            source = self._sound.get(structured)
+        return None if source is None else XGrammar(source, self._vocabulary)
 
     def compile(self, structured: StructuredOutputs) -> XGrammar:
-        """The grammar of a structure, new or kept.
+        """The grammar of a structure, tried now or before.
 
         Raises:
             RequestError: it cannot be honoured, is not valid, too large, or matches nothing.
-            OverloadedError: other grammars are being compiled, and take long.
+            OverloadedError: other grammars are being tried, and take long.
         """
-        return self._kept(structured)
-
-    def _compile_anew(self, structured: StructuredOutputs) -> XGrammar:
-        kind = structured.kind
-        source = _source(structured)
-        _require_small(kind, source)
-        patterns = check_schema(source) if kind == "json_schema" else ()
-        grammar = XGrammar(self._in_time(kind, source, patterns), self._vocabulary)
-        if grammar.is_empty:
-            raise RequestError(f"no text matches structured_outputs {kind}", "correct it")
-        return grammar
-
-    def _in_time(
-        self, kind: str, source: str, patterns: tuple[str, ...]
-    ) -> xgrammar.CompiledGrammar:
-        if not self._turns.acquire(timeout=TIME_LIMIT):
-            raise OverloadedError(
-                "other grammars are still being compiled", "try again later", TIME_LIMIT
-            )
-        outcome: Future[xgrammar.CompiledGrammar] = Future()
-
-        def work() -> None:
-            try:
-                outcome.set_result(self._compile(kind, source, patterns))
-            except BaseException as error:
-                outcome.set_exception(error)
-            finally:
-                self._turns.release()
-
-        # A daemon, since a compilation cannot be stopped; it ends behind a refused request.
-        threading.Thread(target=work, name="compile-grammar", daemon=True).start()
-        try:
-            return outcome.result(TIME_LIMIT)
-        except TimeoutError as error:
-            raise RequestError(
-                f"structured_outputs {kind} took more than {TIME_LIMIT:.0f} s to compile",
-                "make it smaller",
-            ) from error
-        except (RuntimeError, ValueError) as error:
-            raise RequestError(
-                f"structured_outputs {kind} is not valid: {_first_line(error)}", "correct it"
-            ) from error
-
-    def _compile(
-        self, kind: str, source: str, patterns: tuple[str, ...]
-    ) -> xgrammar.CompiledGrammar:
-        import xgrammar
-
-        for pattern in patterns:
-            # Within a schema, what a regular expression must not hold would be ignored.
-            xgrammar.Grammar.from_regex(pattern)
-        if kind in ("json_schema", "json_object"):
-            return self._compiler.compile_json_schema(source, max_whitespace_cnt=MAX_WHITESPACE)
-        if kind == "regex":
-            return self._compiler.compile_regex(source)
-        return self._compiler.compile_grammar(source)
+        found = self.find(structured)
+        if found is None:
+            found = XGrammar(GrammarSource.of(structured), self._vocabulary)
+            self._trials.run(found)
+        with self._lock:
+            # Sources alone: what is compiled has a bound of its own.
+            self._sound[structured] = found.source
+            self._sound.move_to_end(structured)
+            if len(self._sound) > _MAX_SOUND:
+                self._sound.popitem(last=False)
+        return found
 
 
-@lru_cache(maxsize=4)
-def _tokenizer_info(vocabulary: bytes) -> xgrammar.TokenizerInfo:
+def _packed(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> bytes:
     import xgrammar
 
-    return xgrammar.TokenizerInfo.deserialize_json(zlib.decompress(vocabulary).decode())
+    if not eos_token_ids:
+        raise RequestError(
+            "structured_outputs needs an end-of-text token and the model names none",
+            "name eos_token_id in config.json",
+        )
+    try:
+        kind = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer.hf, stop_token_ids=list(eos_token_ids)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(
+            f"structured_outputs cannot use this tokenizer: {error}",
+            "use a byte-level or SentencePiece tokenizer",
+        ) from error
+    info = xgrammar.TokenizerInfo(
+        _tokens(tokenizer, vocab_size),
+        kind.vocab_type,
+        vocab_size=vocab_size,
+        stop_token_ids=list(eos_token_ids),
+        add_prefix_space=kind.add_prefix_space,
+    )
+    return zlib.compress(info.serialize_json().encode(), level=1)
 
 
-@lru_cache(maxsize=_MAX_KEPT)
-def _unpacked(packed: bytes, vocabulary: bytes) -> XGrammar:
-    import xgrammar
-
-    text, info = zlib.decompress(packed).decode(), _tokenizer_info(vocabulary)
-    return XGrammar(xgrammar.CompiledGrammar.deserialize_json(text, info), vocabulary)
-
-
-def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     """Every id's token, and nothing for special tokens and the model's padding."""
     tokens = [""] * vocab_size
     for token, token_id in tokenizer.hf.get_vocab().items():
         if token_id < vocab_size and token_id not in tokenizer.special_ids:
             tokens[token_id] = token
     return tokens
-
-
-def _source(structured: StructuredOutputs) -> str:
-    """The text that is compiled; a choice is a grammar of quoted texts."""
-    if structured.json_object:
-        return _ANY_OBJECT
-    if structured.choice is not None:
-        quoted = (json.dumps(text, ensure_ascii=False) for text in structured.choice)
-        return f"root ::= {' | '.join(quoted)}"
-    text: str = getattr(structured, structured.kind)
-    return text
-
-
-def _require_small(kind: str, source: str) -> None:
-    if len(source) > MAX_CHARACTERS:
-        raise RequestError(
-            f"structured_outputs {kind} has {len(source)} characters, above {MAX_CHARACTERS}",
-            "make it smaller",
-        )
-    depth = deepest = 0
-    for character in source:
-        depth = max(0, depth + _BRACKETS.get(character, 0))
-        deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
-        raise RequestError(
-            f"structured_outputs {kind} nests brackets deeper than {MAX_NESTING}", "flatten it"
-        )
-
-
-def _first_line(error: BaseException) -> str:
-    """What the compiler says, without the place in its source."""
-    line = str(error).strip().splitlines()[0]
-    return (line.partition(".cc:")[2].partition(": ")[2] or line).rstrip(". ")
 
 
 def _bit(index: int) -> int:

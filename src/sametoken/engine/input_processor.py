@@ -11,7 +11,8 @@ from sametoken.core.request import EngineRequest
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.seeds import derive_seed
 from sametoken.core.structured_outputs import Grammar
-from sametoken.engine.grammar import GrammarCompiler
+from sametoken.engine.grammar import GrammarCompiler, GrammarTrials
+from sametoken.engine.grammar_trials import ThreadTrials
 from sametoken.engine.stop_strings import StopStrings
 from sametoken.engine.tokenizer import Messages, Tokenizer
 from sametoken.errors import RequestError, shown
@@ -79,6 +80,7 @@ class InputProcessor:
         eos_token_ids: tokens that end a completion unless ``ignore_eos`` is set.
         num_speculative_tokens: k; a request may ask for as many drafts or fewer.
         seed: requests without a seed draw theirs from this one, in order.
+        trials: where grammars are tried; by default in this process.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class InputProcessor:
         eos_token_ids: tuple[int, ...],
         num_speculative_tokens: int,
         seed: int,
+        trials: GrammarTrials | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -97,6 +100,7 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._num_speculative_tokens = num_speculative_tokens
         self._seed = seed
+        self._trials = trials or ThreadTrials()
         self._grammars: GrammarCompiler | None = None
         # Index 0 of derive_seed is the seed itself, so the draws start at 1.
         self._draws = itertools.count(1)
@@ -311,13 +315,22 @@ class InputProcessor:
         sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         return tuple(dict.fromkeys(token_ids for token_ids in sequences if token_ids))
 
+    def knows_grammar(self, params: SamplingParams) -> bool:
+        """Whether no grammar is asked for that would have to be tried."""
+        structured = params.structured_outputs
+        if structured is None:
+            return True
+        return self._grammars is not None and self._grammars.find(structured) is not None
+
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """What ``structured_outputs`` compiles to. The compiler is made for the first one."""
         if params.structured_outputs is None:
             return None
         if self._grammars is None:
             tokenizer = self._require_tokenizer("structured_outputs")
-            self._grammars = GrammarCompiler(tokenizer, self._vocab_size, self._eos_token_ids)
+            self._grammars = GrammarCompiler(
+                tokenizer, self._vocab_size, self._eos_token_ids, self._trials
+            )
         return self._grammars.compile(params.structured_outputs)
 
 

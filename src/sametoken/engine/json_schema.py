@@ -6,13 +6,22 @@ Keywords follow JSON Schema draft 2020-12. Annotations are left alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import reprlib
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from sametoken.errors import RequestError
 
 MAX_DEPTH = 64
+#: Branches of oneOf that only a comparison tells apart, in pairs.
+MAX_PAIRS = 10_000
+
+# The compiler keeps whole numbers in 64 bits.
+_LARGEST = 2**63 - 1
 
 _IGNORED = frozenset(
     (
@@ -50,6 +59,8 @@ _FORMS: dict[str, type | tuple[type, ...]] = {
 }
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NEVER_EMPTY = ("anyOf", "oneOf", "allOf", "enum", "type")
+_IN_RANGE = "use a number of 64 bits"
 _SINGLE = (
     *("items", "additionalProperties", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),
@@ -65,10 +76,7 @@ def check_schema(text: str) -> tuple[str, ...]:
     Raises:
         RequestError: naming the keyword and what to use instead.
     """
-    try:
-        root = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"json_schema is not JSON: {error}", "give a JSON object") from error
+    root = _parsed(text)
     if not isinstance(root, dict):
         raise RequestError("json_schema is not a JSON object", 'give a schema: {"type": ...}')
     patterns: list[str] = []
@@ -77,6 +85,45 @@ def check_schema(text: str) -> tuple[str, ...]:
         patterns += schema.get("patternProperties", {})
         patterns += [schema["pattern"]] if "pattern" in schema else []
     return tuple(patterns)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_without_repetition,
+            parse_int=_whole,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
+    except RequestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"json_schema is not JSON: {error}", "give a JSON object") from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Of a key that comes twice, two readers may take different values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise RequestError(f"json_schema has {_short(twice)} twice in an object", "name it once")
+    return found
+
+
+def _whole(digits: str) -> int:
+    # Texts of thousands of digits take long to convert.
+    if len(digits) > len(str(-_LARGEST)) or abs(int(digits)) > _LARGEST:
+        raise RequestError(f"json_schema holds the number {_short(digits)}", _IN_RANGE)
+    return int(digits)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise RequestError(f"json_schema holds the number {_short(text)}", _IN_RANGE)
+    return value
 
 
 def _schemas(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
@@ -98,7 +145,9 @@ def _check(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
     _check_types(schema)
     unknown = [name for name in schema.get("required", ()) if name not in _properties(schema)]
     if unknown:
-        raise _refused("required", f"names {unknown[0]!r}, no property", "add it to properties")
+        raise _refused(
+            "required", f"names {_short(unknown[0])}, no property", "add it to properties"
+        )
     if "oneOf" in schema and not _disjoint(schema["oneOf"], root):
         raise _refused("oneOf", "has branches that may overlap", "use anyOf")
 
@@ -106,10 +155,13 @@ def _check(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
 def _check_form(schema: Mapping[str, Any]) -> None:
     for key, form in _FORMS.items():
         if key in schema and not isinstance(schema[key], form):
-            raise _refused(key, f"is {schema[key]!r}", "see JSON Schema for its form")
+            raise _refused(key, f"is {_short(schema[key])}", "see JSON Schema for its form")
+    for key in _NEVER_EMPTY:
+        if schema.get(key) == []:
+            raise _refused(key, "is empty", "list what is allowed, or leave it out")
     for key in ("type", "required"):
         if not all(isinstance(name, str) for name in schema.get(key, ())):
-            raise _refused(key, f"is {schema[key]!r}", "list names")
+            raise _refused(key, f"is {_short(schema[key])}", "list names")
 
 
 def _check_alone(schema: Mapping[str, Any]) -> None:
@@ -119,13 +171,15 @@ def _check_alone(schema: Mapping[str, Any]) -> None:
         others = sorted(schema.keys() - _ANNOTATIONS - {key})
         if others:
             raise _refused(
-                key, f"stands beside {', '.join(others)}", f"move them into the schema under {key}"
+                key,
+                f"stands beside {textwrap.shorten(', '.join(others), 60)}",
+                f"move them into the schema under {key}",
             )
     if len(schema.get("allOf", ())) > 1:
         raise _refused("allOf", "has several schemas", "merge them into one")
     ref = schema.get("$ref")
     if ref is not None and ref != "#" and not ref.startswith("#/"):
-        raise _refused("$ref", f"leads to {ref!r}, outside the schema", "use #/$defs/...")
+        raise _refused("$ref", f"leads to {_short(ref)}, outside the schema", "use #/$defs/...")
 
 
 def _check_types(schema: Mapping[str, Any]) -> None:
@@ -155,9 +209,60 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _disjoint(branches: list[Any], root: Mapping[str, Any]) -> bool:
-    """Whether no value can satisfy two branches, as far as types and constants tell."""
-    resolved = [_resolve(branch, root) for branch in branches]
-    return all(_apart(one, other) for one, other in combinations(resolved, 2))
+    """Whether no value can satisfy two branches, as far as types and constants tell.
+
+    Raises:
+        RequestError: too many pairs would have to be compared.
+    """
+    groups = _close([_resolve(branch, root) for branch in branches])
+    num_pairs = sum(math.comb(len(group), 2) for group in groups)
+    if num_pairs > MAX_PAIRS:
+        raise _refused(
+            "oneOf", f"has {num_pairs} pairs of branches that look alike", "use anyOf, or fewer"
+        )
+    return all(_apart(one, other) for group in groups for one, other in combinations(group, 2))
+
+
+def _close(branches: list[Any]) -> list[list[Any]]:
+    """Groups of branches. Two that share none are apart: by type, by value, or by the value of
+    a property that all require."""
+    if not all(isinstance(branch, dict) for branch in branches):
+        return [branches]
+    groups = _refined([branches], _types)
+    groups = _refined(groups, _values)
+    for name in _required_by_all(branches):
+        groups = _refined(groups, partial(_values_of_property, name))
+    return groups
+
+
+def _refined(
+    groups: list[list[Any]], keys_of: Callable[[Any], Iterable[str] | None]
+) -> list[list[Any]]:
+    """Each group cut by the keys of its members, unless one of them has none."""
+    refined: list[list[Any]] = []
+    for group in groups:
+        keys = [keys_of(branch) for branch in group]
+        if not all(keys):
+            refined.append(group)
+            continue
+        by_key: dict[str, list[Any]] = {}
+        for branch, some in zip(group, keys, strict=True):
+            for key in some or ():
+                by_key.setdefault(key, []).append(branch)
+        refined += [alike for alike in by_key.values() if len(alike) > 1]
+    return refined
+
+
+def _required_by_all(branches: list[Any]) -> list[str]:
+    """Properties that all branches require, if all are objects."""
+    if not branches or any(_types(branch) != {"object"} for branch in branches):
+        return []
+    return sorted(set.intersection(*(set(branch.get("required", ())) for branch in branches)))
+
+
+def _values_of_property(name: str, schema: Mapping[str, Any]) -> set[str] | None:
+    found = _properties(schema).get(name)
+    return _values(found) if isinstance(found, dict) else None
 
 
 def _apart(one: Any, other: Any) -> bool:
@@ -206,3 +311,8 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _refused(key: str, cause: str, remedy: str) -> RequestError:
     return RequestError(f"json_schema: {key} {cause}", remedy)
+
+
+def _short(value: Any) -> str:
+    """How a value reads in a message, whatever its size."""
+    return reprlib.repr(value)

@@ -51,6 +51,14 @@ class Release:
     aborted: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The engine process to itself: a ``Submit`` whose grammar has been compiled, or cannot be."""
+
+    submit: Submit
+    error: SametokenError | None
+
+
 # From the engine
 
 

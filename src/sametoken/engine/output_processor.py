@@ -12,11 +12,13 @@ from sametoken.core.outputs import (
     RequestOutput,
 )
 from sametoken.core.request import EngineRequest, RequestUpdate
+from sametoken.core.structured_outputs import Stuck
 from sametoken.engine.detokenizer import Detokenizer, make_detokenizer
 from sametoken.engine.input_processor import ProcessedRequest
 from sametoken.engine.stop_strings import StopCursor, StopMatch, StopStrings
 from sametoken.engine.tokenizer import Tokenizer
 from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
+from sametoken.verification.grammar import MASK_CREDIT_S, MASK_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,11 +265,26 @@ class _Completion:
 
 def _failure(update: RequestUpdate) -> SametokenError:
     """Why a poisoned request failed."""
-    if update.stuck:
-        return StructuredOutputError(
-            "no token satisfies the grammar of structured_outputs and the other parameters",
-            "loosen the grammar, or drop min_tokens, bad_words or allowed_token_ids",
-        )
+    if update.stuck in _STUCK:
+        return StructuredOutputError(*_STUCK[update.stuck])
     return NumericalError(
         "the model's logits were NaN", "check the checkpoint, or use dtype float32"
     )
+
+
+#: Cause and remedy.
+_STUCK = {
+    Stuck.NO_TOKEN: (
+        "no token satisfies the grammar of structured_outputs and the other parameters",
+        "loosen the grammar, or drop min_tokens, bad_words or allowed_token_ids",
+    ),
+    Stuck.SLOW: (
+        "the masks of the structured_outputs grammar took longer than "
+        f"{MASK_CREDIT_S} s and {MASK_SECONDS * 1000:.0f} ms a token",
+        "make the grammar less ambiguous: give each text one way to match",
+    ),
+    Stuck.BROKEN: (
+        "the grammar library failed on the grammar of structured_outputs",
+        "this is a defect; report the grammar, and write it another way",
+    ),
+}

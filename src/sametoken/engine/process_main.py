@@ -23,6 +23,7 @@ from sametoken.engine.messages import (
     Announcement,
     Failure,
     Launch,
+    Prepared,
     Ready,
     Refused,
     Release,
@@ -31,6 +32,7 @@ from sametoken.engine.messages import (
     decode,
     encode,
 )
+from sametoken.engine.preparation import Preparation
 from sametoken.engine.stats import EngineLoad
 from sametoken.engine.summary import summarise
 from sametoken.engine.token_ends import TokenEnds
@@ -116,9 +118,10 @@ class Outbox:
 class EngineLoop:
     """One engine, stepped on behalf of the serving process."""
 
-    def __init__(self, engine: EngineCore, outbox: Outbox) -> None:
+    def __init__(self, engine: EngineCore, outbox: Outbox, preparation: Preparation) -> None:
         self._engine = engine
         self._outbox = outbox
+        self._preparation = preparation
         self._ends = TokenEnds()
         self._num_received = 0
 
@@ -147,17 +150,41 @@ class EngineLoop:
                 self._engine.release(update.request_id, num_kept)
         self._outbox.put(StepReport(updates, self._load(), step_seconds))
 
-    def _take(self, message: Submit | Release | Failure) -> None:
+    def _take(self, message: Submit | Prepared | Release | Failure) -> None:
         if isinstance(message, Failure):
             raise message.error
         if isinstance(message, Submit):
             self._submit(message)
-            return
+        elif isinstance(message, Prepared):
+            self._take_prepared(message)
+        else:
+            self._release(message)
+
+    def _release(self, message: Release) -> None:
         for request_id, num_kept in message.num_kept.items():
-            if self._ends.discard(request_id):
+            if self._preparation.drop(request_id):
+                self._num_received += 1
+            elif self._ends.discard(request_id):
                 self._engine.release(request_id, num_kept, aborted=message.aborted)
 
     def _submit(self, message: Submit) -> None:
+        grammar = message.completions[0].grammar
+        if grammar is None or grammar.is_ready():
+            self._add(message)
+        else:
+            # Until it is compiled, the completions count as on their way.
+            self._preparation.begin(message)
+
+    def _take_prepared(self, message: Prepared) -> None:
+        wanted = self._preparation.end(message.submit)
+        if message.error is None:
+            self._add(wanted)
+        elif wanted.completions:
+            self._num_received += len(wanted.completions)
+            ids = tuple(one.request_id for one in wanted.completions)
+            self._outbox.put(Refused(ids, message.error))
+
+    def _add(self, message: Submit) -> None:
         self._num_received += len(message.completions)
         for position, completion in enumerate(message.completions):
             try:
@@ -196,7 +223,7 @@ def run(inbox: Inbox, outbox: Outbox) -> None:
     # As a message, so that it is heard while there is nothing to step.
     engine.peers.when_lost(lambda cause: inbox.put(Failure(cause)))
     outbox.put(Ready(summarise(engine.resolved), engine.scheduler.limits))
-    loop = EngineLoop(engine, outbox)
+    loop = EngineLoop(engine, outbox, Preparation(inbox.put))
     while True:
         loop.turn(inbox.take(wait=not loop.has_unfinished))
 

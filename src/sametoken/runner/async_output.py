@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sametoken.core.outputs import PositionLogprobs, RowResult, StepResult
 from sametoken.core.plan import StepPlan
+from sametoken.core.structured_outputs import Stuck
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.runner.outcome import NUM_COUNTS, SOUND, STUCK
+from sametoken.runner.outcome import NAN, NUM_COUNTS, SOUND
 from sametoken.runner.stream import Event
 from sametoken.state.upload import to_host
 from sametoken.verification.base import TokenLogprobs
@@ -100,7 +101,7 @@ class HostBuffer:
                     num_accepted=num_accepted,
                     token_ids=emitted,
                     poisoned=poisoned != SOUND,
-                    stuck=poisoned == STUCK,
+                    stuck=Stuck(max(poisoned - NAN, 0)),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
                     prompt_logprobs=prompt_logprobs[order[b]],
                 )

@@ -11,8 +11,8 @@ from sametoken.verification.base import Verdict
 #: Columns before the window's tokens: step_id, num_drafts, num_accepted, poisoned.
 NUM_COUNTS = 4
 
-#: Values of the column ``poisoned``; 1 is NaN, STUCK a window without an allowed token.
-SOUND, STUCK = 0, 2
+#: Values of the column ``poisoned``; above NAN a window without an allowed token, and why.
+SOUND, NAN = 0, 1
 
 
 def pack(x: StepInputs, verdict: Verdict, window: int) -> Tensor:
@@ -22,7 +22,7 @@ def pack(x: StepInputs, verdict: Verdict, window: int) -> Tensor:
     Of the tokens, the first ``num_accepted + 1`` of a row that samples mean something.
     """
     step_id = torch.full_like(x.slots, x.step_id)
-    poisoned = torch.where(verdict.stuck, STUCK, verdict.poisoned.long())
+    poisoned = torch.where(verdict.stuck > 0, NAN + verdict.stuck, verdict.poisoned.long())
     columns = (step_id, x.num_drafts, verdict.num_accepted, poisoned)
     counts = torch.stack(columns, dim=1)
     offset = torch.arange(window, device=x.slots.device)

@@ -45,7 +45,7 @@ class Verdict:
             ``num_accepted + 1`` of a window are emitted.
         poisoned: [B] bool, NaN in the logits of a row that decided, 0..num_accepted, or no
             token allowed there. What rejected rows hold must not matter.
-        stuck: [B] bool, no token allowed; these are poisoned too.
+        stuck: [B] int64, why no token was allowed (``Stuck``); these are poisoned too.
         logprobs: for every window row of the requests that asked (the host keeps those of
             emitted tokens), or None if no request of the step asked.
     """

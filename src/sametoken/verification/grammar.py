@@ -7,23 +7,92 @@ have committed, then tries the window's drafts on a copy, so a rejected draft le
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sametoken.core.plan import Admission
-from sametoken.core.structured_outputs import Matcher
+from sametoken.core.structured_outputs import Matcher, Stuck
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sequences import Sequences
 from sametoken.state.upload import to_device
 
+#: Seconds that a request's masks may take beyond the seconds that each of them may. Of 150,000
+#: tokens an ordinary mask takes 1 ms, and the costliest of JSON's 8 ms.
+MASK_CREDIT_S = 0.5
+MASK_SECONDS = 0.005
+
+_logger = logging.getLogger("sametoken")
 _FORBIDDEN = float("-inf")
 _EVERYTHING, _NOTHING = -1, 0
 _WORD_BITS = 32
 
 # Rows are independent, so a bounded number at a time costs no bits and saves memory.
 _ROWS_AT_A_TIME = 16
+
+
+class SlowGrammarError(Exception):
+    """A request's masks took longer than they may."""
+
+
+@dataclass(slots=True)
+class MaskBudget:
+    """What one request's masks may still take.
+
+    Attributes:
+        credit_s: seconds left; each mask brings some, up to ``MASK_CREDIT_S`` in all.
+    """
+
+    credit_s: float = MASK_CREDIT_S
+
+    def add_mask(self) -> None:
+        """One more mask is about to be made."""
+        self.credit_s = min(MASK_CREDIT_S, self.credit_s + MASK_SECONDS)
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count what the block takes, by this thread's own clock: a busy machine costs nothing.
+
+        A call cannot be stopped; but what a matcher takes grows token by token, so the first
+        call that goes beyond the budget is only a little beyond.
+
+        Raises:
+            SlowGrammarError: it was too much.
+        """
+        began = time.thread_time()
+        yield
+        self.credit_s -= time.thread_time() - began
+        if self.credit_s < 0:
+            raise SlowGrammarError
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetedMatcher:
+    """A matcher whose copies all draw on one budget."""
+
+    inner: Matcher
+    budget: MaskBudget
+
+    def accept(self, token_id: int) -> bool:
+        """See ``Matcher``."""
+        with self.budget.spending():
+            return self.inner.accept(token_id)
+
+    def copy(self) -> BudgetedMatcher:
+        """See ``Matcher``."""
+        with self.budget.spending():
+            return BudgetedMatcher(self.inner.copy(), self.budget)
+
+    def fill(self, masks: Tensor, row: int) -> None:
+        """See ``Matcher``."""
+        self.budget.add_mask()
+        with self.budget.spending():
+            self.inner.fill(masks, row)
 
 
 @dataclass(slots=True)
@@ -33,12 +102,12 @@ class Cursor:
     Attributes:
         matcher: has accepted the output below ``position``.
         position: committed tokens, prompt included, that it has seen.
-        lost: the matcher has refused a committed token, or broke; it says nothing any more.
+        lost: why the matcher says nothing any more, if so.
     """
 
     matcher: Matcher
     position: int
-    lost: bool = False
+    lost: Stuck = Stuck.NOT
 
     def advance(self, newest: list[int], num_tokens: int, masks: Tensor, drafts: list[int]) -> None:
         """Take up committed tokens, then write the masks of a window.
@@ -51,9 +120,12 @@ class Cursor:
             self.catch_up(newest, num_tokens)
             if not self.lost:
                 self.fill(masks, drafts)
+        except SlowGrammarError:
+            self.lost = Stuck.SLOW
         except RuntimeError:
             # A defect of the grammar library costs its own request, not the engine.
-            self.lost = True
+            _logger.exception("the matcher of a grammar failed")
+            self.lost = Stuck.BROKEN
         if self.lost:
             masks.fill_(_NOTHING)
 
@@ -65,7 +137,8 @@ class Cursor:
             num_tokens: how many are committed.
         """
         for token_id in newest[len(newest) - (num_tokens - self.position) :]:
-            self.lost = self.lost or not self.matcher.accept(token_id)
+            if not self.lost and not self.matcher.accept(token_id):
+                self.lost = Stuck.BROKEN
         self.position = num_tokens
 
     def fill(self, masks: Tensor, drafts: list[int]) -> None:
@@ -101,7 +174,7 @@ class SlotGrammars:
         """Replace the slot's former cursor."""
         self._cursors.pop(admission.slot, None)
         if admission.grammar is not None:
-            matcher = admission.grammar.new_matcher()
+            matcher = BudgetedMatcher(admission.grammar.new_matcher(), MaskBudget())
             self._cursors[admission.slot] = Cursor(matcher, len(admission.prompt_token_ids))
 
     def mask(self, logits: Tensor, x: StepInputs) -> Tensor:
@@ -112,9 +185,9 @@ class SlotGrammars:
             x: the step's inputs, before its commit.
 
         Returns:
-            [L] bool: rows of a grammar that have no token left.
+            [L] int64: why a row of a grammar has no token left (``Stuck``).
         """
-        stuck = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        stuck = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         if not self._cursors:
             return stuck
         for cursor, start, newest, num_tokens, drafts in self._windows(x):
@@ -122,7 +195,8 @@ class SlotGrammars:
             cursor.advance(newest, num_tokens, masks, drafts)
             rows = slice(start, start + len(drafts) + 1)
             _apply(logits[rows], masks)
-            stuck[rows] = logits[rows].amax(dim=-1) == _FORBIDDEN
+            cause = cursor.lost or Stuck.NO_TOKEN
+            stuck[rows] = (logits[rows].amax(dim=-1) == _FORBIDDEN) * int(cause)
         return stuck
 
     def _windows(self, x: StepInputs) -> list[tuple[Cursor, int, list[int], int, list[int]]]:

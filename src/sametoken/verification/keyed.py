@@ -21,7 +21,7 @@ from sametoken.verification.base import TokenLogprobs, Verdict
 from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.logits import process_logits
 from sametoken.verification.logprobs import concatenate, score_tokens
-from sametoken.verification.windows import deciding, settle, window_offsets
+from sametoken.verification.windows import settle, window_offsets
 
 # Bounds the logits held at once while a prompt is scored: 64 rows of 150k are 38 MB.
 _ROWS_AT_A_TIME = 64
@@ -68,8 +68,8 @@ class KeyedVerifier:
             self._table.seed[slots],
             x.rows.positions[x.logits_indices] + 1,
         )
-        matches = _leading_matches(tokens, x, stuck)
-        settled = settle(x, tokens, has_nan | stuck, matches)
+        matches = _leading_matches(tokens, x, stuck > 0)
+        settled = settle(x, tokens, has_nan | (stuck > 0), matches)
         logprobs = None
         if scored.numel():
             num_top = self._table.num_logprobs[slots[scored]]
@@ -79,7 +79,7 @@ class KeyedVerifier:
             next_token=settled.next_token,
             tokens=tokens,
             poisoned=settled.poisoned,
-            stuck=deciding(x, stuck, matches),
+            stuck=_causes(x, stuck, matches),
             logprobs=logprobs,
         )
 
@@ -104,6 +104,13 @@ class KeyedVerifier:
             logits = compute_logits(hidden[some])
             parts.append(score_tokens(logits, chosen, x.row_owner[some], asked[some], width))
         return concatenate(parts)
+
+
+def _causes(x: StepInputs, stuck: Tensor, matches: Tensor) -> Tensor:
+    """[B] int64: why a window is stuck, by those of its rows that decide."""
+    owner = x.logits_owner
+    fatal = torch.where(window_offsets(x) <= matches[owner], stuck, 0)
+    return torch.zeros_like(x.slots).scatter_reduce_(0, owner, fatal, "amax")
 
 
 def _leading_matches(tokens: Tensor, x: StepInputs, stuck: Tensor) -> Tensor:

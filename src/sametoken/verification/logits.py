@@ -40,12 +40,12 @@ def process_logits(
         grammars: the slots' grammars, which take up committed tokens here; None for none.
 
     Returns:
-        [L] bool: rows of a grammar that have no token left.
+        [L] int64: why a row of a grammar has no token left (``Stuck``).
     """
     if table.rules:
         _apply_slot_rules(logits, x, sequences, table)
     if grammars is None:
-        stuck = torch.zeros(logits.shape[0], dtype=torch.bool, device=logits.device)
+        stuck = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
     else:
         stuck = grammars.mask(logits, x)
     kernels.truncate(logits, x.slots[x.logits_owner], table.cuts)

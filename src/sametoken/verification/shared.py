@@ -65,7 +65,7 @@ class Unjudging:
         """A verdict that says nothing, to be replaced."""
         nothing = torch.zeros_like(x.slots)
         tokens = torch.zeros_like(x.logits_indices)
-        return Verdict(nothing, nothing, tokens, nothing.bool(), nothing.bool())
+        return Verdict(nothing, nothing, tokens, nothing.bool(), nothing)
 
     def score_prompt(
         self, hidden: Tensor, x: StepInputs, compute_logits: Callable[[Tensor], Tensor]

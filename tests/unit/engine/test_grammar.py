@@ -11,8 +11,11 @@ import torch
 from tokenizers import AddedToken
 
 from sametoken.core.structured_outputs import StructuredOutputs
-from sametoken.engine import grammar as module
-from sametoken.engine.grammar import MAX_CHARACTERS, MAX_NESTING, MAX_WHITESPACE, GrammarCompiler
+from sametoken.engine import grammar_trials as module
+from sametoken.engine.compiled_grammars import MAX_WHITESPACE
+from sametoken.engine.grammar import GrammarCompiler, XGrammar
+from sametoken.engine.grammar_source import MAX_CHARACTERS, MAX_NESTING
+from sametoken.engine.grammar_trials import ThreadTrials
 from sametoken.engine.tokenizer import Tokenizer
 from sametoken.errors import OverloadedError, RequestError
 
@@ -27,7 +30,7 @@ def vocab_size(tokenizer) -> int:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer, vocab_size) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, vocab_size, (EOS, SECOND_EOS))
+    return GrammarCompiler(tokenizer, vocab_size, (EOS, SECOND_EOS), ThreadTrials())
 
 
 def allowed(matcher, vocab_size: int) -> set[int]:
@@ -124,8 +127,11 @@ def test_white_space_between_elements_is_bounded(compiler, tokenizer):
 def test_a_grammar_is_compiled_once(compiler, monkeypatch):
     structured = StructuredOutputs(regex="once")
     kept = compiler.compile(structured)
-    monkeypatch.setattr(compiler, "_compile", None)
-    assert compiler.compile(StructuredOutputs(regex="once")) is kept
+    assert kept.is_ready()
+    monkeypatch.setattr(XGrammar, "require_sound", None)
+    again = compiler.compile(StructuredOutputs(regex="once"))
+    assert again.is_ready()
+    assert again._compiled is kept._compiled
 
 
 def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
@@ -135,7 +141,9 @@ def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
     assert accepts(arrived, tokenizer, "cat 3")
     assert not accepts(arrived, tokenizer, "cat x")
     assert not arrived.new_matcher().accept(1)
-    assert pickle.loads(payload) is arrived
+    again = pickle.loads(payload)
+    assert again.vocabulary is arrived.vocabulary is grammar.vocabulary
+    assert again.is_ready(), "nothing is compiled twice"
 
 
 @pytest.mark.parametrize(
@@ -163,13 +171,13 @@ def test_what_is_no_grammar_is_refused_with_its_cause(fields, cause, compiler):
 
 
 def test_a_slow_grammar_is_refused_in_time_and_others_go_on(tokenizer, vocab_size, monkeypatch):
-    compiler = GrammarCompiler(tokenizer, vocab_size, (EOS,))
-    build, gate = compiler._compile, threading.Event()
+    compiler = GrammarCompiler(tokenizer, vocab_size, (EOS,), ThreadTrials())
+    build, gate = XGrammar.require_sound, threading.Event()
 
-    def gated(kind, source, patterns):
-        if source.startswith("slow"):
+    def gated(grammar):
+        if grammar.source.text.startswith("slow"):
             gate.wait()
-        return build(kind, source, patterns)
+        build(grammar)
 
     def refuse(source: str, cause: str, kind: type[Exception] = RequestError) -> None:
         monkeypatch.setattr(module, "TIME_LIMIT", 0.02)
@@ -177,7 +185,7 @@ def test_a_slow_grammar_is_refused_in_time_and_others_go_on(tokenizer, vocab_siz
             compiler.compile(StructuredOutputs(regex=source))
         monkeypatch.setattr(module, "TIME_LIMIT", 60)
 
-    monkeypatch.setattr(compiler, "_compile", gated)
+    monkeypatch.setattr(XGrammar, "require_sound", gated)
     refuse("slow a", "took more than")
     assert compiler.compile(StructuredOutputs(regex="fast"))
     refuse("slow b", "took more than")
@@ -188,7 +196,7 @@ def test_a_slow_grammar_is_refused_in_time_and_others_go_on(tokenizer, vocab_siz
 
 def test_a_model_without_an_end_token_is_refused(tokenizer, vocab_size):
     with pytest.raises(RequestError, match="end-of-text"):
-        GrammarCompiler(tokenizer, vocab_size, ())
+        GrammarCompiler(tokenizer, vocab_size, (), ThreadTrials())
 
 
 def test_sentencepiece_vocabularies_are_understood():
@@ -205,7 +213,8 @@ def test_sentencepiece_vocabularies_are_understood():
     )
     backend.add_special_tokens([AddedToken("</s>", special=True)])
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
-    grammar = GrammarCompiler(tokenizer, 264, (256,)).compile(StructuredOutputs(regex="cat cat é"))
+    compiler = GrammarCompiler(tokenizer, 264, (256,), ThreadTrials())
+    grammar = compiler.compile(StructuredOutputs(regex="cat cat é"))
     matcher = grammar.new_matcher()
     assert not matcher.accept(257)
     assert all(matcher.accept(t) for t in (258, 257, 259, 0xC3, 0xA9, 256))

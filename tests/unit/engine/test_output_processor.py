@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from sametoken.core.outputs import Logprob
 from sametoken.core.request import RequestUpdate
 from sametoken.core.sampling_params import SamplingParams
+from sametoken.core.structured_outputs import Stuck
 from sametoken.engine.input_processor import InputProcessor, PromptTokens
 from sametoken.engine.output_processor import OutputProcessor
-from sametoken.errors import NumericalError
+from sametoken.errors import NumericalError, StructuredOutputError
 
 PROMPT = (40, 41, 42)
 EOS = 0
@@ -195,6 +196,21 @@ def test_nan_logits_fail_the_request_alone(run, tokenizer):
     assert isinstance(completion(output).error, NumericalError)
     assert completion(output).text == "the"
     assert list(released) == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("stuck", "cause"),
+    [
+        (Stuck.NO_TOKEN, "no token satisfies"),
+        (Stuck.SLOW, "took longer than"),
+        (Stuck.BROKEN, "library failed"),
+    ],
+)
+def test_a_stuck_request_says_why(run, stuck, cause):
+    output, _ = run().emit(poisoned=True, stuck=stuck)
+    assert isinstance(completion(output).error, StructuredOutputError)
+    assert cause in completion(output).error.cause
+    assert completion(output).error.remedy
 
 
 def test_updates_of_a_finished_request_are_ignored(run):

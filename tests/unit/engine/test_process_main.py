@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import queue
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.messages import Failure, Refused, Release, StepReport, Submit
+from sametoken.engine.preparation import Preparation
 from sametoken.engine.process_main import EngineLoop
 from sametoken.errors import EngineDeadError, RequestError
 
@@ -57,10 +60,15 @@ def update(name, *token_ids):
 
 
 @pytest.fixture
-def start():
+def inbox():
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def start(inbox):
     def build(*news):
         engine, sent = Engine(*news), []
-        loop = EngineLoop(engine, SimpleNamespace(put=sent.append))
+        loop = EngineLoop(engine, SimpleNamespace(put=sent.append), Preparation(inbox.put))
         return engine, loop, sent
 
     return build
@@ -124,3 +132,65 @@ def test_what_the_engine_cannot_go_on_without_ends_the_loop_before_a_step(start)
         loop.turn([Failure(EngineDeadError("rank 1 is gone"))])
     assert engine.released_before_step == []
     assert sent == []
+
+
+class Grammar:
+    """Compiled once ``gate`` is open."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.gate, self.error = threading.Event(), error
+
+    def is_ready(self) -> bool:
+        return False
+
+    def prepare(self) -> None:
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+def structured(name, grammar):
+    return dataclasses.replace(request(name), grammar=grammar)
+
+
+def test_a_grammar_is_compiled_while_others_are_stepped(start, inbox):
+    engine, loop, sent = start((update("a", 5),), (update("a", 6),))
+    grammar = Grammar()
+    loop.turn([Submit((structured("g", grammar),)), Submit((request("a"),))])
+    loop.turn([])
+    assert engine.added == ["a"]
+    assert sent[-1].load.num_received == 1, "the other is on its way"
+    grammar.gate.set()
+    loop.turn([inbox.get(timeout=30)])
+    assert engine.added == ["a", "g"]
+    assert sent[-1].load.num_received == 2
+
+
+def test_what_is_aborted_meanwhile_is_not_added(start, inbox):
+    engine, loop, sent = start()
+    grammar, other = Grammar(), Grammar()
+    loop.turn([Submit((structured("g", grammar), structured("h", grammar)))])
+    loop.turn([Release({"g": None}, aborted=True)])
+    loop.turn([Submit((structured("g", other),))])
+    grammar.gate.set()
+    loop.turn([inbox.get(timeout=30)])
+    assert engine.added == ["h"], "the second g has a grammar of its own"
+    assert engine.released == []
+    assert sent[-1].load.num_received == 2
+    other.gate.set()
+    loop.turn([inbox.get(timeout=30)])
+    assert engine.added == ["h", "g"]
+
+
+@pytest.mark.parametrize("error", [RequestError("too large"), MemoryError("too large")])
+def test_a_grammar_that_cannot_be_compiled_is_refused(start, inbox, error):
+    engine, loop, sent = start()
+    grammar = Grammar(error)
+    grammar.gate.set()
+    loop.turn([Submit((structured("g", grammar),))])
+    loop.turn([inbox.get(timeout=30)])
+    refused = next(one for one in sent if isinstance(one, Refused))
+    assert refused.request_ids == ("g",)
+    assert "too large" in str(refused.error)
+    assert engine.added == []
+    assert sent[-1].load.num_received == 1

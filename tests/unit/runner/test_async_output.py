@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sametoken.core.plan import PlanRow, StepPlan
+from sametoken.core.structured_outputs import Stuck
 from sametoken.errors import InvariantError, StaleInputsError
 from sametoken.runner.async_output import OutputRing, PendingOutput
 from sametoken.runner.outcome import pack
@@ -22,7 +23,7 @@ def outcome(
     num_accepted: list[int],
     tokens: list[int],
     poisoned: tuple[bool, ...] | None = None,
-    stuck: tuple[bool, ...] | None = None,
+    stuck: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
     """A packed verdict of step 7 whose windows hold ``tokens`` side by side."""
     batch = len(num_drafts)
@@ -40,7 +41,7 @@ def outcome(
         next_token=zeros,
         tokens=torch.tensor(tokens),
         poisoned=torch.tensor(poisoned or (False,) * batch),
-        stuck=torch.tensor(stuck or (False,) * batch),
+        stuck=torch.tensor(stuck or (0,) * batch),
     )
     return pack(StepInputs(**named), verdict, window=4)
 
@@ -63,11 +64,11 @@ def test_emitted_tokens_are_the_accepted_drafts_and_the_next_token():
 def test_a_poisoned_row_says_why():
     buffer = OutputRing.allocate(1, 4, 3).acquire()
     tokens = [10, 11, 12, 13, 20, 21]
-    flags = {"poisoned": (True, False, True), "stuck": (False, False, True)}
+    flags = {"poisoned": (True, False, True), "stuck": (0, 0, Stuck.SLOW)}
     buffer.copy_from(outcome([3, 0, 1], [True, False, True], [0, 0, 0], tokens, **flags), 0)
     rows = buffer.read(PLAN, IN_ORDER).rows
     assert [row.poisoned for row in rows] == [True, False, True]
-    assert [row.stuck for row in rows] == [False, False, True]
+    assert [row.stuck for row in rows] == [Stuck.NOT, Stuck.NOT, Stuck.SLOW]
 
 
 def test_reading_before_the_copy_landed_raises():

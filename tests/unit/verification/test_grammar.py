@@ -10,7 +10,9 @@ import torch
 
 from sametoken.core.plan import Admission
 from sametoken.core.sampling_params import SamplingParams
+from sametoken.core.structured_outputs import Stuck
 from sametoken.kernels.reference import ReferenceKernels
+from sametoken.verification import grammar as module
 from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.logits import process_logits
 
@@ -132,7 +134,7 @@ def test_a_matcher_that_breaks_fails_its_own_request(make_row, stage_step, monke
     monkeypatch.setattr(first.matchers[0], "copy", broken)
     for _ in range(2):
         logits = torch.zeros(4, VOCAB)
-        assert slots.mask(logits, step.x).tolist() == [True, True, False, False]
+        assert slots.mask(logits, step.x).tolist() == [Stuck.BROKEN, Stuck.BROKEN, 0, 0]
         assert allowed_of(logits[2:]) == [list(range(VOCAB)), list(range(5, VOCAB))]
 
 
@@ -185,3 +187,26 @@ def test_a_new_request_inherits_no_cursor(make_row, stage_step):
     logits = torch.zeros(1, VOCAB)
     assert not slots.mask(logits, step.x).any()
     assert allowed_of(logits) == [list(range(VOCAB))]
+
+
+def test_masks_that_take_too_long_fail_their_own_request(make_row, stage_step, monkeypatch):
+    """The second draft's mask is the one too many: the whole window fails, and later ones."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr(module, "MASK_CREDIT_S", 4.5)
+    monkeypatch.setattr(module, "MASK_SECONDS", 0.25)
+    monkeypatch.setattr(module.time, "thread_time", lambda: next(clock))
+    monkeypatch.setattr(module.MaskBudget.__init__, "__defaults__", (4.5,))
+    step = stage_step([make_row(prompt=(1,), drafts=(3, 4, 5)), make_row(prompt=(2,), drafts=())])
+    slots = admitted(step, {0: Grammar(), 1: Grammar()})
+    for _ in range(2):
+        logits = torch.zeros(5, VOCAB)
+        assert slots.mask(logits, step.x).tolist() == [Stuck.SLOW] * 4 + [0]
+        assert allowed_of(logits)[:4] == [[]] * 4
+        assert allowed_of(logits)[4] == list(range(VOCAB))
+
+
+def test_unused_credit_does_not_add_up():
+    budget = module.MaskBudget()
+    for _ in range(1000):
+        budget.add_mask()
+    assert budget.credit_s == module.MASK_CREDIT_S

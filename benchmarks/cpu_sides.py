@@ -137,7 +137,9 @@ class TransformersModel:
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         path, dtype = Path(side.model), getattr(torch, side.dtype)
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        )
         # What from_pretrained(gguf_file=...) does, less its demand for the accelerate package.
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=self._model)

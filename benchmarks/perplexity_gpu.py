@@ -74,7 +74,7 @@ def theirs(model: Path, windows: list[list[int]], device: str, dtype: str) -> fl
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     # What from_pretrained(gguf_file=...) does, less its demand for the accelerate package.
-    config = AutoConfig.from_pretrained(model.parent, gguf_file=model.name)
+    config = AutoConfig.from_pretrained(model.parent, gguf_file=model.name, trust_remote_code=False)
     loaded = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     parsed = load_gguf_checkpoint(str(model), return_tensors=True, model_to_load=loaded)
     loaded.load_state_dict(parsed["tensors"], strict=False)

@@ -160,7 +160,9 @@ def transformers_smollm2(path: Path):
         # transformers reads the file twice, and makes the same table of names for every module.
         patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
         patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(
+            path.parent, gguf_file=path.name, trust_remote_code=False
+        )
         theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=theirs)
     missing, unexpected = theirs.load_state_dict(parsed["tensors"], strict=False)

@@ -164,7 +164,9 @@ def test_drafts_leave_what_transformers_says():
     llm = hybrid(speculative_config=MTP, dtype="float32", max_num_seqs=7)
     tokens, speculation = answers(llm)
     prompt = llm.render_chat([{"role": "user", "content": CALCULATOR_EDIT}]).token_ids
-    model = AutoModelForCausalLM.from_pretrained(HYBRID_DIRECTORY, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        HYBRID_DIRECTORY, dtype=torch.float32, trust_remote_code=False
+    )
     with torch.inference_mode():
         said = model.generate(torch.tensor([prompt]), max_new_tokens=96, do_sample=False)
     expected = tuple(said[0, len(prompt) :].tolist())

@@ -36,9 +36,9 @@ def _facts() -> dict[str, Any]:
     import torch
 
     from sametoken.config import EngineConfig
+    from sametoken.core.cache import cache_directory
     from sametoken.engine.resolve import resolve_device
     from sametoken.kernels.select import select_kernels
-    from sametoken.models.embedded import cache_directory
 
     device = resolve_device(EngineConfig())
     facts: dict[str, Any] = {

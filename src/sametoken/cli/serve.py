@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import typer
 
 from sametoken.cli.options import options_of, with_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
+from sametoken.core.json_text import parse_json
 from sametoken.engine.serving_limits import ServingLimits
 from sametoken.errors import ConfigError
 from sametoken.server.config import ServerConfig
@@ -117,7 +117,7 @@ def _announce_ignored(additional_config: str) -> None:
         ConfigError: it is not a JSON object.
     """
     try:
-        keys = json.loads(additional_config).keys()
+        keys = parse_json(additional_config).keys()
     except (ValueError, AttributeError) as error:
         raise ConfigError("additional_config is not a JSON object", "leave it out") from error
     names = ", ".join(keys) or "nothing"

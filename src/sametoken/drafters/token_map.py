@@ -6,13 +6,13 @@ of its tokens (FR-Spec: Zhao et al., arXiv:2502.14856). The target reads its own
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sametoken.core.files import read_json
 from sametoken.drafters.quantized import Head
 from sametoken.errors import ConfigError
 from sametoken.kernels.interface import Kernels
@@ -34,8 +34,8 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
         ConfigError: the file cannot be read, or is no list of different ids of tokens.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the token map {path} cannot be read ({error})", _REMEDY) from error
     if not isinstance(found, list) or not found or not all(type(i) is int for i in found):
         raise ConfigError(f"the token map {path} is no list of integers", _REMEDY)

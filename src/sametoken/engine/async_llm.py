@@ -29,7 +29,13 @@ from sametoken.engine.request_stream import RequestStream
 from sametoken.engine.serving_limits import ServingLimits
 from sametoken.engine.stats import EngineStats
 from sametoken.engine.summary import EngineSummary
-from sametoken.engine.tokenizer import Messages, Tokenizer, all_eos_ids, load_tokenizer_of
+from sametoken.engine.tokenizer import (
+    Messages,
+    Tokenizer,
+    all_eos_ids,
+    load_tokenizer_of,
+    require_own_end,
+)
 from sametoken.errors import ConfigError, RequestError, SametokenError
 
 
@@ -55,6 +61,7 @@ class AsyncLLM:
         tokenizer: Tokenizer | None,
     ) -> None:
         summary = process.ready.summary
+        require_own_end(tokenizer, summary.vocab_size)
         eos = all_eos_ids(summary.eos_token_ids, tokenizer)
         self.resolved = replace(summary, eos_token_ids=eos)
         self._tokenizer = tokenizer

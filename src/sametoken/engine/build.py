@@ -28,6 +28,7 @@ from sametoken.engine.resolve import (
     MemoryPlan,
     ResolvedConfig,
     plan_memory,
+    reachable_positions,
     require_memory,
     require_quantization,
     require_ranks,
@@ -47,6 +48,7 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.embedded import resolve_model
 from sametoken.models.heads import resolve_drafter
 from sametoken.models.loader import load_model, read_config
+from sametoken.models.registry import model_class
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.launch import EagerLauncher
 from sametoken.runner.step import Runner, StepRunner
@@ -233,7 +235,10 @@ def _load(
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
     layers = asked.aux_layers if ranks.parallel.rank == 0 else ()
     max_len = resolve_max_model_len(config, architecture)
-    max_positions = max_len + config.num_drafts + 1
+    own_kv = model_class(architecture.architecture).kv_spec_of(
+        architecture, dtype, ranks.parallel.size
+    )
+    max_positions = reachable_positions(config, own_kv, device, max_len) + config.num_drafts + 1
     kernels = select_kernels(device)
     target = load_model(
         path,

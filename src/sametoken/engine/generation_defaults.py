@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.errors import CheckpointError
+from sametoken.errors import CheckpointError, RequestError
+from sametoken.models.huggingface import read_generation_config
 
 _RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
 
@@ -15,14 +15,13 @@ def default_sampling_params(model_path: Path) -> SamplingParams:
     """What the checkpoint's generation_config.json recommends, else the usual defaults.
 
     Raises:
-        CheckpointError: the file is not a JSON object.
+        CheckpointError: the file is not a JSON object, or a value in it is impossible.
     """
-    path = model_path / "generation_config.json"
-    if not path.is_file():
-        return SamplingParams()
+    recommended = read_generation_config(model_path)
+    chosen = {name: recommended.get(name) for name in _RECOMMENDED}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        chosen = {name: values.get(name) for name in _RECOMMENDED}
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a JSON object", "repair or delete it") from error
-    return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
+        return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
+    except RequestError as error:
+        raise CheckpointError(
+            f"{recommended.location}: {error.cause}", "repair or delete the file"
+        ) from error

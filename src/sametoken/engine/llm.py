@@ -29,7 +29,13 @@ from sametoken.engine.input_processor import (
 from sametoken.engine.interrupts import DeferredInterrupts
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.engine.tokenizer import Messages, Tokenizer, all_eos_ids, load_tokenizer_of
+from sametoken.engine.tokenizer import (
+    Messages,
+    Tokenizer,
+    all_eos_ids,
+    load_tokenizer_of,
+    require_own_end,
+)
 from sametoken.errors import RequestError
 
 _logger = logging.getLogger("sametoken")
@@ -81,6 +87,7 @@ class LLM:
         self._engine = engine
         self._exclusive = Exclusive()
         self._tokenizer = tokenizer
+        require_own_end(tokenizer, model.vocab_size)
         self._inputs = InputProcessor(
             tokenizer,
             vocab_size=model.vocab_size,

@@ -22,6 +22,12 @@ CPU_KV_BYTES = 2**30
 #: The first NVIDIA GPUs that convert float8.
 FLOAT8_CAPABILITY = (8, 9)
 
+#: fp32, in which rotary angles are computed, counts no further.
+MAX_POSITIONS = 2**24
+
+#: What a checkpoint's claim alone may make of ``max_model_len``; more must be asked for.
+LONGEST_UNASKED = 2**20
+
 #: Room for activations, graphs and the library's workspaces on a GPU.
 GPU_RESERVE_BYTES = 4 * 2**30
 
@@ -196,15 +202,43 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     Raises:
         ConfigError: more was asked for than the model has positions.
     """
-    longest = model.max_position_embeddings
+    longest = min(model.max_position_embeddings, MAX_POSITIONS)
     if config.max_model_len is None:
-        return longest
+        return min(longest, LONGEST_UNASKED)
     if config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is above the model's {longest}",
             "lower max_model_len",
         )
     return config.max_model_len
+
+
+def reachable_positions(
+    config: EngineConfig, spec: KVSpec, device: torch.device, max_len: int
+) -> int:
+    """How long a request can become at most, known before weights are loaded: tables end there.
+
+    Args:
+        config: what was asked, sizes decided.
+        spec: the target's KV.
+        device: where the engine runs.
+        max_len: as ``resolve_max_model_len`` says.
+    """
+    block_bytes = spec.bytes_per_block(config.block_size)
+    if config.num_kv_blocks is not None:
+        num_blocks = config.num_kv_blocks
+    elif block_bytes:
+        num_blocks = _most_kv_bytes(config, device) // block_bytes
+    else:
+        return max_len
+    return min(max_len, max(num_blocks, 1) * config.block_size)
+
+
+def _most_kv_bytes(config: EngineConfig, device: torch.device) -> int:
+    """What ``resolve_kv_bytes`` stays below, whatever weights take."""
+    if config.kv_cache_memory_bytes is None and device.type != "cpu":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return resolve_kv_bytes(config, device)
 
 
 def resolve_extraction(
@@ -261,7 +295,10 @@ def plan_memory(
     block_size = config.block_size
     max_len = resolve_max_model_len(config, model)
     if config.max_model_len is None:
-        reasons["max_model_len"] = "the model's longest position"
+        claim = model.max_position_embeddings
+        reasons["max_model_len"] = (
+            "the model's longest position" if max_len == claim else f"of {claim} that it claims"
+        )
     most_useful = config.max_num_seqs * -(-(max_len + extra_tokens) // block_size)
     block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
     if not block_bytes:

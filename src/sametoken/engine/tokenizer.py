@@ -8,14 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.config import DUMMY, EngineConfig
+from sametoken.core.files import is_there, open_regular
 from sametoken.engine.gguf_tokenizer import build_gguf_tokenizer
-from sametoken.errors import CheckpointError, RequestError
+from sametoken.engine.template_steps import bounded_steps
+from sametoken.errors import CheckpointError, RequestError, SametokenError, UnsupportedError
 from sametoken.models.gguf_file import read_gguf
+from sametoken.models.huggingface import read_json_object
 
 Messages = Sequence[Mapping[str, Any]]
 #: Tokenizers may make one token of more characters than any token has: a run of spaces or of
 #: characters that they do not know.
 _MIN_TOKEN_CHARS = 128
+
+_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+#: Objects that transformers reads beside those two.
+_BESIDE = ("special_tokens_map.json", "added_tokens.json")
+_READ = (".json", ".jinja", ".model", ".txt")
+_REMEDY = "fetch it again, or give another tokenizer"
 
 
 class Tokenizer:
@@ -89,9 +98,10 @@ class Tokenizer:
                 "the model has no chat template", "use generate, or give chat_template"
             )
         try:
-            text: str = self.hf.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, **options
-            )
+            with bounded_steps():
+                text: str = self.hf.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, **options
+                )
         except Exception as error:
             # Templates are programs of the checkpoint's author and raise what they like.
             raise RequestError(
@@ -99,6 +109,20 @@ class Tokenizer:
                 'give a list of {"role": ..., "content": ...}',
             ) from error
         return text
+
+
+def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Refuse a tokenizer that ends texts by what is no token of the model.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    if own is not None and own >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer ends texts by token {own}, and the model has {vocab_size} tokens",
+            "give the model's own tokenizer",
+        )
 
 
 def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -125,23 +149,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     Raises:
         CheckpointError: nothing is there, or it is corrupt.
-        UnsupportedError: a GGUF file holds a kind of tokenizer that is not known.
+        UnsupportedError: a GGUF file holds a kind of tokenizer that is not known, or only
+            Python code of the checkpoint could make the tokenizer.
     """
     source = _find_source(path)
-    if source.suffix == ".gguf":
-        return _from_gguf(source)
     try:
-        return Tokenizer(_from_hf(source))
+        return Tokenizer(_from_gguf(source) if source.suffix == ".gguf" else _from_hf(source))
+    except SametokenError:
+        raise
     except Exception as error:
         # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError.
         raise CheckpointError(
-            f"the tokenizer at {source} cannot be read ({type(error).__name__}: {error})",
-            "fetch it again, or give another tokenizer",
+            f"the tokenizer at {_culprit(source)} cannot be read ({type(error).__name__}: {error})",
+            _REMEDY,
         ) from error
 
 
 def _has_one(directory: Path) -> bool:
-    return any((directory / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))
+    return any(is_there(directory / name) for name in (_FILE, _SETTINGS))
 
 
 def _find_source(path: Path) -> Path:
@@ -159,7 +184,7 @@ def _find_source(path: Path) -> Path:
     )
 
 
-def _from_gguf(path: Path) -> Tokenizer:
+def _from_gguf(path: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     metadata = read_gguf(path).metadata
@@ -167,13 +192,11 @@ def _from_gguf(path: Path) -> Tokenizer:
     special = {}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None and token_id < len(tokens):
+        if token_id is not None and 0 <= token_id < len(tokens):
             special[name] = tokens[token_id]
     template = metadata.get("tokenizer.chat_template")
     backend = build_gguf_tokenizer(metadata)
-    return Tokenizer(
-        PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **special)
 
 
 def _from_hf(path: Path) -> Any:
@@ -181,7 +204,46 @@ def _from_hf(path: Path) -> Any:
 
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    if (path / "tokenizer.json").is_file():
+    settings = _checked_settings(path)
+    if (path / _FILE).is_file():
         # The file as it is: the classes of some architectures rebuild it from its vocabulary.
-        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    if settings.get("auto_map"):
+        raise UnsupportedError(
+            f"{path / _SETTINGS} has an auto_map: only Python code of the checkpoint could make "
+            "its tokenizer, and that is never run",
+            "give a tokenizer that has a tokenizer.json",
+        )
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
+def _checked_settings(directory: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, once all that transformers may open can be opened."""
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _READ:
+            try:
+                open_regular(path).close()
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read ({error})", _REMEDY) from error
+    objects = {
+        name: read_json_object(directory / name)
+        for name in (_SETTINGS, *_BESIDE)
+        if is_there(directory / name)
+    }
+    return objects.get(_SETTINGS, {})
+
+
+def _culprit(source: Path) -> Path:
+    """The file at fault where a tokenizer cannot be read, as far as that can be told."""
+    from tokenizers import Tokenizer as Backend
+
+    file = source / _FILE
+    if not file.is_file():
+        return source
+    try:
+        Backend.from_file(str(file))
+    except Exception:
+        return file
+    return source / _SETTINGS if (source / _SETTINGS).is_file() else source

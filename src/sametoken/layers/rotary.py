@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from reprlib import repr as short
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,15 @@ from sametoken.kernels.interface import RotaryTable
 
 DEFAULT_THETA = 10_000.0
 SCALED_TYPES = ("linear", "llama3", "yarn")
+#: What transformers' functions raise at parameters that are missing or of another kind.
+_BAD_PARAMETERS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
 
 
@@ -37,6 +48,11 @@ def rotary_table(
         CheckpointError: the type lacks a parameter or has an impossible one.
     """
     inverse_frequencies, factor = _frequencies(rope, head_dim)
+    if not (math.isfinite(factor) and inverse_frequencies.isfinite().all()):
+        raise CheckpointError(
+            f"rope type {short(rope['rope_type'])} gives frequencies that are not finite",
+            "compare the checkpoint's rope settings with the original's",
+        )
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies[None, :]
     return RotaryTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
@@ -53,7 +69,7 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]
         )
     if rope_type in LENGTH_DEPENDENT_TYPES:
         raise UnsupportedError(
-            f"rope type {rope_type!r} changes its frequencies with the running length, so a "
+            f"rope type {short(rope_type)} changes its frequencies with the running length, so a "
             "token's KV would depend on what follows it",
             f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}",
         )
@@ -72,7 +88,7 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]
             )
         return default / divisors, 1.0
     raise UnsupportedError(
-        f"rope type {rope_type!r} is not supported",
+        f"rope type {short(rope_type)} is not supported",
         f"use a checkpoint with rope type default, {', '.join(SCALED_TYPES)}",
     )
 
@@ -90,14 +106,9 @@ def _scaled(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
     )
     try:
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return frequencies, float(factor)
+    except _BAD_PARAMETERS as error:
         raise CheckpointError(
-            f"rope type {rope['rope_type']!r} lacks a parameter or has a bad one ({error!r})",
+            f"rope type {short(rope['rope_type'])} lacks a parameter or has a bad one ({error!r})",
             "compare the checkpoint's rope settings with the original's",
         ) from error
-    if not frequencies.isfinite().all():
-        raise CheckpointError(
-            f"rope type {rope['rope_type']!r} gives frequencies that are not finite",
-            "compare the checkpoint's rope settings with the original's",
-        )
-    return frequencies, float(factor)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from reprlib import repr as short
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
@@ -23,6 +25,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import ALONE, gather_columns
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.settings import Settings
 from sametoken.models.weights import Part, Split, WeightReader
 from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.recurrent import RecurrentSpec
@@ -107,12 +110,7 @@ class Decoder:
                 f"use indices from 0 to {config.num_layers}",
             )
         self.config = config
-        self.kv_spec = KVSpec(
-            config.num_layers,
-            config.num_kv_heads // weights.parallel.size,
-            config.head_dim,
-            weights.dtype,
-        )
+        self.kv_spec = self.kv_spec_of(config, weights.dtype, weights.parallel.size)
         self.kernels: Kernels = weights.kernels
         self._parallel = weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
@@ -144,6 +142,12 @@ class Decoder:
             "num_key_value_heads": config.num_kv_heads,
             "intermediate_size": config.intermediate_size,
         }
+
+    @staticmethod
+    def kv_spec_of(config: ModelConfig, dtype: torch.dtype, num_ranks: int) -> KVSpec:
+        """What a rank's KV holds, as far as the config says it; known before weights are."""
+        num_heads = config.num_kv_heads // num_ranks
+        return KVSpec(config.num_layers, num_heads, config.head_dim, dtype)
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
@@ -316,17 +320,17 @@ def require_supported(config: ModelConfig, known: frozenset[str], location: str)
     Raises:
         UnsupportedError: it does.
     """
-    settings = config.extra
+    settings = Settings(config.extra, location)
     windowed = settings.get("use_sliding_window", settings.get("sliding_window") is not None)
-    layer_types = settings.get("layer_types") or ()
+    layer_types = set(settings.names("layer_types"))
     for unsupported, what in (
         (
             settings.get("hidden_act", "silu") != "silu",
-            f"hidden_act={settings.get('hidden_act')!r}",
+            f"hidden_act={short(settings.get('hidden_act'))}",
         ),
         (settings.get("mlp_bias"), "mlp_bias=true"),
-        (windowed, f"sliding_window={settings.get('sliding_window')!r}"),
-        (set(layer_types) - known, f"layer_types={sorted(set(layer_types))}"),
+        (windowed, f"sliding_window={short(settings.get('sliding_window'))}"),
+        (layer_types - known, f"layer_types={short(sorted(layer_types))}"),
     ):
         if unsupported:
             raise UnsupportedError(f"{location}: {what} is not supported", "use another checkpoint")

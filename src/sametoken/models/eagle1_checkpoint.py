@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
     kind = config.get("speculators_model_type", implied)
     if kind != "eagle":
         raise UnsupportedError(
-            f"{location} describes a {kind!r} drafter", 'use a head for the method "eagle"'
+            f"{location} describes a {short(kind)} drafter", 'use a head for the method "eagle"'
         )
     refuse(
         location,

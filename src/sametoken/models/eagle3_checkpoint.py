@@ -24,10 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from sametoken.config import DUMMY
@@ -51,8 +51,8 @@ from sametoken.models.eagle_checkpoint import (
     require_layers,
     require_sizes,
 )
-from sametoken.models.huggingface import read_json_object
-from sametoken.models.settings import Settings
+from sametoken.models.huggingface import SafetensorsSource, read_json_object
+from sametoken.models.settings import MAX_LAYERS, Settings
 from sametoken.models.weights import Part, WeightReader
 
 
@@ -150,10 +150,11 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise UnsupportedError(
-            f"{location} describes a {kind!r} drafter", 'use a head for the method "eagle3"'
+            f"{location} describes a {short(kind)} drafter", 'use a head for the method "eagle3"'
         )
     layer = read_layer_config(config, location)
-    settings, nested = Settings(config, str(location)), config.get("eagle_config") or {}
+    settings = Settings(config, str(location))
+    nested = settings.nested("eagle_config")
     refuse(
         location,
         (layer.num_layers != 1, f"{layer.num_layers} decoder layers"),
@@ -184,8 +185,10 @@ def _aux_layer_ids(
         ids, of_outputs = nested.get(key), True
     if not ids:
         return None
-    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise CheckpointError(f"{location}: {key}={ids!r} is not a list of layer numbers")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i <= MAX_LAYERS for i in ids):
+        raise CheckpointError(f"{location}: {key}={short(ids)} is not a list of layer numbers")
+    if len(ids) > MAX_LAYERS:
+        raise CheckpointError(f"{location}: {key} names {len(ids)} layers")
     return tuple(i + of_outputs for i in ids)
 
 
@@ -219,14 +222,16 @@ def _ranks(token_ids: Tensor) -> Tensor:
 
 def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
     """[draft vocabulary] target ids from the offsets ``d2t``."""
-    offsets = _integers(directory, "d2t")
-    if offsets is None or offsets.shape != (config.draft_vocab_size,):
-        found = "none" if offsets is None else f"shape {list(offsets.shape)}"
+    source = SafetensorsSource(directory)
+    shape = source.shape("d2t") if "d2t" in source.names() else None
+    if shape != (config.draft_vocab_size,):
+        found = "none" if shape is None else f"shape {list(shape)}"
         raise CheckpointError(
             f"{directory} needs d2t of shape [{config.draft_vocab_size}], found {found}",
             "check that config and weights belong together",
         )
-    token_ids = torch.arange(config.draft_vocab_size) + offsets.to(torch.int64)
+    offsets = source.integers("d2t").to(torch.int64)
+    token_ids = torch.arange(config.draft_vocab_size) + offsets
     low, high = torch.aminmax(token_ids)
     if low < 0 or high >= config.layer.vocab_size:
         raise CheckpointError(
@@ -235,12 +240,3 @@ def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
             "check that config and weights belong together",
         )
     return token_ids
-
-
-def _integers(directory: Path, name: str) -> Tensor | None:
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.dummy import dummy_reader
 from sametoken.models.eagle import EagleHead
 from sametoken.models.huggingface import SafetensorsSource, model_config
+from sametoken.models.settings import Settings
 from sametoken.models.weights import Part, WeightReader
 
 LAYER = "layers.0"
@@ -98,14 +100,15 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
     nested = config.get("transformer_layer_config", config)
     if not isinstance(nested, dict):
         raise CheckpointError(f"{location}: transformer_layer_config is not an object")
-    layer = model_config({"architectures": ["EagleHead"]} | nested, {}, str(location))
-    activation = layer.extra.get("hidden_act", "silu")
-    windowed = "sliding_attention" in (layer.extra.get("layer_types") or ()) or (
-        layer.extra.get("use_sliding_window") and layer.extra.get("sliding_window")
+    layer = model_config(Settings({"architectures": ["EagleHead"], **nested}, str(location)))
+    settings = Settings(layer.extra, str(location))
+    activation = settings.get("hidden_act", "silu")
+    windowed = "sliding_attention" in settings.names("layer_types") or (
+        settings.get("use_sliding_window") and settings.get("sliding_window")
     )
     refuse(
         location,
-        (activation != "silu", f"activation {activation!r}"),
+        (activation != "silu", f"activation {short(activation)}"),
         (windowed, "sliding-window attention"),
     )
     return layer

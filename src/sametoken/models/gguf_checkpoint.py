@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,12 @@ import torch
 from gguf.quants import dequantize
 from torch import Tensor
 
+from sametoken.core.files import open_regular
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
 from sametoken.models.gguf_file import GGUFFile, GGUFTensor, read_gguf
-from sametoken.models.settings import Settings, require_head_counts
+from sametoken.models.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings, require_head_counts
 from sametoken.models.weights import rows_per_chunk
 
 ROPE_FREQUENCIES = "rope_freqs.weight"
@@ -92,14 +95,14 @@ class GGUFCheckpoint:
         name = str(self._file.metadata.get("general.architecture"))
         if name not in _ARCHITECTURES:
             raise UnsupportedError(
-                f"{path} has GGUF architecture {name!r}", f"known: {', '.join(_ARCHITECTURES)}"
+                f"{path} has GGUF architecture {short(name)}", f"known: {', '.join(_ARCHITECTURES)}"
             )
         self._architecture = _ARCHITECTURES[name]
         settings = Settings(self._file.metadata, str(path), f"{name}.")
         for key in _REFUSED:
-            if settings.get(key):
+            if value := settings.get(key):
                 raise UnsupportedError(
-                    f"{path} sets {name}.{key}={settings.get(key)!r}, which is not implemented",
+                    f"{path} sets {name}.{key}={short(value)}, which is not implemented",
                     "use another checkpoint",
                 )
         self.config = _model_config(self._file, settings, self._architecture.name)
@@ -125,24 +128,24 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: str) -> Mode
             )
     vocabulary = Settings(file.metadata, settings.location, "tokenizer.ggml.")
     tokens = vocabulary.get("tokens")
+    num_tokens = len(tokens) if isinstance(tokens, list) else None
+    vocab_size = settings.integer("vocab_size", num_tokens)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=settings.integer(
-            "vocab_size", len(tokens) if isinstance(tokens, list) else None
-        ),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=settings.integer("feed_forward_length"),
-        num_layers=settings.integer("block_count"),
+        num_layers=settings.integer("block_count", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=settings.number("attention.layer_norm_rms_epsilon"),
-        max_position_embeddings=settings.integer("context_length"),
+        max_position_embeddings=settings.positions("context_length"),
         rope=_rope(file, settings),
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias="blk.0.attn_q.bias" in file.tensors,
-        eos_token_ids=_end_ids(vocabulary),
-        bos_token_id=next(iter(vocabulary.token_ids("bos_token_id")), None),
+        eos_token_ids=_end_ids(vocabulary, vocab_size),
+        bos_token_id=next(iter(vocabulary.token_ids("bos_token_id", vocab_size)), None),
         dtype=_DTYPES.get(str(file.metadata.get("general.file_type")), torch.bfloat16),
         extra={},
     )
@@ -161,14 +164,16 @@ def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
                 f"{file.path} has both {ROPE_FREQUENCIES} and rope scaling {scaling!r}",
                 "use another checkpoint",
             )
-        (divisors,) = GGUFSource(file, None).chunks(ROPE_FREQUENCIES)
+        if math.prod(file.tensors[ROPE_FREQUENCIES].shape) > MAX_HEAD_DIM:
+            raise CheckpointError(f"{file.path}: {ROPE_FREQUENCIES} is too large", AGAIN)
+        divisors = torch.cat(list(GGUFSource(file, None).chunks(ROPE_FREQUENCIES)))
         return rope | {"rope_type": "divided", "divisors": tuple(divisors.flatten().tolist())}
     if scaling == "none":
         return rope | {"rope_type": "default"}
     rope |= {"rope_type": scaling, "factor": settings.number("rope.scaling.factor")}
     if scaling == "yarn":
-        longest = settings.integer("context_length")
-        original = settings.integer("rope.scaling.original_context_length", longest)
+        longest = settings.positions("context_length")
+        original = settings.positions("rope.scaling.original_context_length", longest)
         rope["original_max_position_embeddings"] = original
         for key in ("beta_fast", "beta_slow"):
             if settings.get(f"rope.scaling.yarn_{key}"):
@@ -176,10 +181,11 @@ def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
     return rope
 
 
-def _end_ids(vocabulary: Settings) -> tuple[int, ...]:
+def _end_ids(vocabulary: Settings, vocab_size: int) -> tuple[int, ...]:
     """Ids that end a text, a turn or a message, as llama.cpp stops at all three."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    return tuple(dict.fromkeys(i for name in names for i in vocabulary.token_ids(name)))
+    ids = (i for name in names for i in vocabulary.token_ids(name, vocab_size))
+    return tuple(dict.fromkeys(ids))
 
 
 class GGUFSource:
@@ -220,7 +226,7 @@ class GGUFSource:
 
     def _rows(self, tensor: GGUFTensor, step: int) -> Iterator[Tensor]:
         """[step, row] tensors. Read, not mapped: mapped pages count as memory."""
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             file.seek(tensor.offset)
             for first in range(0, tensor.num_rows, step):
                 rows = min(step, tensor.num_rows - first)

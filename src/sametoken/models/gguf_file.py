@@ -16,12 +16,16 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
+from sametoken.core.files import open_regular
 from sametoken.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+#: Bytes and values of a header: three times those of a vocabulary of 260,000 tokens, or more.
+MAX_HEADER_BYTES = 2**27
+MAX_VALUES = 2**22
 
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
@@ -82,7 +86,10 @@ def read_gguf(path: Path) -> GGUFFile:
         CheckpointError: unreadable, not GGUF, of an unknown version, corrupt, or truncated.
     """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            open_regular(path) as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             if data[:4] != MAGIC:
                 raise ValueError("it does not start with the GGUF magic")
             return _parsed(path, _Cursor(data, 4))
@@ -93,16 +100,19 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Cursor:
-    """Walks the header; a length that points beyond the file raises ValueError."""
+    """Walks the header; a length that points beyond it raises ValueError."""
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self.data = data
         self.position = position
+        self.num_values = 0
 
     def take(self, size: int) -> bytes:
         if size > len(self.data) - self.position:
             raise ValueError(f"it ends inside its header, at byte {self.position}")
         self.position += size
+        if self.position > MAX_HEADER_BYTES:
+            raise ValueError(f"its header has more than {MAX_HEADER_BYTES} bytes")
         return self.data[self.position - size : self.position]
 
     def uint32(self) -> int:
@@ -122,9 +132,16 @@ class _Cursor:
             return self.array(element_type, length)
         return self.array(value_type, 1)[0]
 
+    def count(self, length: int) -> None:
+        """Note that so many more values follow."""
+        self.num_values += length
+        if self.num_values > MAX_VALUES:
+            raise ValueError(f"its header has more than {MAX_VALUES} values")
+
     def array(self, element_type: GGUFValueType, length: int) -> list[Any]:
         if element_type == GGUFValueType.ARRAY:
             raise ValueError("it holds an array of arrays")
+        self.count(length)
         if element_type == GGUFValueType.STRING:
             return [self.string() for _ in range(length)]
         dtype = np.dtype(_SCALARS[element_type])
@@ -136,6 +153,7 @@ def _parsed(path: Path, cursor: _Cursor) -> GGUFFile:
     if version not in VERSIONS:
         raise ValueError(f"version {version} is not one of {VERSIONS}, little endian")
     num_tensors, num_values = cursor.uint64(), cursor.uint64()
+    cursor.count(num_tensors + num_values)
     metadata = {}
     for _ in range(num_values):
         key = cursor.string()
@@ -149,7 +167,10 @@ def _parsed(path: Path, cursor: _Cursor) -> GGUFFile:
     for tensor in tensors:
         if tensor.offset + tensor.num_rows * tensor.row_bytes > len(cursor.data):
             raise ValueError(f"it ends before the data of tensor {tensor.name}")
-    return GGUFFile(path, metadata, {tensor.name: tensor for tensor in tensors})
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if len(by_name) < len(tensors):
+        raise ValueError("two of its tensors have one name")
+    return GGUFFile(path, metadata, by_name)
 
 
 def _tensor(cursor: _Cursor) -> GGUFTensor:
@@ -158,7 +179,11 @@ def _tensor(cursor: _Cursor) -> GGUFTensor:
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
     shape = tuple(cursor.uint64() for _ in range(num_dimensions))[::-1]
+    if not all(shape):
+        raise ValueError(f"tensor {name} has no elements")
     tensor_type = GGMLQuantizationType(cursor.uint32())
+    if tensor_type not in GGML_QUANT_SIZES:
+        raise ValueError(f"tensor {name} has type {tensor_type.name}, of no known size")
     block_elements, block_bytes = GGML_QUANT_SIZES[tensor_type]
     if shape[-1] % block_elements:
         raise ValueError(f"rows of tensor {name} are no multiple of {block_elements} elements")

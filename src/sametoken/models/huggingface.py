@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from reprlib import repr as short
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sametoken.core.files import is_there, open_regular, read_json
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
-from sametoken.models.settings import Settings, require_head_counts
+from sametoken.models.settings import MAX_LAYERS, NO_SETTINGS, Settings, require_head_counts
 from sametoken.models.weights import rows_per_chunk
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth")
+#: Of a file's name, on any system.
+MAX_NAME_BYTES = 255
 AGAIN = "download the checkpoint again"
 
 _HYBRID = {
@@ -55,6 +59,7 @@ _DTYPES = {
     "float64": torch.float64,
 }
 _FLOATING = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
 class HuggingFaceCheckpoint:
@@ -68,29 +73,26 @@ class HuggingFaceCheckpoint:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         config_file = directory / "config.json"
-        generation_file = directory / "generation_config.json"
-        generation = read_json_object(generation_file) if generation_file.is_file() else {}
-        self.config = model_config(read_json_object(config_file), generation, str(config_file))
+        config = Settings(read_json_object(config_file), str(config_file))
+        self.config = model_config(config, read_generation_config(directory))
 
     def open_tensors(self) -> SafetensorsSource:
         """The tensors of the directory."""
         return SafetensorsSource(self._directory)
 
 
-def model_config(
-    config: dict[str, Any], generation_config: Mapping[str, Any], location: str
-) -> ModelConfig:
+def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelConfig:
     """The architecture that a config.json in transformers' form describes.
 
     Args:
-        config: the file's object.
-        generation_config: that of generation_config.json, empty if there is none.
-        location: the file, for messages.
+        given: the file's object.
+        generation: that of generation_config.json, empty if there is none.
 
     Raises:
         CheckpointError: a key is missing or impossible.
         UnsupportedError: the weights are quantized, or a setting is not implemented.
     """
+    config, location = given.values, given.location
     if config.get("quantization_config"):
         raise UnsupportedError(
             f"{location} has a quantization_config", "use the checkpoint's unquantized weights"
@@ -102,32 +104,32 @@ def model_config(
     text = config.get("text_config")
     if isinstance(text, dict):
         config = text | {key: config[key] for key in _COMMON if config.get(key) is not None}
-    settings = Settings(_IMPLIED.get(architecture, {}) | config, location)
-    generation = Settings(generation_config, location)
+    settings = Settings({**_IMPLIED.get(architecture, {}), **config}, location)
+    vocab_size = settings.integer("vocab_size")
     hidden_size = settings.integer("hidden_size")
     num_heads = settings.integer("num_attention_heads")
     num_kv_heads = settings.integer("num_key_value_heads", num_heads)
     head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, location)
-    end_ids = generation.token_ids("eos_token_id") or settings.token_ids("eos_token_id")
+    end_ids = generation.token_ids("eos_token_id", vocab_size)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=settings.integer("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=settings.integer(
             "intermediate_size", settings.get("moe_intermediate_size")
         ),
-        num_layers=settings.integer("num_hidden_layers"),
+        num_layers=settings.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=settings.integer("max_position_embeddings"),
+        max_position_embeddings=settings.positions("max_position_embeddings"),
         rope=_rope(settings, rotates_parts=architecture in PARTIAL_ROTARY),
         tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
         attention_bias=bool(settings.get("attention_bias", False)),
-        eos_token_ids=end_ids,
-        bos_token_id=next(iter(settings.token_ids("bos_token_id")), None),
+        eos_token_ids=end_ids or settings.token_ids("eos_token_id", vocab_size),
+        bos_token_id=next(iter(settings.token_ids("bos_token_id", vocab_size)), None),
         dtype=_dtype(settings),
         extra=dict(settings.values),
     )
@@ -142,7 +144,14 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
         raise UnsupportedError(
             f"{settings.location} has rope settings per layer type", "use another checkpoint"
         )
-    partial = given.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    own = Settings(given, settings.location)
+    whole = settings.number("partial_rotary_factor", 1.0)
+    partial = own.number("partial_rotary_factor", whole)
+    if partial > 1.0:
+        raise CheckpointError(
+            f"{settings.location}: partial_rotary_factor={partial!r} rotates more than a head",
+            AGAIN,
+        )
     if partial != 1.0 and not rotates_parts:
         raise UnsupportedError(
             f"{settings.location}: partial_rotary_factor={partial!r} is not supported",
@@ -150,14 +159,13 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
         )
     if partial != 1.0:
         given = {**given, "partial_rotary_factor": partial}
-    own = Settings(given, settings.location, "")
     rope_type = own.get("rope_type") or own.get("type") or "default"
     theta = own.number("rope_theta", settings.number("rope_theta", DEFAULT_THETA))
     rope = {**given, "rope_type": rope_type, "rope_theta": theta}
     if rope_type in ("llama3", "yarn"):
-        longest = settings.integer("max_position_embeddings")
-        original = own.integer("original_max_position_embeddings", longest)
-        original = settings.integer("original_max_position_embeddings", original)
+        longest = settings.positions("max_position_embeddings")
+        original = own.positions("original_max_position_embeddings", longest)
+        original = settings.positions("original_max_position_embeddings", original)
         rope["original_max_position_embeddings"] = original
         rope["factor"] = own.number("factor", longest / original)
     return rope
@@ -165,9 +173,10 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
 
 def _dtype(settings: Settings) -> torch.dtype:
     name = settings.get("dtype", settings.get("torch_dtype", "float32"))
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise UnsupportedError(
-            f"{settings.location}: dtype {name!r} is not supported", f"use one of {tuple(_DTYPES)}"
+            f"{settings.location}: dtype {short(name)} is not supported",
+            f"use one of {tuple(_DTYPES)}",
         )
     return _DTYPES[name]
 
@@ -179,16 +188,26 @@ def read_json_object(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, unreadable, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path.parent} holds no {path.name}", "give a checkpoint directory or a GGUF file"
         ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON ({error})", AGAIN) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object", AGAIN)
     return value
+
+
+def read_generation_config(directory: Path) -> Settings:
+    """What generation_config.json says; nothing where there is none.
+
+    Raises:
+        CheckpointError: it is there and is no JSON object.
+    """
+    path = directory / "generation_config.json"
+    return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
 
 
 class SafetensorsSource:
@@ -206,8 +225,13 @@ class SafetensorsSource:
         self.location = str(directory)
         self._files: dict[str, Path] = {}
         for path in _safetensors_files(directory):
-            names = (name for name in _names_of(path) if name.startswith(prefix))
-            self._files.update(dict.fromkeys(names, path))
+            with _opened(path) as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            for name in names:
+                if self._files.setdefault(name, path) != path:
+                    raise CheckpointError(
+                        f"tensor {name} is in {self._files[name]} and in {path.name}", AGAIN
+                    )
 
     def names(self) -> Collection[str]:
         """Names as they stand in the files."""
@@ -215,12 +239,27 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in the file's header."""
-        with safe_open(self._files[name], framework="pt") as file:
+        with _opened(self._files[name]) as file:
             return tuple(file.get_slice(name).get_shape())
+
+    def integers(self, name: str) -> Tensor:
+        """A whole tensor of integers.
+
+        Raises:
+            CheckpointError: it is of another dtype, or cannot be read.
+        """
+        with _opened(self._files[name]) as file:
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in _INTEGERS:
+                raise CheckpointError(
+                    f"tensor {name} of {self._files[name]} has dtype {dtype}, no integers", AGAIN
+                )
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     def chunks(self, name: str) -> Iterator[Tensor]:
         """Rows of the tensor. The file is mapped only meanwhile: mapped pages count as memory."""
-        with safe_open(self._files[name], framework="pt") as file:
+        with _opened(self._files[name]) as file:
             tensor = file.get_slice(name)
             shape, dtype = tensor.get_shape(), tensor.get_dtype()
             if dtype not in _FLOATING:
@@ -235,17 +274,10 @@ class SafetensorsSource:
 
 def _safetensors_files(directory: Path) -> list[Path]:
     single, index = directory / SINGLE, directory / INDEX
-    if single.is_file():
+    if is_there(single):
         return [single]
-    if index.is_file():
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise CheckpointError(f"{index} has no weight_map", AGAIN)
-        shards = [directory / str(name) for name in dict.fromkeys(weight_map.values())]
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise CheckpointError(f"{index} lists {missing[0]}, which is not there", AGAIN)
-        return shards
+    if is_there(index):
+        return _shards(index)
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return files
@@ -258,9 +290,37 @@ def _safetensors_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory} holds no safetensors file", AGAIN)
 
 
-def _names_of(path: Path) -> list[str]:
+def _shards(index: Path) -> list[Path]:
+    """The files that a weight map names, all of them in its own folder."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map", AGAIN)
+    names = list(weight_map.values())
+    for name in names:
+        if not isinstance(name, str) or not _is_plain(name):
+            raise CheckpointError(
+                f"{index} lists {short(name)}, which is no name of a file beside it", AGAIN
+            )
+    shards = [index.parent / name for name in dict.fromkeys(names)]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise CheckpointError(f"{index} lists {missing[0]}, which is not there", AGAIN)
+    return shards
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name leads nowhere but into the folder it is used in, on any system."""
+    is_one = name == PurePosixPath(name).name == PureWindowsPath(name).name
+    fits = len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
+    return is_one and fits and name not in ("", "..") and "\0" not in name
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; what is wrong with it is told by its name."""
     try:
+        open_regular(path).close()
         with safe_open(path, framework="pt") as file:
-            return list(file.keys())
+            yield file
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} is truncated or corrupt ({error})", AGAIN) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from reprlib import repr as short
 from typing import ClassVar
 
 import torch
@@ -19,9 +20,9 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import Block, Decoder, DecoderLayer, attention_shapes, load_mlp
 from sametoken.models.experts import load_sparse_moe
-from sametoken.models.settings import Settings
+from sametoken.models.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.weights import Part, Split, WeightReader
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentSpec
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -59,10 +60,8 @@ class HybridDecoder(Decoder, ABC):
         self._whole_spec = recurrent_spec(config, weights.dtype, location)
         self._mixers = _mixers(config, location)
         super().__init__(config, weights, max_positions=max_positions, aux_layers=aux_layers)
-        num_linear = self._whole_spec.num_layers
-        if num_linear:
+        if self._whole_spec.num_layers:
             self.recurrent_spec = self._whole_spec.divided(weights.parallel.size)
-        self.kv_spec = replace(self.kv_spec, num_layers=config.num_layers - num_linear)
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
@@ -100,6 +99,13 @@ class HybridDecoder(Decoder, ABC):
             for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
                 sizes[key] = settings.integer(key)
         return sizes
+
+    @staticmethod
+    def kv_spec_of(config: ModelConfig, dtype: torch.dtype, num_ranks: int) -> KVSpec:
+        """As ``Decoder.kv_spec_of``: only layers of full attention have KV."""
+        num_full = sum(not mixer.is_linear for mixer in _mixers(config, config.architecture))
+        spec = Decoder.kv_spec_of(config, dtype, num_ranks)
+        return replace(spec, num_layers=num_full)
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
         """[T] ids to hidden states; advances the rows' slots and writes their KV."""
@@ -207,7 +213,8 @@ def recurrent_spec(config: ModelConfig, dtype: torch.dtype, location: str) -> Re
     settings = Settings(config.extra, location, "linear_")
     key_heads = settings.integer("num_key_heads")
     value_heads = settings.integer("num_value_heads")
-    key_dim, value_dim = settings.integer("key_head_dim"), settings.integer("value_head_dim")
+    key_dim = settings.integer("key_head_dim", most=MAX_HEAD_DIM)
+    value_dim = settings.integer("value_head_dim", most=MAX_HEAD_DIM)
     if value_heads % key_heads:
         raise CheckpointError(
             f"{location}: {value_heads} value heads over {key_heads} key heads are not possible",
@@ -229,10 +236,10 @@ def _mixers(config: ModelConfig, location: str) -> tuple[_Mixer, ...]:
     settings = Settings(config.extra, location)
     interval = settings.integer("full_attention_interval", 4)
     implied = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(config.num_layers)]
-    types = settings.get("layer_types", implied)
-    if not isinstance(types, list) or len(types) != config.num_layers:
+    types = settings.names("layer_types") or tuple(implied)
+    if len(types) != config.num_layers:
         raise CheckpointError(
-            f"{location}: layer_types={types!r} does not name {config.num_layers} layers",
+            f"{location}: layer_types={short(types)} does not name {config.num_layers} layers",
             "compare with the original checkpoint's",
         )
     return tuple(_Mixer(kind == LINEAR, types[:i].count(kind)) for i, kind in enumerate(types))
@@ -240,9 +247,11 @@ def _mixers(config: ModelConfig, location: str) -> tuple[_Mixer, ...]:
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:
     """Whether a layer's MLP is a mixture of experts."""
-    settings = config.extra
-    step = settings.get("decoder_sparse_step") or 1
-    dense = settings.get("mlp_only_layers") or ()
+    settings = Settings(config.extra, config.architecture)
+    step = settings.integer("decoder_sparse_step", 1)
+    dense = settings.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise CheckpointError(f"{settings.location}: mlp_only_layers is no list")
     return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
 
 

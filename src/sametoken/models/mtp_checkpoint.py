@@ -13,6 +13,7 @@ count of Qwen3-Next from ``num_nextn_predict_layers``. No count means one.
 from __future__ import annotations
 
 from pathlib import Path
+from reprlib import repr as short
 
 import torch
 
@@ -130,7 +131,8 @@ def _require_form(config: ModelConfig, directory: Path) -> None:
         raise _without_module(directory)
     if num_layers != 1:
         raise UnsupportedError(
-            f"{directory}: a multi-token-prediction module of {num_layers!r} layers is not run",
+            f"{directory}: a multi-token-prediction module of {short(num_layers)} layers "
+            "is not run",
             f"use {_ANOTHER_METHOD}",
         )
     if settings.get("mtp_use_dedicated_embeddings"):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 from sametoken.errors import CheckpointError
 
-# Four times what any model has: a damaged file must not size the rotary table.
+# Times what any model has, so that a damaged file sizes neither a table nor a loop.
 MAX_HEAD_DIM = 2048
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+#: Of everything else that is counted: tokens of a vocabulary, features of a row.
+MAX_COUNT = 2**22
+#: What a file may claim: no more positions are run than were asked for and fit.
+MAX_CLAIM = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +41,58 @@ class Settings:
         value = self.values.get(self.prefix + key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A number of things: at least 1."""
+    def integer(self, key: str, default: int | None = None, most: int = MAX_COUNT) -> int:
+        """A number of things: 1 to ``most``."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._bad(key, value, "a positive integer")
+        if value > most:
+            raise self._bad(key, value, f"at most {most}")
         return value
+
+    def positions(self, key: str, default: int | None = None) -> int:
+        """A length in tokens, however long."""
+        return self.integer(key, default, MAX_CLAIM)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._bad(key, value, "a number")
-        if not 0 < value < float("inf"):
+        if not 0 < value <= sys.float_info.max:
             raise self._bad(key, value, "a positive number")
         return float(value)
 
-    def token_ids(self, key: str) -> tuple[int, ...]:
-        """Token ids given as one number, as a list, or not at all."""
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of words, or none."""
+        value = self.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self._bad(key, value, "a list of words")
+        return tuple(value)
+
+    def nested(self, key: str) -> dict[str, Any]:
+        """An object, empty if there is none."""
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            raise self._bad(key, value, "an object")
+        return value
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """Ids below ``vocab_size`` given as one number, as a list, or not at all."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise self._bad(key, value, "a token id or a list of them")
+        if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+            raise self._bad(key, value, f"a token id below {vocab_size} or a list of them")
         return tuple(ids)
 
     def _bad(self, key: str, value: object, wanted: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.location}: {self.prefix}{key}={value!r} is not {wanted}",
+            f"{self.location}: {self.prefix}{key}={short(value)} is not {wanted}",
             "compare with the original checkpoint's",
         )
+
+
+NO_SETTINGS = Settings({}, "")
 
 
 def require_head_counts(num_heads: int, num_kv_heads: int, head_dim: int, location: str) -> None:
@@ -70,7 +101,8 @@ def require_head_counts(num_heads: int, num_kv_heads: int, head_dim: int, locati
     Raises:
         CheckpointError: the counts do not divide, or the head size is odd or absurd.
     """
-    if num_heads % num_kv_heads or head_dim % 2 or head_dim > MAX_HEAD_DIM:
+    possible = head_dim <= MAX_HEAD_DIM and num_heads * head_dim <= MAX_COUNT
+    if num_heads % num_kv_heads or head_dim % 2 or not possible:
         raise CheckpointError(
             f"{location}: {num_heads} heads of size {head_dim} over {num_kv_heads} key-value heads "
             "are not possible",

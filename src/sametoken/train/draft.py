@@ -13,6 +13,7 @@ import torch
 
 from sametoken.models.base import ModelConfig
 from sametoken.models.huggingface import model_config
+from sametoken.models.settings import Settings
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows, padded_length
 from sametoken.train.checkpoints import write_decoder
@@ -125,7 +126,9 @@ def train_draft(
             target, text, (), loop, compute, cache=draft.cache_states, announce=announce
         )
         config = draft_config(target.config, draft)
-        network = DecoderNetwork(model_config(config, {}, "the drafter"), max_positions=longest)
+        network = DecoderNetwork(
+            model_config(Settings(config, "the drafter")), max_positions=longest
+        )
         network.initialise(loop.seed)
         network = network.on(compute.device)
 

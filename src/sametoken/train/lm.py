@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from sametoken.models.huggingface import model_config
 from sametoken.models.hybrid import FULL, LINEAR
+from sametoken.models.settings import Settings
 from sametoken.train.acceptance import Acceptance, count_accepted
 from sametoken.train.checkpoints import write_decoder
 from sametoken.train.corpus import Corpus, Source, encode_corpus
@@ -177,7 +178,7 @@ def train_lm(
         )
         config = lm_config(options, len(tokenizer), ends, loop.max_length)
         network = DecoderNetwork(
-            model_config(config, {}, "the new model"),
+            model_config(Settings(config, "the new model")),
             max_positions=loop.max_length + options.mtp_steps,
             mtp=options.mtp_steps > 0,
         )

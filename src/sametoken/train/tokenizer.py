@@ -80,7 +80,7 @@ def load_trained_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     if not (directory / "tokenizer.json").is_file():
         raise ConfigError(f"{directory} holds no tokenizer.json", "leave resume out")
     try:
-        return PreTrainedTokenizerFast.from_pretrained(directory)
+        return PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         # The library lets its own errors of any kind through.
         raise CheckpointError(

@@ -21,8 +21,11 @@ def test_without_the_file_the_usual_ones_hold(tmp_path):
     assert default_sampling_params(tmp_path) == SamplingParams()
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_a_file_that_is_no_object_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{", "JSON"), ("[1]", "JSON object"), ('{"temperature": -1}', "temperature=-1")],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, text, why):
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match="is not a JSON object"):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{why}"):
         default_sampling_params(tmp_path)

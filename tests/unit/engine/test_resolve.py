@@ -14,6 +14,7 @@ from sametoken.engine.resolve import (
     CPU_KV_BYTES,
     ResolvedConfig,
     plan_memory,
+    reachable_positions,
     require_memory,
     require_quantization,
     resolve_device,
@@ -246,3 +247,32 @@ def test_blocks_that_hold_nothing_are_as_many_as_requests_can_use():
     none = KVSpec(num_layers=0, num_kv_heads=1, head_dim=8, dtype=torch.bfloat16)
     for asked in (None, 2**31):
         assert plan(specs=(none,), num_kv_blocks=asked).num_kv_blocks == 4 * 512 // BLOCK
+
+
+@pytest.mark.parametrize(
+    ("claim", "asked", "found"),
+    [(512, None, 512), (2**21, None, 2**20), (2**21, 2**21, 2**21), (10**15, 2**24, 2**24)],
+)
+def test_a_claim_makes_no_request_longer_than_is_usual(claim, asked, found):
+    model = dataclasses.replace(MODEL, max_position_embeddings=claim)
+    assert resolve_max_model_len(EngineConfig(max_model_len=asked), model) == found
+
+
+def test_no_claim_leads_beyond_what_angles_are_exact_for():
+    model = dataclasses.replace(MODEL, max_position_embeddings=10**15)
+    with pytest.raises(ConfigError, match="above the model's 16777216"):
+        resolve_max_model_len(EngineConfig(max_model_len=2**24 + 1), model)
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"kv_cache_memory_bytes": 3 * BLOCK_BYTES}, 48),
+        ({"kv_cache_memory_bytes": 1}, 16),
+        ({"num_kv_blocks": 4}, 64),
+        ({"kv_cache_memory_bytes": 2**40}, 512),
+    ],
+)
+def test_tables_end_where_memory_does(options, found):
+    config = EngineConfig(block_size=16, **options)
+    assert reachable_positions(config, SPEC, torch.device("cpu"), 512) == found

@@ -13,7 +13,7 @@ import torch
 
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.kernels.interface import AttentionShape
-from sametoken.kernels.native.build import RECIPES, build, cache_directory, find_compiler
+from sametoken.kernels.native.build import RECIPES, build, find_compiler
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.native.library import load_library
 from sametoken.kernels.native.memory import WeightMemory
@@ -77,14 +77,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "file"))
     with pytest.raises(UnsupportedError, match="SAMETOKEN_CACHE"):
         build(RECIPES[0], fake_compiler(tmp_path / "cc"))
-
-
-def test_cache_directory_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.delenv("SAMETOKEN_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / "sametoken"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory() == Path.home() / ".cache" / "sametoken"
 
 
 def test_the_compiler_may_carry_arguments(monkeypatch, tmp_path):

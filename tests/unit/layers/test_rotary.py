@@ -113,3 +113,12 @@ def test_a_part_of_a_head(rope):
 def test_parts_that_cannot_be_rotated(factor):
     with pytest.raises(CheckpointError, match="rotated in pairs"):
         table({"rope_type": "default", "partial_rotary_factor": factor}, head_dim=16)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "default"}, LLAMA3])
+@pytest.mark.parametrize("rows", [1, 2, 7, 63, 64, 65, 1000, 4097])
+def test_a_shorter_table_is_the_beginning_of_a_longer_one(rope, rows):
+    """So that its length, which follows the memory at hand, changes no bit."""
+    long, short = table(rope, max_positions=40_000), table(rope, max_positions=rows)
+    assert torch.equal(short.cos, long.cos[:rows])
+    assert torch.equal(short.sin, long.sin[:rows])

@@ -12,7 +12,7 @@ import pytest
 
 from sametoken.errors import CheckpointError
 from sametoken.models import embedded
-from sametoken.models.embedded import cache_directory, resolve_model
+from sametoken.models.embedded import resolve_model
 
 CONTENT = b"GGUF and so on" * 1000
 
@@ -100,13 +100,3 @@ def test_existing_paths_go_first(index, tmp_path, monkeypatch):
 def test_unknown_names(index):
     with pytest.raises(CheckpointError, match="'gpt-5' is neither a path nor a model's short name"):
         resolve_model("gpt-5", lambda text: None)
-
-
-def test_cache_directory_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("SAMETOKEN_CACHE", "/somewhere")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_directory() == Path("/somewhere")
-    monkeypatch.delenv("SAMETOKEN_CACHE")
-    assert cache_directory() == Path("/xdg/sametoken")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory() == Path.home() / ".cache" / "sametoken"

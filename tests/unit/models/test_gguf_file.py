@@ -95,12 +95,13 @@ def entry(value_type, payload):
         (b"GGML" + bytes(60), "magic"),
         (header(version=1), "version 1"),
         (header(version=3 << 24), "little endian"),
-        (header(entry(9, struct.pack("<IQ", 4, 2**60))), "ends inside its header"),
-        (header(entry(9, struct.pack("<IQ", 8, 2**60))), "ends inside its header"),
+        (header(entry(9, struct.pack("<IQ", 4, 2**60))), "more than 4194304 values"),
+        (header(entry(9, struct.pack("<IQ", 8, 2**60))), "more than 4194304 values"),
         (header(entry(8, struct.pack("<Q", 2**63))), "ends inside its header"),
         (header(entry(9, struct.pack("<IQ", 9, 1))), "array of arrays"),
         (header(entry(99, b"")), "99"),
-        (header(tensors=2**60), "ends inside its header"),
+        (header(tensors=2**60), "more than 4194304 values"),
+        (header(tensors=9), "ends inside its header"),
     ],
 )
 def test_impossible_headers(tmp_path, data, message):

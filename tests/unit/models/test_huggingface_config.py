@@ -108,7 +108,7 @@ def test_unsupported_settings_are_refused_by_name(tmp_path, change, message):
         ({"rms_norm_eps": -1}, "rms_norm_eps=-1"),
         ({"num_key_value_heads": 3}, "4 heads of size 16 over 3"),
         ({"head_dim": 7}, "of size 7"),
-        ({"head_dim": 2**30}, "of size 1073741824"),
+        ({"head_dim": 2**30}, "head_dim=1073741824"),
         ({"eos_token_id": ["</s>"]}, "eos_token_id"),
         ({"architectures": []}, "no architecture"),
         ({"rope_scaling": "yarn"}, "not an object"),

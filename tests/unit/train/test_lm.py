@@ -76,7 +76,9 @@ def test_a_hybrid_learns_with_its_module_and_the_engine_runs_both(sources, tmp_p
 @pytest.mark.parametrize("options", [SMALL, LLAMA], ids=["hybrid", "llama"])
 def test_transformers_computes_the_same_logits(sources, tmp_path, options):
     train(tmp_path, sources, options)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     llm = LLM(str(tmp_path), device="cpu", dtype="float32")
     prompt = llm.get_tokenizer()("the quick brown fox")["input_ids"]
     with torch.no_grad():

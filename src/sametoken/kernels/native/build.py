@@ -14,6 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sametoken.core.cache import (
+    CACHE_VARIABLE,
+    cache_directory,
+    foreign_hands,
+    make_cache_directory,
+)
 from sametoken.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -72,36 +78,57 @@ def find_compiler() -> tuple[str, ...]:
     )
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: ``$SAMETOKEN_CACHE`` or the user's cache."""
-    if own := os.environ.get("SAMETOKEN_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path.home() / ".cache") / "sametoken"
-
-
 def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
-    """The shared library for ``recipe``, compiled unless the cache has it.
+    """The shared library for ``recipe``, compiled unless the cache has it whole.
 
     Raises:
-        UnsupportedError: the compiler or the cache directory failed.
+        UnsupportedError: the compiler or the cache directory failed, or others than this
+            user may write to the directory.
+        ConfigError: the cache directory's home is not known.
     """
-    library = cache_directory() / f"kernels-{_fingerprint(recipe, compiler)}.so"
-    if library.exists():
-        return library
-    logger.info("compiling the CPU kernels (%s) into %s", recipe.name, library)
+    stem = f"kernels-{_fingerprint(recipe, compiler)}"
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        directory = make_cache_directory()
+        _require_own(directory)
+        if cached := _cached(directory, stem):
+            return cached
+        logger.info("compiling the CPU kernels (%s) into %s", recipe.name, directory)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
             finished = _compile(recipe, compiler, Path(scratch))
+            finished.chmod(0o700)
+            library = directory / f"{stem}-{_checksum(finished)}.so"
             # Processes that build at the same time each replace the file by an equal one.
             os.replace(finished, library)
     except OSError as error:
         raise UnsupportedError(
-            f"the CPU kernels could not be built in {library.parent}: {error}",
-            "set SAMETOKEN_CACHE to a directory that can be written",
+            f"the CPU kernels could not be built in {cache_directory()}: {error}",
+            f"set {CACHE_VARIABLE} to a directory that can be written",
         ) from error
     return library
+
+
+def _require_own(directory: Path) -> None:
+    if why := foreign_hands(directory.resolve()):
+        raise UnsupportedError(
+            f"CPU kernels are not loaded from {directory}: {why}",
+            f"make it writable by you alone, or set {CACHE_VARIABLE} to another directory",
+        )
+
+
+def _cached(directory: Path, stem: str) -> Path | None:
+    """A library that this user built and that is whole: its name ends in its checksum."""
+    for path in sorted(directory.glob(f"{stem}-*.so")):
+        if why := foreign_hands(path):
+            logger.warning("%s is not loaded: %s", path, why)
+        elif path.is_file() and path.stem == f"{stem}-{_checksum(path)}":
+            return path
+        else:
+            logger.warning("%s is damaged and is built again", path)
+    return None
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
 def _sources() -> list[Path]:

@@ -19,9 +19,9 @@ from sametoken.server.body import JsonRoute
 from sametoken.server.chat import answer_chat
 from sametoken.server.completions import complete
 from sametoken.server.config import ServerConfig
-from sametoken.server.errors import install_handlers, invalid
+from sametoken.server.errors import as_api_error, install_handlers, invalid
 from sametoken.server.metrics import make_registry
-from sametoken.server.middleware import Authentication, BodyLimit, RateLimit
+from sametoken.server.middleware import Authentication, BodyBounds, BodyLimit, RateLimit
 from sametoken.server.responses import (
     ChatResponse,
     CompletionResponse,
@@ -51,6 +51,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request must be changed"},
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
     404: {"model": ErrorResponse, "description": "There is no such model"},
+    408: {"model": ErrorResponse, "description": "The request came too slowly"},
     413: {"model": ErrorResponse, "description": "The request is too large"},
     429: {"model": ErrorResponse, "description": "Too many requests; Retry-After says when"},
     500: {"model": ErrorResponse, "description": "The model or the server failed"},
@@ -78,7 +79,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     install_handlers(app)
     _document(app)
     # The last one added stands first.
-    app.add_middleware(BodyLimit, max_bytes=config.max_request_bytes)
+    app.add_middleware(BodyLimit, bounds=BodyBounds.of(config))
     if config.rate_limit:
         app.add_middleware(RateLimit, per_minute=config.rate_limit, by_key=bool(config.api_key))
     app.add_middleware(Authentication, api_keys=config.api_key)
@@ -179,13 +180,15 @@ def _token_routes(served: Served) -> APIRouter:
 def _status_routes(served: Served, registry: CollectorRegistry) -> APIRouter:
     router = APIRouter()
     engine = served.engine
+    text = files("sametoken.server").joinpath("page.html").read_text("utf-8")
 
     @router.get("/health", response_model=Health, responses=_UNAVAILABLE)
     async def health() -> Response:
         """Whether the engine runs, and what the shadow audit found. 503 if it does not."""
         detail: dict[str, Any] = {"shadow_audit": _audit_detail(engine.stats().audit)}
         if engine.errored is not None:
-            detail["cause"] = str(engine.errored)
+            # No more than that: this path needs no key, and errors may name files.
+            detail["cause"] = as_api_error(engine.errored).code
         body = Health(status=_status(engine), detail=detail).model_dump()
         return JSONResponse(body, status_code=200 if engine.errored is None else 503)
 
@@ -208,7 +211,6 @@ def _status_routes(served: Served, registry: CollectorRegistry) -> APIRouter:
     @router.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
         """A page with the server's status and a chat box."""
-        text = files("sametoken.server").joinpath("page.html").read_text("utf-8")
         return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     return router

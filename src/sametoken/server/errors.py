@@ -35,10 +35,14 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 #: Errors that another server, or this one a little later, would not have; the first that fits.
-_UNAVAILABLE: Mapping[type[SametokenError], str] = {
-    DrainingError: "draining",
-    EngineRestartingError: "engine_restarting",
-    EngineDeadError: "engine_dead",
+#: Causes stay in the log: they may name files of this machine.
+_UNAVAILABLE: Mapping[type[SametokenError], tuple[str, str]] = {
+    DrainingError: ("draining", "the server takes no new requests. Send them to another one"),
+    EngineRestartingError: (
+        "engine_restarting",
+        "the engine is being started again. Try again in a few seconds",
+    ),
+    EngineDeadError: ("engine_dead", "the engine has stopped. Send the request again"),
 }
 _RETRY_AFTER_S = 5
 #: Characters of an answer's message and of the field that it names.
@@ -109,9 +113,9 @@ def as_api_error(error: Exception) -> ApiError:
         return invalid(str(error), code="unsupported")
     if isinstance(error, RequestError | StructuredOutputError):
         return invalid(str(error))
-    for kind, code in _UNAVAILABLE.items():
+    for kind, (code, message) in _UNAVAILABLE.items():
         if isinstance(error, kind):
-            return ApiError(503, str(error), code=code, retry_after_s=_RETRY_AFTER_S)
+            return ApiError(503, message, code=code, retry_after_s=_RETRY_AFTER_S)
     if isinstance(error, SametokenError):
         return ApiError(500, str(error), code=type(error).__name__)
     _logger.error("a request failed unexpectedly", exc_info=error)

@@ -1,12 +1,19 @@
-"""What must hold before a model is loaded: the address is free, and the certificate good."""
+"""What must hold before a model is loaded: a free address, a good certificate, descriptors."""
 
 from __future__ import annotations
 
+import logging
+import os
+import resource
 import socket
 import ssl
 
 from sametoken.errors import ConfigError
 from sametoken.server.config import ServerConfig
+
+#: Descriptors that the server asks for, and those that are kept for the engine and for files.
+_DESCRIPTORS, _RESERVED = 65536, 256
+_logger = logging.getLogger("sametoken.server")
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -56,6 +63,31 @@ def check_certificate(config: ServerConfig) -> None:
             f"the certificate {config.ssl_certfile} cannot be used ({error})",
             "give a PEM certificate and its own key, without a password",
         ) from error
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as the system allows it, within reason."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_that_fit(wanted: int) -> int:
+    """How many of the wanted connections the process has descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    free = max(2, soft - len(os.listdir("/dev/fd")))
+    fitting = min(wanted, free - min(_RESERVED, free // 2))
+    if fitting < wanted:
+        _logger.warning(
+            "%d connections at most: %d descriptors (ulimit -n) are too few for max_connections=%d",
+            fitting,
+            soft,
+            wanted,
+        )
+    return fitting
 
 
 def _unusable(config: ServerConfig, error: OSError) -> ConfigError:

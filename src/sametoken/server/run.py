@@ -16,7 +16,8 @@ from sametoken.engine.async_llm import AsyncLLM
 from sametoken.engine.serving_limits import ServingLimits
 from sametoken.server.app import create_app
 from sametoken.server.config import ServerConfig
-from sametoken.server.listen import address_of
+from sametoken.server.connections import Connection, Connections, Seldom
+from sametoken.server.listen import address_of, connections_that_fit, raise_descriptor_limit
 
 #: What is left of a response once the engine is done with it: a few packets.
 _LAST_SECONDS = 5
@@ -24,6 +25,7 @@ _LAST_SECONDS = 5
 #: of them 5 to 60: a request on a connection that is being closed is lost.
 _KEEP_ALIVE_S = 75
 _logger = logging.getLogger("sametoken.server")
+_SELDOM = Seldom()
 
 
 def run(
@@ -45,11 +47,12 @@ def run(
     """
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("sametoken").setLevel(config.log_level.upper())
+    raise_descriptor_limit()
     return asyncio.run(_serve(engine_config, limits, config, listener))
 
 
 class DrainingServer(uvicorn.Server):
-    """Keeps answering while its requests finish.
+    """Keeps answering while its requests finish, and bounds its connections.
 
     Args:
         app: the application.
@@ -70,19 +73,34 @@ class DrainingServer(uvicorn.Server):
                 ssl_keyfile=config.ssl_keyfile,
                 timeout_graceful_shutdown=_LAST_SECONDS,
                 timeout_keep_alive=_KEEP_ALIVE_S,
+                http="h11",
                 ws="none",
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(_SELDOM)
         self.interrupted = False
         self._engine = engine
-        self._timeout_s = config.drain_timeout
+        self._limits = config
+        self._connections = Connections(connections_that_fit(config.max_connections))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See ``uvicorn.Server``."""
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        # uvicorn would take any number of connections.
+        await super().startup([])
+        for listener in sockets or []:
+            self._connections.listen(listener, self._connection, self.config.ssl)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See ``uvicorn.Server``."""
+        self._connections.stop()
+        await super().shutdown(sockets)
+
+    def _connection(self) -> Connection:
+        state = self.lifespan.state
+        return Connection(self.config, self.server_state, state, self._connections, self._limits)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See ``uvicorn.Server``: a signal has come."""
@@ -97,12 +115,14 @@ class DrainingServer(uvicorn.Server):
     def begin_drain(self) -> None:
         """Take no new requests, and stop once the others have ended."""
         if self._draining is None:
-            _logger.info("draining: requests may still take %g s", self._timeout_s)
+            _logger.info("draining: requests may still take %g s", self._limits.drain_timeout)
             self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        if not await self._engine.drain(self._timeout_s):
-            _logger.warning("requests did not end within %g s and are aborted", self._timeout_s)
+        if not await self._engine.drain(self._limits.drain_timeout):
+            _logger.warning(
+                "requests did not end within %g s and are aborted", self._limits.drain_timeout
+            )
         self.should_exit = True
 
 

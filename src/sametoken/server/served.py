@@ -91,7 +91,7 @@ class Served:
                 object="model",
                 created=self.created,
                 owned_by="sametoken",
-                root=resolved.model,
+                root=self.names[0],
                 max_model_len=resolved.max_model_len,
             )
             for name in self.names

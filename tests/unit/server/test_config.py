@@ -18,6 +18,16 @@ from sametoken.server.tool_parsers import TOOL_PARSERS
         {"log_level": "loud"},
         {"tool_call_parser": "telepathy"},
         {"api_key": ("",)},
+        {"api_key": ("good", " outer")},
+        {"api_key": ("in ner",)},
+        {"api_key": ("schlüssel",)},
+        {"api_key": ("line\n",)},
+        {"max_bodies_bytes": 0},
+        {"max_bodies_bytes": 2**20},
+        {"body_timeout": 0.0},
+        {"header_timeout": -1.0},
+        {"write_timeout": float("nan")},
+        {"max_connections": 0},
         {"served_model_name": ("",)},
         {"root_path": "api"},
         {"ssl_certfile": "cert.pem"},
@@ -31,6 +41,9 @@ def test_what_is_impossible_is_refused(options):
 
 def test_keys_are_not_printed():
     assert "secret" not in repr(ServerConfig(api_key=("secret",)))
+    with pytest.raises(ConfigError) as refused:
+        ServerConfig(api_key=("a secret",))
+    assert "secret" not in str(refused.value)
 
 
 def test_every_parser_that_is_offered_exists():

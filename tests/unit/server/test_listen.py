@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -10,7 +12,13 @@ from typer.testing import CliRunner
 from sametoken.cli.main import app
 from sametoken.errors import ConfigError
 from sametoken.server.config import ServerConfig
-from sametoken.server.listen import address_of, bind, check_certificate
+from sametoken.server.listen import (
+    address_of,
+    bind,
+    check_certificate,
+    connections_that_fit,
+    raise_descriptor_limit,
+)
 
 USAGE = 2
 
@@ -70,3 +78,44 @@ def test_the_command_says_so_before_any_model_is_loaded():
         result = CliRunner().invoke(app, command)
     assert result.exit_code == USAGE
     assert "another host or port" in result.output
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The process's soft and hard limit of descriptors."""
+    now = [1024, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(now))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: now.__setitem__(slice(None), new))
+    return now
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1024, 4096), (4096, 4096)),
+        ((1024, 2**20), (65536, 2**20)),
+        ((2**17, 2**20), (2**17, 2**20)),
+        ((1024, resource.RLIM_INFINITY), (65536, resource.RLIM_INFINITY)),
+        ((resource.RLIM_INFINITY,) * 2, (resource.RLIM_INFINITY,) * 2),
+    ],
+)
+def test_descriptors_are_asked_for_within_reason(limits, before, after):
+    limits[:] = before
+    raise_descriptor_limit()
+    assert tuple(limits) == after
+
+
+def test_connections_leave_descriptors_for_the_rest(limits, caplog):
+    in_use = len(os.listdir("/dev/fd"))
+    limits[0] = in_use + 2000
+    assert connections_that_fit(1024) == 1024
+    assert caplog.text == ""
+    limits[0] = in_use + 1000
+    assert 700 < connections_that_fit(1024) < 800
+    assert "max_connections" in caplog.text
+    limits[0] = in_use + 100
+    assert 40 < connections_that_fit(1024) < 60
+    limits[0] = 1
+    assert connections_that_fit(1024) >= 1
+    limits[0] = resource.RLIM_INFINITY
+    assert connections_that_fit(1024) == 1024

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 
-from sametoken.server.middleware import OPEN_PATHS, Authentication, BodyLimit, RateLimit
+from sametoken.server.middleware import (
+    OPEN_PATHS,
+    Authentication,
+    BodyBounds,
+    BodyLimit,
+    RateLimit,
+)
 
+BOUNDS = BodyBounds(max_bytes=10**6, max_total_bytes=10**6, timeout_s=60.0)
 KEY = {"Authorization": "Bearer right"}
 
 
@@ -91,7 +99,7 @@ def test_large_bodies_are_refused(serve, chunked):
     assert refused.json()["error"]["code"] == "request_too_large"
 
 
-def test_a_client_that_goes_while_sending_sends_nothing():
+def test_a_client_that_goes_while_sending_asks_for_nothing():
     bodies = []
 
     async def app(scope, receive, send):
@@ -100,9 +108,69 @@ def test_a_client_that_goes_while_sending_sends_nothing():
     async def receive():
         return {"type": "http.disconnect"}
 
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-    asyncio.run(BodyLimit(app, 10)(scope, receive, None))
-    assert bodies[0]["body"] == b""
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": []}
+    asyncio.run(BodyLimit(app, BOUNDS)(scope, receive, None))
+    assert bodies == []
+
+
+def read_by(limit: BodyLimit, parts: list[bytes], path: str = "/tokenize") -> list[int]:
+    """The statuses that a limit sends for a body in parts."""
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages.append({"type": "http.request", "body": b"", "more_body": False})
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    asyncio.run(limit(scope, receive, send))
+    return [status for status in sent if status is not None]
+
+
+def test_bodies_that_are_held_count_until_they_are_answered():
+    inner = []
+    large = [bytes(600_000)]
+
+    async def app(scope, receive, send):
+        body = (await receive())["body"]
+        inner.append(len(body))
+        if len(inner) == 1:
+            inner.append(await asyncio.to_thread(read_by, limit, large))
+            inner.append(await asyncio.to_thread(read_by, limit, [bytes(60_000)]))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    limit = BodyLimit(app, BOUNDS)
+    assert read_by(limit, large) == [204]
+    assert inner == [600_000, [503], 60_000, [204]]
+    # Nothing is left of them, whatever became of each.
+    assert read_by(limit, [bytes(400_000)] * 3) == [413]
+    assert read_by(limit, large) == [204]
+
+
+def test_the_memory_of_a_body_is_not_doubled():
+    """Not while it comes, nor when it is handed on."""
+    size, peak = 10**7, []
+    part = bytes(10**5)
+
+    async def app(scope, receive, send):
+        body = (await receive())["body"]
+        peak.append(tracemalloc.get_traced_memory()[1])
+        assert len(body) == size
+
+    tracemalloc.start()
+    try:
+        limit = BodyLimit(app, BodyBounds(2 * size, 2 * size, 60.0))
+        read_by(limit, [part] * 100)
+    finally:
+        tracemalloc.stop()
+    assert peak[0] < 1.5 * size
+
+
+def test_no_body_is_read_where_none_belongs():
+    assert read_by(BodyLimit(accept, BOUNDS), [bytes(10**7)], "/health") == [204]
 
 
 def test_other_protocols_pass():
@@ -114,7 +182,7 @@ def test_other_protocols_pass():
     for layer in (
         Authentication(app, ["key"]),
         RateLimit(app, 1, by_key=True),
-        BodyLimit(app, 1),
+        BodyLimit(app, BOUNDS),
     ):
         asyncio.run(layer({"type": "lifespan"}, None, None))
     assert seen == ["lifespan"] * 3

@@ -36,7 +36,10 @@ Answer = tuple[str, bytes]
 def batch_server_config(served_model_name: tuple[str, ...]) -> ServerConfig:
     """Options of an application that only a batch speaks to."""
     return ServerConfig(
-        served_model_name=served_model_name, max_completions=2**16, max_request_bytes=2**40
+        served_model_name=served_model_name,
+        max_completions=2**16,
+        max_request_bytes=2**40,
+        max_bodies_bytes=2**60,
     )
 
 

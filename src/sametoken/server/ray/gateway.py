@@ -17,7 +17,7 @@ from sametoken.errors import EngineDeadError
 from sametoken.server.errors import as_api_error
 from sametoken.server.generation import while_connected
 from sametoken.server.in_process import AppRequest
-from sametoken.server.middleware import BodyLimit
+from sametoken.server.middleware import BodyBounds, BodyLimit
 from sametoken.server.ray.prefixes import prefix_keys
 
 #: How Ray says that a replica is gone; the request may or may not have begun there.
@@ -52,19 +52,19 @@ class Gateway:
 
     Args:
         replicas: Ray Serve's handle of the replicas' deployment.
-        max_request_bytes: the largest body.
+        bounds: of bodies.
         root_path: under which a proxy serves the API.
     """
 
-    def __init__(self, replicas: Any, max_request_bytes: int, root_path: str) -> None:
+    def __init__(self, replicas: Any, bounds: BodyBounds, root_path: str) -> None:
         self._replicas = replicas.options(stream=True)
-        self._max_request_bytes = max_request_bytes
+        self._bounds = bounds
         self._root_path = root_path
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, as ``serve.ingress`` asks for it."""
         app = Starlette(routes=[Mount("/", app=self.forward)])
-        app.add_middleware(BodyLimit, max_bytes=self._max_request_bytes)
+        app.add_middleware(BodyLimit, bounds=self._bounds)
         return app
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,6 +17,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.serving_limits import ServingLimits
 from sametoken.errors import ConfigError
 from sametoken.server.config import ServerConfig
+from sametoken.server.middleware import BodyBounds
 from sametoken.server.ray.cluster import connect, device_on_ray, last_line, num_gpus
 from sametoken.server.ray.config import RayConfig
 from sametoken.server.ray.gateway import Gateway
@@ -127,7 +128,7 @@ def build_application(
         name="gateway",
         ray_actor_options={"num_cpus": 0, "resources": _ON_HEAD},
         **_every_deployment(config),
-    ).bind(replicas, config.max_request_bytes, config.root_path)
+    ).bind(replicas, BodyBounds.of(config), config.root_path)
 
 
 def _every_deployment(config: ServerConfig) -> dict[str, Any]:

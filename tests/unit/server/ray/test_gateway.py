@@ -9,10 +9,11 @@ from fastapi.testclient import TestClient
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from sametoken.server.errors import ApiError
+from sametoken.server.middleware import BodyBounds
 from sametoken.server.ray import gateway
 from sametoken.server.ray.gateway import REPLICA_HEADER, Forwarded, Gateway
 
-MAX_BYTES = 1000
+BOUNDS = BodyBounds(1000, 10**6, 60.0)
 
 
 class Messages:
@@ -73,7 +74,7 @@ def client(monkeypatch) -> Callable[[Handle], TestClient]:
     with ExitStack() as stack:
 
         def make(handle: Handle) -> TestClient:
-            app = Gateway(handle, MAX_BYTES, "/under").__serve_build_asgi_app__()
+            app = Gateway(handle, BOUNDS, "/under").__serve_build_asgi_app__()
             return stack.enter_context(TestClient(app))
 
         yield make
@@ -148,7 +149,7 @@ def test_errors_of_the_replica_s_code_are_not_repeated(client):
 
 def test_a_body_that_is_too_large_goes_nowhere(client):
     handle = Handle()
-    answer = client(handle).post("/v1/completions", content=b"a" * (MAX_BYTES + 1))
+    answer = client(handle).post("/v1/completions", content=b"a" * (BOUNDS.max_bytes + 1))
     assert answer.status_code == 413
     assert ApiError(413, "").body["error"]["type"] == answer.json()["error"]["type"]
     assert not handle.seen

@@ -12,6 +12,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.serving_limits import ServingLimits
 from sametoken.errors import ConfigError
 from sametoken.server.config import ServerConfig
+from sametoken.server.middleware import BodyBounds
 from sametoken.server.ray import cluster
 from sametoken.server.ray import serve as ours
 from sametoken.server.ray.config import RayConfig
@@ -46,7 +47,7 @@ def test_every_replica_has_its_devices(engine, num_gpus):
     # Where no other node's loss takes it.
     assert gateway.ray_actor_options["num_cpus"] == 0
     assert list(gateway.ray_actor_options["resources"]) == ["node:__internal_head__"]
-    assert gateway.init_args[1:] == (99, "/under")
+    assert gateway.init_args[1:] == (BodyBounds.of(SERVER), "/under")
     assert replicas.init_args == (EngineConfig(**engine), LIMITS, SERVER)
 
 

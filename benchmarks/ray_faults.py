@@ -36,7 +36,7 @@ import httpx
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from soak import where
+from siege import where
 
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
+from sametoken.core.plan import Admission
+from sametoken.core.sampling_params import SamplingParams
 from sametoken.kernels import overlap
 from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.commit.triton import judge_and_commit, publish
@@ -28,12 +30,15 @@ from sametoken.kernels.interface import (
     LayerKV,
     QKNorm,
     RotaryTable,
+    SampledRows,
 )
+from sametoken.kernels.logits_rules.triton import apply_rules
 from sametoken.kernels.ngram.triton import lookup
 from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.stage.triton import stage_windows
 from sametoken.kernels.truncation.triton import truncate
+from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 
 ROW_COUNTS = (1, 4, 32, 64, 256, 384)
@@ -64,6 +69,15 @@ CUTS = (
     ("truncate 20 0.95", 20, 0.95),
     ("truncate all", 0, 1 - 1e-9),
 )
+
+
+#: Of every request. Their penalties see half of MAX_LEN tokens.
+RULES = {
+    "bad words": SamplingParams(temperature=0.0),
+    "100 biases": SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(range(100), 0.1)),
+    "100 allowed": SamplingParams(temperature=0.0, allowed_token_ids=range(100)),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1),
+}
 
 
 def cuts_of(temperature: torch.Tensor, top_k: int, top_p: float) -> Cuts:
@@ -147,6 +161,16 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
     for name, top_k, top_p in CUTS:
         cuts, cut = cuts_of(temperature, top_k, top_p), logits.clone()
         yield name, lambda cuts=cuts, cut=cut: truncate(cut, places[0], cuts)
+    offsets = torch.arange(rows, device="cuda") % (k + 1)
+    at = SampledRows(*places, x.token_ids, offsets)
+    for name, params in RULES.items():
+        table, ruled = SamplingTable.allocate(batch, torch.device("cuda")), logits.clone()
+        for slot in range(batch):
+            table.admit(Admission(slot, (1,), 0, params, (2,), ((1, 2), (3, 4, 5))))
+        yield (
+            f"rules {name}",
+            lambda ruled=ruled, table=table: apply_rules(ruled, at, sequences, table.rules),
+        )
     keys = sampling.greedy_keys(logits)
     yield "best_tokens", lambda: sampling.best_tokens(keys)
     yield "judge_and_commit", lambda: judge_and_commit(sequences, keys, x, k + 1)

@@ -39,17 +39,17 @@ class GraphTap:
     def __init__(self, monkeypatch) -> None:
         # Triton is part of CUDA builds of torch alone.
         from sametoken.runner.graphs import StepGraphs
-        from sametoken.runner.padded import PaddedStep
 
         self.prompts: dict[int, tuple[int, ...]] = {}
         self._held, self._latest, self._copies = {}, (), []
         capture, replay = StepGraphs._capture, StepGraphs._replay
-        make_keys = PaddedStep._keys
+        run_forward = StepGraphs._forward
 
-        def keys(step, logits, slots, positions):
-            # A copy, for cuts are written into the logits.
-            self._latest = (logits.clone(), slots, positions)
-            return make_keys(step, logits, slots, positions)
+        def forward(graphs, *arguments):
+            computed = run_forward(graphs, *arguments)
+            # A copy, for rules and truncation are written into the logits.
+            self._latest = (computed.logits.clone(), computed.slots, computed.positions)
+            return computed
 
         def captured(graphs, bucket, *rest):
             step = capture(graphs, bucket, *rest)
@@ -62,7 +62,7 @@ class GraphTap:
             self._copies.append((dict(self.prompts), *(t.clone() for t in self._held[bucket])))
             return outcome
 
-        monkeypatch.setattr(PaddedStep, "_keys", keys)
+        monkeypatch.setattr(StepGraphs, "_forward", forward)
         monkeypatch.setattr(StepGraphs, "_capture", captured)
         monkeypatch.setattr(StepGraphs, "_replay", replayed)
 

@@ -98,10 +98,11 @@ def test_a_replay_of_another_steps_plan_is_refused(files, monkeypatch):
     """The class of vllm#38311: metadata of an earlier step inside the graph."""
     replay, first = StepGraphs._replay, {}
 
-    def stale(self, bucket, rows):
+    def stale(self, bucket, rows, between):
         known = first.setdefault((bucket, len(rows)), rows)
         places = [row[-1] for row in rows]
-        replay(self, bucket, [(*row[:-1], at) for row, at in zip(known, places, strict=True)])
+        rows = [(*row[:-1], at) for row, at in zip(known, places, strict=True)]
+        replay(self, bucket, rows, between)
 
     core = build(files, "other")
     monkeypatch.setattr(StepGraphs, "_replay", stale)

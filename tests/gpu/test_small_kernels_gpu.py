@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 
+from helpers.ruled import Ruled, check_rows, greedy, make_scene, random_request
+from sametoken.core.plan import Admission
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -22,6 +28,8 @@ from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.commit.triton import judge_and_commit, publish
 from sametoken.kernels.draft_rows.triton import take
 from sametoken.kernels.embedding.triton import embed_beside, embedding
+from sametoken.kernels.logits_rules import reference as rules_reference
+from sametoken.kernels.logits_rules import triton as rules
 from sametoken.kernels.ngram import reference as ngram_reference
 from sametoken.kernels.ngram.triton import lookup
 from sametoken.kernels.norm_rope import reference as norm_reference
@@ -33,6 +41,7 @@ from sametoken.kernels.stage.triton import stage_windows
 from sametoken.kernels.truncation import reference as truncation_reference
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.layers.norm import RMSNorm
+from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 
 pytestmark = pytest.mark.gpu
@@ -262,6 +271,100 @@ def test_truncation_in_a_graph():
     assert torch.equal(static, logits)
     graph.replay()
     assert torch.equal(static, expected)
+
+
+@pytest.fixture
+def no_waiting():
+    """Calls what it is given, where waiting for the device is an error."""
+
+    def guarded(call, *arguments):
+        torch.cuda.synchronize()
+        try:
+            with warnings.catch_warnings():
+                # Setting it warns, once, that it is a prototype.
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
+            return call(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return guarded
+
+
+def check_rules(scene, logits: torch.Tensor, no_waiting) -> torch.Tensor:
+    """The reference's bits, without waiting for the device."""
+    expected = scene.apply(rules_reference, logits)
+    found = no_waiting(scene.apply, rules, logits)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    return found
+
+
+@pytest.mark.parametrize("gaps", [(0,), (0, 3, 1)])
+@pytest.mark.parametrize("vocab_size", [49152, 151936, 50257])
+def test_rules(no_waiting, vocab_size, gaps):
+    rng = random.Random(vocab_size)
+    # Tokens that recur, and tokens from all over the vocabulary.
+    requests = [random_request(rng, vocab_size, (6, vocab_size)[i % 2]) for i in range(64)]
+    scene = make_scene(requests, "cuda", gaps=gaps)
+    logits = noise(len(scene.owners), vocab_size, dtype=torch.float32) * 4
+    logits[::3] = logits[::3].bfloat16().float()
+    logits[5::7] = -torch.inf
+    whole = check_rules(scene, logits, no_waiting)
+    assert torch.equal(whole, check_rules(scene, logits, no_waiting))
+    some = [row for row, owner in enumerate(scene.owners) if owner is not None][::9]
+    check_rows(logits[some], whole[some], replace(scene, owners=[scene.owners[r] for r in some]))
+    for first, count in [(0, 1), (63, 1), (5, 2), (17, 33)]:
+        part = make_scene(requests[first : first + count], "cuda")
+        rows = [
+            row
+            for row, owner in enumerate(scene.owners)
+            if owner is not None and any(owner[0] is one for one in requests[first : first + count])
+        ]
+        assert torch.equal(check_rules(part, logits[rows], no_waiting), whole[rows])
+
+
+@pytest.mark.parametrize("length", [1, 4096, 131_000])
+def test_penalties_of_a_long_history(no_waiting, length):
+    vocab_size = 151936
+    tokens = torch.randint(0, vocab_size, (length,), generator=torch.Generator().manual_seed(1))
+    tokens[::3] %= 50
+    tokens = tuple(tokens.tolist())
+    params = greedy(frequency_penalty=0.37, presence_penalty=-0.2, repetition_penalty=1.07)
+    requests = [
+        Ruled(tokens[: length // 2 + 1], tokens[length // 2 + 1 :], (3, 3, 99), params),
+        Ruled((5,), (5,) * (length - 1), (5,), params),
+        Ruled(tokens),
+        Ruled((5,) * length, (), (7,) * 64, params),
+    ]
+    scene = make_scene(requests, "cuda", max_len=length + 66)
+    check_rules(scene, noise(len(scene.owners), vocab_size, dtype=torch.float32), no_waiting)
+
+
+def test_many_bad_words_biases_and_stuck_rows(no_waiting):
+    """What one thread of a program stores, others see."""
+    vocab_size = 151936
+    words = tuple((1, 2 + 3 * i, 7 * i) for i in range(5000)) + tuple((1, i) for i in range(5000))
+    allowed = greedy(allowed_token_ids=list(range(0, 5000, 2)), logit_bias={0: 0.5, 4998: 2.0})
+    biased = greedy(logit_bias={i: i / 7 for i in range(0, vocab_size, 50)})
+    everything = tuple((i,) for i in range(vocab_size - 1))
+    requests = [
+        Ruled((3,), (1,), (2, 1, 5), allowed, bad_words=words),
+        Ruled((3,), (1,), (1, 1), biased, bad_words=words),
+        Ruled((3,), (1,), params=biased, bad_words=(*everything, (1, vocab_size - 1))),
+    ]
+    scene = make_scene(requests, "cuda")
+    logits = noise(len(scene.owners), vocab_size, dtype=torch.float32)
+    after = check_rules(scene, logits, no_waiting)
+    check_rows(logits, after, scene)
+    assert (after[[0, 2, -1]] != -torch.inf).sum(dim=-1).tolist() == [1, 1, 1]
+
+
+def test_admission_waits_for_nothing(no_waiting):
+    table = SamplingTable.allocate(4, torch.device("cuda"))
+    params = greedy(allowed_token_ids=[1, 2], logit_bias={1: 2.0}, presence_penalty=1.0)
+    for slot in (0, 3, 0):
+        no_waiting(table.admit, Admission(slot, (1,), 0, params, (7,), ((1, 2),)))
+    assert table.rules.counter_of.tolist() == [0, -1, -1, 1, -1]
 
 
 def test_poisoned_rows():

@@ -19,7 +19,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.launch import EagerLauncher
-from sametoken.runner.step import StepRunner
+from sametoken.runner.step import Runner, StepRunner
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
@@ -106,7 +106,8 @@ class ScriptedDrafter:
         for b, slot in enumerate(context.slots.tolist()):
             self.turn += 1
             n = int(context.num_tokens[b])
-            truth = self.parts.expected[slot][n : n + k]
+            # The reserved slot of padding emits nothing.
+            truth = self.parts.expected.get(slot, [])[n : n + k]
             drafts = self._script(truth + [0] * (k - len(truth)))[:k]
             draft_ids[b, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
             num_drafts[b] = len(drafts) if bool(context.samples[b]) else 0
@@ -149,8 +150,9 @@ def build(
     stream=None,
     kernels=None,
     history: TokenHistory = NO_HISTORY,
+    make_runner: Callable[..., Runner] = lambda eager, *_: eager,
 ) -> EngineCore:
-    """Put an engine together by hand."""
+    """Put an engine together by hand; ``make_runner`` may build upon the eager verbs."""
     kernels = kernels or ReferenceKernels()
     k = shape.num_drafts if make_drafter else 0
     max_len = shape.max_model_len + k + 2
@@ -211,6 +213,7 @@ def build(
         history=history,
     )
     resolved = SimpleNamespace(steps_in_flight=shape.steps_in_flight)
+    runner = make_runner(runner, table, kernels, shape)
     core = EngineCore(resolved, Scheduler(limits), runner)
     core.parts = parts
     return core

@@ -68,6 +68,9 @@ class ToyModel:
         mixed = mixed * mixed % MODULUS
         return (mixed.double() / MODULUS * 6 - 3).float()
 
+    def compute_rank_logits(self, hidden):
+        return self.compute_logits(hidden)
+
     def next_token(self, tokens) -> int:
         """The greedy continuation of ``tokens``, from scratch."""
         hidden = torch.tensor([[float(self._hash(tokens)), 1.0]], dtype=torch.float64)

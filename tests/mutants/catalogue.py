@@ -22,6 +22,7 @@ from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.shared import SharedDrafter
 from sametoken.engine.state_writer import StateWriter, _Sequence
+from sametoken.kernels.logits_rules.reference import apply_rules
 from sametoken.runner import async_output, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.launch import EagerLaunch, EagerLauncher
@@ -32,7 +33,6 @@ from sametoken.state.inputs import StepInputs
 from sametoken.state.recurrent import RowByRowPass
 from sametoken.verification.grammar import Cursor, SlotGrammars
 from sametoken.verification.keyed import KeyedVerifier
-from sametoken.verification.rules import apply_rules
 from sametoken.verification.shared import SharedVerifier
 
 SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
@@ -349,9 +349,12 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
-    def mutant(window, tokens, num_tokens, prompt_len, rules):
-        for row in range(len(window)):
-            apply_rules(window[row : row + 1], tokens[:num_tokens], num_tokens, prompt_len, rules)
+    """Every row is judged as its window's first."""
+
+    def mutant(logits, rows, committed, rules):
+        first = rows.positions - rows.offsets
+        rows = replace(rows, positions=first, offsets=torch.zeros_like(first))
+        apply_rules(logits, rows, committed, rules)
 
     substitute(patch, apply_rules, mutant)
 

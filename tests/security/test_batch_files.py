@@ -30,10 +30,10 @@ class Engine(FakeEngine):
     def __init__(self) -> None:
         super().__init__(lambda prompt, index: f"re {prompt}" + " x" * 500)
 
-    def generate(self, prompt, params, request_id):
-        if prompt.text == self.fatal:
+    def begin(self, request):
+        if request.prompt.text == self.fatal:
             raise KeyboardInterrupt
-        return super().generate(prompt, params, request_id)
+        return super().begin(request)
 
     async def shutdown(self) -> None:
         pass

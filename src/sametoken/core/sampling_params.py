@@ -117,6 +117,25 @@ class SamplingParams:
         )
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether logits change by token id or by history: ids, words, lengths, penalties.
+
+        What truncation, temperature and a grammar do is not among it.
+        """
+        return (
+            self.has_penalties
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+            or self.min_tokens > 0
+        )
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log-probabilities of the output or of the prompt are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def has_cuts(self) -> bool:
         """Whether unlikely tokens lose their chance."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

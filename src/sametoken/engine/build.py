@@ -204,8 +204,12 @@ def _assemble(
         return eager, eager
     # Triton is part of CUDA builds of torch alone.
     from sametoken.engine.build_gpu import graphed
+    from sametoken.runner.between import LogitsProcessing
 
-    return eager, graphed(eager, table, loaded.kernels, resolved, parallel, announce)
+    processing = LogitsProcessing(
+        sequences, loaded.target, loaded.kernels, table, verifier.grammars
+    )
+    return eager, graphed(eager, processing, resolved, parallel, announce)
 
 
 def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.kernels.interface import Kernels
 from sametoken.kernels.triton import TritonKernels
 from sametoken.layers.parallel import TensorParallel
+from sametoken.runner.between import LogitsProcessing
 from sametoken.runner.graphed import GraphedRunner
 from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
 from sametoken.runner.padded import PaddedJudge, PaddedStep
@@ -24,8 +24,7 @@ SMALLEST_CHUNK = 64
 
 def graphed(
     eager: StepRunner,
-    table: SamplingTable,
-    kernels: Kernels,
+    processing: LogitsProcessing,
     resolved: ResolvedConfig,
     parallel: TensorParallel,
     announce: Callable[[str], None],
@@ -34,12 +33,13 @@ def graphed(
 
     Args:
         eager: the verbs without graphs.
-        table: sampling parameters by slot.
-        kernels: the engine's bundle, whose choices are proven first.
+        processing: what requests ask of their logits. The choices of its kernels are proven
+            first.
         resolved: the engine's settings.
         parallel: the ranks that share the model; all of them capture the same graphs.
         announce: told what was proven and captured, and at what cost.
     """
+    kernels, table = processing.kernels, processing.table
     assert isinstance(kernels, TritonKernels)
     width = eager.sequences.max_num_drafts + 1
     windows = window_buckets(resolved.config.max_num_seqs)
@@ -71,11 +71,12 @@ def graphed(
     )
     graphs = StepGraphs(step, windows, chunks, plans, verdicts)
     report = graphs.capture_all()
+    processing.warm_up()
     announce(
         f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "
         f"{report.num_bytes / 2**20:.0f} MiB"
     )
-    return GraphedRunner(eager, graphs)
+    return GraphedRunner(eager, graphs, processing)
 
 
 def _judge(resolved: ResolvedConfig, table: SamplingTable, parallel: TensorParallel) -> PaddedJudge:

@@ -9,7 +9,17 @@ from torch import Tensor
 from sametoken.kernels.embedding import reference as embedding_reference
 from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts.reference import SeparateExperts
-from sametoken.kernels.interface import Cuts, Kernels, Norm, PackedExperts, PackedWeight
+from sametoken.kernels.interface import (
+    CommittedTokens,
+    Cuts,
+    Kernels,
+    LogitsRules,
+    Norm,
+    PackedExperts,
+    PackedWeight,
+    SampledRows,
+)
+from sametoken.kernels.logits_rules import reference as logits_rules
 from sametoken.kernels.truncation import reference as truncation
 
 
@@ -45,6 +55,11 @@ class ComposedKernels:
         self: Kernels, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
     ) -> Tensor:
         return experts_reference.mix_parts(self, x, experts, chosen, weights)
+
+    def apply_rules(
+        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
+    ) -> None:
+        logits_rules.apply_rules(logits, rows, committed, rules)
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)

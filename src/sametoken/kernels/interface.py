@@ -117,6 +117,58 @@ class Cuts:
     min_p: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Where each logits row stands. L rows; the rows of a window are adjacent and in order.
+
+    Dead rows may lie between windows and after a window's live rows.
+
+    Attributes:
+        slots: [L] int64; dead rows hold the reserved slot, which never has rules.
+        positions: [L] int64, of the row's own token; the one being chosen stands one later.
+        token_ids: [L] int64, the row's own token: the last committed one, or a draft.
+        offsets: [L] int64, r, the row's place in its window: the drafts before the token being
+            chosen are ``token_ids[l - r + 1 .. l]``.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    offsets: Tensor
+
+
+class CommittedTokens(Protocol):
+    """Committed tokens by slot, as ``state.sequences.Sequences`` holds them."""
+
+    @property
+    def token_ids(self) -> Tensor: ...
+
+    @property
+    def prompt_len(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRules:
+    """What changes logits by token id or by history, by slot. Few slots have any.
+
+    Attributes:
+        edits: the host's: by slot, for those that mask or bias tokens, the row of integers on
+            the device that says so (``kernels.logits_rules.layout``).
+        edit_addresses: [S] int64, where that row lies in memory; 0 for none.
+        counters: the host's: by slot, for those with penalties, a number below S of its own.
+        counter_of: [S] int64, the same; -1 for none.
+        repetition, frequency, presence: [S] fp32; 1, 0 and 0 change nothing.
+    """
+
+    edits: dict[int, Tensor]
+    edit_addresses: Tensor
+    counters: dict[int, int]
+    counter_of: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+
 class PackedWeight(Protocol):
     """A linear or embedding weight in the layout its kernels want.
 
@@ -288,6 +340,16 @@ class Kernels(Protocol):
 
         KV is walked in splits of fixed size anchored at position 0, merged in order, so
         decode, verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def apply_rules(
+        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
+    ) -> None:
+        """Mask, bias and penalise [L, V] fp32 logits by their slots' rules, in place.
+
+        Row r of a window is judged as if its r drafts were committed. What no slot asks for
+        launches nothing, and nothing is read to the host of a GPU.
         """
         ...
 

@@ -23,14 +23,18 @@ from sametoken.kernels.gemm.tuning import TuningTable, load_table
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
+    CommittedTokens,
     Cuts,
     LayerKV,
+    LogitsRules,
     Norm,
     PackedExperts,
     PackedWeight,
     QKNorm,
     RotaryTable,
+    SampledRows,
 )
+from sametoken.kernels.logits_rules import triton as logits_rules
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.truncation import triton as truncation
@@ -155,6 +159,11 @@ class TritonKernels:
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
         return attention.attention(q, shape, rows, kv, window=rows.window)
+
+    def apply_rules(
+        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
+    ) -> None:
+        logits_rules.apply_rules(logits, rows, committed, rules)
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)

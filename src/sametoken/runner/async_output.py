@@ -12,7 +12,8 @@ from sametoken.core.outputs import PositionLogprobs, RowResult, StepResult
 from sametoken.core.plan import StepPlan
 from sametoken.core.structured_outputs import Stuck
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.runner.outcome import NAN, NUM_COUNTS, SOUND
+from sametoken.kernels.outcome import HAS_NAN, SOUND
+from sametoken.runner.outcome import NUM_COUNTS
 from sametoken.runner.stream import Event
 from sametoken.state.upload import to_host
 from sametoken.verification.base import TokenLogprobs
@@ -47,11 +48,13 @@ class HostBuffer:
             place in the plan; ``NOT_LANDED`` until the copy has landed.
         first_place: where its rows begin among those of the ring.
         parts: candidates, for requests that asked.
+        lost: by row, why a grammar allows nothing any more, where the host knows.
     """
 
     rows: Tensor
     first_place: int = 0
     parts: list[PartLogprobs] = field(default_factory=list)
+    lost: dict[int, Stuck] = field(default_factory=dict)
 
     def copy_from(self, outcome: Tensor, first: int) -> None:
         """Enqueue the copy of [B, 4 + window] to the buffer's rows from ``first`` on."""
@@ -92,7 +95,7 @@ class HostBuffer:
             _place(prompt_logprobs, part, part.prompt_logprobs)
         rows = []
         for b, row in enumerate(plan.rows):
-            _, num_drafts, num_accepted, poisoned, *tokens = landed[order[b]]
+            _, num_drafts, num_accepted, fault, *tokens = landed[order[b]]
             emitted = tuple(tokens[: num_accepted + 1]) if row.samples else ()
             chosen = logprobs[order[b]]
             rows.append(
@@ -100,8 +103,8 @@ class HostBuffer:
                     num_drafts=num_drafts,
                     num_accepted=num_accepted,
                     token_ids=emitted,
-                    poisoned=poisoned != SOUND,
-                    stuck=Stuck(max(poisoned - NAN, 0)),
+                    poisoned=fault != SOUND,
+                    stuck=_cause(fault, self.lost.get(order[b])),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
                     prompt_logprobs=prompt_logprobs[order[b]],
                 )
@@ -112,6 +115,12 @@ class HostBuffer:
         """Mark the buffer as holding nothing."""
         self.rows.fill_(NOT_LANDED)
         self.parts.clear()
+        self.lost.clear()
+
+
+def _cause(fault: int, lost: Stuck | None) -> Stuck:
+    stuck = Stuck(max(fault - HAS_NAN, 0))
+    return lost if stuck and lost is not None else stuck
 
 
 def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:

@@ -1,4 +1,4 @@
-"""Steps by graph where a request's parameters allow it, by the eager verbs where not."""
+"""Steps by graph, but for the rows of requests that no graph serves: the eager verbs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from sametoken.core.plan import Admission, StepPlan
 from sametoken.runner.async_output import HostBuffer, PendingOutput
+from sametoken.runner.between import Between, LogitsProcessing
 from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
 from sametoken.runner.plan_ring import UploadedRow
 from sametoken.runner.step import StepRunner
@@ -42,10 +43,12 @@ class GraphedRunner:
     Attributes:
         eager: takes up plans, and runs the rows of requests that no graph serves.
         graphs: run all other rows.
+        processing: what requests ask of their logits between the halves of a graph.
     """
 
     eager: StepRunner
     graphs: StepGraphs
+    processing: LogitsProcessing
     _special: set[int] = field(default_factory=set)
 
     def submit(self, plan: StepPlan) -> PendingOutput:
@@ -65,7 +68,7 @@ class GraphedRunner:
                 _uploaded(plan, b, plan.rows[b].draft_limit, True, place + i)
                 for i, b in enumerate(parts.windows)
             ]
-            self.graphs.run_windows(rows)
+            self.graphs.run_windows(rows, self._between(plan, parts.windows, buffer, 0))
         done = len(parts.windows)
         for group in parts.chunks:
             lengths = [plan.rows[b].num_query for b in group]
@@ -73,7 +76,8 @@ class GraphedRunner:
                 _uploaded(plan, b, length, plan.rows[b].samples, place + done + i)
                 for i, (b, length) in enumerate(zip(group, lengths, strict=True))
             ]
-            self.graphs.run_chunks(rows, max(lengths))
+            between = self._between(plan, group, buffer, done)
+            self.graphs.run_chunks(rows, max(lengths), between)
             done += len(group)
         if parts.special:
             rest = replace(plan, rows=tuple(plan.rows[b] for b in parts.special))
@@ -99,6 +103,11 @@ class GraphedRunner:
             chunks.append(tuple(large[:together]))
             large = large[together:]
         return Parts(tuple(windows), tuple(chunks), tuple(special))
+
+    def _between(
+        self, plan: StepPlan, launched: tuple[int, ...], buffer: HostBuffer, first: int
+    ) -> Between:
+        return self.processing.of_launch([plan.rows[b] for b in launched], buffer, first)
 
     def _remember(self, admission: Admission) -> None:
         self._special.discard(admission.slot)

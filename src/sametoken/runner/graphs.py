@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps, one per bucket of plan rows and rows."""
+"""CUDA graphs of steps cut at the logits: two per bucket of plan rows and rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from sametoken.kernels.transfer.triton import deliver
-from sametoken.runner.padded import PaddedStep
+from sametoken.runner.between import Between
+from sametoken.runner.lent import lent
+from sametoken.runner.padded import Computed, PaddedStep
 from sametoken.runner.plan_ring import PlanRing, UploadedRow
 from sametoken.state.padded import FixedLayout
 
@@ -31,11 +33,20 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A graph and what it works on: memory for its plan, and constants."""
+    """The graphs of a step's halves and what they work on.
 
-    graph: torch.cuda.CUDAGraph
+    Attributes:
+        forward, settle: the halves.
+        plan, layout: memory for the plan, and constants.
+        computed, tokens: what the halves leave, on loan: until the next launch, of any bucket.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    settle: torch.cuda.CUDAGraph
     plan: Tensor
     layout: FixedLayout
+    computed: Computed
+    tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +62,9 @@ class CaptureReport:
 class StepGraphs:
     """Runs padded steps by replaying graphs; nothing derived survives a replay.
 
-    A graph fetches its plan from host memory and delivers verdicts to it. Stage runs inside
-    the graph, so a replay reads the lengths that are committed when it runs. A verdict carries
-    the step id of the plan that was read, and the host refuses any other
+    The first fetches its plan from host memory, the second delivers verdicts to it. Stage runs
+    inside the first, so a replay reads the lengths that are committed when it runs. A verdict
+    carries the step id of the plan that was read, and the host refuses any other
     (tests/gpu/test_graphs_gpu.py).
 
     Attributes:
@@ -84,25 +95,31 @@ class StepGraphs:
         used = free - torch.cuda.mem_get_info()[0]
         return CaptureReport(len(buckets), time.monotonic() - started, used)
 
-    def run_windows(self, rows: Sequence[UploadedRow]) -> None:
+    def run_windows(self, rows: Sequence[UploadedRow], between: Between) -> None:
         """Run a step's windows."""
         batch = next(size for size in self.windows if size >= len(rows))
-        self._replay(Bucket(batch, 0), rows)
+        self._replay(Bucket(batch, 0), rows, between)
 
-    def run_chunks(self, rows: Sequence[UploadedRow], num_query: int) -> None:
+    def run_chunks(self, rows: Sequence[UploadedRow], num_query: int, between: Between) -> None:
         """Run prefill chunks.
 
         Args:
             rows: one chunk, or several as ``CHUNKS_TOGETHER`` names them.
             num_query: the longest of them, in tokens; above all but the largest bucket if
                 there are several.
+            between: what the rows' requests ask of their logits.
         """
         size = next(size for size in self.chunks if size >= num_query)
-        self._replay(Bucket(len(rows), size), rows)
+        self._replay(Bucket(len(rows), size), rows, between)
 
-    def _replay(self, bucket: Bucket, rows: Sequence[UploadedRow]) -> None:
+    def _replay(self, bucket: Bucket, rows: Sequence[UploadedRow], between: Between) -> None:
+        captured = self._captured[bucket]
+        between.look()
         self.plans.write(rows, bucket.batch)
-        self._captured[bucket].graph.replay()
+        captured.forward.replay()
+        between.process(captured.computed)
+        captured.settle.replay()
+        between.score(captured.tokens)
 
     def _capture(self, bucket: Bucket, pool: Any) -> CapturedStep:
         """Warm up and capture on a plan that is all padding: the same code as a real one."""
@@ -113,20 +130,25 @@ class StepGraphs:
         with torch.cuda.stream(aside):
             for _ in range(WARM_UP_RUNS):
                 self.plans.write((), bucket.batch)
-                self._run(bucket, plan, layout)
+                self._settle(plan, layout, self._forward(bucket, plan, layout))
         torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
         # Where ranks are joined, a thread of the library looks after its own events meanwhile.
         mode = "global" if self.step.parallel.size == 1 else "thread_local"
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
-            self._run(bucket, plan, layout)
-        return CapturedStep(graph, plan, layout)
+        forward, settle = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward, pool=pool, capture_error_mode=mode):
+            computed = self._forward(bucket, plan, layout)
+        with torch.cuda.graph(settle, pool=pool, capture_error_mode=mode):
+            tokens = self._settle(plan, layout, computed)
+        # Owned, the logits of every bucket would be held; on loan, all share one memory.
+        return CapturedStep(forward, settle, plan, layout, lent(computed), lent(tokens))
 
-    def _run(self, bucket: Bucket, plan: Tensor, layout: FixedLayout) -> None:
+    def _forward(self, bucket: Bucket, plan: Tensor, layout: FixedLayout) -> Computed:
         self.plans.fetch(plan)
-        fields, places = plan[:-1], plan[-1]
         if bucket.chunk:
-            outcome = self.step.chunks(fields, layout, bucket.chunk)
-        else:
-            outcome = self.step.windows(fields, layout)
-        deliver(outcome, places, self.verdicts)
+            return self.step.chunks(plan[:-1], layout, bucket.chunk)
+        return self.step.windows(plan[:-1])
+
+    def _settle(self, plan: Tensor, layout: FixedLayout, computed: Computed) -> Tensor:
+        settled = self.step.settle(plan[:-1], layout, computed)
+        deliver(settled.outcome, plan[-1], self.verdicts)
+        return settled.tokens

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sametoken.kernels.outcome import HAS_NAN
 from sametoken.state.inputs import StepInputs
 from sametoken.verification.base import Verdict
 
-#: Columns before the window's tokens: step_id, num_drafts, num_accepted, poisoned.
+#: Columns before the window's tokens: step_id, num_drafts, num_accepted, fault.
 NUM_COUNTS = 4
-
-#: Values of the column ``poisoned``; above NAN a window without an allowed token, and why.
-SOUND, NAN = 0, 1
 
 
 def pack(x: StepInputs, verdict: Verdict, window: int) -> Tensor:
@@ -22,8 +20,8 @@ def pack(x: StepInputs, verdict: Verdict, window: int) -> Tensor:
     Of the tokens, the first ``num_accepted + 1`` of a row that samples mean something.
     """
     step_id = torch.full_like(x.slots, x.step_id)
-    poisoned = torch.where(verdict.stuck > 0, NAN + verdict.stuck, verdict.poisoned.long())
-    columns = (step_id, x.num_drafts, verdict.num_accepted, poisoned)
+    faults = torch.where(verdict.stuck > 0, HAS_NAN + verdict.stuck, verdict.poisoned.long())
+    columns = (step_id, x.num_drafts, verdict.num_accepted, faults)
     counts = torch.stack(columns, dim=1)
     offset = torch.arange(window, device=x.slots.device)
     # A window may be narrower, and the last may be none: such columns read any token.

@@ -1,4 +1,4 @@
-"""The seven verbs at fixed shapes: what one CUDA graph holds."""
+"""The seven verbs at fixed shapes: what two CUDA graphs hold, cut at the logits."""
 
 from __future__ import annotations
 
@@ -45,12 +45,45 @@ class PaddedJudge(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PaddedStep:
-    """Stage, run, judge, commit and propose without a shape that depends on data.
+class Computed:
+    """What the first half of a step leaves for the second: L logits rows of the target.
 
-    ``plan`` is [4, B] int64 on the device; padding holds the reserved slot and zeros. The
-    outcome is [B, 4 + window] int64, as ``runner.outcome`` lays it out, with the step id of
-    the plan that was really read.
+    Attributes:
+        x: the step's inputs.
+        hidden: of its flat rows.
+        slots, positions, token_ids: [L] int64, of the flat rows whose logits these are.
+        logits: [L, V] fp32; of several ranks each has its own columns.
+    """
+
+    x: PaddedInputs
+    hidden: HiddenStates
+    slots: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What the second half leaves for the host.
+
+    Attributes:
+        outcome: [B, 4 + W] int64, as ``runner.outcome`` lays it out, with the step id of the
+            plan that was really read.
+        tokens: [B, W] int64, as in ``Judgement``.
+    """
+
+    outcome: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedStep:
+    """The verbs of a step without a shape that depends on data, in two halves.
+
+    The first stages the inputs and runs the target up to its logits, the second judges,
+    commits and proposes; what requests ask of their logits is done between them. ``plan`` is
+    [4, B] int64 on the device; padding holds the reserved slot and zeros.
     """
 
     sequences: Sequences
@@ -62,9 +95,18 @@ class PaddedStep:
     parallel: TensorParallel = ALONE
 
     def serves(self, admission: Admission) -> bool:
-        """Whether these verbs do all that a request asks for; if not, it takes the eager ones."""
-        cut_elsewhere = admission.params.has_cuts and not self._has_whole_rows
-        return not (needs_processing(admission) or cut_elsewhere)
+        """Whether these verbs do all that a request asks for; if not, it takes the eager ones.
+
+        Of several ranks each holds a part of every row of logits.
+        """
+        params = admission.params
+        needs_whole_rows = (
+            params.changes_logits
+            or params.reports_logprobs
+            or params.has_cuts
+            or admission.grammar is not None
+        )
+        return self._has_whole_rows or not needs_whole_rows
 
     def layout(self, batch: int, chunk: int) -> FixedLayout:
         """The index tensors of a bucket, made before it is captured.
@@ -76,28 +118,37 @@ class PaddedStep:
         width = 1 if chunk else self.sequences.max_num_drafts + 1
         return FixedLayout.of(batch, chunk or width, width, self.sequences.device)
 
-    def windows(self, plan: Tensor, layout: FixedLayout) -> Tensor:
-        """A window of every decoding slot of the plan."""
-        slots, draft_limit, live, step_id = plan.unbind(0)
+    def windows(self, plan: Tensor) -> Computed:
+        """The first half of a window of every decoding slot of the plan."""
+        slots, draft_limit, live, _ = plan.unbind(0)
         width = self.sequences.max_num_drafts + 1
         x = stage_windows(self.sequences, slots, draft_limit, live, width)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
+        rows = x.rows
         logits = self.model.compute_rank_logits(hidden.last)
-        keys = self._keys(logits, x.rows.slots, x.rows.positions)
-        return self._settle(layout.inputs(x), x, hidden, keys, step_id)
+        return Computed(x, hidden, rows.slots, rows.positions, x.token_ids, logits)
 
-    def chunks(self, plan: Tensor, layout: FixedLayout, rows: int) -> Tensor:
-        """A prefill chunk of at most ``rows`` tokens of every slot of the plan."""
-        slots, num_query, samples, step_id = plan.unbind(0)
+    def chunks(self, plan: Tensor, layout: FixedLayout, rows: int) -> Computed:
+        """The first half of a prefill chunk of at most ``rows`` tokens of every slot."""
+        slots, num_query, samples, _ = plan.unbind(0)
         x = stage_chunks(self.sequences, slots, num_query, samples, rows)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
         judged = layout.row_starts[:-1] + (x.num_query - 1).clamp(min=0)
-        keys = self._keys(
-            self.model.compute_rank_logits(hidden.last.index_select(0, judged)),
-            x.rows.slots.index_select(0, judged),
-            x.rows.positions.index_select(0, judged),
-        )
-        return self._settle(layout.inputs(x), x, hidden, keys, step_id)
+        logits = self.model.compute_rank_logits(hidden.last.index_select(0, judged))
+        of_rows = (x.rows.slots, x.rows.positions, x.token_ids)
+        slots, positions, token_ids = (one.index_select(0, judged) for one in of_rows)
+        return Computed(x, hidden, slots, positions, token_ids, logits)
+
+    def settle(self, plan: Tensor, layout: FixedLayout, computed: Computed) -> Settled:
+        """The second half: judge, commit and, with k above 0, propose."""
+        x = computed.x
+        keys = self._keys(computed.logits, computed.slots, computed.positions)
+        window = keys.shape[0] // x.slots.shape[0]
+        verdict, lengths = self.judge(self.sequences, keys, x, window)
+        outcome = pack(plan[3], x.num_drafts, verdict.num_accepted, verdict.faults, verdict.tokens)
+        if self.sequences.max_num_drafts:
+            self._propose(layout.inputs(x), x, computed.hidden, lengths)
+        return Settled(outcome, verdict.tokens)
 
     def _keys(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """[L, tiles] keys of all tokens; each rank makes those of its own columns, ``logits``."""
@@ -114,24 +165,6 @@ class PaddedStep:
         """Whether a row's logits can be compared here: of several ranks each has some columns."""
         return self.parallel.size == 1
 
-    def _settle(
-        self,
-        inputs: StepInputs,
-        x: PaddedInputs,
-        hidden: HiddenStates,
-        keys: Tensor,
-        step_id: Tensor,
-    ) -> Tensor:
-        """Judge, commit and, with k above 0, propose; returns the outcome."""
-        window = keys.shape[0] // x.slots.shape[0]
-        verdict, lengths = self.judge(self.sequences, keys, x, window)
-        outcome = pack(
-            step_id, x.num_drafts, verdict.num_accepted, verdict.poisoned, verdict.tokens
-        )
-        if self.sequences.max_num_drafts:
-            self._propose(inputs, x, hidden, lengths)
-        return outcome
-
     def _propose(
         self, inputs: StepInputs, x: PaddedInputs, hidden: HiddenStates, lengths: PaddedLengths
     ) -> None:
@@ -145,18 +178,3 @@ class PaddedStep:
         )
         drafts = self.drafter.propose(context)
         publish(self.sequences, x, drafts.draft_ids, drafts.num_drafts)
-
-
-def needs_processing(admission: Admission) -> bool:
-    """Whether a request's logits change before they are cut and divided by its temperature."""
-    params = admission.params
-    return (
-        params.has_penalties
-        or bool(params.logit_bias)
-        or params.allowed_token_ids is not None
-        or bool(admission.bad_words_token_ids)
-        or admission.grammar is not None
-        or params.min_tokens > 0
-        or params.logprobs is not None
-        or params.prompt_logprobs is not None
-    )

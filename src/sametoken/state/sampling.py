@@ -3,89 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from sametoken.core.plan import Admission
 from sametoken.errors import InvariantError
-from sametoken.kernels.interface import Cuts
+from sametoken.kernels.interface import Cuts, LogitsRules
+from sametoken.kernels.logits_rules.layout import Edits
+from sametoken.state.upload import upload
+
+T = TypeVar("T")
 
 #: Below this a temperature is greedy, as in vLLM: dividing by it would overflow fp32.
 GREEDY_TEMPERATURE = 1e-5
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRules:
-    """What changes a request's logits by token id or by history. Few requests have any.
-
-    Attributes:
-        allowed_ids: [A] int64 ascending, the only ids that may be chosen; None for all.
-        banned_ids: [X] int64, bad words of one token.
-        bad_words: bad words of two tokens and more.
-        min_tokens: output tokens before which ``stop_ids`` are masked.
-        stop_ids: [E] int64.
-        bias_ids, bias: [Y] int64 and fp32, added to the logits.
-        repetition_penalty, frequency_penalty, presence_penalty: as vLLM defines them.
-    """
-
-    allowed_ids: Tensor | None
-    banned_ids: Tensor
-    bad_words: tuple[tuple[int, ...], ...]
-    min_tokens: int
-    stop_ids: Tensor
-    bias_ids: Tensor
-    bias: Tensor
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
-
-    @classmethod
-    def of(cls, admission: Admission, device: torch.device) -> SlotRules | None:
-        """The rules of a request, or None if it has none."""
-        params = admission.params
-        min_tokens = params.min_tokens if admission.stop_token_ids else 0
-        plain = params.allowed_token_ids is None and not params.logit_bias
-        if plain and not (params.has_penalties or admission.bad_words_token_ids or min_tokens):
-            return None
-
-        def ids(values: set[int]) -> Tensor:
-            return torch.tensor(sorted(values), dtype=torch.int64, device=device)
-
-        words = admission.bad_words_token_ids
-        bias = dict(params.logit_bias or {})
-        allowed = params.allowed_token_ids
-        return cls(
-            allowed_ids=None if allowed is None else ids(set(allowed)),
-            banned_ids=ids({word[0] for word in words if len(word) == 1}),
-            bad_words=tuple(word for word in words if len(word) > 1),
-            min_tokens=min_tokens,
-            stop_ids=ids(set(admission.stop_token_ids)),
-            bias_ids=torch.tensor(list(bias), dtype=torch.int64, device=device),
-            bias=torch.tensor(list(bias.values()), dtype=torch.float32, device=device),
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-        )
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether tokens may be forbidden."""
-        return (
-            self.allowed_ids is not None
-            or self.banned_ids.numel() > 0
-            or bool(self.bad_words)
-            or self.min_tokens > 0
-        )
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.frequency_penalty != 0.0
-            or self.presence_penalty != 0.0
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +30,9 @@ class SamplingTable:
         seed: [S] int64.
         top_k: [S] int64, 0 keeps all.
         top_p, min_p: [S] fp64; 1 and 0 keep all.
-        num_logprobs, num_prompt_logprobs: [S] int64, candidates asked for; -1 for none at all.
-        rules: by slot, for the slots that have any.
+        rules: masks, biases and penalties of the slots that have any.
+        num_logprobs, num_prompt_logprobs: on the host: candidates asked for, by slot, for the
+            slots that asked.
     """
 
     temperature: Tensor
@@ -106,9 +40,9 @@ class SamplingTable:
     top_k: Tensor
     top_p: Tensor
     min_p: Tensor
-    num_logprobs: Tensor
-    num_prompt_logprobs: Tensor
-    rules: dict[int, SlotRules] = field(default_factory=dict)
+    rules: LogitsRules
+    num_logprobs: dict[int, int] = field(default_factory=dict)
+    num_prompt_logprobs: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def allocate(cls, max_num_seqs: int, device: torch.device) -> SamplingTable:
@@ -123,8 +57,15 @@ class SamplingTable:
             top_k=full(0, torch.int64),
             top_p=full(1, torch.float64),
             min_p=full(0, torch.float64),
-            num_logprobs=full(-1, torch.int64),
-            num_prompt_logprobs=full(-1, torch.int64),
+            rules=LogitsRules(
+                edits={},
+                edit_addresses=full(0, torch.int64),
+                counters={},
+                counter_of=full(-1, torch.int64),
+                repetition=full(1, torch.float32),
+                frequency=full(0, torch.float32),
+                presence=full(0, torch.float32),
+            ),
         )
 
     @property
@@ -136,7 +77,8 @@ class SamplingTable:
         """Take up a request's parameters, replacing everything of the slot's former one.
 
         Raises:
-            InvariantError: the request samples but its seed was not resolved.
+            InvariantError: the request samples but its seed was not resolved, or its masks
+                forbid every token.
         """
         slot, params = admission.slot, admission.params
         greedy = params.temperature < GREEDY_TEMPERATURE
@@ -147,13 +89,50 @@ class SamplingTable:
         self.top_k[slot].fill_(params.top_k)
         self.top_p[slot].fill_(params.top_p)
         self.min_p[slot].fill_(params.min_p)
-        self.num_logprobs[slot].fill_(_or_none_at_all(params.logprobs))
-        self.num_prompt_logprobs[slot].fill_(_or_none_at_all(params.prompt_logprobs))
-        self.rules.pop(slot, None)
-        rules = SlotRules.of(admission, self.temperature.device)
-        if rules is not None:
-            self.rules[slot] = rules
+        _replace(self.num_logprobs, slot, params.logprobs)
+        _replace(self.num_prompt_logprobs, slot, params.prompt_logprobs)
+        _admit_edits(self.rules, admission)
+        _admit_penalties(self.rules, admission)
 
 
-def _or_none_at_all(count: int | None) -> int:
-    return -1 if count is None else count
+def _replace(by_slot: dict[int, T], slot: int, value: T | None) -> None:
+    by_slot.pop(slot, None)
+    if value is not None:
+        by_slot[slot] = value
+
+
+def _admit_edits(rules: LogitsRules, admission: Admission) -> None:
+    edits = _edits_of(admission)
+    row = None if edits is None else upload(edits.pack(), rules.edit_addresses.device)
+    # The former row's memory is used again in stream order, after the steps that read it.
+    _replace(rules.edits, admission.slot, row)
+    rules.edit_addresses[admission.slot].fill_(0 if row is None else row.data_ptr())
+
+
+def _edits_of(admission: Admission) -> Edits | None:
+    """What a request masks and biases; None if nothing."""
+    params, words = admission.params, admission.bad_words_token_ids
+    min_tokens = params.min_tokens if admission.stop_token_ids else 0
+    if params.allowed_token_ids is None and not (params.logit_bias or words or min_tokens):
+        return None
+    allowed = params.allowed_token_ids
+    return Edits(
+        allowed_ids=None if allowed is None else frozenset(allowed),
+        banned_ids=frozenset(word[0] for word in words if len(word) == 1),
+        stop_ids=frozenset(admission.stop_token_ids if min_tokens else ()),
+        min_tokens=min_tokens,
+        bad_words=tuple(word for word in words if len(word) > 1),
+        biases=dict(params.logit_bias or {}),
+    )
+
+
+def _admit_penalties(rules: LogitsRules, admission: Admission) -> None:
+    slot, params = admission.slot, admission.params
+    rules.counters.pop(slot, None)
+    if params.has_penalties:
+        taken = set(rules.counters.values())
+        rules.counters[slot] = next(number for number in count() if number not in taken)
+    rules.counter_of[slot].fill_(rules.counters.get(slot, -1))
+    rules.repetition[slot].fill_(params.repetition_penalty)
+    rules.frequency[slot].fill_(params.frequency_penalty)
+    rules.presence[slot].fill_(params.presence_penalty)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from sametoken.core.plan import Admission
 from sametoken.core.structured_outputs import Matcher, Stuck
+from sametoken.state.host_copy import HostCopy
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sequences import Sequences
-from sametoken.state.upload import to_device
+from sametoken.state.upload import to_device, upload
 
 #: Seconds that a request's masks may take beyond the seconds that each of them may. Of 150,000
 #: tokens an ordinary mask takes 1 ms, and the costliest of JSON's 8 ms.
@@ -177,6 +178,34 @@ class SlotGrammars:
             matcher = BudgetedMatcher(admission.grammar.new_matcher(), MaskBudget())
             self._cursors[admission.slot] = Cursor(matcher, len(admission.prompt_token_ids))
 
+    def look(self, windows: Iterable[tuple[int, int]]) -> Look | None:
+        """Enqueue the copy of what masks depend on: committed tokens and published drafts.
+
+        Before the step that judges the windows, so that the host may work beside its forward
+        pass. None, at no cost, if no window has a grammar.
+
+        Args:
+            windows: slot and draft limit of each window; -1 in place of a slot for none.
+        """
+        places = [
+            (place, slot, limit)
+            for place, (slot, limit) in enumerate(windows)
+            if slot in self._cursors
+        ]
+        if not places:
+            return None
+        sequences = self._sequences
+        _, slots, limits = upload(places, sequences.device).unbind(1)
+        num_tokens, num_drafts = sequences.num_tokens[slots], sequences.num_drafts[slots]
+        # A step commits at most k + 1 tokens, so as many are read of each slot.
+        reach = torch.arange(sequences.max_num_drafts, -1, -1, device=sequences.device)
+        where = (num_tokens[:, None] - 1 - reach).clamp(min=0)
+        newest = sequences.token_ids[slots[:, None], where]
+        counts = torch.stack((num_tokens, torch.minimum(num_drafts, limits)), dim=1)
+        values = torch.cat((counts, newest, sequences.draft_ids[slots]), dim=1)
+        cursors = [(place, self._cursors[slot]) for place, slot, _ in places]
+        return Look(tuple(cursors), HostCopy.of(values), sequences.max_num_drafts + 1)
+
     def mask(self, logits: Tensor, x: StepInputs) -> Tensor:
         """Forbid what the grammars do, in place.
 
@@ -190,46 +219,58 @@ class SlotGrammars:
         stuck = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         if not self._cursors:
             return stuck
-        for cursor, start, newest, num_tokens, drafts in self._windows(x):
-            masks = _permissive(len(drafts) + 1, logits)
-            cursor.advance(newest, num_tokens, masks, drafts)
-            rows = slice(start, start + len(drafts) + 1)
-            _apply(logits[rows], masks)
-            cause = cursor.lost or Stuck.NO_TOKEN
+        columns = (x.slots, x.samples.long(), x.window_starts, x.num_drafts)
+        plan_rows = torch.stack(columns, dim=1).tolist()
+        windows = ((slot if samples else -1, drafts) for slot, samples, _, drafts in plan_rows)
+        look = self.look(windows)
+        for place, masks, lost in look.masks(logits.shape[1]) if look else ():
+            start = plan_rows[place][2]
+            rows = slice(start, start + masks.shape[0])
+            forbid(logits[rows], masks)
+            cause = lost or Stuck.NO_TOKEN
             stuck[rows] = (logits[rows].amax(dim=-1) == _FORBIDDEN) * int(cause)
         return stuck
 
-    def _windows(self, x: StepInputs) -> list[tuple[Cursor, int, list[int], int, list[int]]]:
-        """Cursor, first logits row, newest tokens, ``num_tokens`` and drafts of each window.
 
-        One transfer: a step commits at most k + 1 tokens, so as many are read of each slot.
-        """
-        reach = torch.arange(self._sequences.max_num_drafts, -1, -1, device=x.slots.device)
-        where = (x.num_tokens[:, None] - 1 - reach).clamp(min=0)
-        newest = self._sequences.token_ids[x.slots[:, None], where]
-        lengths = (x.slots, x.samples.long(), x.window_starts, x.num_drafts, x.num_tokens)
-        columns = torch.cat((torch.stack(lengths, dim=1), newest), dim=1)
-        window_ids = x.token_ids[x.logits_indices]
-        values = torch.cat((columns.flatten(), window_ids)).tolist()
-        width = columns.shape[1]
-        ids = values[len(x.slots) * width :]
-        found = []
-        for b in range(len(x.slots)):
-            slot, samples, start, num_drafts, num_tokens, *last = values[b * width :][:width]
-            if samples and slot in self._cursors:
-                drafts = ids[start + 1 : start + 1 + num_drafts]
-                found.append((self._cursors[slot], start, last, num_tokens, drafts))
-        return found
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the masks of some windows depend on, on its way to the host.
+
+    Attributes:
+        cursors: place among the windows, and cursor, of those with a grammar.
+        values: [cursors, 2 + newest + k] int64: ``num_tokens``, number of drafts, the newest
+            committed tokens, the drafts.
+        num_newest: committed tokens that were read of each.
+    """
+
+    cursors: tuple[tuple[int, Cursor], ...]
+    values: HostCopy
+    num_newest: int
+
+    def masks(self, vocab_size: int) -> Iterator[tuple[int, Tensor, Stuck]]:
+        """Advance the cursors: place, masks of the window in host memory, why it is lost."""
+        rows = self.values.rows()
+        for (place, cursor), (num_tokens, num_drafts, *ids) in zip(self.cursors, rows, strict=True):
+            newest, drafts = ids[: self.num_newest], ids[self.num_newest :][:num_drafts]
+            masks = _permissive(num_drafts + 1, vocab_size)
+            cursor.advance(newest, num_tokens, masks, drafts)
+            yield place, masks, cursor.lost
 
 
-def _permissive(num_rows: int, logits: Tensor) -> Tensor:
-    """Masks in host memory that allow everything; pinned if they are to travel."""
-    words = -(-logits.shape[1] // _WORD_BITS)
-    pinned = logits.device.type == "cuda"
+def _permissive(num_rows: int, vocab_size: int) -> Tensor:
+    """[num_rows, words] int32 in host memory, every bit set; pinned where it may travel."""
+    words = -(-vocab_size // _WORD_BITS)
+    pinned = torch.cuda.is_available()
     return torch.full((num_rows, words), _EVERYTHING, dtype=torch.int32, pin_memory=pinned)
 
 
-def _apply(window: Tensor, masks: Tensor) -> None:
+def forbid(window: Tensor, masks: Tensor) -> None:
+    """Write -inf where a bit is not set.
+
+    Args:
+        window: [rows, V] fp32, written.
+        masks: [rows, ceil(V / 32)] int32 in host memory.
+    """
     words = to_device(masks, window.device)
     bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=window.device)
     for first in range(0, window.shape[0], _ROWS_AT_A_TIME):

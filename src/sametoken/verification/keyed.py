@@ -8,6 +8,7 @@ depend on the drafts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,32 +21,32 @@ from sametoken.state.sequences import Sequences
 from sametoken.verification.base import TokenLogprobs, Verdict
 from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.logits import process_logits
-from sametoken.verification.logprobs import concatenate, score_tokens
-from sametoken.verification.windows import settle, window_offsets
-
-# Bounds the logits held at once while a prompt is scored: 64 rows of 150k are 38 MB.
-_ROWS_AT_A_TIME = 64
+from sametoken.verification.logprobs import ScoredRows, score_prompt, score_rows
+from sametoken.verification.windows import sampled_rows, settle, window_offsets
 
 
 class KeyedVerifier:
     """``Verifier`` by keyed sampling; contracts are those of the protocol.
 
     Args:
-        kernels: cut off unlikely tokens, and choose among the others.
+        kernels: apply the rules, cut off unlikely tokens, and choose among the others.
         sequences: committed tokens; read only.
         table: sampling parameters by slot; written by ``admit``.
+
+    Attributes:
+        grammars: of the slots; written by ``admit``.
     """
 
     def __init__(self, kernels: Kernels, sequences: Sequences, table: SamplingTable) -> None:
         self._kernels = kernels
         self._sequences = sequences
         self._table = table
-        self._grammars = SlotGrammars(sequences)
+        self.grammars = SlotGrammars(sequences)
 
     def admit(self, admission: Admission) -> None:
         """Take up a slot's sampling parameters."""
         self._table.admit(admission)
-        self._grammars.admit(admission)
+        self.grammars.admit(admission)
 
     def judge(self, logits: Tensor, x: StepInputs) -> Verdict:
         """Choose the target's token at every window row and count the drafts equal to it.
@@ -54,26 +55,24 @@ class KeyedVerifier:
             logits: [L, V] fp32; overwritten where a request's parameters change them.
             x: the step's inputs.
         """
-        owner = x.logits_owner
-        slots = x.slots[owner]
+        rows = sampled_rows(x)
         has_nan = logits.amax(dim=-1).isnan()
-        scored = (self._table.num_logprobs[slots] >= 0).nonzero().squeeze(1)
-        raw = logits[scored]
-        stuck = process_logits(
-            logits, x, self._sequences, self._table, self._kernels, self._grammars
-        )
+        widths = (x.num_drafts + 1) * x.samples
+        scored = _rows_of(self._table.num_logprobs, x, x.window_starts, widths)
+        raw = logits[scored.index]
+        mask = partial(self.grammars.mask, x=x)
+        stuck = process_logits(logits, rows, self._sequences, self._table, self._kernels, mask)
         tokens = self._kernels.sample(
             logits,
-            self._table.temperature[slots],
-            self._table.seed[slots],
-            x.rows.positions[x.logits_indices] + 1,
+            self._table.temperature[rows.slots],
+            self._table.seed[rows.slots],
+            rows.positions + 1,
         )
         matches = _leading_matches(tokens, x, stuck > 0)
         settled = settle(x, tokens, has_nan | (stuck > 0), matches)
         logprobs = None
-        if scored.numel():
-            num_top = self._table.num_logprobs[slots[scored]]
-            logprobs = score_tokens(raw, tokens[scored], owner[scored], num_top, int(num_top.max()))
+        if scored.index.numel():
+            logprobs = score_rows(scored, raw, tokens[scored.index])
         return Verdict(
             num_accepted=settled.num_accepted,
             next_token=settled.next_token,
@@ -90,20 +89,23 @@ class KeyedVerifier:
 
         The row of the last prompt token predicts output and is not among them.
         """
-        slots, positions = x.rows.slots, x.rows.positions
-        asked = self._table.num_prompt_logprobs[slots]
-        in_prompt = positions + 1 < self._sequences.prompt_len[slots]
-        rows = ((asked >= 0) & in_prompt).nonzero().squeeze(1)
-        if not rows.numel():
+        in_prompt = self._sequences.prompt_len[x.slots] - 1 - x.num_computed
+        counts = torch.minimum(in_prompt.clamp(min=0), x.num_query)
+        scored = _rows_of(self._table.num_prompt_logprobs, x, x.row_starts[:-1], counts)
+        if not scored.index.numel():
             return None
-        width = int(asked[rows].max())
-        parts = []
-        for first in range(0, rows.shape[0], _ROWS_AT_A_TIME):
-            some = rows[first : first + _ROWS_AT_A_TIME]
-            chosen = self._sequences.token_ids[slots[some], positions[some] + 1]
-            logits = compute_logits(hidden[some])
-            parts.append(score_tokens(logits, chosen, x.row_owner[some], asked[some], width))
-        return concatenate(parts)
+        positions = x.rows.positions[scored.index]
+        following = self._sequences.token_ids[x.slots[scored.owner], positions + 1]
+        return score_prompt(scored, hidden, following, compute_logits)
+
+
+def _rows_of(asked: dict[int, int], x: StepInputs, first: Tensor, count: Tensor) -> ScoredRows:
+    """Of plan rows that asked, ``count`` rows from ``first`` on; both [B] int64.
+
+    The compact layout is the device's, so it is read, but only if someone has asked.
+    """
+    windows = torch.stack((x.slots, first, count), dim=1).tolist() if asked else ()
+    return ScoredRows.of(asked, windows, x.slots.device)
 
 
 def _causes(x: StepInputs, stuck: Tensor, matches: Tensor) -> Tensor:

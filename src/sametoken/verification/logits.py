@@ -7,24 +7,28 @@ Rows of requests that use none of these keep their bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels
-from sametoken.state.inputs import StepInputs
+from sametoken.kernels.interface import Kernels, SampledRows
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.grammar import SlotGrammars
-from sametoken.verification.rules import apply_rules
+
+
+def forbid_nothing(logits: Tensor) -> Tensor:
+    """The mask of a step without grammars: [L, V] to [L] int64, no row stuck (``Stuck``)."""
+    return torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
 
 
 def process_logits(
     logits: Tensor,
-    x: StepInputs,
+    rows: SampledRows,
     sequences: Sequences,
     table: SamplingTable,
     kernels: Kernels,
-    grammars: SlotGrammars | None = None,
+    mask: Callable[[Tensor], Tensor] = forbid_nothing,
 ) -> Tensor:
     """Apply the requests' parameters to a step's logits, in place.
 
@@ -33,36 +37,16 @@ def process_logits(
 
     Args:
         logits: [L, V] fp32, written.
-        x: the step's inputs.
+        rows: where the logits rows stand; live ones alone, or dead ones among them.
         sequences: the committed tokens, before the step's commit.
         table: the slots' parameters.
-        kernels: cut off unlikely tokens.
-        grammars: the slots' grammars, which take up committed tokens here; None for none.
+        kernels: apply the rules, and cut off unlikely tokens.
+        mask: forbids what grammars do, in place, and says which rows have no token left.
 
     Returns:
         [L] int64: why a row of a grammar has no token left (``Stuck``).
     """
-    if table.rules:
-        _apply_slot_rules(logits, x, sequences, table)
-    if grammars is None:
-        stuck = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    else:
-        stuck = grammars.mask(logits, x)
-    kernels.truncate(logits, x.slots[x.logits_owner], table.cuts)
+    kernels.apply_rules(logits, rows, sequences, table.rules)
+    stuck = mask(logits)
+    kernels.truncate(logits, rows.slots, table.cuts)
     return stuck
-
-
-def _apply_slot_rules(
-    logits: Tensor, x: StepInputs, sequences: Sequences, table: SamplingTable
-) -> None:
-    columns = (x.slots, x.window_starts, x.num_drafts, x.num_tokens, sequences.prompt_len[x.slots])
-    plan_rows = torch.stack(columns, dim=1)[x.samples].tolist()
-    window_ids = x.token_ids[x.logits_indices]
-    for slot, start, num_drafts, num_tokens, prompt_len in plan_rows:
-        rules = table.rules.get(slot)
-        if rules is None:
-            continue
-        end = start + num_drafts + 1
-        committed = sequences.token_ids[slot, :num_tokens]
-        tokens = torch.cat((committed, window_ids[start + 1 : end]))
-        apply_rules(logits[start:end], tokens, num_tokens, prompt_len, rules)

@@ -2,14 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from sametoken.state.upload import upload
 from sametoken.verification.base import TokenLogprobs
 
 _ID_MASK = 0xFFFFFFFF
+# Bounds the logits held at once while a prompt is scored: 64 rows of 150k are 38 MB.
+_ROWS_AT_A_TIME = 64
+# Of output the logits are there; scoring 256 rows of 150k takes another 620 MB.
+_ROWS_TOGETHER = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """The rows of a step that are scored. R rows, perhaps none.
+
+    Attributes:
+        index: [R] int64, which logits rows (or flat rows) they are, ascending.
+        owner: [R] int64, the plan row of each.
+        num_top: [R] int64, best candidates asked for, 0..width.
+        width: the most that any of them asks for.
+    """
+
+    index: Tensor
+    owner: Tensor
+    num_top: Tensor
+    width: int
+
+    @classmethod
+    def of(
+        cls, asked: Mapping[int, int], windows: Iterable[tuple[int, int, int]], device: torch.device
+    ) -> ScoredRows:
+        """From what the host knows alone: nothing is read of the device.
+
+        Args:
+            asked: best candidates asked for, by slot, for the slots that asked.
+            windows: slot, first row and number of rows of each plan row. Rows that turn out
+                dead are scored like others; the host drops what was not emitted.
+            device: where the rows' logits are.
+        """
+        columns = [
+            (row, owner, asked[slot])
+            for owner, (slot, first, count) in enumerate(windows)
+            if slot in asked
+            for row in range(first, first + count)
+        ]
+        index, owners, num_top = upload(columns, device).view(-1, 3).t().contiguous().unbind(0)
+        width = max((num_top for _, _, num_top in columns), default=0)
+        return cls(index, owners, num_top, width)
 
 
 def score_tokens(
@@ -42,8 +87,49 @@ def score_tokens(
     )
 
 
+def score_rows(scored: ScoredRows, raw: Tensor, chosen: Tensor) -> TokenLogprobs:
+    """Score the tokens chosen at rows, a bounded number of rows at a time.
+
+    Args:
+        scored: logits rows; one at least.
+        raw: [R, V] fp32, their logits as the model computed them.
+        chosen: [R] int64.
+    """
+    parts = []
+    for first in range(0, chosen.shape[0], _ROWS_TOGETHER):
+        some = slice(first, first + _ROWS_TOGETHER)
+        owner, num_top = scored.owner[some], scored.num_top[some]
+        parts.append(score_tokens(raw[some], chosen[some], owner, num_top, scored.width))
+    return concatenate(parts)
+
+
+def score_prompt(
+    scored: ScoredRows,
+    hidden: Tensor,
+    following: Tensor,
+    compute_logits: Callable[[Tensor], Tensor],
+) -> TokenLogprobs:
+    """Score the tokens that follow rows of a prompt, a bounded number of rows at a time.
+
+    Args:
+        scored: flat rows; one at least.
+        hidden: [T, hidden], after the final norm.
+        following: [R] int64, the token after each row.
+        compute_logits: [L, hidden] to [L, V] fp32.
+    """
+    parts = []
+    for first in range(0, following.shape[0], _ROWS_AT_A_TIME):
+        some = slice(first, first + _ROWS_AT_A_TIME)
+        logits = compute_logits(hidden[scored.index[some]])
+        owner, num_top = scored.owner[some], scored.num_top[some]
+        parts.append(score_tokens(logits, following[some], owner, num_top, scored.width))
+    return concatenate(parts)
+
+
 def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:
     """Positions of several scorings of equal width, in order."""
+    if len(parts) == 1:
+        return parts[0]
     names = [f.name for f in fields(TokenLogprobs)]
     return TokenLogprobs(*(torch.cat([getattr(p, name) for p in parts]) for name in names))
 

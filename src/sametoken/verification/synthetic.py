@@ -19,7 +19,7 @@ from sametoken.kernels.interface import Kernels
 from sametoken.state.inputs import StepInputs
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.base import TokenLogprobs, Verdict, Verifier
+from sametoken.verification.base import TokenLogprobs, Verdict
 from sametoken.verification.keyed import KeyedVerifier
 from sametoken.verification.windows import settle, window_offsets
 
@@ -77,6 +77,7 @@ class SyntheticVerifier:
     """
 
     def __init__(self, keyed: KeyedVerifier, table: SamplingTable, rates: Tensor) -> None:
+        self.grammars = keyed.grammars
         self._keyed = keyed
         self._table = table
         self._rates = rates
@@ -119,7 +120,7 @@ class SyntheticVerifier:
 
 def make_verifier(
     config: SpeculativeConfig | None, kernels: Kernels, sequences: Sequences, table: SamplingTable
-) -> Verifier:
+) -> KeyedVerifier | SyntheticVerifier:
     """The verifier that a speculative config asks for: keyed, unless it says synthetic."""
     keyed = KeyedVerifier(kernels, sequences, table)
     if config is None or config.synthetic_rates is None:

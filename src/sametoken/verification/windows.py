@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.kernels.interface import SampledRows
 from sametoken.state.inputs import StepInputs
 
 
@@ -28,6 +29,17 @@ def window_offsets(x: StepInputs) -> Tensor:
     """[L] int64, each logits row's place in its window."""
     owner = x.logits_owner
     return torch.arange(owner.shape[0], device=owner.device) - x.window_starts[owner]
+
+
+def sampled_rows(x: StepInputs) -> SampledRows:
+    """Where the logits rows of a compact step stand."""
+    at = x.logits_indices
+    return SampledRows(
+        slots=x.slots[x.logits_owner],
+        positions=x.rows.positions[at],
+        token_ids=x.token_ids[at],
+        offsets=window_offsets(x),
+    )
 
 
 def deciding(x: StepInputs, rows: Tensor, matches: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from sametoken.core.plan import PlanRow, StepPlan
 from sametoken.kernels.acceptance import reference as acceptance
 from sametoken.kernels.commit import triton as committing
 from sametoken.kernels.commit.triton import Chances
+from sametoken.kernels.outcome import HAS_NAN, NO_TOKEN, SOUND
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.stage.triton import PaddedInputs, stage_chunks, stage_windows
 from sametoken.state import commit as truth
@@ -59,21 +60,31 @@ def windows(sequences: Sequences, plan: list[PlanRow], padding: int) -> PaddedIn
     return stage_windows(sequences, slots, limit, live, WINDOW)
 
 
-def logits_for(tokens: torch.Tensor, nan_rows: list[int]) -> torch.Tensor:
+def logits_for(
+    tokens: torch.Tensor, nan_rows: list[int], stuck_rows: tuple[int, ...] | list[int] = ()
+) -> torch.Tensor:
     """Greedy logits [B * W, V] whose best are ``tokens``."""
     logits = torch.nn.functional.one_hot(tokens.flatten(), VOCABULARY).float()
     logits[nan_rows, NAN_COLUMN] = torch.nan
+    logits[list(stuck_rows)] = float("-inf")
     return logits.to(DEVICE)
 
 
-def expected_verdict(drafts: list[int], targets: list[int], nan: set[int]):
-    """(num_accepted, next_token, poisoned) of one window, in plain Python."""
+def expected_verdict(
+    drafts: list[int], targets: list[int], nan: set[int], stuck: frozenset[int] = frozenset()
+):
+    """(num_accepted, next_token, fault) of one window, in plain Python."""
     accepted = 0
-    while accepted < len(drafts) and accepted not in nan and drafts[accepted] == targets[accepted]:
+    while (
+        accepted < len(drafts)
+        and accepted not in nan | stuck
+        and accepted + 1 not in stuck
+        and drafts[accepted] == targets[accepted]
+    ):
         accepted += 1
-    if accepted in nan:
-        return 0, 0, True
-    return accepted, targets[accepted], False
+    if accepted in nan | stuck:
+        return 0, 0, NO_TOKEN if accepted in stuck else HAS_NAN
+    return accepted, targets[accepted], SOUND
 
 
 @settings(max_examples=15, deadline=None)
@@ -96,23 +107,27 @@ def test_a_step_of_windows(data):
         st.lists(st.lists(token, min_size=WINDOW, max_size=WINDOW), min_size=batch, max_size=batch)
     )
     nan_rows = data.draw(st.lists(st.integers(0, batch * WINDOW - 1), max_size=2))
-    keys = sampling.greedy_keys(logits_for(torch.tensor(targets), nan_rows))
+    stuck_rows = data.draw(st.lists(st.integers(0, batch * WINDOW - 1), max_size=3))
+    nan_rows = [row for row in nan_rows if row not in stuck_rows]
+    keys = sampling.greedy_keys(logits_for(torch.tensor(targets), nan_rows, stuck_rows))
 
     x = windows(fused, plan, padding)
     judgement, lengths_after = committing.judge_and_commit(fused, keys, x, WINDOW)
     for b, row in enumerate(plan):
         offered = reference.draft_ids[row.slot, : reference.num_drafts[row.slot]].tolist()
-        nan = {r - b * WINDOW for r in nan_rows if b * WINDOW <= r < (b + 1) * WINDOW}
-        verdict = expected_verdict(offered[: row.draft_limit], targets[b], nan)
+        own = range(b * WINDOW, (b + 1) * WINDOW)
+        nan, stuck = ({r - own[0] for r in rows if r in own} for rows in (nan_rows, stuck_rows))
+        offered = offered[: row.draft_limit]
+        verdict = expected_verdict(offered, targets[b], nan, frozenset(stuck))
         assert verdict == (
             judgement.num_accepted[b].item(),
             judgement.next_token[b].item(),
-            judgement.poisoned[b].item(),
+            judgement.faults[b].item(),
         )
     count = len(plan)
-    for padded in (judgement.num_accepted, judgement.next_token, judgement.poisoned):
+    for padded in (judgement.num_accepted, judgement.next_token, judgement.faults):
         assert not padded[count:].any()
-    clean = [r for r in range(batch * WINDOW) if r not in nan_rows]
+    clean = [r for r in range(batch * WINDOW) if r not in (*nan_rows, *stuck_rows)]
     flat = torch.tensor(targets).flatten()
     assert torch.equal(judgement.tokens.cpu().flatten()[clean], flat[clean])
 
@@ -135,11 +150,11 @@ SEEDS = torch.tensor([7, 2**63 - 1, 0, 123456789, 5])
 
 
 def expected_by_chance(drafts: list[int], targets: list[int], nan: set[int], num_accepted: int):
-    """(num_accepted, next_token, poisoned, tokens) of one window, drawn; NaN as judged."""
-    poisoned = expected_verdict(drafts, targets, nan)[2]
-    accepted = 0 if poisoned else num_accepted
+    """(num_accepted, next_token, fault, tokens) of one window, drawn; NaN as judged."""
+    fault = expected_verdict(drafts, targets, nan)[2]
+    accepted = 0 if fault else num_accepted
     tokens = [*drafts[:accepted], *targets[accepted:]]
-    return accepted, 0 if poisoned else targets[accepted], poisoned, tokens
+    return accepted, 0 if fault else targets[accepted], fault, tokens
 
 
 @settings(max_examples=15, deadline=None)
@@ -175,11 +190,11 @@ def test_a_step_of_windows_judged_by_chance(data):
         assert verdict == (
             judgement.num_accepted[b].item(),
             judgement.next_token[b].item(),
-            judgement.poisoned[b].item(),
+            judgement.faults[b].item(),
             judgement.tokens[b].tolist(),
         )
     count = len(plan)
-    for padded in (judgement.num_accepted, judgement.next_token, judgement.poisoned):
+    for padded in (judgement.num_accepted, judgement.next_token, judgement.faults):
         assert not padded[count:].any()
 
     plain = stage(reference, StepPlan(0, rows=tuple(plan)))
@@ -188,7 +203,7 @@ def test_a_step_of_windows_judged_by_chance(data):
     y = windows(apart, plan, batch - count)
     alone = committing.judge(keys, y, WINDOW, chances)
     committing.commit(apart, y, alone.num_accepted, alone.next_token)
-    for name in ("num_accepted", "next_token", "poisoned", "tokens"):
+    for name in ("num_accepted", "next_token", "faults", "tokens"):
         assert torch.equal(getattr(alone, name), getattr(judgement, name)), name
     for name in FACTS:
         assert torch.equal(getattr(fused, name).cpu(), getattr(reference, name)), name
@@ -207,7 +222,7 @@ def test_certain_and_impossible_drafts(rate):
     accepted = [2, 3, 0] if rate else [0, 0, 0]
     assert judgement.num_accepted.tolist() == accepted
     assert judgement.next_token.tolist() == [5, 5, 0]
-    assert judgement.poisoned.tolist() == [False] * 3
+    assert judgement.faults.tolist() == [SOUND] * 3
     assert lengths.num_tokens.tolist() == [10 + accepted[0], 6 + accepted[1], 0]
     assert sequences.token_ids[0, 5 : 7 + accepted[1]].tolist() == [1] * accepted[1] + [5, -7]
     assert judgement.tokens[1].tolist() == [1] * accepted[1] + [5] * (WINDOW - accepted[1])

@@ -64,7 +64,7 @@ def test_windows_emit_what_single_rows_would(k):
         logits[x.rows.slots == sequences.reserved_slot] = torch.nan
         keys = sampling.window_keys(logits, TEMPERATURE, SEEDS, x.rows.slots, x.rows.positions)
         judgement, lengths = judge_and_commit(sequences, keys, x, k + 1)
-        assert not judgement.poisoned.any()
+        assert not judgement.faults.any()
         accepted += int(judgement.num_accepted.sum())
         if k:
             drafts = lookup(

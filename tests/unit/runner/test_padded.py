@@ -11,14 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.harness import Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
+from helpers.static_steps import DeviceChoices
 from sametoken.core.plan import Admission
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.kernels.ngram.triton import lookup
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.sampling import triton as sampling
-from sametoken.kernels.truncation import triton as truncation
 from sametoken.models.base import HiddenStates
 from sametoken.runner.padded import PaddedStep
 from sametoken.runner.synthetic import SyntheticJudge
@@ -37,13 +35,6 @@ CUT = {
     0: SamplingParams(temperature=9.0, top_k=3, top_p=0.8, seed=1),
     2: SamplingParams(temperature=4.0, top_p=0.7, min_p=0.1, seed=1),
 }
-
-
-class DeviceChoices(ReferenceKernels):
-    """The reference, but tokens are cut and chosen by the kernels of captured steps."""
-
-    truncate = staticmethod(truncation.truncate)
-    sample = staticmethod(sampling.sample)
 
 
 def padded_step(model: HybridToy, k: int, params: dict[int, SamplingParams]) -> PaddedStep:
@@ -91,7 +82,8 @@ def prefill(step: PaddedStep) -> None:
             done[slot] += count
             samples = count > 0 and done[slot] == len(prompt)
             rows.append((slot if count else SLOTS, count, int(samples), 0))
-        step.chunks(plan_of(rows), layout, CHUNK)
+        plan = plan_of(rows)
+        step.settle(plan, layout, step.chunks(plan, layout, CHUNK))
 
 
 def generate(k: int, params: dict[int, SamplingParams]) -> tuple[dict[int, list[int]], int]:
@@ -106,7 +98,8 @@ def generate(k: int, params: dict[int, SamplingParams]) -> tuple[dict[int, list[
         rows = [(second, limit, 1, turn), (SLOTS, k, 0, turn), (first, k, 1, turn)]
         if turn % 3 == 0:
             rows[0] = (SLOTS, 0, 0, turn)
-        accepted += int(step.windows(plan_of(rows), layout)[:, 2].sum())
+        plan = plan_of(rows)
+        accepted += int(step.settle(plan, layout, step.windows(plan)).outcome[:, 2].sum())
     recurrent = step.kv.recurrent
     for held in (recurrent.states, recurrent.pending_qkv):
         assert held[:, SLOTS].isnan().all(), "the reserved slot has been written"
@@ -157,8 +150,11 @@ def test_those_cuts_decide_tokens():
         ({"top_k": 20}, True, False),
         ({"top_p": 0.95}, True, False),
         ({"min_p": 0.1}, True, False),
-        ({"top_k": 20, "repetition_penalty": 1.1}, False, False),
-        ({"logprobs": 0}, False, False),
+        ({"top_k": 20, "repetition_penalty": 1.1}, True, False),
+        ({"logprobs": 0}, True, False),
+        ({"prompt_logprobs": 0}, True, False),
+        ({"min_tokens": 2}, True, False),
+        ({"bad_words": ("a",)}, True, False),
     ],
 )
 def test_requests_that_it_serves(asked, alone, among_ranks):
@@ -218,6 +214,6 @@ def test_no_kernel_of_pytorch_runs_beside_the_model_and_the_drafter(k, synthetic
     layout = step.layout(3, 0)
     plan = plan_of([(0, k, 1, 5), (SLOTS, k, 0, 5), (2, k, 1, 5)])
     with Noted() as noted:
-        outcome = step.windows(plan, layout)
+        outcome = step.settle(plan, layout, step.windows(plan)).outcome
     assert outcome[:, 0].tolist() == [5, 5, 5]
     assert noted.names - Noted.FREE == set()

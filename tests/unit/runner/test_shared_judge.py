@@ -119,11 +119,11 @@ def generate(path, parallel, make_judge, length):
             count = min(CHUNK, len(prompt) - done[slot])
             done[slot] += count
             plan = torch.tensor([[slot], [count], [int(done[slot] == len(prompt))], [0]])
-            step.chunks(plan, layout, CHUNK)
+            step.settle(plan, layout, step.chunks(plan, layout, CHUNK))
     layout, accepted = step.layout(2, 0), 0
     while min(step.sequences.num_tokens[slot] for slot in PROMPTS) < length:
         plan = torch.tensor([[0, 1], [K, K], [1, 1], [1, 1]])
-        accepted += int(step.windows(plan, layout)[:, 2].sum())
+        accepted += int(step.settle(plan, layout, step.windows(plan)).outcome[:, 2].sum())
     tokens, num_tokens = step.sequences.token_ids, step.sequences.num_tokens
     return {slot: tokens[slot, : num_tokens[slot]].tolist() for slot in PROMPTS}, accepted
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sametoken.core.plan import PlanRow, StepPlan
+from sametoken.kernels.outcome import SOUND
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling.triton import greedy_keys
 from sametoken.runner.synthetic import SyntheticJudge
@@ -62,10 +63,11 @@ def test_the_verdicts_are_those_of_eager_steps(rates, total):
     alone = judge.verdict(keys, x, K + 1)
     verdict, lengths = judge(sequences, keys, x, K + 1)
     for found in (alone, verdict):
-        for name in ("num_accepted", "next_token", "poisoned"):
+        for name in ("num_accepted", "next_token"):
             own = getattr(found, name)
             assert torch.equal(own[: len(plan)], getattr(expected, name)), name
             assert not own[len(plan) :].any()
+        assert torch.equal(found.faults[: len(plan)] != SOUND, expected.poisoned)
         assert torch.equal(found.tokens[: len(plan)][of_windows], expected.tokens)
     accepted = expected.num_accepted
     assert torch.equal(lengths.num_tokens[: len(plan)], eager.num_tokens + accepted + 1)

@@ -15,6 +15,7 @@ from sametoken.kernels.reference import ReferenceKernels
 from sametoken.verification import grammar as module
 from sametoken.verification.grammar import SlotGrammars
 from sametoken.verification.logits import process_logits
+from sametoken.verification.windows import sampled_rows
 
 VOCAB = 40
 
@@ -147,11 +148,11 @@ def test_other_masks_and_cuts_compose(make_row, stage_step):
     logits[:, 8] = 0.5
     stuck = process_logits(
         logits,
-        step.x,
+        sampled_rows(step.x),
         step.sequences,
         step.table,
         ReferenceKernels(),
-        admitted(step, {0: Grammar()}),
+        lambda logits: admitted(step, {0: Grammar()}).mask(logits, step.x),
     )
     assert allowed_of(logits) == [[8, 30], [30, 35]]
     assert not stuck.any()

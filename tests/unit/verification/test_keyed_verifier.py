@@ -10,6 +10,7 @@ from sametoken.core.sampling_params import SamplingParams
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import reference
 from sametoken.verification.logits import process_logits
+from sametoken.verification.windows import sampled_rows
 
 VOCAB_SIZE = 5
 token_ids = st.integers(0, VOCAB_SIZE - 1)
@@ -66,7 +67,8 @@ def test_judge_agrees_with_a_plain_loop(specs, seed, make_row, stage_step):
             logits[start + spec["poisoned_row"], 1] = math.nan
         start += row.window
     processed = logits.clone()
-    process_logits(processed, step.x, step.sequences, step.table, ReferenceKernels())
+    rows = sampled_rows(step.x)
+    process_logits(processed, rows, step.sequences, step.table, ReferenceKernels())
     verdict = step.verifier.judge(logits.clone(), step.x)
 
     start = 0
@@ -182,4 +184,5 @@ def test_a_new_request_inherits_nothing_of_its_slot(make_row, stage_step):
     verdict = step.verifier.judge(logits, step.x)
     assert torch.equal(verdict.tokens, expected.tokens)
     assert verdict.logprobs is None
-    assert not step.table.rules
+    assert not step.table.rules.edits
+    assert not step.table.rules.counters

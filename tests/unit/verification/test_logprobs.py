@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
+from sametoken.core.plan import Admission
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.verification.host import split_by_owner
-from sametoken.verification.logprobs import score_tokens
+from sametoken.verification.logprobs import ScoredRows, score_tokens
 
 
 def random_logits(count, vocab_size, seed=0):
@@ -90,6 +91,25 @@ def test_judge_scores_raw_logits_of_those_who_asked(make_row, stage_step):
     check_entry(second[0], raw[3], 3, 2)
     check_entry(second[1], raw[4], 3, 2)
     check_entry(third[0], raw[5], int(verdict.tokens[5]), 0)
+
+
+def test_rows_to_score_follow_from_what_the_host_knows():
+    windows = [(4, 0, 3), (1, 3, 2), (7, 5, 0), (2, 5, 1), (7, 6, 2)]
+    rows = ScoredRows.of({7: 0, 1: 5, 2: 3, 9: 20}, windows, torch.device("cpu"))
+    assert rows.index.tolist() == [3, 4, 5, 6, 7]
+    assert rows.owner.tolist() == [1, 1, 3, 4, 4]
+    assert rows.num_top.tolist() == [5, 5, 3, 0, 0]
+    assert rows.width == 5
+    nobody = ScoredRows.of({9: 20}, windows, torch.device("cpu"))
+    assert (nobody.index.shape, nobody.width) == ((0,), 0)
+
+
+def test_a_request_that_has_left_widens_nothing(make_row, stage_step):
+    step = stage_step([make_row(prompt=(1,), params=SamplingParams(temperature=0.0, logprobs=1))])
+    gone = SamplingParams(temperature=0.0, logprobs=7)
+    step.table.admit(Admission(0, (1,), 0, gone))
+    verdict = step.verifier.judge(random_logits(1, 9), step.x)
+    assert verdict.logprobs.top_ids.shape == (1, 1)
 
 
 PROMPT = (4, 1, 7, 7, 2, 0, 5)

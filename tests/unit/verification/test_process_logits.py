@@ -14,6 +14,7 @@ from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.truncation import reference as truncation
 from sametoken.verification.admission import require_choosable
 from sametoken.verification.logits import process_logits
+from sametoken.verification.windows import sampled_rows
 
 KERNELS = ReferenceKernels()
 VOCAB_SIZE = 9
@@ -149,7 +150,7 @@ def test_every_row_of_every_window_follows_the_oracle(batch, seed, make_row, sta
             [(row, r) for row in step.rows for r in range(row.window)], logits, strict=True
         )
     ]
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     want = torch.tensor(np.array(expected, dtype=np.float32)).view(-1, VOCAB_SIZE)
     assert torch.equal(logits, want)
 
@@ -161,7 +162,7 @@ def test_a_window_row_equals_plain_decoding_of_the_same_tokens(batch, seed, make
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(step.num_logits, VOCAB_SIZE, generator=generator) * 3
     raw = logits.clone()
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     windows = [
         (arguments, r)
         for arguments in batch
@@ -172,7 +173,7 @@ def test_a_window_row_equals_plain_decoding_of_the_same_tokens(batch, seed, make
         committed = arguments["output"] + arguments["drafts"][:r]
         alone = stage_step([make_row(**arguments | {"output": committed, "drafts": ()})])
         plain = raw[index : index + 1].clone()
-        process_logits(plain, alone.x, alone.sequences, alone.table, KERNELS)
+        process_logits(plain, sampled_rows(alone.x), alone.sequences, alone.table, KERNELS)
         assert torch.equal(plain, logits[index : index + 1])
 
 
@@ -199,12 +200,12 @@ def test_rows_have_the_same_bits_alone_and_in_any_company(vocab_size, make_row, 
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(step.num_logits, vocab_size, generator=generator) * 2
     raw = logits.clone()
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     start = 0
     for row in rows:
         alone = stage_step([row])
         window = raw[start : start + row.window].clone()
-        process_logits(window, alone.x, alone.sequences, alone.table, KERNELS)
+        process_logits(window, sampled_rows(alone.x), alone.sequences, alone.table, KERNELS)
         assert torch.equal(window, logits[start : start + row.window])
         start += row.window
 
@@ -223,7 +224,7 @@ def test_rows_without_parameters_are_neither_written_nor_cut(make_row, stage_ste
     raw = logits.clone()
     # No row of this step is sampled with a cut, so nothing may be sorted.
     monkeypatch.setattr(truncation, "_truncated", None)
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     untouched = [0, 1, 2, 6, 7, 8]
     assert torch.equal(logits[untouched].view(torch.int32), raw[untouched].view(torch.int32))
     assert not torch.equal(logits[3:6], raw[3:6])
@@ -233,7 +234,7 @@ def test_top_k_keeps_all_that_equal_the_kth(make_row, stage_step):
     row = make_row(prompt=(1,), params=SamplingParams(seed=0, top_k=2))
     step = stage_step([row])
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     assert logits.tolist() == [[NO_TOKEN, 3.0, 2.0, 2.0, NO_TOKEN]]
 
 
@@ -241,7 +242,7 @@ def test_top_p_takes_the_lowest_ids_of_equal_tokens_and_never_none(make_row, sta
     rows = [make_row(prompt=(1,), params=SamplingParams(seed=0, top_p=p)) for p in (0.5, 1e-9)]
     step = stage_step(rows)
     logits = torch.zeros(2, 8)
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     assert (logits == 0).sum(-1).tolist() == [4, 1]
     assert (logits[:, 0] == 0).all()
     assert (logits[0, :4] == 0).all()
@@ -253,7 +254,7 @@ def test_a_nucleus_wider_than_the_leaders_is_exact(make_row, stage_step):
     step = stage_step([row])
     logits = torch.zeros(1, vocab_size)
     logits[0, 5] = 0.5
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     total = vocab_size - 1 + math.exp(0.5)
     size = 1 + math.ceil(0.75 * total - math.exp(0.5))
     assert (logits != NO_TOKEN).sum() == size
@@ -266,7 +267,7 @@ def test_top_k_beyond_the_vocabulary_keeps_all(make_row, stage_step):
     step = stage_step([row])
     logits = coarse_logits(1, 3)
     raw = logits.clone()
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     assert torch.equal(logits, raw)
 
 
@@ -279,7 +280,7 @@ def test_a_step_without_windows_is_processed(make_row, stage_step):
         params=SamplingParams(seed=0, top_p=0.5, repetition_penalty=1.1),
     )
     step = stage_step([row])
-    process_logits(torch.zeros(0, 8), step.x, step.sequences, step.table, KERNELS)
+    process_logits(torch.zeros(0, 8), sampled_rows(step.x), step.sequences, step.table, KERNELS)
 
 
 def test_stop_ids_outside_the_vocabulary_mask_nothing_else(make_row, stage_step):
@@ -288,7 +289,7 @@ def test_stop_ids_outside_the_vocabulary_mask_nothing_else(make_row, stage_step)
     )
     step = stage_step([row])
     logits = torch.zeros(1, 5)
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     assert logits.tolist() == [[0.0, 0.0, NO_TOKEN, 0.0, 0.0]]
 
 
@@ -301,7 +302,7 @@ def test_a_bad_word_does_not_match_across_the_end_of_the_prompt(make_row, stage_
     ]
     step = stage_step(rows)
     logits = torch.zeros(5, 6)
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     assert (logits[:, 4] == NO_TOKEN).tolist() == [False, True, False, True, False]
 
 
@@ -310,6 +311,6 @@ def test_the_last_permitted_token_outlives_a_bad_word(make_row, stage_step):
     row = make_row(prompt=(1,), output=(2,), params=params, bad_words=((2, 2), (2, 4), (3,)))
     step = stage_step([row])
     logits = coarse_logits(1, 0)
-    process_logits(logits, step.x, step.sequences, step.table, KERNELS)
+    process_logits(logits, sampled_rows(step.x), step.sequences, step.table, KERNELS)
     assert logits.argmax() == 2
     assert (logits != NO_TOKEN).sum() == 1

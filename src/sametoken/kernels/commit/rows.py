@@ -6,8 +6,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sametoken.kernels import outcome
 from sametoken.kernels.acceptance.triton import uniform
-from sametoken.kernels.sampling.triton import is_poisoned, token_of
+from sametoken.kernels.sampling.triton import is_poisoned, is_stuck, token_of
+
+SOUND = tl.constexpr(outcome.SOUND)
+HAS_NAN = tl.constexpr(outcome.HAS_NAN)
+NO_TOKEN = tl.constexpr(outcome.NO_TOKEN)
 
 
 @triton.jit
@@ -28,7 +33,11 @@ def judge_row(
     W_BLOCK: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
 ):
-    """Scalars num_accepted, next_token and poisoned of one window; stores its tokens."""
+    """Scalars num_accepted, next_token and fault of one window; stores its tokens.
+
+    A draft before a row that has no token left counts as the mismatch, as in
+    ``verification.keyed``.
+    """
     row = tl.arange(0, W_BLOCK)
     best = tl.full((W_BLOCK,), -(2**63), tl.int64)
     for first in range(0, NUM_TILES, TILE_BLOCK):
@@ -42,20 +51,22 @@ def judge_row(
     is_draft = row < drafts
     draft = tl.load(staged_token_ids + plan_row * R + query + row, is_draft, other=0)
     matches = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
-    held_nan = (row <= matches) & is_poisoned(best) & (query > 0)
-    poisoned = tl.max(held_nan.to(tl.int32), axis=0) != 0
+    stuck = (row <= drafts) & is_stuck(best)
+    matches = tl.minimum(matches, tl.min(tl.where(stuck & (row > 0), row - 1, W_BLOCK), axis=0))
+    fault = tl.where(stuck, NO_TOKEN, tl.where(is_poisoned(best), HAS_NAN, SOUND))
+    fault = tl.max(tl.where((row <= matches) & (query > 0), fault, SOUND), axis=0)
     if rates is not None:
         seed = tl.load(seeds + tl.load(slots + plan_row))
         noise = uniform(seed, tl.load(staged_num_tokens + plan_row) + row)
         hit = noise < tl.load(rates + row, is_draft, other=0.0)
         matches = tl.min(tl.where(is_draft & hit, W_BLOCK, row), axis=0)
 
-    judged = (query > 0) & ~poisoned
+    judged = (query > 0) & (fault == SOUND)
     accepted = tl.where(judged, matches, 0)
     next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
     # A draft accepted by chance is emitted, whatever the target's own token is.
     tl.store(tokens + plan_row * W + row, tl.where(row < accepted, draft, token), row < W)
-    return accepted.to(tl.int64), tl.where(judged, next_token, 0), poisoned
+    return accepted.to(tl.int64), tl.where(judged, next_token, 0), fault
 
 
 @triton.jit

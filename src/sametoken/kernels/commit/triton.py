@@ -29,16 +29,16 @@ class Judgement:
     Attributes:
         tokens: [B, W] int64, the target's own token at every window row; a valid id even
             where the row is dead.
-        num_accepted: [B] int64, 0..num_drafts; 0 for padding and poisoned rows.
-        next_token: [B] int64, a valid id for every row; 0 for padding and poisoned rows.
-        poisoned: [B] bool, NaN in the logits of a row that decided: 0..num_accepted. What
-            rejected rows hold cannot reach a request.
+        num_accepted: [B] int64, 0..num_drafts; 0 for padding and rows with a fault.
+        next_token: [B] int64, a valid id for every row; 0 for padding and rows with a fault.
+        faults: [B] int64 of ``kernels.outcome``, of the rows that decided: 0..num_accepted.
+            What rejected rows hold cannot reach a request.
     """
 
     tokens: Tensor
     num_accepted: Tensor
     next_token: Tensor
-    poisoned: Tensor
+    faults: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _judge_kernel(
     tokens,  # [B, W]
     num_accepted,  # [B]
     next_tokens,  # [B]
-    poisoned,  # [B]
+    faults,  # [B]
     slots,  # [B]
     staged_token_ids,  # [B, R]
     staged_num_tokens,  # [B]
@@ -86,13 +86,13 @@ def _judge_kernel(
     wait_for_earlier(OVERLAP)
     plan_row = tl.program_id(0).to(tl.int64)
     query, drafts = tl.load(num_query + plan_row), tl.load(num_drafts + plan_row)
-    accepted, next_token, held_nan = judge_row(
+    accepted, next_token, fault = judge_row(
         plan_row, keys, rates, seeds, query, drafts, slots, staged_token_ids,
         staged_num_tokens, tokens, R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
     )  # fmt: skip
     tl.store(num_accepted + plan_row, accepted)
     tl.store(next_tokens + plan_row, next_token)
-    tl.store(poisoned + plan_row, held_nan)
+    tl.store(faults + plan_row, fault)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _judge_and_commit_kernel(
     tokens,  # [B, W]
     num_accepted,  # [B]
     next_tokens,  # [B]
-    poisoned,  # [B]
+    faults,  # [B]
     slots,  # [B]
     samples,  # [B] bool
     staged_token_ids,  # [B, R]
@@ -157,13 +157,13 @@ def _judge_and_commit_kernel(
     wait_for_earlier(OVERLAP)
     plan_row = tl.program_id(0).to(tl.int64)
     query, drafts = tl.load(num_query + plan_row), tl.load(num_drafts + plan_row)
-    accepted, next_token, held_nan = judge_row(
+    accepted, next_token, fault = judge_row(
         plan_row, keys, rates, seeds, query, drafts, slots, staged_token_ids,
         staged_num_tokens, tokens, R, W, NUM_TILES, W_BLOCK, TILE_BLOCK,
     )  # fmt: skip
     tl.store(num_accepted + plan_row, accepted)
     tl.store(next_tokens + plan_row, next_token)
-    tl.store(poisoned + plan_row, held_nan)
+    tl.store(faults + plan_row, fault)
     commit_row(
         plan_row, accepted, next_token, query, slots, samples, staged_token_ids,
         staged_num_tokens, staged_num_computed, token_ids, num_tokens, num_computed,
@@ -207,7 +207,7 @@ def judge(
         x: the step's inputs.
         rows_per_window: W, at least 1 + the largest number of drafts.
         chances: say, in place of the target, how many drafts are accepted. Tokens of accepted
-            rows are then the drafts; what is poisoned is what it is without them.
+            rows are then the drafts; faults are what they are without them.
     """
     judgement = _empty_judgement(x, rows_per_window)
     _judge_kernel[(x.slots.shape[0],)](
@@ -297,7 +297,7 @@ def _empty_judgement(x: PaddedInputs, rows_per_window: int) -> Judgement:
         tokens=x.slots.new_empty(batch, rows_per_window),
         num_accepted=x.slots.new_empty(batch),
         next_token=x.slots.new_empty(batch),
-        poisoned=x.slots.new_empty(batch, dtype=torch.bool),
+        faults=x.slots.new_empty(batch),
     )
 
 
@@ -314,7 +314,7 @@ def _judge_arguments(
         judgement.tokens,
         judgement.num_accepted,
         judgement.next_token,
-        judgement.poisoned,
+        judgement.faults,
     )
 
 

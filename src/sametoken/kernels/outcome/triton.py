@@ -17,7 +17,7 @@ def _pack_kernel(
     step_ids,  # [B]
     num_drafts,  # [B]
     num_accepted,  # [B]
-    poisoned,  # [B] bool
+    faults,  # [B]
     tokens,  # [B, W]
     out,  # [B, 4 + W]
     W: tl.constexpr,
@@ -30,23 +30,22 @@ def _pack_kernel(
     tl.store(out, tl.load(step_ids + plan_row))
     tl.store(out + 1, tl.load(num_drafts + plan_row))
     tl.store(out + 2, tl.load(num_accepted + plan_row))
-    tl.store(out + 3, (tl.load(poisoned + plan_row) != 0).to(tl.int64))
+    tl.store(out + 3, tl.load(faults + plan_row))
     row = tl.arange(0, BLOCK)
     token = tl.load(tokens + plan_row * W + row, row < W, other=0)
     tl.store(out + _COUNTS + row, token, row < W)
 
 
 def pack(
-    step_ids: Tensor, num_drafts: Tensor, num_accepted: Tensor, poisoned: Tensor, tokens: Tensor
+    step_ids: Tensor, num_drafts: Tensor, num_accepted: Tensor, faults: Tensor, tokens: Tensor
 ) -> Tensor:
-    """[B, 4 + W] int64: step id, drafts, accepted drafts and poison, then the window's tokens.
+    """[B, 4 + W] int64: step id, drafts, accepted drafts and fault, then the window's tokens.
 
     Args:
-        step_ids, num_drafts, num_accepted: [B] int64, contiguous.
-        poisoned: [B] bool, contiguous.
+        step_ids, num_drafts, num_accepted, faults: [B] int64, contiguous.
         tokens: [B, W] int64, contiguous.
     """
-    columns = (step_ids, num_drafts, num_accepted, poisoned, tokens)
+    columns = (step_ids, num_drafts, num_accepted, faults, tokens)
     assert all(column.is_contiguous() for column in columns)
     batch, window = tokens.shape
     out = tokens.new_empty(batch, 4 + window)

@@ -20,6 +20,8 @@ from sametoken.kernels.overlap import overlapped, wait_for_earlier
 _BLOCK, _WIDE_BLOCK, _ROWS_OF_WIDE = 1024, 4096, 16
 
 _NAN_RANK = tl.constexpr(0x7FFFFFFF)
+#: The image of -inf: the best of a row that has nothing else.
+_NOTHING_RANK = tl.constexpr(-0x7F800001)
 _ID_MASK = tl.constexpr(0xFFFFFFFF)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -112,6 +114,12 @@ def token_of(key):
 def is_poisoned(key):
     """Whether the best value of a key is NaN."""
     return (key >> 32) == _NAN_RANK
+
+
+@triton.jit
+def is_stuck(key):
+    """Whether the best value of a key is -inf: the row has no token left."""
+    return (key >> 32) == _NOTHING_RANK
 
 
 @triton.jit

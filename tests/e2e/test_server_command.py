@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import httpx2 as httpx
+import psutil
 import pytest
 
 from helpers.calculator import MAX_TOKENS, PROMPT
@@ -116,6 +117,15 @@ def test_vllm_39273(servers):
     assert speculation["num_steps"] < MAX_TOKENS
     assert 0 < speculation["num_accepted_tokens"] < speculation["num_draft_tokens"]
     assert "gdn_prefill_backend" in servers[0].log.read_text()
+
+
+def test_a_process_that_tries_grammars_waits_for_the_first(servers):
+    servers[0].url()
+    serving = psutil.Process(servers[0].process.pid)
+    deadline = time.monotonic() + 60
+    while not any("grammar_trial_main" in " ".join(one.cmdline()) for one in serving.children()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_sigterm_lets_requests_finish_and_takes_no_new_ones(servers):

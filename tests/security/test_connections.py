@@ -332,6 +332,26 @@ def test_many_tiny_pieces_are_refused():
 
 
 @pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET http://x/health HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_what_a_proxy_may_read_as_another_request_is_refused(head):
+    async def main():
+        async with serving() as door:
+            reader, writer = await door.open()
+            writer.write(head)
+            status, _, body = await answer(reader)
+            assert (status, json.loads(body)["error"]["type"]) == (400, "invalid_request_error")
+            assert await ended(reader)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
     "nonsense",
     [
         post("/v1/models", 10).replace(b"Content-Length: 10", b"Transfer-Encoding: chunked")

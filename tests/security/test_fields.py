@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 
 import numpy as np
@@ -29,7 +30,15 @@ from sametoken.engine.input_processor import (
 )
 from sametoken.errors import RequestError, shown
 from sametoken.server.app import create_app
+from sametoken.server.body import read_model
 from sametoken.server.config import ServerConfig
+from sametoken.server.errors import ApiError
+from sametoken.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 INPUTS = FakeEngine()._inputs
 JSON = {"Content-Type": "application/json"}
@@ -327,3 +336,44 @@ def test_deep_nesting_is_refused_at_once(client, body):
     began = time.monotonic()
     refused(client, body)
     assert time.monotonic() - began < 5
+
+
+WRONG = [
+    *(None, True, -1, 1.5, 2**70, "x", "\ud800", "x" * 300, [], [1], ["\ud800"], ["x", 1]),
+    *([[1, "x"]], {}, {"x": 1}, [{}], [None], {"type": "x"}, [{"role": 1}], {"json": 1}),
+    *([{"role": "u", "content": [1]}], {"type": "function", "function": 1}, [[["x"]]]),
+    *([{"role": "u", "tool_calls": [{"function": {"name": 1}}]}], {"num_speculative_tokens": "x"}),
+    {"type": "json_schema", "json_schema": {"schema": 1}},
+]
+INTERNAL = re.compile(r"0x[0-9a-f]{3}|[\[<]|function-|\.(str|bool|int|dict|[A-Z]\w+)\b")
+
+
+@pytest.mark.parametrize(
+    ("model", "base"),
+    [
+        (CompletionRequest, {"prompt": "a"}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "x"}]}),
+        (TokenizeRequest, {"prompt": "a"}),
+        (DetokenizeRequest, {"tokens": [1]}),
+    ],
+)
+def test_no_refusal_shows_what_the_server_is_made_of(model, base):
+    refusals = 0
+    for name, value in itertools.product(model.model_fields, WRONG):
+        texts = (json.dumps(base | {name: value}, ensure_ascii=ascii) for ascii in (True, False))
+        for error in (refusal_of(model, text) for text in texts):
+            if error is None:
+                continue
+            refusals += 1
+            assert not INTERNAL.search(str(error)), str(error)
+            assert error.param in (name, None)
+            assert error.param or str(error).startswith("the body is not JSON")
+    assert refusals > 2 * len(WRONG)
+
+
+def refusal_of(model, text: str) -> ApiError | None:
+    try:
+        read_model(model, text.encode("utf-8", "surrogatepass"))
+    except ApiError as error:
+        return error
+    return None

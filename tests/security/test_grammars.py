@@ -19,6 +19,7 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 from helpers.structured import VOCAB, compiler, ids
 from sametoken.core.structured_outputs import StructuredOutputs, Stuck
+from sametoken.engine.grammar_trials import TrialProcess
 from sametoken.engine.json_schema import _apart, _disjoint, check_schema
 from sametoken.errors import RequestError
 from sametoken.verification.grammar import BudgetedMatcher, Cursor, MaskBudget
@@ -77,6 +78,31 @@ def test_a_schema_out_of_range_is_refused_by_name_and_briefly(schema, cause):
     with pytest.raises(RequestError, match=cause) as caught:
         compiler().compile(StructuredOutputs(json_schema=schema))
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "a^" * 30_000},
+        {"json_schema": json.dumps({"type": "string", "pattern": "a^" * 30_000})},
+        {"grammar": f'root ::= Regex("{"a^" * 30_000}")'},
+    ],
+)
+def test_no_client_writes_into_the_log_by_an_expression(fields, capfd):
+    """Each ^ was ignored, with 176 bytes in the server's log."""
+    with pytest.raises(RequestError, match=r"has the anchor \^"):
+        compiler().compile(StructuredOutputs(**fields))
+    compiler().compile(StructuredOutputs(regex="^a" + r"\#" * 9000 + "$")).new_matcher()
+    assert capfd.readouterr().err == ""
+
+
+def test_libraries_that_try_a_grammar_write_nothing():
+    process = TrialProcess()
+    try:
+        process.await_ready(compiler()._vocabulary)
+        assert os.readlink(f"/proc/{process.pid}/fd/2") == "/dev/null"
+    finally:
+        process.kill()
 
 
 def test_many_branches_of_one_of_are_told_apart_in_no_time():

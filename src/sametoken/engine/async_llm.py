@@ -153,6 +153,13 @@ class AsyncLLM:
         options = {"add_generation_prompt": True, **template_options}
         return self._inputs.tokenize_chat(messages, **options)
 
+    async def start_grammar_trials(self) -> None:
+        """Get ready for the first grammar; without it, that grammar's request waits for seconds."""
+        work = self._grammar_threads.submit(self._inputs.start_trials)
+        # Whoever needs a grammar learns why there can be none.
+        with contextlib.suppress(SametokenError):
+            await asyncio.wrap_future(work)
+
     async def prepare(
         self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
     ) -> list[ProcessedRequest]:

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from sametoken.engine.grammar_source import GrammarSource
+from sametoken.engine.regular_expressions import plain_regex
 from sametoken.errors import OverloadedError, RequestError
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _compile(source: GrammarSource, vocabulary: Vocabulary) -> xgrammar.Compiled
         if source.kind in ("json_schema", "json_object"):
             return compiler.compile_json_schema(source.text, max_whitespace_cnt=MAX_WHITESPACE)
         if source.kind == "regex":
-            return compiler.compile_regex(source.text)
+            return compiler.compile_regex(plain_regex(source.text))
         return compiler.compile_grammar(source.text)
     except (RuntimeError, ValueError) as error:
         raise not_valid(source.kind, error) from error

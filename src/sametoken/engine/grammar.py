@@ -20,6 +20,7 @@ from sametoken.engine.compiled_grammars import (
 )
 from sametoken.engine.grammar_source import GrammarSource
 from sametoken.engine.json_schema import check_schema
+from sametoken.engine.regular_expressions import check_grammar, check_regex, plain_regex
 from sametoken.errors import RequestError
 
 if TYPE_CHECKING:
@@ -119,10 +120,9 @@ class XGrammar:
 
         kind = self.source.kind
         try:
-            patterns = check_schema(self.source.text) if kind == "json_schema" else ()
-            for pattern in patterns:
+            for pattern in _checked(self.source):
                 # Within a schema, what a regular expression must not hold would be ignored.
-                xgrammar.Grammar.from_regex(pattern)
+                xgrammar.Grammar.from_regex(plain_regex(pattern))
             masks = xgrammar.allocate_token_bitmask(1, self.vocabulary.info.vocab_size)
             self.new_matcher().fill(masks, 0)
         except RequestError:
@@ -144,6 +144,14 @@ class XGrammar:
 
 class GrammarTrials(Protocol):
     """Finds out whether a grammar can be used at all, within bounds of time."""
+
+    def start(self, vocabulary: Vocabulary) -> None:
+        """Get ready for the first grammar over these tokens.
+
+        Raises:
+            OverloadedError: that is not possible now.
+        """
+        ...
 
     def run(self, grammar: XGrammar) -> None:
         """Return if the grammar is sound.
@@ -186,6 +194,14 @@ class GrammarCompiler:
             source = self._sound.get(structured)
         return None if source is None else XGrammar(source, self._vocabulary)
 
+    def start_trials(self) -> None:
+        """See ``GrammarTrials.start``.
+
+        Raises:
+            OverloadedError: a process cannot be started.
+        """
+        self._trials.start(self._vocabulary)
+
     def compile(self, structured: StructuredOutputs) -> XGrammar:
         """The grammar of a structure, tried now or before.
 
@@ -204,6 +220,18 @@ class GrammarCompiler:
             if len(self._sound) > _MAX_SOUND:
                 self._sound.popitem(last=False)
         return found
+
+
+def _checked(source: GrammarSource) -> tuple[str, ...]:
+    """The regular expressions in a source that asks for nothing that would be ignored."""
+    if source.kind == "grammar":
+        check_grammar(source.text)
+    patterns: tuple[str, ...] = (source.text,) if source.kind == "regex" else ()
+    if source.kind == "json_schema":
+        patterns = check_schema(source.text)
+    for pattern in patterns:
+        check_regex(pattern)
+    return patterns
 
 
 def _packed(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> bytes:

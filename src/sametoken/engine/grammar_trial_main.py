@@ -8,6 +8,7 @@ with None or with an error. It ends when the socket closes.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import signal
 import sys
@@ -19,6 +20,8 @@ from sametoken.engine.grammar import XGrammar
 from sametoken.engine.grammar_source import GrammarSource
 from sametoken.errors import RequestError, SametokenError
 
+#: Below the engine and the serving process, whose requests are under way.
+_NICENESS = 5
 #: Bytes that a trial may take beyond what the libraries take.
 MAX_MEMORY = 2**30
 _NOTHING_KEPT = CompiledGrammars(max_kept_bytes=0)
@@ -31,6 +34,7 @@ def serve(connection: Connection) -> None:
     vocabulary: Vocabulary = connection.recv()
     vocabulary.compiler  # noqa: B018  # the libraries are imported here
     _limit_memory()
+    _silence()
     connection.send(None)
     while True:
         source: GrammarSource = connection.recv()
@@ -61,11 +65,18 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_MEMORY,) * 2)
 
 
+def _silence() -> None:
+    """What libraries say of a client's grammar is no text for the server's log."""
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), sys.stderr.fileno())
+
+
 def main(fd: int) -> int:
     """Serve over the inherited socket."""
     # As in the engine process: what a stop means is decided by the serving process.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICENESS)
     with contextlib.suppress(EOFError, OSError):
         serve(Connection(fd))
     return 0

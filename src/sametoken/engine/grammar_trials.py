@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import signal
 import socket
 import subprocess
 import threading
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from sametoken.engine.compiled_grammars import Vocabulary
@@ -20,6 +22,8 @@ from sametoken.errors import OverloadedError, RequestError
 TIME_LIMIT = 10.0
 AT_ONCE = 2
 
+#: Bytes by which a process may have grown after a trial; another one takes its place then.
+MAX_GROWTH = 2**29
 #: Seconds that a process may take to start: it imports what compiles.
 _START_S = 120.0
 _GRACE_S = 5.0
@@ -31,6 +35,9 @@ class ThreadTrials:
 
     def __init__(self) -> None:
         self._turns = threading.BoundedSemaphore(AT_ONCE)
+
+    def start(self, vocabulary: Vocabulary) -> None:
+        """See ``GrammarTrials``; there is nothing to do."""
 
     def run(self, grammar: XGrammar) -> None:
         """See ``GrammarTrials``; ``grammar`` is compiled then."""
@@ -61,6 +68,7 @@ class ProcessTrials:
         self._turns = threading.BoundedSemaphore(AT_ONCE)
         self._idle: list[TrialProcess] = []
         self._busy: set[TrialProcess] = set()
+        self._stopped = False
         self._lock = threading.Lock()
 
     def run(self, grammar: XGrammar) -> None:
@@ -75,15 +83,22 @@ class ProcessTrials:
         finally:
             self._turns.release()
 
+    def start(self, vocabulary: Vocabulary) -> None:
+        """See ``GrammarTrials``: a process takes seconds to start."""
+        self._put_back(self._take(vocabulary))
+
     def stop(self) -> None:
         """Kill the processes; trials under way fail."""
         with self._lock:
+            self._stopped = True
             for process in (*self._idle, *self._busy):
                 process.kill()
             self._idle.clear()
 
     def _take(self, vocabulary: Vocabulary) -> TrialProcess:
         with self._lock:
+            if self._stopped:
+                raise OverloadedError("the server ends", "use another one")
             self._idle = [process for process in self._idle if process.is_well()]
             process = self._idle.pop() if self._idle else _started()
             self._busy.add(process)
@@ -98,6 +113,8 @@ class ProcessTrials:
     def _put_back(self, process: TrialProcess) -> None:
         with self._lock:
             self._busy.discard(process)
+            if process.num_bytes() > process.num_bytes_ready + MAX_GROWTH:
+                process.kill()
             if process.is_alive:
                 self._idle.append(process)
 
@@ -106,9 +123,13 @@ class TrialProcess:
     """One process that tries grammars, one after the other.
 
     A socket pair joins it: it ends when this process does.
+
+    Attributes:
+        num_bytes_ready: what it held before its first trial.
     """
 
     def __init__(self) -> None:
+        self.num_bytes_ready = 0
         ours, theirs = socket.socketpair()
         with theirs:
             self._process: subprocess.Popen[bytes] = spawn(_MODULE, theirs.fileno())
@@ -125,6 +146,14 @@ class TrialProcess:
         """Whether it waits for a grammar; it may have died since the last one."""
         return self._process.poll() is None
 
+    def num_bytes(self) -> int:
+        """Resident memory; 0 where the system does not say, and of a process that has ended."""
+        try:
+            resident = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return 0
+        return resident * resource.getpagesize()
+
     def await_ready(self, vocabulary: Vocabulary) -> None:
         """Wait until it has begun, and knows what grammars are over.
 
@@ -140,6 +169,7 @@ class TrialProcess:
                 f"the grammar compiler cannot be started: {self._end()}", "try again later"
             ) from error
         self._is_ready = True
+        self.num_bytes_ready = self.num_bytes()
 
     def run(self, grammar: XGrammar) -> None:
         """Try a grammar; the process is killed if that takes too long.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,6 +103,7 @@ class InputProcessor:
         self._seed = seed
         self._trials = trials or ThreadTrials()
         self._grammars: GrammarCompiler | None = None
+        self._grammars_lock = threading.Lock()
         # Index 0 of derive_seed is the seed itself, so the draws start at 1.
         self._draws = itertools.count(1)
 
@@ -322,16 +324,29 @@ class InputProcessor:
             return True
         return self._grammars is not None and self._grammars.find(structured) is not None
 
+    def start_trials(self) -> None:
+        """Get ready for the first grammar, which would wait for it otherwise.
+
+        Raises:
+            RequestError: there can be no grammars.
+            OverloadedError: a process cannot be started.
+        """
+        self._compiler().start_trials()
+
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """What ``structured_outputs`` compiles to. The compiler is made for the first one."""
         if params.structured_outputs is None:
             return None
-        if self._grammars is None:
-            tokenizer = self._require_tokenizer("structured_outputs")
-            self._grammars = GrammarCompiler(
-                tokenizer, self._vocab_size, self._eos_token_ids, self._trials
-            )
-        return self._grammars.compile(params.structured_outputs)
+        return self._compiler().compile(params.structured_outputs)
+
+    def _compiler(self) -> GrammarCompiler:
+        with self._grammars_lock:
+            if self._grammars is None:
+                tokenizer = self._require_tokenizer("structured_outputs")
+                self._grammars = GrammarCompiler(
+                    tokenizer, self._vocab_size, self._eos_token_ids, self._trials
+                )
+            return self._grammars
 
 
 def prompts_of(given: Any) -> list[Prompt]:

@@ -37,11 +37,9 @@ _ANNOTATIONS = frozenset(
 )
 # Each decides alone: what stands beside it would be ignored.
 _ALONE = ("$ref", "allOf", "anyOf", "oneOf")
+_RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _BY_TYPE = {
-    "minimum": ("integer", "number"),
-    "maximum": ("integer", "number"),
-    "exclusiveMinimum": ("integer", "number"),
-    "exclusiveMaximum": ("integer", "number"),
+    **dict.fromkeys(_RANGE, ("integer", "number")),
     "multipleOf": ("integer",),
     "minLength": ("string",),
     "maxLength": ("string",),
@@ -192,6 +190,8 @@ def _check_types(schema: Mapping[str, Any]) -> None:
     length = [key for key in ("minLength", "maxLength") if key in schema]
     if shape and length:
         raise _refused(length[0], f"stands beside {shape[0]}", "state the length in a pattern")
+    if "multipleOf" in schema and any(key in schema for key in _RANGE):
+        raise _refused("multipleOf", "stands beside a minimum or a maximum", "list the values")
 
 
 def _children(schema: Mapping[str, Any]) -> Iterator[Any]:

@@ -24,6 +24,8 @@ MAX_DIGITS = 300
 #: Bytes up to which a body is read on the event loop: a thread would take longer.
 _SMALL = 2**14
 _QUOTE, _OPENINGS = ord('"'), b"[{:"
+#: Forms of a field as pydantic calls them; others have brackets in their names.
+_FORMS = frozenset(("str", "int", "bool", "dict", "NamedTool"))
 _NOT_FINITE = re.compile(rb"[NI]")
 # Begun at the start of a number alone, so that they take time in proportion to the text.
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
@@ -112,7 +114,8 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
         if fault["type"] == "json_invalid":
             raise invalid(f"the body is not JSON: {fault['ctx']['error']}") from error
         # Without the names that pydantic gives to the forms of a field.
-        where = [str(part) for part in fault["loc"] if "[" not in str(part)]
+        parts = map(str, fault["loc"])
+        where = [part for part in parts if "[" not in part and part not in _FORMS]
         if not where:
             raise invalid("the body is no JSON object. Send one as application/json") from error
         raise invalid_field(where, fault) from error

@@ -276,7 +276,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """See ``H11Protocol``: what comes is no HTTP, or not within its bounds."""
         response = invalid(
             "the request is no HTTP/1.1, or beyond what is taken: headers of 16 KiB, a target of "
-            f"{_MAX_TARGET} bytes, bodies in pieces of {_MEAN_PIECE} bytes. Send a plainer one"
+            f"{_MAX_TARGET} bytes that is a path, one length, bodies in pieces of {_MEAN_PIECE} "
+            "bytes. Send a plainer one"
         ).response()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = [*response.raw_headers, _CLOSE]
@@ -349,8 +350,11 @@ class _Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_pieces = self._num_bytes = 0
-            if len(event.target) > _MAX_TARGET:
-                raise h11.RemoteProtocolError("the target is too long")
+            if len(event.target) > _MAX_TARGET or event.target[:1] not in (b"/", b"*"):
+                raise h11.RemoteProtocolError("the target is too long, or no path")
+            # A proxy in front may take the other one, and see another request than this server.
+            if {b"transfer-encoding", b"content-length"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("the body has two lengths")
         elif isinstance(event, h11.Data):
             self._num_pieces += 1
             self._num_bytes += len(event.data)

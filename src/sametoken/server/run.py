@@ -137,7 +137,10 @@ async def _serve(
         server = DrainingServer(create_app(engine, config), engine, config)
         where = address_of(listener, config)
         _logger.info("serving %s at %s", engine.resolved.model, where)
+        # Beside the server: no request waits for it.
+        trials = asyncio.create_task(engine.start_grammar_trials())
         await server.serve(sockets=[listener])
+        trials.cancel()
         return server.interrupted
     finally:
         await engine.shutdown()

@@ -47,10 +47,38 @@ def ended(pid: int) -> bool:
 def test_a_process_is_kept_and_says_what_is_wrong(compiler, trials):
     assert compiler.compile(StructuredOutputs(regex="[a-c]")).source.text == "[a-c]"
     kept = pids(trials)
-    for regex, cause in (("(a", "parenthesis"), ("(?=a)b", "[Ll]ookahead")):
+    for regex, cause in (("(a", "parenthesis"), ("(?=a)b", "lookahead")):
         with pytest.raises(RequestError, match=cause):
             compiler.compile(StructuredOutputs(regex=regex))
     assert pids(trials) == kept
+
+
+def test_a_process_waits_for_the_first_grammar(compiler, trials):
+    compiler.start_trials()
+    waiting = pids(trials)
+    assert waiting
+    assert not trials._busy
+    niceness = min(os.getpriority(os.PRIO_PROCESS, pid) for pid in waiting)
+    assert niceness > os.getpriority(os.PRIO_PROCESS, 0)
+    compiler.compile(StructuredOutputs(regex="[a-c]{2}"))
+    assert pids(trials) == waiting
+
+
+def test_a_process_that_has_grown_is_replaced(compiler, trials, monkeypatch):
+    compiler.compile(StructuredOutputs(regex="[a-c]{3}"))
+    (process,) = trials._idle
+    assert process.num_bytes() >= process.num_bytes_ready > 2**24
+    monkeypatch.setattr(module, "MAX_GROWTH", -(2**40))
+    compiler.compile(StructuredOutputs(regex="[a-c]{4}"))
+    assert trials._idle == []
+    assert ended(process.pid)
+
+
+def test_no_process_is_started_once_all_are_stopped():
+    trials = ProcessTrials()
+    trials.stop()
+    with pytest.raises(OverloadedError, match="ends"):
+        GrammarCompiler(tokenizer(), VOCAB, (EOS,), trials).start_trials()
 
 
 def test_the_grammar_is_not_compiled_where_it_is_only_passed_on(compiler):

@@ -1,0 +1,95 @@
+"""Regular expressions as the grammar compiler honours them; what it would ignore is refused."""
+
+from __future__ import annotations
+
+import re
+
+from sametoken.errors import RequestError, shown
+
+#: Letters and digits that mean something behind a backslash by themselves.
+_KNOWN = frozenset("0DSWdefnrstvw")
+#: Marks that the compiler takes behind a backslash without a warning.
+_MARKS = frozenset("\"$'()*+-./?[\\]^{|}")
+_ESCAPED = r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
+_ESCAPE = re.compile(_ESCAPED, re.DOTALL)
+_PART = re.compile(_ESCAPED + r"|[\[\]^$]|\(\?<?[=!]", re.DOTALL)
+# Comments, texts and classes of a grammar: what stands in them is none of its own words.
+_GRAMMAR_PART = re.compile(
+    r'#[^\n]*+|(?P<regex>\bRegex\s*+\(\s*+)?"(?P<text>(?:[^"\\\n]|\\.)*+)"'
+    r"|\[(?P<class>(?:[^\]\\\n]|\\.)*+)\](?P<rule>\s*+::=)?"
+)
+
+
+def check_regex(pattern: str) -> None:
+    """Refuse an expression that would not be honoured as it stands.
+
+    A text has to match as a whole, so ``^`` at the start and ``$`` at the end say nothing new.
+
+    Raises:
+        RequestError: it has an anchor elsewhere, looks around, or has an unknown escape.
+    """
+    in_class = False
+    for found in _PART.finditer(pattern):
+        part, escaped = found[0], found[1]
+        if escaped is not None:
+            _check_escape(escaped, in_class)
+        elif part == "]":
+            in_class = False
+        elif in_class:
+            continue
+        elif part == "[":
+            in_class = True
+        elif part[0] == "(":
+            kind = "lookbehind" if "<" in part else "lookahead"
+            raise _refused(f"the {kind} {part}", "list what may stand there")
+        elif (found.start(), part) != (0, "^") and (found.end(), part) != (len(pattern), "$"):
+            raise _refused(f"the anchor {part} within it", "leave it out, or escape it")
+
+
+def check_grammar(text: str) -> None:
+    """Refuse a grammar in GBNF form with parts that would not be kept to.
+
+    Raises:
+        RequestError: it holds such a regular expression, or a rule has a bound of tokens.
+    """
+    for found in _GRAMMAR_PART.finditer(text):
+        if found["rule"]:
+            raise RequestError(
+                f"structured_outputs grammar: a rule has the attribute {shown(found['class'])}, "
+                "which is not kept to",
+                "leave it out",
+            )
+        if found["regex"]:
+            check_regex(found["text"].replace("\\\\", "\\"))
+
+
+def plain_regex(pattern: str) -> str:
+    """The same expression in words that the compiler reads without a warning."""
+    return _ESCAPE.sub(_plain, pattern)
+
+
+def _check_escape(escaped: str, in_class: bool) -> None:
+    is_known = escaped in _KNOWN or len(escaped) > 1 or (in_class and escaped == "b")
+    if _is_word(escaped) and not is_known:
+        raise _refused(rf"the escape \{escaped}", "write what it stands for")
+
+
+def _plain(found: re.Match[str]) -> str:
+    escaped: str = found[1]
+    if escaped[0] == "x" and len(escaped) > 1:
+        # The compiler would read digits that follow as part of the number.
+        return rf"\u00{escaped[1:]}"
+    if escaped in _MARKS or _is_word(escaped[0]):
+        return found[0]
+    # As a number: a bare comma, say, could turn into part of a repetition.
+    return rf"\u{ord(escaped):04x}" if escaped.isascii() else escaped
+
+
+def _is_word(escaped: str) -> bool:
+    return escaped.isascii() and escaped[0].isalnum()
+
+
+def _refused(part: str, remedy: str) -> RequestError:
+    return RequestError(
+        f"structured_outputs: a regular expression has {part}, which is not supported", remedy
+    )

@@ -20,7 +20,7 @@ import pytest
 from helpers.chat_model import write_chat_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NUM_REQUESTS = int(os.environ.get("SAMETOKEN_SIEGE_REQUESTS", "300"))
+NUM_REQUESTS = int(os.environ.get("SAMETOKEN_SIEGE_REQUESTS", "200"))
 MODULES = ("attackers", "bombs", "crowd", "http", "judge", "requests", "server")
 #: Half requests are to end within a short test.
 TIMEOUTS = {"header_timeout": 2.0, "body_timeout": 2.0}

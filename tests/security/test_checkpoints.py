@@ -34,7 +34,7 @@ from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.drafters.token_map import read_token_map
 from sametoken.engine.generation_defaults import default_sampling_params
-from sametoken.engine.tokenizer import load_tokenizer, require_own_end
+from sametoken.engine.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
 from sametoken.errors import CheckpointError, ConfigError, SametokenError
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.rotary import rotary_table
@@ -188,6 +188,26 @@ def test_a_tokenizer_s_end_must_be_a_token_of_the_model():
 def test_a_broken_tokenizer_is_blamed_by_its_file(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer at .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_too_large_or_that_panics_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "tokenizer.json"
+    file.touch()
+    os.truncate(file, MAX_BYTES + 1)
+    for path in (tmp_path, file):
+        with pytest.raises(CheckpointError, match="above 268435456"):
+            load_tokenizer(path)
+    file.write_text("{}")
+
+    class PanicException(BaseException):
+        """As pyo3 raises it: no Exception."""
+
+    def panic(*_, **__):
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.from_pretrained", panic)
+    with pytest.raises(CheckpointError, match="PanicException: index out of bounds"):
         load_tokenizer(tmp_path)
 
 

@@ -30,7 +30,7 @@ from sametoken import LLM, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("fuzz")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "40"))
+NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "24"))
 #: Ten times what is measured on two busy cores, or what grammars are allowed. Such requests have
 #: taken a minute, stopped everybody for as long, and left gigabytes.
 ANSWER_S, HEALTH_S, GROWTH_MIB = 60.0, 5.0, 400.0

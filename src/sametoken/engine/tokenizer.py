@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,8 @@ Messages = Sequence[Mapping[str, Any]]
 #: characters that they do not know.
 _MIN_TOKEN_CHARS = 128
 
+#: Bytes of each of its files; those of the largest vocabularies have 40 MB.
+MAX_BYTES = 2**28
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 #: Objects that transformers reads beside those two.
 _BESIDE = ("special_tokens_map.json", "added_tokens.json")
@@ -155,10 +158,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     source = _find_source(path)
     try:
         return Tokenizer(_from_gguf(source) if source.suffix == ".gguf" else _from_hf(source))
-    except SametokenError:
+    except (SametokenError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:
-        # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError.
+    except BaseException as error:
+        # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError; what
+        # panics in Rust is no Exception at all.
         raise CheckpointError(
             f"the tokenizer at {_culprit(source)} cannot be read ({type(error).__name__}: {error})",
             _REMEDY,
@@ -203,6 +207,7 @@ def _from_hf(path: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if path.is_file():
+        _require_readable(path)
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     settings = _checked_settings(path)
     if (path / _FILE).is_file():
@@ -223,16 +228,23 @@ def _checked_settings(directory: Path) -> dict[str, Any]:
     """What tokenizer_config.json says, once all that transformers may open can be opened."""
     for path in sorted(directory.iterdir()):
         if path.suffix in _READ:
-            try:
-                open_regular(path).close()
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read ({error})", _REMEDY) from error
+            _require_readable(path)
     objects = {
         name: read_json_object(directory / name)
         for name in (_SETTINGS, *_BESIDE)
         if is_there(directory / name)
     }
     return objects.get(_SETTINGS, {})
+
+
+def _require_readable(path: Path) -> None:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error})", _REMEDY) from error
+    if size > MAX_BYTES:
+        raise CheckpointError(f"{path} has {size} bytes, above {MAX_BYTES}", _REMEDY)
 
 
 def _culprit(source: Path) -> Path:

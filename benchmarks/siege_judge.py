@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +38,8 @@ class Limits:
         gap_s: its slowest gap between two events of a stream.
         bomb_s: an answer to a hostile request.
         half_open_s: a connection with half a request.
-        growth_mib: of a process, from the second quarter of the time to the last, by medians.
+        growth_mib: of the most that a process held, from the first half of the time to the last
+            quarter. Not of medians: an engine that was killed begins anew, and is small.
         peak_mib: of a process.
         growth_count: of threads and of descriptors, likewise.
         log_bytes: per request.
@@ -128,11 +128,11 @@ class Besieged:
         }
 
     def growth(self) -> dict[str, float]:
-        """Of what the processes hold, from the second quarter to the last, by medians."""
+        """Of the most that the processes held, from the first half to the last quarter."""
         quarter = len(self.samples) // 4
-        early, late = self.samples[quarter : 2 * quarter], self.samples[-quarter:]
+        early, late = self.samples[: 2 * quarter], self.samples[-quarter:]
         return {
-            name: _median(late, name) - _median(early, name)
+            name: _highest(late, name) - _highest(early, name)
             for name in self.samples[0]
             if name.endswith(HELD)
         }
@@ -228,9 +228,8 @@ def _shown(names: Sequence[str]) -> list[str]:
     return list(names[:20])
 
 
-def _median(samples: Sequence[dict[str, float]], name: str) -> float:
-    # A process that is away holds nothing.
-    return statistics.median([one[name] for one in samples if one[name]] or [0.0])
+def _highest(samples: Sequence[dict[str, float]], name: str) -> float:
+    return max((one[name] for one in samples), default=0.0)
 
 
 def _percentile(values: Sequence[float]) -> float:

@@ -120,7 +120,8 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
             raise invalid("the body is no JSON object. Send one as application/json") from error
         raise invalid_field(where, fault) from error
     except ValueError as error:
-        raise invalid(f"the body cannot be served: {error}. Send a smaller one") from error
+        message = f"the body cannot be served: {error}. Send less, in finite numbers"
+        raise invalid(message) from error
 
 
 class _ReadRequest(Request):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import signal
 import socket
 import subprocess
 import threading
@@ -15,7 +14,7 @@ from typing import Any
 
 from sametoken.engine.compiled_grammars import Vocabulary
 from sametoken.engine.grammar import XGrammar
-from sametoken.engine.process import spawn
+from sametoken.engine.process import spawn, status_text
 from sametoken.errors import OverloadedError, RequestError
 
 #: Seconds until a grammar is refused as too large, and trials at once.
@@ -209,8 +208,7 @@ class TrialProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
         self.kill()
-        status = self._process.returncode
-        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        return status_text(self._process.returncode)
 
 
 def _started() -> TrialProcess:

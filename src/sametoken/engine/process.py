@@ -113,7 +113,7 @@ class EngineProcess:
             self._process.kill()
             status = await asyncio.to_thread(self._process.wait)
         return self._failure or EngineDeadError(
-            f"the engine process ended with {_status(status)}",
+            f"the engine process ended with {status_text(status)}",
             "see its log; requests that it lost can be sent again",
         )
 
@@ -143,5 +143,6 @@ def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _status(status: int) -> str:
+def status_text(status: int) -> str:
+    """How a process ended, from its status as ``Popen`` gives it: a signal's name or a number."""
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"

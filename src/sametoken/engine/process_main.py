@@ -181,8 +181,7 @@ class EngineLoop:
             self._add(wanted)
         elif wanted.completions:
             self._num_received += len(wanted.completions)
-            ids = tuple(one.request_id for one in wanted.completions)
-            self._outbox.put(Refused(ids, message.error))
+            self._refuse(wanted, message.error)
 
     def _add(self, message: Submit) -> None:
         self._num_received += len(message.completions)
@@ -192,11 +191,14 @@ class EngineLoop:
             except SametokenError as error:
                 for added in message.completions[:position]:
                     self._engine.release(added.request_id, aborted=True)
-                ids = tuple(one.request_id for one in message.completions)
-                self._outbox.put(Refused(ids, error))
+                self._refuse(message, error)
                 return
         for completion in message.completions:
             self._ends.add(completion)
+
+    def _refuse(self, message: Submit, error: SametokenError) -> None:
+        ids = tuple(one.request_id for one in message.completions)
+        self._outbox.put(Refused(ids, error))
 
     def _load(self) -> EngineLoad:
         scheduler = self._engine.scheduler

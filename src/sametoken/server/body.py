@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sametoken.core.json_text import parse_json
 from sametoken.server.errors import invalid, invalid_field
 
 #: Members, objects and lists of a body. Each costs its readers far more than its bytes.
@@ -41,7 +41,7 @@ def read_json(body: bytes) -> Any:
         ValueError: it is no JSON in UTF-8, nests deeper than 200, or is beyond a bound.
     """
     require_bounded(body)
-    return from_json(body)
+    return parse_json(body)
 
 
 def require_bounded(body: bytes) -> None:

@@ -26,7 +26,11 @@ from sametoken.engine.resolve import (
 from sametoken.kernels.gemm.eight_bit import EightBitWeight
 from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.interface import PackedWeight
+from sametoken.kernels.ngram import reference as ngram
 from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.select import Backend
+from sametoken.kernels.step import compact
+from sametoken.kernels.suffix import reference as suffix
 from sametoken.models.dummy import dummy_reader
 from sametoken.models.embedded import resolve_model
 from sametoken.models.heads import resolve_drafter
@@ -112,7 +116,8 @@ def measure_memory(
     kernels, draft_kernels = _CountingKernels(), _CountingKernels()
     reader = dummy_reader(path, kernels, dtype, _SHAPES_ONLY)
     target = model_class(architecture.architecture)(architecture, reader, max_positions=1)
-    placement = Placement(draft_kernels, dtype, _SHAPES_ONLY, longest, 1, DUMMY, Path(path))
+    backend = Backend(draft_kernels, compact, ngram.lookup, suffix.search)
+    placement = Placement(backend, dtype, _SHAPES_ONLY, longest, 1, DUMMY, Path(path))
     drafter = load_drafter(spec, target, placement)
     return Memory(
         model=str(path),

@@ -58,7 +58,8 @@ class NoDrafter:
 
     def propose(self, context: DraftContext) -> Drafts:
         """No drafts for any row."""
-        batch = context.slots.shape[0]
-        device = context.slots.device
-        draft_ids = torch.zeros((batch, context.max_num_drafts), dtype=torch.int64, device=device)
-        return Drafts(draft_ids, torch.zeros(batch, dtype=torch.int64, device=device))
+        batch, k = context.slots.shape[0], context.max_num_drafts
+        draft_ids = context.slots.new_zeros(batch, k)
+        # With k = 0 nobody has any.
+        num_drafts = torch.zeros_like(context.slots) if k else context.x.num_drafts
+        return Drafts(draft_ids, num_drafts)

@@ -21,9 +21,7 @@ from sametoken.drafters.quantized import in_eight_bits
 from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.drafters.token_map import over_token_map, read_token_map
 from sametoken.errors import ConfigError, InvariantError, UnsupportedError
-from sametoken.kernels.interface import Kernels
-from sametoken.kernels.ngram import select_lookup
-from sametoken.kernels.suffix import select_search
+from sametoken.kernels.select import Backend
 from sametoken.kernels.suffix.layout import Limits
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
@@ -74,14 +72,14 @@ class Placement:
     """Where and how a drafter runs.
 
     Attributes:
-        kernels, dtype, device: as the target's.
+        backend, dtype, device: as the target's.
         max_model_len: the longest request, in tokens.
         max_positions: rows of rotary tables: ``max_model_len`` and drafts beyond it.
         load_format: of the drafter's checkpoint.
         target_path: the target's checkpoint, which may hold the drafter too.
     """
 
-    kernels: Kernels
+    backend: Backend
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
@@ -170,7 +168,7 @@ def _lookup(
     if method == "ngram":
         shortest = max(spec.prompt_lookup_min, min_match)
         longest = max(spec.prompt_lookup_max, shortest)
-        return NgramDrafter(k, shortest, longest, select_lookup(device)), NO_HISTORY
+        return NgramDrafter(k, shortest, longest, placement.backend.ngram), NO_HISTORY
     limits = Limits.of(
         k,
         depth=spec.suffix_decoding_max_tree_depth,
@@ -182,7 +180,7 @@ def _lookup(
     room = _HISTORY_BYTES // (placement.max_positions * torch.int64.itemsize)
     num_texts = min(spec.suffix_decoding_max_cached_requests, room)
     history = TokenHistory.allocate(num_texts, placement.max_positions, device)
-    return SuffixDrafter(limits, history, select_search(device)), history
+    return SuffixDrafter(limits, history, placement.backend.suffix), history
 
 
 def _load_draft_model(
@@ -191,7 +189,7 @@ def _load_draft_model(
     k = spec.num_model_tokens
     model = load_model(
         Path(spec.model or ""),
-        kernels=placement.kernels,
+        kernels=placement.backend.model,
         dtype=placement.dtype,
         device=placement.device,
         max_positions=placement.max_positions,
@@ -215,16 +213,16 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
     checkpoint = _fitting_head(spec, target.config, placement.target_path, placement.load_format)
     head = checkpoint.load(
         target,
-        kernels=placement.kernels,
+        kernels=placement.backend.model,
         dtype=placement.dtype,
         device=placement.device,
         max_positions=placement.max_positions,
     )
     if spec.token_map is not None:
         token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
-        head = over_token_map(head, token_ids.to(placement.device), placement.kernels)
+        head = over_token_map(head, token_ids.to(placement.device), placement.backend.model)
     if spec.quantization is not None:
-        head = in_eight_bits(head, placement.kernels)
+        head = in_eight_bits(head, placement.backend.model)
 
     def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
         return EagleDrafter(head, _given(kv_cache), k, coupling)

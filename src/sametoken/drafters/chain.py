@@ -7,21 +7,19 @@ from torch import Tensor
 
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
-from sametoken.kernels.draft_rows import select_draft_rows
-from sametoken.kernels.draft_rows.layout import Chains
+from sametoken.kernels.step.types import Chains
 
 
 def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Drafts:
-    """Drafts whose i-th tokens are ``tokens[i]`` for the chains; none for other plan rows.
+    """Drafts whose i-th tokens are ``tokens[i]`` for the chains; none for other requests.
 
     Args:
         context: the step's context.
-        chains: the plan rows that sample.
+        chains: the requests that sample.
         tokens: one [R] int64 for each of the k draft positions.
     """
     if chains.owner is None:
-        stacked = select_draft_rows(context.slots.device).stacked
-        return Drafts(*stacked(tokens, context.samples))
+        return Drafts(*context.ops.stacked(tokens, context.samples))
     drafted = torch.stack(tokens, dim=1)
     draft_ids = drafted.new_zeros(context.slots.shape[0], len(tokens))
     draft_ids[chains.owner] = drafted

@@ -9,8 +9,7 @@ from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.errors import DrafterMismatchError
-from sametoken.kernels.draft_rows import take_rows
-from sametoken.kernels.draft_rows.layout import Chains
+from sametoken.kernels.step.types import Chains
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.state.kv_cache import KVCache
 
@@ -53,7 +52,7 @@ class DraftModelDrafter:
         chains = live.chains
         if not chains.last.numel():
             return NoDrafter().propose(context)
-        drafts = [self._choose(take_rows(hidden, chains.last), chains)]
+        drafts = [self._choose(context.kernels.take_rows(hidden, chains.last), chains)]
         while len(drafts) < self._k:
             chains = context.advanced(chains)
             hidden = self._model.forward(drafts[-1], chains.rows, kv_cache).last

@@ -8,7 +8,7 @@ from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
-from sametoken.kernels.draft_rows.layout import Chains
+from sametoken.kernels.step.types import Chains
 from sametoken.models.eagle import EagleHead
 from sametoken.state.kv_cache import KVCache
 

@@ -11,7 +11,6 @@ from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter, Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.errors import ConfigError
-from sametoken.kernels.draft_rows import take_rows
 from sametoken.state.kv_cache import KVCache
 
 
@@ -19,8 +18,10 @@ from sametoken.state.kv_cache import KVCache
 class CommittedRows:
     """Positions that one step has computed for good: R rows, each slot's side by side.
 
+    Rows on the reserved slot, which no request has, are dead.
+
     Attributes:
-        step_id: the step.
+        step_ids: [B] int64, the step, as its inputs name it.
         slots, positions: [R] int64.
         token_ids: [R] int64, the token at each position.
         next_token_ids: [R] int64, the committed token at the position after it.
@@ -28,7 +29,7 @@ class CommittedRows:
             ``HiddenStates.auxiliary`` has them.
     """
 
-    step_id: int
+    step_ids: Tensor
     slots: Tensor
     positions: Tensor
     token_ids: Tensor
@@ -67,14 +68,15 @@ class ExtractDrafter:
     def propose(self, context: DraftContext) -> Drafts:
         """The inner drafter's proposals."""
         live = context.catch_up()
+        slots, positions = live.rows.slots, live.rows.positions
         self._sink.put(
             CommittedRows(
-                step_id=context.x.step_id,
-                slots=live.slots,
-                positions=live.positions,
-                token_ids=context.tokens_at(live.slots, live.positions),
-                next_token_ids=context.tokens_at(live.slots, live.positions + 1),
-                states=take_rows(context.hidden.auxiliary, live.source),
+                step_ids=context.x.step_ids,
+                slots=slots,
+                positions=positions,
+                token_ids=context.tokens_at(slots, positions),
+                next_token_ids=context.tokens_at(slots, positions + 1),
+                states=context.kernels.take_rows(context.hidden.auxiliary, live.source),
             )
         )
         return self._inner.propose(context)

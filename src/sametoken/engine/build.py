@@ -41,8 +41,8 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.errors import ConfigError
-from sametoken.kernels.interface import Kernels
-from sametoken.kernels.select import select_kernels
+from sametoken.kernels.select import Backend, select_backend
+from sametoken.kernels.step.types import Chances
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.embedded import resolve_model
@@ -50,8 +50,9 @@ from sametoken.models.heads import resolve_drafter
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.registry import model_class
 from sametoken.runner.async_output import OutputRing
-from sametoken.runner.launch import EagerLauncher
-from sametoken.runner.step import Runner, StepRunner
+from sametoken.runner.processing import LogitsProcessing
+from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
+from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
@@ -59,8 +60,8 @@ from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.recurrent import RecurrentCache, RecurrentSpec
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.shared import share_verifier
-from sametoken.verification.synthetic import make_verifier
+from sametoken.verification.grammar import SlotGrammars
+from sametoken.verification.synthetic import conditional_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class _Loaded:
 
     target: Decoder
     drafter: LoadedDrafter
-    kernels: Kernels
+    backend: Backend
     memory: MemoryPlan
     resolved: ResolvedConfig
     extraction: Extraction
@@ -125,8 +126,8 @@ def build_engine(
         with ranks.stopped_by_errors():
             with _memory_suffices():
                 loaded = _load(asked, ranks, extraction, announce)
-                eager, runner = _assemble(loaded, ranks, announce)
-            scheduler = Scheduler(_limits(loaded, eager.drafter))
+                runner = _assemble(loaded, ranks, announce)
+            scheduler = Scheduler(_limits(loaded, runner.step.drafter))
             leader = ranks.lead(runner)
             return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks)
     except BaseException:
@@ -143,8 +144,7 @@ def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
     asked = _examine(config, _say_nothing)
     with _memory_suffices():
         loaded = _load(asked, ranks, NoExtraction(), _say_nothing)
-        _, runner = _assemble(loaded, ranks, _say_nothing)
-    return runner
+        return _assemble(loaded, ranks, _say_nothing)
 
 
 @contextmanager
@@ -169,12 +169,9 @@ def _say_nothing(text: str) -> None:
     """Rank 0 has said it."""
 
 
-def _assemble(
-    loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]
-) -> tuple[StepRunner, Runner]:
-    """The runner of eager verbs, and the one to use."""
-    resolved, memory, parallel = loaded.resolved, loaded.memory, ranks.parallel
-    config = resolved.config
+def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) -> StepRunner:
+    resolved, memory, backend = loaded.resolved, loaded.memory, loaded.backend
+    config, device = resolved.config, resolved.device
     kv = _allocate_kv(loaded, loaded.target.kv_spec, loaded.target.recurrent_spec)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
@@ -182,34 +179,59 @@ def _assemble(
         num_drafts=config.num_drafts,
         block_size=config.block_size,
         reserved_block=kv.reserved_block,
-        device=resolved.device,
+        device=device,
     )
-    table = SamplingTable.allocate(config.max_num_seqs, resolved.device)
+    table = SamplingTable.allocate(config.max_num_seqs, device)
     drafter = loaded.extraction.wrap(_attach_drafter(loaded, table))
-    steps, on_gpu = resolved.steps_in_flight, resolved.device.type == "cuda"
-    verifier = make_verifier(config.speculative_config, loaded.kernels, sequences, table)
-    eager = StepRunner(
+    steps, on_gpu = resolved.steps_in_flight, device.type == "cuda"
+    ring = OutputRing.allocate(steps + 1, config.max_num_seqs, config.num_drafts, pinned=on_gpu)
+    step = Step(
         sequences=sequences,
         model=loaded.target,
         kv=kv,
-        verifier=share_verifier(verifier, parallel),
-        drafter=share_drafter(drafter, config.num_drafts, parallel),
-        launcher=EagerLauncher(),
+        kernels=backend.model,
+        ops=backend.step,
+        table=table,
+        drafter=share_drafter(drafter, config.num_drafts, ranks.parallel),
+        results=ring.rows,
+        chances=_chances(loaded, table),
+        parallel=ranks.parallel,
+    )
+    grammars = SlotGrammars(sequences)
+    processing = LogitsProcessing(
+        sequences, loaded.target, backend.model, table, grammars, ranks.parallel
+    )
+    return StepRunner(
+        step=step,
+        processing=processing,
+        launcher=_launcher(step, processing, resolved, announce),
         swap=SwapStore((kv, *drafter.kv_caches)),
-        stream=ranks.stream(resolved.device, steps),
-        ring=OutputRing.allocate(steps + 1, config.max_num_seqs, config.num_drafts, pinned=on_gpu),
+        stream=ranks.stream(device, steps),
+        ring=ring,
         history=loaded.drafter.history,
     )
-    if not on_gpu:
-        return eager, eager
-    # Triton is part of CUDA builds of torch alone.
-    from sametoken.engine.build_gpu import graphed
-    from sametoken.runner.between import LogitsProcessing
 
-    processing = LogitsProcessing(
-        sequences, loaded.target, loaded.kernels, table, verifier.grammars
-    )
-    return eager, graphed(eager, processing, resolved, parallel, announce)
+
+def _chances(loaded: _Loaded, table: SamplingTable) -> Chances | None:
+    speculative = loaded.resolved.config.speculative_config
+    if speculative is None or speculative.synthetic_rates is None:
+        return None
+    rates = conditional_rates(speculative.synthetic_rates, loaded.resolved.device)
+    return Chances(rates, table.seed)
+
+
+def _launcher(
+    step: Step,
+    processing: LogitsProcessing,
+    resolved: ResolvedConfig,
+    announce: Callable[[str], None],
+) -> Launcher:
+    if resolved.device.type != "cuda":
+        return EagerLauncher(step)
+    # Triton is part of CUDA builds of torch alone.
+    from sametoken.engine.build_gpu import gpu_launcher
+
+    return gpu_launcher(step, processing, resolved, announce)
 
 
 def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
@@ -243,10 +265,10 @@ def _load(
         architecture, dtype, ranks.parallel.size
     )
     max_positions = reachable_positions(config, own_kv, device, max_len) + config.num_drafts + 1
-    kernels = select_kernels(device)
+    backend = select_backend(device)
     target = load_model(
         path,
-        kernels=kernels,
+        kernels=backend.model,
         dtype=dtype,
         device=device,
         max_positions=max_positions,
@@ -255,7 +277,7 @@ def _load(
         parallel=ranks.parallel,
     )
     placement = Placement(
-        kernels, dtype, device, max_len, max_positions, config.draft_load_format, path
+        backend, dtype, device, max_len, max_positions, config.draft_load_format, path
     )
     drafter = load_drafter(spec, target, placement)
     recurrent = tuple(s for s in (target.recurrent_spec, drafter.recurrent_spec) if s is not None)
@@ -278,7 +300,7 @@ def _load(
         device=device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
-        kernels=kernels.name,
+        kernels=backend.model.name,
         reasons={**memory.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
@@ -292,7 +314,7 @@ def _load(
         ),
     )
     require_memory(resolved)
-    return _Loaded(target, drafter, kernels, memory, resolved, extraction)
+    return _Loaded(target, drafter, backend, memory, resolved, extraction)
 
 
 def _require_room(config: EngineConfig) -> None:
@@ -314,7 +336,7 @@ def _allocate_kv(loaded: _Loaded, spec: KVSpec, recurrent: RecurrentSpec | None)
             max_num_seqs=config.max_num_seqs,
             num_drafts=config.num_drafts,
             device=device,
-            kernels=loaded.kernels,
+            kernels=loaded.backend.model,
         )
     return KVCache.allocate(
         spec,
@@ -328,7 +350,7 @@ def _allocate_kv(loaded: _Loaded, spec: KVSpec, recurrent: RecurrentSpec | None)
 def _attach_drafter(loaded: _Loaded, table: SamplingTable) -> Drafter:
     spec = loaded.drafter.kv_spec
     kv = _allocate_kv(loaded, spec, loaded.drafter.recurrent_spec) if spec else None
-    return loaded.drafter.attach(kv, Coupling(loaded.kernels.sample, table))
+    return loaded.drafter.attach(kv, Coupling(loaded.backend.model.sample, table))
 
 
 def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:

@@ -4,105 +4,107 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sametoken.core.layout import StepShape
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.kernels.triton import TritonKernels
-from sametoken.layers.parallel import TensorParallel
-from sametoken.runner.between import LogitsProcessing
-from sametoken.runner.graphed import GraphedRunner
-from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
-from sametoken.runner.padded import PaddedJudge, PaddedStep
-from sametoken.runner.plan_ring import PlanRing
-from sametoken.runner.shared_judge import SharedJudge
-from sametoken.runner.step import Runner, StepRunner
-from sametoken.runner.synthetic import SyntheticJudge
-from sametoken.state.padded import judge, judge_and_commit
-from sametoken.state.sampling import SamplingTable
-from sametoken.verification.synthetic import conditional_rates
+from sametoken.runner.graphs import StepGraphs
+from sametoken.runner.layout_ring import LayoutRing
+from sametoken.runner.processing import LogitsProcessing
+from sametoken.runner.runner import EagerLauncher, Launcher
+from sametoken.runner.step import Step
 
-SMALLEST_CHUNK = 64
+#: Rows of larger steps take longer to compute than their launches: they run without a graph.
+MOST_CAPTURED_ROWS = 1024
+
+#: Rows, and requests, of the captured shapes for steps with prompts.
+MIXED_ROWS = (64, 128, 256, 512)
+MIXED_REQUESTS = (1, 16, 64)
+
+#: What eager steps are padded to, so that few row counts are proven and few kernels compiled.
+ROW_MULTIPLE = 64
 
 
-def graphed(
-    eager: StepRunner,
+def gpu_launcher(
+    step: Step,
     processing: LogitsProcessing,
     resolved: ResolvedConfig,
-    parallel: TensorParallel,
     announce: Callable[[str], None],
-) -> Runner:
-    """The runner of a GPU: graphs over the eager verbs, unless ``enforce_eager``.
+) -> Launcher:
+    """Graphs over the functions of a step, unless ``enforce_eager``.
 
     Args:
-        eager: the verbs without graphs.
+        step: the functions.
         processing: what requests ask of their logits. The choices of its kernels are proven
             first.
         resolved: the engine's settings.
-        parallel: the ranks that share the model; all of them capture the same graphs.
         announce: told what was proven and captured, and at what cost.
     """
-    kernels, table = processing.kernels, processing.table
-    assert isinstance(kernels, TritonKernels)
-    width = eager.sequences.max_num_drafts + 1
-    windows = window_buckets(resolved.config.max_num_seqs)
-    chunks = chunk_buckets(resolved.config.prefill_chunk_size)
-    if resolved.config.enforce_eager:
+    config, k = resolved.config, step.sequences.max_num_drafts
+    eager = EagerLauncher(step, ROW_MULTIPLE)
+    if config.enforce_eager:
         return eager
-    # A draft model's catch-up runs one row more than the window or chunk.
-    row_counts = {batch * rows for batch in windows for rows in (1, width, width + 1)}
-    row_counts |= {1, *chunks, *(chunk + 1 for chunk in chunks)}
-    largest = chunks[-1]
-    row_counts |= {n * rows for n in CHUNKS_TOGETHER for rows in (1, largest, largest + 1)}
-    reports = kernels.prove(sorted(row_counts))
+    shapes = captured_shapes(config.max_num_seqs, k, config.max_num_batched_tokens)
+    kernels = step.kernels
+    assert isinstance(kernels, TritonKernels)
+    reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens))
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")
-    step = PaddedStep(
-        eager.sequences,
-        eager.model,
-        eager.kv,
-        table,
-        eager.drafter,
-        _judge(resolved, table, parallel),
-        parallel,
+    largest = max(shapes, key=lambda shape: shape.num_requests)
+    # Every step in flight has a layout of its own.
+    layouts = LayoutRing.allocate(
+        resolved.steps_in_flight + 1, largest, step.ops, step.sequences.device
     )
-    # Every launch has a row of a step at least, and every step in flight a buffer.
-    verdicts, sequences = eager.ring.rows, eager.sequences
-    largest_batch = max(*windows, *CHUNKS_TOGETHER)
-    plans = PlanRing.allocate(
-        verdicts.shape[0], largest_batch, sequences.reserved_slot, sequences.device
-    )
-    graphs = StepGraphs(step, windows, chunks, plans, verdicts)
+    graphs = StepGraphs(step, shapes, layouts, eager)
     report = graphs.capture_all()
     processing.warm_up()
     announce(
         f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "
         f"{report.num_bytes / 2**20:.0f} MiB"
     )
-    return GraphedRunner(eager, graphs, processing)
+    return graphs
 
 
-def _judge(resolved: ResolvedConfig, table: SamplingTable, parallel: TensorParallel) -> PaddedJudge:
-    speculative = resolved.config.speculative_config
-    if speculative is None or speculative.synthetic_rates is None:
-        return judge_and_commit if parallel.size == 1 else SharedJudge(judge, parallel)
-    rates = conditional_rates(speculative.synthetic_rates, resolved.device)
-    synthetic = SyntheticJudge(rates, table)
-    return synthetic if parallel.size == 1 else SharedJudge(synthetic.verdict, parallel)
+def captured_shapes(max_num_seqs: int, k: int, max_rows: int) -> tuple[StepShape, ...]:
+    """Shapes of steps of windows alone, then of small steps with prompts; each ascending.
+
+    Args:
+        max_num_seqs: requests at once.
+        k: drafts of a request at most.
+        max_rows: of a step.
+    """
+    most = min(max_rows, MOST_CAPTURED_ROWS)
+    sizes = [
+        (requests, requests * rows)
+        for requests in _doubling(max_num_seqs)
+        for rows in _doubling(k + 1)
+        if requests * rows <= most
+    ]
+    windows = [_windows(*size, k) for size in sizes]
+    mixed = [
+        StepShape(requests, rows, min(rows, requests * (k + 1)), 0, 0, rows)
+        for rows in MIXED_ROWS
+        for requests in MIXED_REQUESTS
+        if requests <= min(max_num_seqs, rows) and rows <= max_rows
+    ]
+    by_size = sorted(windows, key=lambda shape: (shape.num_rows, shape.num_requests))
+    return (*by_size, *mixed)
 
 
-def window_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of plan rows that are captured: powers of two, and the largest batch."""
-    sizes = {max_num_seqs}
-    size = 1
-    while size < max_num_seqs:
-        sizes.add(size)
-        size *= 2
-    return tuple(sorted(sizes))
+def _windows(requests: int, rows: int, k: int) -> StepShape:
+    longest = 1 if rows == requests else k + 1
+    return StepShape(requests, rows, rows, requests, longest, longest)
 
 
-def chunk_buckets(prefill_chunk_size: int) -> tuple[int, ...]:
-    """Chunk lengths that are captured: powers of two from 64, and the grid itself."""
-    sizes = {prefill_chunk_size}
-    size = SMALLEST_CHUNK
-    while size < prefill_chunk_size:
-        sizes.add(size)
-        size *= 2
-    return tuple(sorted(sizes))
+def row_counts(shapes: tuple[StepShape, ...], max_rows: int) -> list[int]:
+    """Row counts that steps and their drafters run, where the products' bits are proven."""
+    counts = set(range(ROW_MULTIPLE, max_rows + ROW_MULTIPLE + 1, ROW_MULTIPLE))
+    for shape in shapes:
+        # A draft model's catch-up runs one row more for each request.
+        counts |= {shape.num_requests, shape.num_rows, shape.num_sampled}
+        counts.add(shape.num_rows + shape.num_requests)
+    return sorted(counts)
+
+
+def _doubling(most: int) -> list[int]:
+    """Powers of two, and ``most``."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]

@@ -11,7 +11,7 @@ from sametoken.engine.extraction import Extraction, NoExtraction
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.runner.async_output import PendingOutput
-from sametoken.runner.step import Runner
+from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
 
 

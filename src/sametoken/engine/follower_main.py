@@ -24,7 +24,7 @@ from sametoken.engine.resolve import resolve_device
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.layers.parallel import TensorParallel
 from sametoken.runner.process_group import ProcessGroup
-from sametoken.runner.step import Runner
+from sametoken.runner.runner import Runner
 from sametoken.runner.stream import CudaStream, ImmediateStream, Stream
 
 T = TypeVar("T")

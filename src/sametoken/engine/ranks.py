@@ -33,7 +33,7 @@ from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.layers.parallel import ALONE, TensorParallel
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.process_group import ProcessGroup
-from sametoken.runner.step import Runner
+from sametoken.runner.runner import Runner
 from sametoken.runner.stream import (
     CudaStream,
     Event,

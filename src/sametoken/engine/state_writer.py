@@ -170,11 +170,9 @@ class StateWriter:
         if self._num_bytes >= self._shard_bytes:
             self._write_shard()
         plan = self._in_flight.popleft()
-        rows = self._rows.take(plan.step_id)
-        if rows is None:
-            if plan.rows:
-                raise InvariantError(f"step {plan.step_id} was settled before its rows came")
+        if not plan.rows:
             return
+        rows = self._rows.take(plan.step_id)
         for row, verdict in zip(plan.rows, result.rows, strict=True):
             sequence = self._by_slot[row.slot]
             if verdict.poisoned and not sequence.ended:
@@ -182,7 +180,8 @@ class StateWriter:
         first = 0
         for slot, group in groupby(rows.slots.tolist()):
             last = first + len(list(group))
-            self._add(self._by_slot[slot], rows, first, last)
+            if slot in self._by_slot:
+                self._add(self._by_slot[slot], rows, first, last)
             first = last
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:

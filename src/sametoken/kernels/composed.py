@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sametoken.kernels.embedding import reference as embedding_reference
@@ -20,6 +21,8 @@ from sametoken.kernels.interface import (
     SampledRows,
 )
 from sametoken.kernels.logits_rules import reference as logits_rules
+from sametoken.kernels.partial_sum import reference as partial_sum
+from sametoken.kernels.sampling.keys import make_keys
 from sametoken.kernels.truncation import reference as truncation
 
 
@@ -63,3 +66,20 @@ class ComposedKernels:
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)
+
+    def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
+        return states if rows is None else states[rows]
+
+    def partial_sum(
+        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        return partial_sum.partial_sum(partials, dtype, bias)
+
+    def token_keys(
+        self: Kernels, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        tokens = self.sample(logits, temperature[rows.slots], seeds[rows.slots], rows.positions + 1)
+        # Of the values compared only NaN and -inf matter any more, which noise leaves as they are.
+        values = logits.gather(1, tokens[:, None])
+        values.masked_fill_(logits.amax(dim=-1, keepdim=True).isnan(), torch.nan)
+        return make_keys(values, tokens[:, None])

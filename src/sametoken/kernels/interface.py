@@ -12,7 +12,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowRuns:
+    """Runs of adjacent rows, each of one slot: how launches are cut up. It changes no bit.
+
+    Rows behind the last run, and rows of a run that hold the reserved slot, are dead: what is
+    computed for them is undefined. Of a run, dead rows come last.
+
+    Attributes:
+        count: R.
+        max_rows: the most rows that a run has.
+        starts: [R + 1] int64, ascending: run i has rows ``starts[i] .. starts[i + 1] - 1``,
+            perhaps none; None: each has ``max_rows``.
+        num_short: the first so many runs are short, such as windows; the others are long,
+            such as chunks of prompts.
+        max_short: the most rows that a short one has.
+    """
+
+    count: int
+    max_rows: int
+    starts: Tensor | None
+    num_short: int
+    max_short: int
+
+    @classmethod
+    def even(cls, count: int, rows: int) -> RowRuns:
+        """``count`` short runs of ``rows`` rows each."""
+        return cls(count, rows, None, count, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +54,7 @@ class AttentionRows:
         slots: [T] int64, the slot of each row. Rows of one slot are adjacent and ascending.
         kv_slots: [T] int64, ``block_id * block_size + offset`` where the row's KV is written.
         block_table: [S, max_blocks] int64, read-only.
-        window: if given, every run of so many rows, from row 0 on, belongs to one slot. A
-            hint for speed; it changes no bit.
+        runs: the rows by slot. CPU kernels take each row by itself and do without (None).
         committed: [T] bool, whether the row's token is committed; None: every one is. Read
             by layers with recurrent state alone. Of one slot, committed rows come first.
     """
@@ -34,7 +63,7 @@ class AttentionRows:
     slots: Tensor
     kv_slots: Tensor
     block_table: Tensor
-    window: int | None = None
+    runs: RowRuns | None = None
     committed: Tensor | None = None
 
 
@@ -124,6 +153,7 @@ class SampledRows:
     Dead rows may lie between windows and after a window's live rows.
 
     Attributes:
+        index: [L] int64, which rows of the step they are; None: all of them, in order.
         slots: [L] int64; dead rows hold the reserved slot, which never has rules.
         positions: [L] int64, of the row's own token; the one being chosen stands one later.
         token_ids: [L] int64, the row's own token: the last committed one, or a draft.
@@ -131,6 +161,7 @@ class SampledRows:
             chosen are ``token_ids[l - r + 1 .. l]``.
     """
 
+    index: Tensor | None
     slots: Tensor
     positions: Tensor
     token_ids: Tensor
@@ -235,6 +266,20 @@ class Kernels(Protocol):
 
     def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
         """Rows of the weight: [T] int64 -> [T, K]."""
+        ...
+
+    def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
+        """Copies of the given rows, [R] int64, of [T, W]; None: all of them, as they are."""
+        ...
+
+    def partial_sum(
+        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """``partials[0] + partials[1] + ... (+ bias)`` in fp32, in that order, rounded once.
+
+        Element by element, so a row's bits depend on that row's partial products alone:
+        [size, T, N] fp32, contiguous, and [N] of any floating dtype -> [T, N].
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -355,6 +400,21 @@ class Kernels(Protocol):
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         """Write -inf into [L, V] fp32 where the slot of a row, [L] int64, cuts a token off."""
+        ...
+
+    def token_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        """The target's choice at each sampled row, as ``sample`` makes it: [L, tiles] int64.
+
+        The best of a row's keys (``kernels.sampling.keys``) holds the token, and says whether the
+        row holds NaN or nothing but -inf.
+
+        Args:
+            logits: [L, V] fp32, not written.
+            temperature, seeds: [S] fp32 and int64, by slot.
+            rows: where the rows stand; a chosen token stands one position later.
+        """
         ...
 
     def sample(

@@ -1,31 +1,68 @@
-"""Which bundle of kernels serves a device."""
+"""Which implementation of the operations serves a device: chosen once, at start-up."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.kernels.ngram import reference as ngram
 from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.step import compact
+from sametoken.kernels.step.ops import StepOps
+from sametoken.kernels.suffix import reference as suffix
 
 logger = logging.getLogger(__name__)
 
 CHOICE = "SAMETOKEN_KERNELS"
 
+Search = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The operations of an engine, all of one kind: {reference, triton, native}.
+
+    Attributes:
+        model: operations of models.
+        step: operations of a step.
+        ngram, suffix: search slots' tokens (``kernels.ngram``, ``kernels.suffix``).
+    """
+
+    model: Kernels
+    step: StepOps
+    ngram: Search
+    suffix: Search
+
+
+def select_backend(device: torch.device) -> Backend:
+    """The operations for ``device``, chosen as ``select_kernels`` does; raises as it does."""
+    kernels = select_kernels(device)
+    if device.type == "cpu":
+        return Backend(kernels, compact, ngram.lookup, suffix.search)
+    # Triton is part of CUDA builds of torch alone.
+    from sametoken.kernels.ngram import triton as triton_ngram
+    from sametoken.kernels.step import triton as triton_step
+    from sametoken.kernels.suffix import triton as triton_suffix
+
+    return Backend(kernels, triton_step, triton_ngram.lookup, triton_suffix.search)
+
 
 def select_kernels(device: torch.device) -> Kernels:
-    """The fastest bundle that works on ``device``; of CPU ones ``$SAMETOKEN_KERNELS`` names one.
+    """The fastest kernels that work on ``device``; of CPU ones ``$SAMETOKEN_KERNELS`` names one.
 
     Raises:
-        ConfigError: the variable names no bundle.
-        UnsupportedError: the device has no kernels, or the bundle named cannot work here.
+        ConfigError: the variable names none.
+        UnsupportedError: the device has none, or the one that is named cannot work here.
     """
     if device.type == "cuda":
-        # Triton is part of CUDA builds of torch alone.
         from sametoken.kernels.triton import TritonKernels
 
         return TritonKernels()

@@ -36,6 +36,7 @@ from sametoken.kernels.interface import (
 )
 from sametoken.kernels.logits_rules import triton as logits_rules
 from sametoken.kernels.norm_rope import triton as norm_rope
+from sametoken.kernels.partial_sum import triton as partial_sum
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.truncation import triton as truncation
 
@@ -101,6 +102,14 @@ class TritonKernels:
     def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
         return embedding_triton.embedding(token_ids, _own(weight).matrix)
 
+    def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
+        return states if rows is None else embedding_triton.embedding(rows, states)
+
+    def partial_sum(
+        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        return partial_sum.partial_sum(partials, dtype, bias)
+
     def embed_beside(
         self,
         token_ids: Tensor,
@@ -158,7 +167,7 @@ class TritonKernels:
     def attention(
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
-        return attention.attention(q, shape, rows, kv, window=rows.window)
+        return attention.attention(q, shape, rows, kv)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
@@ -167,6 +176,11 @@ class TritonKernels:
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)
+
+    def token_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        return sampling.token_keys(logits, temperature, seeds, rows)
 
     def sample(
         self,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -46,7 +45,9 @@ class Attention:
         q = self.kernels.rope_and_cache(
             self.qkv(x), self.shape, self.rotary, rows, kv, self.qk_norm
         )
-        return self.output(take_rows(self.kernels.attention(q, self.shape, rows, kv), kept))
+        return self.output(
+            self.kernels.take_rows(self.kernels.attention(q, self.shape, rows, kv), kept)
+        )
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -48,7 +47,7 @@ class GatedAttention:
         gate, qkv = self.projection(x).split(sizes, dim=-1)
         q = self.kernels.rope_and_cache(qkv, shape, self.rotary, rows, kv, self.qk_norm)
         attended = self.kernels.attention(q, shape, rows, kv)
-        return self.output(take_rows(self.kernels.sigmoid_mul(attended, gate), kept))
+        return self.output(self.kernels.take_rows(self.kernels.sigmoid_mul(attended, gate), kept))
 
     @property
     def nbytes(self) -> int:

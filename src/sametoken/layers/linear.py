@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from sametoken.kernels.interface import Kernels, PackedWeight
-from sametoken.kernels.partial_sum import partial_sum
 from sametoken.layers.parallel import TensorParallel
 
 
@@ -72,7 +71,7 @@ class RowParallelLinear:
         """[T, in_features / size], this rank's, to the whole [T, out_features]."""
         # Of the kernels' products, that of logits alone leaves its fp32 sums unrounded.
         partial = self.kernels.logits(x, self.weight)
-        return partial_sum(self.parallel.gather(partial), x.dtype, self.bias)
+        return self.kernels.partial_sum(self.parallel.gather(partial), x.dtype, self.bias)
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from sametoken.kernels.interface import Kernels, PackedExperts
-from sametoken.kernels.partial_sum import partial_sum
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.parallel import TensorParallel
@@ -59,7 +58,7 @@ class DividedExperts:
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden] in the dtype of ``x``, the same bits on every rank."""
         part = self.kernels.mix_expert_parts(x, self.experts, chosen, weights)
-        return partial_sum(self.parallel.gather(part), x.dtype)
+        return self.kernels.partial_sum(self.parallel.gather(part), x.dtype)
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
@@ -82,7 +81,7 @@ class Eagle1Head:
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
-        return take_rows(hidden.last, rows)
+        return self.kernels.take_rows(hidden.last, rows)
 
     def forward(
         self,
@@ -100,7 +99,9 @@ class Eagle1Head:
             # A row's output in a layer is the next one's KV.
             wanted = kept if index + 1 == len(self.layers) else None
             attended = layer.attention(x, rows, kv.layer(index), wanted)
-            x, residual = layer.post_attention_norm.add(attended, take_rows(residual, wanted))
+            x, residual = layer.post_attention_norm.add(
+                attended, self.kernels.take_rows(residual, wanted)
+            )
             residual = residual + layer.mlp(x)
         return HeadStates(residual, residual)
 

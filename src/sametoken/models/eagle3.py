@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
@@ -100,7 +99,7 @@ class Eagle3Head:
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, combined."""
-        return self.combine(take_rows(hidden.auxiliary, rows))
+        return self.combine(self.kernels.take_rows(hidden.auxiliary, rows))
 
     def combine(self, auxiliary: Tensor) -> Tensor:
         """[T, num_aux * target_hidden] of the target to [T, hidden], in memory of its own."""
@@ -126,7 +125,7 @@ class Eagle3Head:
         residual = hidden
         if self.config.norm_before_residual:
             residual = both[:, hidden.shape[1] :].contiguous()
-        residual = take_rows(residual, kept)
+        residual = self.kernels.take_rows(residual, kept)
         x, residual = self.post_attention_layernorm.add(attended, residual)
         last, residual = self.norm.add(self.mlp(x), residual)
         return HeadStates(last, last if self.config.norm_output else residual)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sametoken.kernels.draft_rows import take_rows
 from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
@@ -55,7 +54,7 @@ class MTPHead:
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
-        return take_rows(hidden.last, rows)
+        return self.kernels.take_rows(hidden.last, rows)
 
     def forward(
         self,
@@ -72,7 +71,9 @@ class MTPHead:
         residual = self.fc(both)
         layer = self.layer
         attended = layer.attention(layer.input_norm(residual), rows, kv.layer(0), kept)
-        x, residual = layer.post_attention_norm.add(attended, take_rows(residual, kept))
+        x, residual = layer.post_attention_norm.add(
+            attended, self.kernels.take_rows(residual, kept)
+        )
         last, _ = self.norm.add(layer.mlp(x), residual)
         return HeadStates(last, last)
 

@@ -12,8 +12,7 @@ from sametoken.core.outputs import PositionLogprobs, RowResult, StepResult
 from sametoken.core.plan import StepPlan
 from sametoken.core.structured_outputs import Stuck
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.kernels.outcome import HAS_NAN, SOUND
-from sametoken.runner.outcome import NUM_COUNTS
+from sametoken.kernels.step.types import HAS_NAN, NUM_COUNTS, SOUND
 from sametoken.runner.stream import Event
 from sametoken.state.upload import to_host
 from sametoken.verification.base import TokenLogprobs
@@ -24,89 +23,55 @@ NOT_LANDED = torch.iinfo(torch.int64).min
 Logprobs = list[tuple[PositionLogprobs, ...] | None]
 
 
-@dataclass(frozen=True, slots=True)
-class PartLogprobs:
-    """Candidates of the rows that one launch computed.
-
-    Attributes:
-        first, num_rows: which of the buffer's rows those are.
-        logprobs, prompt_logprobs: of the rows that asked, in host memory.
-    """
-
-    first: int
-    num_rows: int
-    logprobs: TokenLogprobs | None
-    prompt_logprobs: TokenLogprobs | None
-
-
 @dataclass(slots=True)
 class HostBuffer:
-    """Host memory of one step's verdict.
+    """Host memory of one step's result.
 
     Attributes:
-        rows: [max_num_seqs, 4 + k + 1] int64, as ``outcome.pack`` lays rows out, at their
-            place in the plan; ``NOT_LANDED`` until the copy has landed.
+        rows: [max_num_seqs, NUM_COUNTS + k + 1] int64, as ``StepOps.deliver`` lays rows out, in
+            the plan's order; ``NOT_LANDED`` until they have landed.
         first_place: where its rows begin among those of the ring.
-        parts: candidates, for requests that asked.
+        logprobs, prompt_logprobs: candidates for requests that asked, in host memory.
         lost: by row, why a grammar allows nothing any more, where the host knows.
     """
 
     rows: Tensor
     first_place: int = 0
-    parts: list[PartLogprobs] = field(default_factory=list)
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
     lost: dict[int, Stuck] = field(default_factory=dict)
 
-    def copy_from(self, outcome: Tensor, first: int) -> None:
-        """Enqueue the copy of [B, 4 + window] to the buffer's rows from ``first`` on."""
-        batch, width = outcome.shape
-        self.rows[first : first + batch, :width].copy_(outcome, non_blocking=True)
+    def keep(self, logprobs: TokenLogprobs | None, prompt_logprobs: TokenLogprobs | None) -> None:
+        """Enqueue the copy of candidates, if any request asked."""
+        self.logprobs, self.prompt_logprobs = _on_host(logprobs), _on_host(prompt_logprobs)
 
-    def keep(
-        self,
-        num_rows: int,
-        first: int,
-        logprobs: TokenLogprobs | None,
-        prompt_logprobs: TokenLogprobs | None,
-    ) -> None:
-        """Enqueue the copy of the candidates of ``num_rows`` rows, if any request asked."""
-        if logprobs is not None or prompt_logprobs is not None:
-            self.parts.append(
-                PartLogprobs(first, num_rows, _on_host(logprobs), _on_host(prompt_logprobs))
-            )
-
-    def read(self, plan: StepPlan, order: tuple[int, ...]) -> StepResult:
-        """The landed verdict as plain values, in the order of the plan.
-
-        Args:
-            plan: the step's plan.
-            order: of each plan row, which of the buffer's rows holds it.
+    def read(self, plan: StepPlan) -> StepResult:
+        """The landed result as plain values, in the order of the plan.
 
         Raises:
-            InvariantError: the copy has not landed.
-            StaleInputsError: the verdict is another step's.
+            InvariantError: the result has not landed.
+            StaleInputsError: it is another step's.
         """
         landed = self.rows[: len(plan.rows)].tolist()
         for row in landed:
-            _require_verdict_of(plan.step_id, row[0])
-        logprobs: Logprobs = [None] * len(landed)
-        prompt_logprobs: Logprobs = [None] * len(landed)
-        for part in self.parts:
-            _place(logprobs, part, part.logprobs)
-            _place(prompt_logprobs, part, part.prompt_logprobs)
+            _require_result_of(plan.step_id, row[0])
+        logprobs = _by_row(self.logprobs, len(landed))
+        prompt_logprobs = _by_row(self.prompt_logprobs, len(landed))
         rows = []
-        for b, row in enumerate(plan.rows):
-            _, num_drafts, num_accepted, fault, *tokens = landed[order[b]]
+        for b, (row, found) in enumerate(zip(plan.rows, landed, strict=True)):
+            _, num_drafts, num_proposed, num_accepted, fault, *tokens = found
             emitted = tuple(tokens[: num_accepted + 1]) if row.samples else ()
-            chosen = logprobs[order[b]]
+            chosen = logprobs[b]
             rows.append(
                 RowResult(
                     num_drafts=num_drafts,
+                    num_proposed=num_proposed,
                     num_accepted=num_accepted,
                     token_ids=emitted,
                     poisoned=fault != SOUND,
-                    stuck=_cause(fault, self.lost.get(order[b])),
+                    stuck=_cause(fault, self.lost.get(b)),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
-                    prompt_logprobs=prompt_logprobs[order[b]],
+                    prompt_logprobs=prompt_logprobs[b],
                 )
             )
         return StepResult(plan.step_id, tuple(rows))
@@ -114,7 +79,7 @@ class HostBuffer:
     def clear(self) -> None:
         """Mark the buffer as holding nothing."""
         self.rows.fill_(NOT_LANDED)
-        self.parts.clear()
+        self.logprobs = self.prompt_logprobs = None
         self.lost.clear()
 
 
@@ -130,16 +95,15 @@ def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:
     return TokenLogprobs(**{name: to_host(getattr(candidates, name)) for name in names})
 
 
-def _require_verdict_of(step_id: int, found: int) -> None:
+def _require_result_of(step_id: int, found: int) -> None:
     if found == NOT_LANDED:
         raise InvariantError(f"step {step_id} was read while its copy was in flight")
     if found != step_id:
-        raise StaleInputsError(f"step {step_id} was answered with the verdict of step {found}")
+        raise StaleInputsError(f"step {step_id} was answered with the result of step {found}")
 
 
-def _place(values: Logprobs, part: PartLogprobs, candidates: TokenLogprobs | None) -> None:
-    if candidates is not None:
-        values[part.first : part.first + part.num_rows] = split_by_owner(candidates, part.num_rows)
+def _by_row(candidates: TokenLogprobs | None, num_rows: int) -> Logprobs:
+    return [None] * num_rows if candidates is None else split_by_owner(candidates, num_rows)
 
 
 @dataclass(slots=True)
@@ -147,7 +111,7 @@ class OutputRing:
     """Buffers for every step that may be in flight, and one more.
 
     Attributes:
-        rows: [R, 4 + k + 1] int64, of all buffers.
+        rows: [R, NUM_COUNTS + k + 1] int64, of all buffers.
     """
 
     rows: Tensor
@@ -184,22 +148,17 @@ class OutputRing:
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """A step's verdict in flight. Pending outputs are read in step order.
-
-    Attributes:
-        order: of each plan row, which of the buffer's rows holds it.
-    """
+    """A step's result in flight. Pending outputs are read in step order."""
 
     plan: StepPlan
-    order: tuple[int, ...]
     buffer: HostBuffer
     landed: Event
     ring: OutputRing
 
     def wait(self) -> StepResult:
-        """Wait until the copy has landed, read it, and free its buffer."""
+        """Wait until the result has landed, read it, and free its buffer."""
         self.landed.wait()
-        result = self.buffer.read(self.plan, self.order)
+        result = self.buffer.read(self.plan)
         self.ring.release(self.buffer)
         return result
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sametoken.drafters.extract import CommittedRows
+from sametoken.errors import InvariantError
 from sametoken.state.upload import to_host
 
 
@@ -23,7 +24,7 @@ class CommittedRowsOutput:
         """Enqueue the copies of a step's rows."""
         self._in_flight.append(
             CommittedRows(
-                step_id=rows.step_id,
+                step_ids=to_host(rows.step_ids),
                 slots=to_host(rows.slots),
                 positions=to_host(rows.positions),
                 token_ids=to_host(rows.token_ids),
@@ -32,8 +33,16 @@ class CommittedRowsOutput:
             )
         )
 
-    def take(self, step_id: int) -> CommittedRows | None:
-        """The rows of a step whose verdict has been read, in step order; None if it has none."""
-        if self._in_flight and self._in_flight[0].step_id == step_id:
-            return self._in_flight.popleft()
-        return None
+    def take(self, step_id: int) -> CommittedRows:
+        """The rows of the oldest step, whose result has been read.
+
+        Raises:
+            InvariantError: it brought none, or they are another step's.
+        """
+        if not self._in_flight:
+            raise InvariantError(f"step {step_id} was settled before its rows came")
+        rows = self._in_flight.popleft()
+        found = int(rows.step_ids[0])
+        if found != step_id:
+            raise InvariantError(f"step {step_id} brought the rows of step {found}")
+        return rows

@@ -1,34 +1,26 @@
-"""CUDA graphs of steps cut at the logits: two per bucket of plan rows and rows."""
+"""CUDA graphs of steps, cut at the logits: two for each shape that is captured."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sametoken.kernels.transfer.triton import deliver
-from sametoken.runner.between import Between
+from sametoken.core.layout import StepLayout, StepShape
+from sametoken.kernels.step.types import LayoutTable
+from sametoken.runner.layout_ring import LayoutRing
 from sametoken.runner.lent import lent
-from sametoken.runner.padded import Computed, PaddedStep
-from sametoken.runner.plan_ring import PlanRing, UploadedRow
-from sametoken.state.padded import FixedLayout
+from sametoken.runner.processing import Between
+from sametoken.runner.runner import Launcher
+from sametoken.runner.step import Computed, Step
 
 WARM_UP_RUNS = 2
 
-#: How many chunks of the largest bucket one launch takes: matrix products gain from rows.
-CHUNKS_TOGETHER = (4, 2, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A captured shape: plan rows, and rows of each chunk (0 for decoding windows)."""
-
-    batch: int
-    chunk: int
+#: An empty layout: every request of a shape is padding.
+NO_REQUESTS = StepLayout(0, (), (), (), (), (0,), (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +29,11 @@ class CapturedStep:
 
     Attributes:
         forward, settle: the halves.
-        plan, layout: memory for the plan, and constants.
-        computed, tokens: what the halves leave, on loan: until the next launch, of any bucket.
+        computed, tokens: what the halves leave, on loan: until the next launch, of any shape.
     """
 
     forward: torch.cuda.CUDAGraph
     settle: torch.cuda.CUDAGraph
-    plan: Tensor
-    layout: FixedLayout
     computed: Computed
     tokens: Tensor
 
@@ -60,95 +49,83 @@ class CaptureReport:
 
 @dataclass(slots=True)
 class StepGraphs:
-    """Runs padded steps by replaying graphs; nothing derived survives a replay.
+    """``Launcher`` that replays graphs; nothing derived survives a replay.
 
-    The first fetches its plan from host memory, the second delivers verdicts to it. Stage runs
-    inside the first, so a replay reads the lengths that are committed when it runs. A verdict
-    carries the step id of the plan that was read, and the host refuses any other
+    The first half fetches its layout from host memory and derives all inputs from the lengths
+    that are committed when it runs; the second delivers results to the host. A result carries the
+    id of the step whose layout was read, and the host refuses any other
     (tests/gpu/test_graphs_gpu.py).
 
     Attributes:
-        step: the verbs.
-        windows, chunks: buckets, ascending.
-        plans: on their way to the device.
-        verdicts: [R, 4 + k + 1] int64, the host's memory for them (``OutputRing.rows``).
+        step: the functions.
+        shapes: what is captured, ascending by rows.
+        layouts: on their way to the device.
+        others: runs steps that fit no captured shape.
     """
 
-    step: PaddedStep
-    windows: tuple[int, ...]
-    chunks: tuple[int, ...]
-    plans: PlanRing
-    verdicts: Tensor
-    _captured: dict[Bucket, CapturedStep] = field(default_factory=dict)
+    step: Step
+    shapes: tuple[StepShape, ...]
+    layouts: LayoutRing
+    others: Launcher
+    _captured: dict[StepShape, CapturedStep] = field(default_factory=dict)
 
     def capture_all(self) -> CaptureReport:
-        """Capture every bucket, the largest first, so that all share its memory."""
+        """Capture every shape, the largest first, so that all share its memory."""
         # What loading left in the allocator's cache must not count for or against the graphs.
         torch.cuda.empty_cache()
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
-        buckets = [Bucket(batch, self.chunks[-1]) for batch in CHUNKS_TOGETHER]
-        buckets += [Bucket(1, rows) for rows in reversed(self.chunks[:-1])]
-        buckets += [Bucket(batch, 0) for batch in reversed(self.windows)]
         pool = torch.cuda.graph_pool_handle()
-        for bucket in buckets:
-            self._captured[bucket] = self._capture(bucket, pool)
+        for shape in reversed(self.shapes):
+            self._captured[shape] = self._capture(shape, pool)
         used = free - torch.cuda.mem_get_info()[0]
-        return CaptureReport(len(buckets), time.monotonic() - started, used)
+        return CaptureReport(2 * len(self.shapes), time.monotonic() - started, used)
 
-    def run_windows(self, rows: Sequence[UploadedRow], between: Between) -> None:
-        """Run a step's windows."""
-        batch = next(size for size in self.windows if size >= len(rows))
-        self._replay(Bucket(batch, 0), rows, between)
+    def run(self, layout: StepLayout, first_place: int, between: Between) -> None:
+        """See ``Launcher.run``."""
+        shape = self._fitting(layout.shape)
+        if shape is None:
+            self.others.run(layout, first_place, between)
+        else:
+            self._replay(shape, layout, first_place, between)
 
-    def run_chunks(self, rows: Sequence[UploadedRow], num_query: int, between: Between) -> None:
-        """Run prefill chunks.
+    def _fitting(self, shape: StepShape) -> StepShape | None:
+        """The smallest captured shape that holds one; None if none does."""
+        return next((one for one in self.shapes if one.holds(shape)), None)
 
-        Args:
-            rows: one chunk, or several as ``CHUNKS_TOGETHER`` names them.
-            num_query: the longest of them, in tokens; above all but the largest bucket if
-                there are several.
-            between: what the rows' requests ask of their logits.
-        """
-        size = next(size for size in self.chunks if size >= num_query)
-        self._replay(Bucket(len(rows), size), rows, between)
-
-    def _replay(self, bucket: Bucket, rows: Sequence[UploadedRow], between: Between) -> None:
-        captured = self._captured[bucket]
+    def _replay(
+        self, shape: StepShape, layout: StepLayout, first_place: int, between: Between
+    ) -> None:
+        captured = self._captured[shape]
         between.look()
-        self.plans.write(rows, bucket.batch)
+        self._write(shape, layout, first_place)
         captured.forward.replay()
         between.process(captured.computed)
         captured.settle.replay()
         between.score(captured.tokens)
 
-    def _capture(self, bucket: Bucket, pool: Any) -> CapturedStep:
-        """Warm up and capture on a plan that is all padding: the same code as a real one."""
-        plan = self.plans.memory(bucket.batch)
-        layout = self.step.layout(bucket.batch, bucket.chunk)
+    def _write(self, shape: StepShape, layout: StepLayout, first_place: int = 0) -> None:
+        self.layouts.write(layout.table(shape, self.step.sequences.reserved_slot, first_place))
+
+    def _capture(self, shape: StepShape, pool: Any) -> CapturedStep:
+        """Warm up and capture on a layout that is all padding: the same code as a real one."""
+        layout = LayoutTable(self.layouts.memory(shape), shape)
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
             for _ in range(WARM_UP_RUNS):
-                self.plans.write((), bucket.batch)
-                self._settle(plan, layout, self._forward(bucket, plan, layout))
+                self._write(shape, NO_REQUESTS)
+                self.step.settle(self._forward(layout))
         torch.cuda.current_stream().wait_stream(aside)
         # Where ranks are joined, a thread of the library looks after its own events meanwhile.
         mode = "global" if self.step.parallel.size == 1 else "thread_local"
         forward, settle = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, pool=pool, capture_error_mode=mode):
-            computed = self._forward(bucket, plan, layout)
+            computed = self._forward(layout)
         with torch.cuda.graph(settle, pool=pool, capture_error_mode=mode):
-            tokens = self._settle(plan, layout, computed)
-        # Owned, the logits of every bucket would be held; on loan, all share one memory.
-        return CapturedStep(forward, settle, plan, layout, lent(computed), lent(tokens))
+            tokens = self.step.settle(computed).tokens
+        # Owned, the logits of every shape would be held; on loan, all share one memory.
+        return CapturedStep(forward, settle, lent(computed), lent(tokens))
 
-    def _forward(self, bucket: Bucket, plan: Tensor, layout: FixedLayout) -> Computed:
-        self.plans.fetch(plan)
-        if bucket.chunk:
-            return self.step.chunks(plan[:-1], layout, bucket.chunk)
-        return self.step.windows(plan[:-1])
-
-    def _settle(self, plan: Tensor, layout: FixedLayout, computed: Computed) -> Tensor:
-        settled = self.step.settle(plan[:-1], layout, computed)
-        deliver(settled.outcome, plan[-1], self.verdicts)
-        return settled.tokens
+    def _forward(self, layout: LayoutTable) -> Computed:
+        self.layouts.fetch(layout.table)
+        return self.step.forward(layout)

@@ -1,100 +1,100 @@
-"""One step: seven verbs, the same on every device, synchronous or not."""
+"""One step: the same functions on every device, called one by one or captured in two graphs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from sametoken.core.plan import StepPlan
+import torch
+from torch import Tensor
+
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.context import DraftContext
-from sametoken.models.base import CausalLM
-from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
-from sametoken.runner.launch import Launcher
-from sametoken.runner.outcome import pack
-from sametoken.runner.stream import Stream
-from sametoken.runner.swap import SwapStore
-from sametoken.state.commit import admit, assign_blocks, commit, publish
-from sametoken.state.history import NO_HISTORY, TokenHistory
-from sametoken.state.inputs import stage
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.step.ops import StepOps
+from sametoken.kernels.step.types import Chances, LayoutTable, StepInputs, VerifyResult
+from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.models.base import CausalLM, HiddenStates
 from sametoken.state.kv_cache import KVCache
+from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.base import Verifier
-
-
-class Runner(Protocol):
-    """Runs plans on the device in the order they are submitted."""
-
-    def submit(self, plan: StepPlan) -> PendingOutput:
-        """Enqueue a step; its result is read later from the returned output."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
-class StepRunner:
-    """Runs plans on the device in the order they are submitted.
+class Computed:
+    """What the first half of a step leaves for the second.
+
+    Attributes:
+        x: the step's inputs.
+        hidden: of all T rows.
+        logits: [L, V] fp32, of the sampled rows; may be changed in place.
+    """
+
+    x: StepInputs
+    hidden: HiddenStates
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step in two halves, cut at the logits: what requests ask of them is done in between.
 
     Attributes:
         sequences: the device's truth.
         model, kv: the target and its KV memory.
-        verifier: judges drafts.
-        drafter: makes them.
-        launcher: runs the target on staged inputs.
-        swap: KV of preempted requests.
-        stream: what the work is enqueued on.
-        ring: host memory for results.
-        history: texts of earlier requests, for drafters that read them.
+        kernels, ops: operations of models and of steps.
+        table: sampling parameters by slot.
+        drafter: makes drafts.
+        results: [R, NUM_COUNTS + k + 1] int64, the host's memory for results.
+        chances: of synthetic acceptance; None: drafts are verified.
+        parallel: the ranks that share the model.
     """
 
     sequences: Sequences
     model: CausalLM
     kv: KVCache
-    verifier: Verifier
+    kernels: Kernels
+    ops: StepOps
+    table: SamplingTable
     drafter: Drafter
-    launcher: Launcher
-    swap: SwapStore
-    stream: Stream
-    ring: OutputRing
-    history: TokenHistory = NO_HISTORY
+    results: Tensor
+    chances: Chances | None = None
+    parallel: TensorParallel = ALONE
 
-    def submit(self, plan: StepPlan) -> PendingOutput:
-        """Enqueue a step; its result is read later from the returned output."""
-        buffer = self.ring.acquire()
-        landed = self.stream.submit(lambda: self._run(plan, buffer))
-        return PendingOutput(plan, tuple(range(len(plan.rows))), buffer, landed, self.ring)
+    def forward(self, layout: LayoutTable) -> Computed:
+        """One pass over all rows of the step, and the logits of those that are sampled."""
+        x = self.ops.prepare_inputs(self.sequences, layout)
+        hidden = self.model.forward(x.token_ids, x.rows, self.kv)
+        sampled = self.kernels.take_rows(hidden.last, x.sampled.index)
+        return Computed(x, hidden, self.model.compute_logits(sampled))
 
-    def _run(self, plan: StepPlan, buffer: HostBuffer) -> None:
-        self.take_up(plan)
-        if plan.rows:
-            self.run_rows(plan, buffer)
+    def settle(self, computed: Computed) -> VerifyResult:
+        """Verify, commit, deliver the result to the host, propose."""
+        x, sequences = computed.x, self.sequences
+        verdict = self._verify(computed)
+        lengths = self.ops.commit(sequences, x, verdict.num_accepted, verdict.next_token)
+        # The result leaves before drafting, so that the host waits for the verdict alone.
+        self.ops.deliver(x, verdict, self.results)
+        context = DraftContext(
+            x=x,
+            hidden=computed.hidden,
+            end=lengths.num_computed,
+            num_tokens=lengths.num_tokens,
+            sequences=sequences,
+            kernels=self.kernels,
+            ops=self.ops,
+        )
+        drafts = self.drafter.propose(context)
+        self.ops.publish(sequences, x, drafts.draft_ids, drafts.num_drafts)
+        return verdict
 
-    def run_rows(self, plan: StepPlan, buffer: HostBuffer, first: int = 0) -> None:
-        """The seven verbs for a plan's rows; the verdict goes to ``buffer`` from ``first`` on."""
-        x = stage(self.sequences, plan)
-        launch = self.launcher.load(plan, x)
-        hidden = launch.run(self.model, self.kv)
-        logits = self.model.compute_logits(hidden.last[x.logits_indices])
-        verdict = self.verifier.judge(logits, x)
-        prompt_logprobs = self.verifier.score_prompt(hidden.last, x, self.model.compute_logits)
-        committed = commit(self.sequences, x, verdict.num_accepted, verdict.next_token)
-        # The copy starts before drafting, so that the host waits for the verdict alone.
-        buffer.copy_from(pack(x, verdict, self.sequences.max_num_drafts + 1), first)
-        buffer.keep(len(plan.rows), first, verdict.logprobs, prompt_logprobs)
-        drafts = self.drafter.propose(
-            DraftContext(
-                x, hidden, x.num_computed, committed.num_computed, committed.num_tokens,
-                self.sequences,
-            )
-        )  # fmt: skip
-        publish(self.sequences, x, drafts.draft_ids, drafts.num_drafts)
-
-    def take_up(self, plan: StepPlan) -> None:
-        """Apply what a plan changes before its rows run, in the order of its fields."""
-        self.swap.move_out(plan)
-        for admission in plan.admissions:
-            self.history.keep(self.sequences, admission.slot)
-            admit(self.sequences, admission)
-            self.verifier.admit(admission)
-        for assignment in plan.block_assignments:
-            assign_blocks(self.sequences, assignment)
-        self.swap.move_in(plan)
+    def _verify(self, computed: Computed) -> VerifyResult:
+        """Judge the windows; of several ranks, rank 0 decides for all."""
+        x, logits, table = computed.x, computed.logits, self.table
+        self.kernels.truncate(logits, x.sampled.slots, table.cuts)
+        keys = self.kernels.token_keys(logits, table.temperature, table.seed, x.sampled)
+        verdict = self.ops.verify(keys, x, self.chances)
+        if self.parallel.size == 1:
+            return verdict
+        decided = torch.stack((verdict.num_accepted, verdict.next_token))
+        num_accepted, next_token = self.parallel.broadcast(decided).unbind(0)
+        return replace(verdict, num_accepted=num_accepted, next_token=next_token)

@@ -1,28 +1,14 @@
-"""The one writer of ``Sequences``. Imported by ``runner.step`` alone.
+"""What the host writes to ``Sequences``: a slot's new request, its blocks.
 
-tests/architecture/test_single_writer.py holds that no other module writes
-``num_tokens`` or ``num_computed``.
+With ``StepOps.commit`` and ``publish``, what a step does, this is all that writes them
+(tests/architecture/test_single_writer.py). Imported by ``runner.runner`` alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
 from sametoken.core.plan import Admission, BlockAssignment
-from sametoken.state.inputs import StepInputs
 from sametoken.state.sequences import Sequences
 from sametoken.state.upload import upload
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedLengths:
-    """Lengths of the step's plan rows after the commit, [B] int64 each."""
-
-    num_tokens: Tensor
-    num_computed: Tensor
 
 
 def admit(sequences: Sequences, admission: Admission) -> None:
@@ -34,44 +20,6 @@ def admit(sequences: Sequences, admission: Admission) -> None:
     sequences.num_tokens[slot].fill_(len(prompt))
     sequences.num_computed[slot].fill_(admission.num_cached)
     sequences.num_drafts[slot].fill_(0)
-
-
-def commit(
-    sequences: Sequences, x: StepInputs, num_accepted: Tensor, next_token: Tensor
-) -> CommittedLengths:
-    """Make a step's accepted tokens true, for every row of every step.
-
-    Args:
-        sequences: the truth to advance.
-        x: the step's inputs.
-        num_accepted: [B] int64, accepted drafts; 0 for rows that do not sample.
-        next_token: [B] int64, read only for rows that sample.
-    """
-    num_computed = x.num_computed + x.num_query + num_accepted
-    num_tokens = torch.where(x.samples, x.num_tokens + num_accepted + 1, x.num_tokens)
-    sequences.num_computed[x.slots] = num_computed
-    sequences.num_tokens[x.slots] = num_tokens
-
-    # Prompt rows rewrite what is there; draft rows up to the last accepted become true.
-    committed = x.rows.positions < num_computed[x.row_owner]
-    slots, positions = x.rows.slots[committed], x.rows.positions[committed]
-    sequences.token_ids[slots, positions] = x.token_ids[committed]
-    sampled = x.samples
-    sequences.token_ids[x.slots[sampled], num_tokens[sampled] - 1] = next_token[sampled]
-    return CommittedLengths(num_tokens, num_computed)
-
-
-def publish(sequences: Sequences, x: StepInputs, draft_ids: Tensor, num_drafts: Tensor) -> None:
-    """Store drafts for the next window of each plan row; rows that do not sample get none.
-
-    Args:
-        sequences: the truth to write.
-        x: the step's inputs.
-        draft_ids: [B, k] int64.
-        num_drafts: [B] int64, 0..k.
-    """
-    sequences.draft_ids[x.slots] = draft_ids
-    sequences.num_drafts[x.slots] = torch.where(x.samples, num_drafts, 0)
 
 
 def assign_blocks(sequences: Sequences, assignment: BlockAssignment) -> None:

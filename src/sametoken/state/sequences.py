@@ -1,4 +1,4 @@
-"""Per-slot facts on the device. ``commit.py`` alone writes the lengths."""
+"""Per-slot facts on the device. ``commit.py`` and ``StepOps.commit`` alone write them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from sametoken.kernels.interface import AttentionRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +78,3 @@ class Sequences:
     def max_num_drafts(self) -> int:
         """k, the width of the draft buffer."""
         return self.draft_ids.shape[1]
-
-    def rows_at(
-        self,
-        slots: Tensor,
-        positions: Tensor,
-        window: int | None = None,
-        committed: Tensor | None = None,
-    ) -> AttentionRows:
-        """Attention rows for [T] slots and positions, addresses derived from the block table.
-
-        ``window``, ``committed``: as in ``AttentionRows``.
-        """
-        blocks = self.block_table[slots, positions // self.block_size]
-        kv_slots = blocks * self.block_size + positions % self.block_size
-        return AttentionRows(positions, slots, kv_slots, self.block_table, window, committed)

@@ -19,7 +19,6 @@ from torch import Tensor
 from sametoken.core.plan import Admission
 from sametoken.core.structured_outputs import Matcher, Stuck
 from sametoken.state.host_copy import HostCopy
-from sametoken.state.inputs import StepInputs
 from sametoken.state.sequences import Sequences
 from sametoken.state.upload import to_device, upload
 
@@ -205,31 +204,6 @@ class SlotGrammars:
         values = torch.cat((counts, newest, sequences.draft_ids[slots]), dim=1)
         cursors = [(place, self._cursors[slot]) for place, slot, _ in places]
         return Look(tuple(cursors), HostCopy.of(values), sequences.max_num_drafts + 1)
-
-    def mask(self, logits: Tensor, x: StepInputs) -> Tensor:
-        """Forbid what the grammars do, in place.
-
-        Args:
-            logits: [L, V] fp32, written in rows of requests with a grammar.
-            x: the step's inputs, before its commit.
-
-        Returns:
-            [L] int64: why a row of a grammar has no token left (``Stuck``).
-        """
-        stuck = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        if not self._cursors:
-            return stuck
-        columns = (x.slots, x.samples.long(), x.window_starts, x.num_drafts)
-        plan_rows = torch.stack(columns, dim=1).tolist()
-        windows = ((slot if samples else -1, drafts) for slot, samples, _, drafts in plan_rows)
-        look = self.look(windows)
-        for place, masks, lost in look.masks(logits.shape[1]) if look else ():
-            start = plan_rows[place][2]
-            rows = slice(start, start + masks.shape[0])
-            forbid(logits[rows], masks)
-            cause = lost or Stuck.NO_TOKEN
-            stuck[rows] = (logits[rows].amax(dim=-1) == _FORBIDDEN) * int(cause)
-        return stuck
 
 
 @dataclass(frozen=True, slots=True)

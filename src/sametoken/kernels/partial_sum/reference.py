@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def partial_sum(partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """[size, T, N] fp32 to [T, N], as ``kernels.partial_sum`` says."""
+    """[size, T, N] fp32 to [T, N], as ``Kernels.partial_sum`` says."""
     total = partials[0]
     for partial in partials[1:]:
         total = total + partial

@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def partial_sum(partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """[size, T, N] fp32 to [T, N], as ``kernels.partial_sum`` says."""
+    """[size, T, N] fp32 to [T, N], as ``Kernels.partial_sum`` says."""
     assert partials.dtype == torch.float32
     assert partials.is_contiguous()
     size, rows, width = partials.shape

@@ -1,10 +1,4 @@
-"""Keyed sampling in Triton: tiles of the vocabulary first, then the best of the tiles.
-
-A candidate travels as one int64 key: an order-preserving image of its fp32 value above the
-complement of its column, which is its token id unless a map says otherwise. The largest key
-is then the best value with the lowest id, in whatever order keys are compared, and NaN,
-ranked above all, marks its row as poisoned.
-"""
+"""Keyed sampling in Triton: tiles of the vocabulary first, then the best of the tiles (``keys``)."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -14,15 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sametoken.kernels.interface import SampledRows
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
+from sametoken.kernels.sampling import keys
 
 # Many rows fill the chip with tiles that spend less on their reductions; few need more tiles.
 _BLOCK, _WIDE_BLOCK, _ROWS_OF_WIDE = 1024, 4096, 16
 
-_NAN_RANK = tl.constexpr(0x7FFFFFFF)
-#: The image of -inf: the best of a row that has nothing else.
-_NOTHING_RANK = tl.constexpr(-0x7F800001)
-_ID_MASK = tl.constexpr(0xFFFFFFFF)
+_NAN_RANK = tl.constexpr(keys.NAN_RANK)
+_NOTHING_RANK = tl.constexpr(keys.NOTHING_RANK)
+_ID_MASK = tl.constexpr(keys.ID_MASK)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -132,7 +127,6 @@ def _tile_keys_kernel(
     token_ids,  # [VOCAB_SIZE], ascending, or None: column i is token i
     keys,  # [L, NUM_TILES]
     POSITION_OFFSET: tl.constexpr,
-    FIRST_ID: tl.constexpr,
     VOCAB_SIZE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -152,13 +146,13 @@ def _tile_keys_kernel(
             position = tl.load(positions + row) + POSITION_OFFSET
             seed = tl.load(seeds + owner)
             if token_ids is None:
-                words = philox_words(seed, position, FIRST_ID + first_id, BLOCK)
+                words = philox_words(seed, position, first_id, BLOCK)
             else:
                 mapped = tl.load(token_ids + ids, ids < VOCAB_SIZE, other=0)
                 words = philox_words_of(seed, position, mapped)
             # Has the order of value / divisor + noise, without the division.
             value = tl.fma(gumbel_noise(words), divisor, value)
-    tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, FIRST_ID + first_id, BLOCK))
+    tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, first_id, BLOCK))
 
 
 @triton.jit
@@ -214,34 +208,13 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def greedy_keys(logits: Tensor) -> Tensor:
-    """First half of ``argmax``: keys [L, tiles] int64 for ``best_tokens`` or ``commit.judge``."""
+    """First half of ``argmax``: keys [L, tiles] int64 for ``best_tokens``."""
     return _tile_keys(logits, None, None, None, None, 0)
 
 
-def window_keys(
-    logits: Tensor,
-    temperature: Tensor,
-    seeds: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    first_id: int = 0,
-) -> Tensor:
-    """First half of ``sample`` with parameters by slot: one launch, nothing gathered before.
-
-    Args:
-        logits: [L, V] fp32, not written.
-        temperature: [S] fp32, 0 for greedy slots and for the reserved one.
-        seeds: [S] int64.
-        slots: [L] int64, the slot of each row.
-        positions: [L] int64, of the row itself; the token being chosen stands one later.
-        first_id: the token that column 0 stands for, a multiple of 4. Keys of several runs of
-            columns side by side are those of all their tokens.
-
-    Returns:
-        [L, tiles] int64 keys for ``best_tokens`` or ``commit.judge``.
-    """
-    assert first_id % 4 == 0
-    return _tile_keys(logits, temperature, seeds, slots, positions, 1, first_id=first_id)
+def token_keys(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows) -> Tensor:
+    """As ``Kernels.token_keys``: one launch, nothing gathered before."""
+    return _tile_keys(logits, temperature, seeds, rows.slots, rows.positions, 1)
 
 
 def best_tokens(keys: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -275,7 +248,6 @@ def _tile_keys(
     positions: Tensor | None,
     position_offset: int,
     token_ids: Tensor | None = None,
-    first_id: int = 0,
 ) -> Tensor:
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
@@ -294,7 +266,6 @@ def _tile_keys(
             token_ids,
             keys,
             POSITION_OFFSET=position_offset,
-            FIRST_ID=first_id,
             VOCAB_SIZE=vocab_size,
             NUM_TILES=num_tiles,
             BLOCK=block,

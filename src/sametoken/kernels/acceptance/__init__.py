@@ -1,1 +1,0 @@
-"""Synthetic acceptance: how many drafts are accepted, drawn by seed and position."""

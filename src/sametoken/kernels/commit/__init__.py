@@ -1,1 +1,0 @@
-"""Judge windows of fixed shape and make their accepted tokens true."""

@@ -1,1 +1,0 @@
-"""Stage: flat rows of a step from committed lengths and drafts."""

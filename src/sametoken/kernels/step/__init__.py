@@ -1,0 +1,1 @@
+"""What a step does around its forward passes: inputs, verification, commit, draft rows."""

@@ -1,0 +1,245 @@
+"""Inputs of a step from its layout, in one launch."""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.core import layout as columns
+from sametoken.kernels.interface import AttentionRows, SampledRows
+from sametoken.kernels.overlap import overlapped, wait
+from sametoken.kernels.step.types import LayoutTable, Sequences, StepInputs
+
+_BLOCK = 128
+
+_SLOT = tl.constexpr(columns.SLOT)
+_NUM_QUERY = tl.constexpr(columns.NUM_QUERY)
+_DRAFT_LIMIT = tl.constexpr(columns.DRAFT_LIMIT)
+_SAMPLES = tl.constexpr(columns.SAMPLES)
+_ROW_START = tl.constexpr(columns.ROW_START)
+_WINDOW_START = tl.constexpr(columns.WINDOW_START)
+
+
+@triton.jit
+def kv_slot_of(
+    block_table,  # [S, max_blocks]
+    slot,
+    position,
+    inside,
+    table_stride,
+    block_size,
+):
+    """``block_id * block_size + offset`` of positions of slots."""
+    entry = block_table + slot * table_stride + position // block_size
+    return tl.load(entry, inside, other=0) * block_size + position % block_size
+
+
+@triton.jit
+def _prepare_rows(
+    row,  # places among the request's rows
+    request,  # slot, computed, query, drafts
+    memory,  # token_ids, draft_ids, and their strides
+    reserved_slot,
+):
+    """Whether rows are live, and what stands there: token, position and slot."""
+    slot, computed, query, drafts = request
+    token_ids, draft_ids, token_stride, draft_stride = memory
+    live = row < query + drafts
+    row_slot = tl.where(live, slot, reserved_slot)
+    position = tl.where(live, computed + row, 0)
+    token = tl.load(token_ids + slot * token_stride + position, row < query, other=0)
+    is_draft = live & (row >= query)
+    draft = tl.load(draft_ids + slot * draft_stride + row - query, is_draft, other=0)
+    return tl.where(is_draft, draft, token), position, row_slot
+
+
+@triton.jit
+def _store_sampled(
+    outputs,  # index or None, slots, positions, token ids, offsets
+    place,
+    inside,
+    index,
+    found,  # of _prepare_rows
+    offset,
+):
+    """Write sampled rows; where every row is sampled only their places in their windows."""
+    to_index, to_slots, to_positions, to_token_ids, to_offsets = outputs
+    tl.store(to_offsets + place, offset.to(tl.int64), inside)
+    if to_index is not None:
+        token, position, row_slot = found
+        tl.store(to_index + place, index, inside)
+        tl.store(to_slots + place, row_slot, inside)
+        tl.store(to_positions + place, position, inside)
+        tl.store(to_token_ids + place, token, inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "layout_stride", "num_requests", "num_rows", "num_sampled", "reserved_slot"
+    ]
+)  # fmt: skip
+def _prepare_inputs_kernel(
+    layout,  # [TABLE_ROWS, layout_stride]
+    token_ids,  # [S, max_len]
+    num_tokens,  # [S]
+    num_computed,  # [S]
+    draft_ids,  # [S, k]
+    num_drafts,  # [S]
+    block_table,  # [S, max_blocks]
+    step_num_tokens,  # [B], written, as all below
+    step_num_computed,  # [B]
+    step_num_proposed,  # [B]
+    step_num_drafts,  # [B]
+    step_samples,  # [B] bool
+    row_token_ids,  # [T]
+    row_positions,  # [T]
+    row_slots,  # [T]
+    row_kv_slots,  # [T]
+    row_committed,  # [T] bool
+    sampled_index,  # [L], or None: every row is sampled
+    sampled_slots,  # [L]
+    sampled_positions,  # [L]
+    sampled_token_ids,  # [L]
+    sampled_offsets,  # [L]
+    layout_stride,
+    num_requests,
+    num_rows,
+    num_sampled,
+    token_stride,
+    draft_stride,
+    table_stride,
+    reserved_slot,
+    block_size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait(OVERLAP)  # And no release: this writes where rows stand.
+    owner = tl.program_id(0).to(tl.int64)
+    is_padding = owner == num_requests
+    field = layout + owner
+    first = tl.load(field + _ROW_START * layout_stride)
+    window = tl.load(field + _WINDOW_START * layout_stride)
+    stop, window_stop = num_rows.to(tl.int64), num_sampled.to(tl.int64)
+    if not is_padding:
+        stop = tl.load(field + _ROW_START * layout_stride + 1)
+        window_stop = tl.load(field + _WINDOW_START * layout_stride + 1)
+    slot = tl.load(field + _SLOT * layout_stride)
+    # Padding is named twice, so that neither a stale slot nor a stale count can wake it.
+    query = tl.load(field + _NUM_QUERY * layout_stride)
+    query = tl.where(is_padding | (slot == reserved_slot), 0, query)
+    computed = tl.load(num_computed + slot)
+    sampled = (query > 0) & (tl.load(field + _SAMPLES * layout_stride) != 0)
+    proposed = tl.where(sampled, tl.load(num_drafts + slot), 0)
+    drafts = tl.minimum(proposed, tl.load(field + _DRAFT_LIMIT * layout_stride))
+    if (tl.program_id(1) == 0) & (owner < num_requests):
+        tl.store(step_num_tokens + owner, tl.load(num_tokens + slot))
+        tl.store(step_num_computed + owner, computed)
+        tl.store(step_num_proposed + owner, proposed)
+        tl.store(step_num_drafts + owner, drafts)
+        tl.store(step_samples + owner, sampled)
+
+    request = (slot, computed, query, drafts)
+    memory = (token_ids, draft_ids, token_stride, draft_stride)
+    begin, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+    for at in range(begin, (stop - first).to(tl.int32), step):
+        row = at + tl.arange(0, BLOCK)
+        inside = row < stop - first
+        token, position, row_slot = _prepare_rows(row, request, memory, reserved_slot)
+        kv_slot = kv_slot_of(block_table, row_slot, position, inside, table_stride, block_size)
+        place = first + row
+        tl.store(row_token_ids + place, token, inside)
+        tl.store(row_positions + place, position, inside)
+        tl.store(row_slots + place, row_slot, inside)
+        tl.store(row_kv_slots + place, kv_slot, inside)
+        tl.store(row_committed + place, row < query, inside)
+    outputs = (
+        sampled_index, sampled_slots, sampled_positions, sampled_token_ids, sampled_offsets
+    )  # fmt: skip
+    base = tl.where(is_padding, 0, first + query - 1)
+    for at in range(begin, (window_stop - window).to(tl.int32), step):
+        offset = at + tl.arange(0, BLOCK)
+        inside = offset < window_stop - window
+        row = offset + query - 1
+        found = _prepare_rows(row, request, memory, reserved_slot)
+        index = tl.where(is_padding, 0, base + offset)
+        _store_sampled(outputs, window + offset, inside, index, found, offset)
+
+
+def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
+    """See ``StepOps.prepare_inputs``."""
+    shape, table = layout.shape, layout.table
+    slots = layout.row(columns.SLOT)
+    assert table.is_contiguous()
+    # Each by itself: a part of a larger tensor may be unaligned, and cost a compilation more.
+    facts = [slots.new_empty(shape.num_requests) for _ in range(4)]
+    samples = slots.new_empty(shape.num_requests, dtype=torch.bool)
+    token_ids, positions, row_slots, kv_slots = (slots.new_empty(shape.num_rows) for _ in range(4))
+    committed = slots.new_empty(shape.num_rows, dtype=torch.bool)
+    offsets = slots.new_empty(shape.num_sampled)
+    if shape.all_sampled:
+        sampled = SampledRows(None, row_slots, positions, token_ids, offsets)
+    else:
+        sampled = _separate(offsets)
+    longest = max(shape.max_rows, shape.num_rows - shape.num_requests, 1)
+    _prepare_inputs_kernel[(shape.num_requests + 1, triton.cdiv(longest, _BLOCK))](
+        table,
+        sequences.token_ids,
+        sequences.num_tokens,
+        sequences.num_computed,
+        sequences.draft_ids,
+        sequences.num_drafts,
+        sequences.block_table,
+        *facts,
+        samples,
+        token_ids,
+        positions,
+        row_slots,
+        kv_slots,
+        committed,
+        sampled.index,
+        sampled.slots,
+        sampled.positions,
+        sampled.token_ids,
+        offsets,
+        table.stride(0),
+        shape.num_requests,
+        shape.num_rows,
+        shape.num_sampled,
+        sequences.token_ids.stride(0),
+        sequences.draft_ids.stride(0),
+        sequences.block_table.stride(0),
+        sequences.reserved_slot,
+        sequences.block_size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlapped(slots),
+    )
+    num_tokens, num_computed, num_proposed, num_drafts = facts
+    return StepInputs(
+        step_ids=layout.row(columns.STEP_ID),
+        places=layout.row(columns.PLACE),
+        slots=slots,
+        num_tokens=num_tokens,
+        num_computed=num_computed,
+        num_query=layout.row(columns.NUM_QUERY),
+        num_proposed=num_proposed,
+        num_drafts=num_drafts,
+        samples=samples,
+        row_starts=layout.starts(columns.ROW_START),
+        window_starts=layout.starts(columns.WINDOW_START),
+        token_ids=token_ids,
+        rows=AttentionRows(
+            positions, row_slots, kv_slots, sequences.block_table, layout.runs, committed
+        ),
+        sampled=sampled,
+        max_num_drafts=sequences.max_num_drafts,
+    )
+
+
+def _separate(offsets: Tensor) -> SampledRows:
+    """Memory for sampled rows that are not all rows."""
+    index, slots, positions, token_ids = (torch.empty_like(offsets) for _ in range(4))
+    return SampledRows(index, slots, positions, token_ids, offsets)

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import torch
 
+from helpers.recorded import emitted_rows, noted, watched
+from helpers.static_steps import STEPS, chosen_steps, launcher_of
 from sametoken.core.plan import Admission
 from sametoken.core.request import EngineRequest
 from sametoken.core.sampling_params import SamplingParams
@@ -18,8 +20,9 @@ from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.core import EngineCore
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
-from sametoken.runner.launch import EagerLauncher
-from sametoken.runner.step import Runner, StepRunner
+from sametoken.runner.processing import LogitsProcessing
+from sametoken.runner.runner import StepRunner
+from sametoken.runner.step import Step
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
@@ -29,7 +32,7 @@ from sametoken.state.kv_cache import KVCache
 from sametoken.state.recurrent import RecurrentCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.keyed import KeyedVerifier
+from sametoken.verification.grammar import SlotGrammars
 
 CPU = torch.device("cpu")
 
@@ -59,33 +62,6 @@ class Parts:
     kernels: ReferenceKernels
     shape: Shape
     expected: dict[int, list[int]] = field(default_factory=dict)
-
-
-class RecordingVerifier(KeyedVerifier):
-    """Keeps judged rows, and tells scripted drafters what each slot will emit."""
-
-    def bind(self, parts: Parts, oracle: Callable[[Admission], list[int]] | None) -> None:
-        self.parts, self.oracle = parts, oracle
-        self.accepted_logits: list[tuple[int, int, torch.Tensor]] = []
-
-    def admit(self, admission: Admission) -> None:
-        super().admit(admission)
-        if self.oracle is not None:
-            self.parts.expected[admission.slot] = [
-                *admission.prompt_token_ids,
-                *self.oracle(admission),
-            ]
-
-    def judge(self, logits, x):
-        raw = logits.clone()
-        verdict = super().judge(logits, x)
-        for b in range(x.slots.shape[0]):
-            if bool(x.samples[b]):
-                first = int(x.window_starts[b])
-                for r in range(int(verdict.num_accepted[b]) + 1):
-                    position = int(x.num_tokens[b]) + r
-                    self.accepted_logits.append((int(x.slots[b]), position, raw[first + r]))
-        return verdict
 
 
 class ScriptedDrafter:
@@ -150,10 +126,11 @@ def build(
     stream=None,
     kernels=None,
     history: TokenHistory = NO_HISTORY,
-    make_runner: Callable[..., Runner] = lambda eager, *_: eager,
+    steps: str | None = None,
 ) -> EngineCore:
-    """Put an engine together by hand; ``make_runner`` may build upon the eager verbs."""
+    """Put an engine together by hand; ``steps`` is one of ``STEPS``."""
     kernels = kernels or ReferenceKernels()
+    steps = steps or chosen_steps()
     k = shape.num_drafts if make_drafter else 0
     max_len = shape.max_model_len + k + 2
     sequences = Sequences.allocate(
@@ -167,24 +144,9 @@ def build(
     table = SamplingTable.allocate(shape.max_num_seqs, CPU)
     parts = Parts(sequences, table, kernels, shape)
     drafter = make_drafter(parts) if make_drafter else NoDrafter()
-    spec = model.recurrent_spec
-    kv = KVCache.allocate(
-        model.kv_spec,
-        num_blocks=shape.num_blocks,
-        block_size=shape.block_size,
-        device=CPU,
-        recurrent=spec
-        and RecurrentCache.allocate(
-            spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU, kernels=kernels
-        ),
-    )
-    if spec is not None:
-        kv.recurrent.states.fill_(float("nan"))
-        kv.recurrent.history.fill_(float("nan"))
-    for cache in (kv, *drafter.kv_caches):
+    kv = _poisoned_kv(model, shape, k, kernels)
+    for cache in drafter.kv_caches:
         cache.memory.fill_(float("nan"))
-    verifier = RecordingVerifier(kernels, sequences, table)
-    verifier.bind(parts, oracle)
     limits = SchedulerLimits(
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -200,23 +162,62 @@ def build(
     )
     if stream is None:
         stream = ImmediateStream() if shape.steps_in_flight == 1 else LaggingStream()
-    runner = StepRunner(
+    ring = OutputRing.allocate(shape.steps_in_flight + 1, shape.max_num_seqs, k)
+    step = Step(
         sequences=sequences,
         model=model,
         kv=kv,
-        verifier=verifier,
+        kernels=kernels,
+        ops=STEPS[steps],
+        table=table,
         drafter=drafter,
-        launcher=EagerLauncher(),
+        results=ring.rows,
+    )
+    processing = LogitsProcessing(sequences, model, kernels, table, SlotGrammars(sequences))
+    accepted_logits: list[tuple[int, int, torch.Tensor]] = []
+
+    def note(x, raw, verdict) -> None:
+        for slot, position, row in emitted_rows(x, verdict):
+            accepted_logits.append((slot, position, raw[row]))
+
+    def see(admission) -> None:
+        if oracle is not None:
+            parts.expected[admission.slot] = [*admission.prompt_token_ids, *oracle(admission)]
+
+    step = noted(step, note)
+    runner = StepRunner(
+        step=step,
+        processing=watched(processing, see),
+        launcher=launcher_of(step, steps),
         swap=SwapStore((kv, *drafter.kv_caches)),
         stream=stream,
-        ring=OutputRing.allocate(shape.steps_in_flight + 1, shape.max_num_seqs, k),
+        ring=ring,
         history=history,
     )
     resolved = SimpleNamespace(steps_in_flight=shape.steps_in_flight)
-    runner = make_runner(runner, table, kernels, shape)
     core = EngineCore(resolved, Scheduler(limits), runner)
-    core.parts = parts
+    core.parts, core.accepted_logits = parts, accepted_logits
     return core
+
+
+def _poisoned_kv(model, shape: Shape, k: int, kernels) -> KVCache:
+    """The target's KV and recurrent state, full of NaN."""
+    spec = model.recurrent_spec
+    kv = KVCache.allocate(
+        model.kv_spec,
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        device=CPU,
+        recurrent=spec
+        and RecurrentCache.allocate(
+            spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU, kernels=kernels
+        ),
+    )
+    kv.memory.fill_(float("nan"))
+    if spec is not None:
+        kv.recurrent.states.fill_(float("nan"))
+        kv.recurrent.history.fill_(float("nan"))
+    return kv
 
 
 def request(

@@ -1,53 +1,86 @@
-"""Steps of static shapes on a CPU: what a GPU captures in graphs, run by the interpreter."""
+"""The layouts in which tests run a step: compact, and of static shapes as graphs hold them."""
 
 from __future__ import annotations
 
-from sametoken.engine.build_gpu import chunk_buckets, window_buckets
+import os
+from dataclasses import fields
+
+import torch
+
+from sametoken.core.layout import padded
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.step import compact, reference
+from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.truncation import triton as truncation
-from sametoken.runner.between import LogitsProcessing
-from sametoken.runner.graphed import GraphedRunner
-from sametoken.runner.graphs import CHUNKS_TOGETHER, StepGraphs
-from sametoken.runner.padded import PaddedStep
-from sametoken.runner.plan_ring import PlanRing
-from sametoken.runner.step import StepRunner
+from sametoken.models.base import HiddenStates
+from sametoken.runner.runner import EagerLauncher
+from sametoken.runner.step import Step
+
+#: compact: as a CPU engine; static: the reference in static shapes, dead rows poisoned; kernels:
+#: the same by the Triton kernels of a step, under the interpreter.
+STEPS = {"compact": compact, "static": reference, "kernels": in_triton}
+
+#: Names the one that tests without a choice of their own run.
+CHOICE = "TEST_STEPS"
+
+
+def chosen_steps() -> str:
+    return os.environ.get(CHOICE, "compact")
 
 
 class DeviceChoices(ReferenceKernels):
     """The reference, but tokens are cut and chosen by the kernels of captured steps."""
 
-    truncate = staticmethod(truncation.truncate)
-    sample = staticmethod(sampling.sample)
+    def truncate(self, logits, slots, cuts) -> None:
+        truncation.truncate(logits, slots, cuts)
+
+    def sample(self, *arguments) -> torch.Tensor:
+        return sampling.sample(*arguments)
+
+    def token_keys(self, *arguments) -> torch.Tensor:
+        return sampling.token_keys(*arguments)
 
 
-class Uncaptured(StepGraphs):
-    """Runs the halves of a step where a graph would be replayed; counts the launches."""
+class PoisonedStep(Step):
+    """Whatever a dead row's pass leaves is NaN."""
+
+    def forward(self, layout):
+        poisoned = Poisoned(self.model, self.sequences.reserved_slot)
+        values = {field.name: getattr(self, field.name) for field in fields(Step)}
+        return Step(**values | {"model": poisoned}).forward(layout)
+
+
+class Poisoned:
+    """A model whose dead rows end in NaN."""
+
+    def __init__(self, model, reserved_slot: int) -> None:
+        self._model, self._reserved = model, reserved_slot
+
+    def forward(self, token_ids, rows, kv) -> HiddenStates:
+        hidden, dead = self._model.forward(token_ids, rows, kv), rows.slots == self._reserved
+        nan = (one.masked_fill(dead[:, None], torch.nan) for one in (hidden.last, hidden.auxiliary))
+        return HiddenStates(*nan)
+
+    def compute_logits(self, hidden):
+        return self._model.compute_logits(hidden)
+
+
+class StaticLauncher(EagerLauncher):
+    """Requests, rows and sampled rows have room for more, as in a captured shape."""
 
     launches = 0
 
-    def _replay(self, bucket, rows, between) -> None:
-        Uncaptured.launches += 1
-        plan = self.plans.memory(bucket.batch)
-        layout = self.step.layout(bucket.batch, bucket.chunk)
-        between.look()
-        self.plans.write(rows, bucket.batch)
-        computed = self._forward(bucket, plan, layout)
-        between.process(computed)
-        between.score(self._settle(plan, layout, computed))
+    def _padded(self, shape):
+        StaticLauncher.launches += 1
+        rows = shape.num_rows + 3
+        sampled = rows if shape.all_sampled else shape.num_sampled + 2
+        return padded(shape, shape.num_requests + 2, rows, sampled)
 
 
-def static_runner(eager: StepRunner, table, kernels, shape) -> GraphedRunner:
-    """The runner of a GPU over the parts of an eager one."""
-    sequences, verdicts = eager.sequences, eager.ring.rows
-    step = PaddedStep(sequences, eager.model, eager.kv, table, eager.drafter)
-    windows = window_buckets(shape.max_num_seqs)
-    plans = PlanRing.allocate(
-        verdicts.shape[0],
-        max(*windows, *CHUNKS_TOGETHER),
-        sequences.reserved_slot,
-        sequences.device,
-    )
-    graphs = Uncaptured(step, windows, chunk_buckets(shape.prefill_chunk_size), plans, verdicts)
-    processing = LogitsProcessing(sequences, eager.model, kernels, table, eager.verifier.grammars)
-    return GraphedRunner(eager, graphs, processing)
+def launcher_of(step: Step, kind: str) -> EagerLauncher:
+    """What runs a step in one of ``STEPS``."""
+    if kind == "compact":
+        return EagerLauncher(step)
+    values = {field.name: getattr(step, field.name) for field in fields(Step)}
+    return StaticLauncher(type("Poisoned", (PoisonedStep, type(step)), {})(**values))

@@ -97,7 +97,8 @@ def _sampled(
     index = (first[owner] + offset).clamp(max=layout.shape.num_rows - 1)
     is_padding = owner == layout.shape.num_requests
     slots = rows.slots[index].masked_fill(is_padding, sequences.reserved_slot)
-    return SampledRows(index, slots, rows.positions[index], ids[index], offset)
+    positions = rows.positions[index].masked_fill(is_padding, 0)
+    return SampledRows(index, slots, positions, ids[index], offset)
 
 
 def rows_at(

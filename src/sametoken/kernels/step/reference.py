@@ -122,9 +122,10 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     starts, num_rows = x.window_starts, tokens.shape[0]
     owner, offset = _owners(starts, num_rows)
     # What lies behind the last window belongs to nobody.
+    is_padding = owner == x.slots.shape[0]
     owner = owner.clamp(max=x.slots.shape[0] - 1)
     num_drafts = x.num_drafts[owner]
-    inside = (offset <= num_drafts) & x.samples[owner]
+    inside = ~is_padding & (offset <= num_drafts) & x.samples[owner]
     drafts, stuck = x.sampled.token_ids.roll(-1), is_nothing(best)
     # A window's last row has no draft after it, so every window holds a mismatch.
     differs = (tokens != drafts) | (offset >= num_drafts) | stuck.roll(-1)
@@ -135,9 +136,10 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     faults = torch.zeros_like(matches).scatter_reduce(0, owner, fault * decides, "amax")
     if chances is not None:
         matches = _accepted_by_chance(chances, x)
-        tokens = torch.where(inside & (offset < matches[owner]), drafts, tokens)
     judged = x.samples & (faults == SOUND)
     num_accepted = torch.where(judged, matches, 0)
+    if chances is not None:
+        tokens = torch.where(inside & (offset < num_accepted[owner]), drafts, tokens)
     # Requests without a window may start one past the end; they read the padding.
     ends = torch.nn.functional.pad(tokens, (0, 1))[starts[:-1] + num_accepted]
     return VerifyResult(tokens, num_accepted, torch.where(judged, ends, 0), faults)
@@ -182,7 +184,9 @@ def commit(
 
 def publish(sequences: Sequences, x: StepInputs, draft_ids: Tensor, num_drafts: Tensor) -> None:
     """See ``StepOps.publish``."""
-    sequences.draft_ids[x.slots] = draft_ids
+    # Of the reserved slot, which dead rows read, all stay 0.
+    is_padding = (x.slots == sequences.reserved_slot)[:, None]
+    sequences.draft_ids[x.slots] = draft_ids.masked_fill(is_padding, 0)
     sequences.num_drafts[x.slots] = torch.where(x.samples, num_drafts, 0)
 
 

@@ -71,7 +71,9 @@ def _catch_up_kernel(
             position = tl.where(sampled, after, 0)
             chain_slot = tl.where(sampled, slot, reserved_slot)
             kv_slot = kv_slot_of(block_table, chain_slot, position, True, table_stride, block_size)
-            tl.store(chain_last + owner, first_row + tl.maximum(stop - first - 1, 0))
+            # Padding owns no row, and may stand behind the last one.
+            last = first_row + tl.maximum(stop - first - 1, 0)
+            tl.store(chain_last + owner, tl.minimum(last, num_rows - 1))
             tl.store(chain_positions + owner, position)
             tl.store(chain_slots + owner, chain_slot)
             tl.store(chain_kv_slots + owner, kv_slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 
@@ -42,15 +42,6 @@ class DeviceChoices(ReferenceKernels):
         return sampling.token_keys(*arguments)
 
 
-class PoisonedStep(Step):
-    """Whatever a dead row's pass leaves is NaN."""
-
-    def forward(self, layout):
-        poisoned = Poisoned(self.model, self.sequences.reserved_slot)
-        values = {field.name: getattr(self, field.name) for field in fields(Step)}
-        return Step(**values | {"model": poisoned}).forward(layout)
-
-
 class Poisoned:
     """A model whose dead rows end in NaN."""
 
@@ -82,5 +73,5 @@ def launcher_of(step: Step, kind: str) -> EagerLauncher:
     """What runs a step in one of ``STEPS``."""
     if kind == "compact":
         return EagerLauncher(step)
-    values = {field.name: getattr(step, field.name) for field in fields(Step)}
-    return StaticLauncher(type("Poisoned", (PoisonedStep, type(step)), {})(**values))
+    poisoned = Poisoned(step.model, step.sequences.reserved_slot)
+    return StaticLauncher(replace(step, model=poisoned))

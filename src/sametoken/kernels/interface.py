@@ -10,9 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class RunGroup(NamedTuple):
+    """Adjacent runs that are launched together: ``num_runs`` from run ``first`` on."""
+
+    first: int
+    num_runs: int
+    max_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,13 @@ class RowRuns:
     def even(cls, count: int, rows: int) -> RowRuns:
         """``count`` short runs of ``rows`` rows each."""
         return cls(count, rows, None, count, rows)
+
+    @property
+    def groups(self) -> tuple[RunGroup, ...]:
+        """The short runs and the long ones, as far as there are any with rows."""
+        short = RunGroup(0, self.num_short, self.max_short)
+        long = RunGroup(self.num_short, self.count - self.num_short, self.max_rows)
+        return tuple(group for group in (short, long) if group.num_runs and group.max_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +91,16 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Head counts and sizes of one attention layer."""
+    """Head counts and sizes of one attention layer.
+
+    Attributes:
+        sliding_window: if given, a row sees its last so many positions only, its own included.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    sliding_window: int | None = None
 
     @property
     def q_size(self) -> int:

@@ -158,7 +158,7 @@ class TritonKernels:
     def attention(
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
-        return attention.attention(q, shape, rows, kv, window=rows.window)
+        return attention.attention(q, shape, rows, kv)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules

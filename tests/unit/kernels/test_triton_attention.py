@@ -14,6 +14,7 @@ import torch
 from helpers.compiled import compile_launches
 from helpers.rows import runs_of
 from sametoken.errors import InvariantError
+from sametoken.kernels.attention import reference
 from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RowRuns
 
@@ -192,7 +193,11 @@ def test_short_and_long_runs_are_cut_for_their_own_sizes(monkeypatch):
 def test_sliding_window(sliding_window, config):
     scene = Scene(SHAPE, [90])
     where = window_rows(0, 75, 4) + window_rows(0, 89, 4)
-    assert_close(*run(scene, where, window=4, sliding_window=sliding_window, config=config))
+    got, expected = run(scene, where, window=4, sliding_window=sliding_window, config=config)
+    assert_close(got, expected)
+    q, rows = scene.rows(where)
+    shape = replace(SHAPE, sliding_window=sliding_window)
+    assert_close(reference.attention(q, shape, rows, scene.kv), expected)
 
 
 @pytest.mark.parametrize("config", CUTS)

@@ -132,7 +132,14 @@ def test_rope_and_cache(kernels, dtype, make_scene, with_norm):
     assert_rows_independent(rotated, qkv, torch.tensor(slots), torch.tensor(positions))
 
 
-@pytest.mark.parametrize("shape", [AttentionShape(9, 3, 64), AttentionShape(4, 4, 40)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(9, 3, 64),
+        AttentionShape(4, 4, 40),
+        AttentionShape(4, 2, 40, sliding_window=9),
+    ],
+)
 def test_attention_is_one_function_for_prefill_decode_and_verify(kernels, dtype, make_scene, shape):
     """Stretches of two slots as prefill chunks, windows and single rows."""
     length, stretches = 530, ((0, 20), (245, 262), (500, 530))

@@ -61,35 +61,6 @@ class RowRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class RowRuns:
-    """Runs of adjacent rows, each of one slot: how launches are cut up. It changes no bit.
-
-    Rows behind the last run, and rows of a run that hold the reserved slot, are dead: what is
-    computed for them is undefined. Of a run, dead rows come last.
-
-    Attributes:
-        count: R.
-        max_rows: the most rows that a run has.
-        starts: [R + 1] int64, ascending: run i has rows ``starts[i] .. starts[i + 1] - 1``,
-            perhaps none; None: each has ``max_rows``.
-        num_short: the first so many runs are short, such as windows; the others are long,
-            such as chunks of prompts.
-        max_short: the most rows that a short one has.
-    """
-
-    count: int
-    max_rows: int
-    starts: Tensor | None
-    num_short: int
-    max_short: int
-
-    @classmethod
-    def even(cls, count: int, rows: int) -> RowRuns:
-        """``count`` short runs of ``rows`` rows each."""
-        return cls(count, rows, None, count, rows)
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionRows:
     """Where each row of a forward pass stands. T rows; S slots, the last one reserved.
 

@@ -12,7 +12,7 @@ from sametoken.errors import EngineDeadError, InvariantError, StaleInputsError
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.plan_ring import PlanRing
-from sametoken.runner.step import StepRunner
+from sametoken.runner.runner import StepRunner
 
 MAX_TOKENS = 64
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from sametoken.kernels.interface import RowRuns
 from sametoken.models.base import HiddenStates
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.recurrent import RecurrentCache
@@ -55,6 +58,7 @@ class Bench:
         """The tokens at positions ``start`` and on of a slot."""
         positions = torch.arange(start, start + len(token_ids))
         rows = self.sequences.rows_at(torch.full_like(positions, slot), positions)
+        rows = replace(rows, runs=RowRuns.even(1, len(token_ids)))
         return self.model.forward(torch.tensor(token_ids), rows, self.kv)
 
     def logits(self, token_ids: list[int], chunks: list[int], slot: int = 0) -> torch.Tensor:

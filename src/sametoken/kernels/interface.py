@@ -35,7 +35,7 @@ class RowRuns:
         count: R.
         max_rows: the most rows that a run has.
         starts: [R + 1] int64, ascending: run i has rows ``starts[i] .. starts[i + 1] - 1``,
-            perhaps none; None: each has ``max_rows``.
+            perhaps none; None: each has ``max_rows``, all of them dead or none.
         num_short: the first so many runs are short, such as windows; the others are long,
             such as chunks of prompts.
         max_short: the most rows that a short one has.

@@ -33,6 +33,7 @@ def tile_queries(
     positions,
     slots,
     slot,
+    ragged,  # whether a run may have dead rows: starts of runs, or None
     first,
     stop,
     GROUP: tl.constexpr,
@@ -52,7 +53,9 @@ def tile_queries(
     row = first + query // GROUP
     present = (row < stop) & (query < BLOCK_QUERIES // GROUP * GROUP)
     row = tl.where(present, row, first)
-    live = present & (tl.load(slots + row) == slot)
+    live = present
+    if ragged is not None:
+        live = present & (tl.load(slots + row) == slot)
     position = tl.where(live, tl.load(positions + row), -1).to(tl.int32)
     # A wide scalar and narrow vectors: wide vectors would fill the registers.
     heads = tl.num_programs(1) * GROUP

@@ -170,7 +170,7 @@ def _walk_kernel(
         return
     slot = tl.load(slots + begin)
     position, _index, first_index, at, mask = tile_queries(
-        positions, slots, slot, first, stop,
+        positions, slots, slot, starts, first, stop,
         GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT,
     )  # fmt: skip
     wait(OVERLAP)
@@ -229,7 +229,7 @@ def _spread_kernel(
         return
     slot = tl.load(slots + begin)
     position, index, first_index, at, mask = tile_queries(
-        positions, slots, slot, first, stop,
+        positions, slots, slot, starts, first, stop,
         GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT,
     )  # fmt: skip
     first_part = first_index + (place - first).to(tl.int64) * tl.num_programs(1) * GROUP
@@ -295,12 +295,15 @@ def _merge_kernel(
     sums += part * max_splits * HEAD_DIM
     stats += part * max_splits * 2
     position = tl.load(positions + row + tl.arange(0, 1)).to(tl.int32)
-    dead = tl.load(slots + row) != tl.load(slots + begin)
+    if starts is not None:
+        dead = tl.load(slots + row) != tl.load(slots + begin)
     wait(OVERLAP)
     acc, total = merged_parts(
         sums, stats, position, scale, HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW
     )
     dim = tl.arange(0, BLOCK_DIM)[:, None]
-    result = tl.where(dead, 0.0, normalised(acc, total, True)).to(out.dtype.element_ty)
+    result = normalised(acc, total, True)
+    if starts is not None:
+        result = tl.where(dead, 0.0, result)
     at = (row.to(tl.int64) * heads + head) * HEAD_DIM
-    tl.store(out + at + dim, result, mask=dim < HEAD_DIM)
+    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

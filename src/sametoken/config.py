@@ -203,7 +203,7 @@ class EngineConfig:
     device: str = option("auto", "auto, cpu or cuda")
     seed: int = option(0, "seed from which requests without one draw theirs")
     max_model_len: int | None = option(None, "longest prompt + output, in tokens")
-    max_num_seqs: int = option(64, "requests that run at once")
+    max_num_seqs: int = option(0, "requests that run at once; 0: 64 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int = option(
         0, "rows of one step at most; 0: 2048 on a CPU, 4096 on a GPU"
     )
@@ -319,7 +319,7 @@ _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
 _LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("max_model_len", 1, 2**31),
-    ("max_num_seqs", 1, 4096),
+    ("max_num_seqs", 0, 4096),
     ("max_num_batched_tokens", 0, 2**20),
     ("prefill_chunk_size", 0, 2**16),
     ("block_size", 0, 1024),

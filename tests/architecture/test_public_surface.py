@@ -19,7 +19,7 @@ ENGINE = {
     "device": "auto",
     "seed": 0,
     "max_model_len": None,
-    "max_num_seqs": 64,
+    "max_num_seqs": 0,
     "max_num_batched_tokens": 0,
     "enable_prefix_caching": True,
     "enforce_eager": False,

@@ -197,7 +197,7 @@ def test_a_head_of_another_hidden_size(target, tmp_path):
         ({"dtype": "float8"}, "dtype='float8' is not possible", "bfloat16"),
         ({"device": "tpu"}, "device='tpu' is not possible", "cpu"),
         ({"load_format": "bin"}, "load_format='bin' is not possible", "safetensors"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0 is not possible", "from 1 to"),
+        ({"max_num_seqs": -1}, "max_num_seqs=-1 is not possible", "from 0 to"),
         ({"seed": -1}, "seed=-1 is not possible", "from 0 to"),
         ({"max_model_length": 5}, "unknown option 'max_model_length'", "max_model_len"),
     ],

@@ -66,7 +66,7 @@ def test_choices_are_named(name):
 LIMITS = {
     "seed": (0, 2**63 - 1),
     "max_model_len": (1, 2**31),
-    "max_num_seqs": (1, 4096),
+    "max_num_seqs": (0, 4096),
     "max_num_batched_tokens": (0, 2**20),
     "block_size": (0, 1024),
     "kv_cache_memory_bytes": (1, 2**50),

@@ -70,12 +70,14 @@ class ResolvedConfig:
 #: of more rows puts off the decode steps between prompts.
 DEVICE_DEFAULTS = {
     "cpu": {
+        "max_num_seqs": 64,
         "block_size": 16,
         "max_num_batched_tokens": 2048,
         "prefill_chunk_size": 256,
         "steps_in_flight": 1,
     },
     "cuda": {
+        "max_num_seqs": 256,
         "block_size": 64,
         "max_num_batched_tokens": 4096,
         "prefill_chunk_size": 512,

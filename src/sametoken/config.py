@@ -208,7 +208,7 @@ class EngineConfig:
         0, "rows of one step at most; 0: 2048 on a CPU, 4096 on a GPU"
     )
     prefill_chunk_size: int = option(
-        0, "grid of prefill chunks, in tokens from 0 on; 0: 256 on a CPU, 512 on a GPU"
+        0, "tokens of one prompt in one step at most; 0: as many as the step has rows for"
     )
     block_size: int = option(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     kv_cache_memory_bytes: int | None = option(
@@ -242,12 +242,6 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} is not possible",
                 "use a number above 0 and up to 1",
-            )
-        if self.block_size and self.prefill_chunk_size % self.block_size:
-            raise ConfigError(
-                f"prefill_chunk_size={self.prefill_chunk_size} is not a multiple of "
-                f"block_size={self.block_size}",
-                "choose a multiple",
             )
 
     def _check_choices(self) -> None:

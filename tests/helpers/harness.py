@@ -188,7 +188,7 @@ def build(
     limits = SchedulerLimits(
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
-        prefill_chunk_size=shape.prefill_chunk_size,
+        longest_chunk=shape.prefill_chunk_size,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
         max_model_len=shape.max_model_len,

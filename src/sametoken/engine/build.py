@@ -296,12 +296,12 @@ def _load(
 
 
 def _require_room(config: EngineConfig) -> None:
-    """A window must fit a step beside the prefill chunk that is reserved room."""
-    if config.max_num_batched_tokens < max(config.prefill_chunk_size, config.num_drafts + 1):
+    """A window must fit a step."""
+    if config.max_num_batched_tokens <= config.num_drafts:
         raise ConfigError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens} holds neither a prefill "
-            f"chunk of {config.prefill_chunk_size} nor a window of {config.num_drafts + 1} rows",
-            "raise max_num_batched_tokens or lower prefill_chunk_size",
+            f"max_num_batched_tokens={config.max_num_batched_tokens} holds no window of "
+            f"{config.num_drafts + 1} rows",
+            "raise max_num_batched_tokens or lower num_speculative_tokens",
         )
 
 
@@ -336,7 +336,7 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_size=config.prefill_chunk_size,
+        longest_chunk=config.prefill_chunk_size,
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
         max_model_len=memory.max_model_len,

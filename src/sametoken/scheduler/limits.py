@@ -10,7 +10,7 @@ from sametoken.errors import ConfigError, RequestError
 _AT_LEAST_ONE = (
     "max_num_seqs",
     "max_num_batched_tokens",
-    "prefill_chunk_size",
+    "longest_chunk",
     "block_size",
     "num_blocks",
 )
@@ -23,7 +23,7 @@ class SchedulerLimits:
     Attributes:
         max_num_seqs: slots, and so requests with a place on the device.
         max_num_batched_tokens: rows of one step at most, drafts included.
-        prefill_chunk_size: grid of prefill chunks, in tokens from position 0.
+        longest_chunk: tokens of one prompt in one step at most.
         block_size: tokens per KV block.
         num_blocks: KV blocks, ids ``0 .. num_blocks - 1``.
         max_model_len: longest prompt and output together, in tokens.
@@ -35,12 +35,12 @@ class SchedulerLimits:
             decode and verify rows have equal bits.
 
     Raises:
-        ConfigError: a value is impossible or two contradict each other.
+        ConfigError: a value is impossible.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    prefill_chunk_size: int
+    longest_chunk: int
     block_size: int
     num_blocks: int
     max_model_len: int
@@ -56,12 +56,6 @@ class SchedulerLimits:
             low = _lowest(field.name)
             if value < low:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
-        if self.prefill_chunk_size > self.max_num_batched_tokens:
-            raise ConfigError(
-                f"prefill_chunk_size={self.prefill_chunk_size} is above "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}, so no chunk fits a step",
-                "lower the one or raise the other",
-            )
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could never run to its end, even alone.

@@ -37,6 +37,7 @@ MAX_LOOKUP_TOKENS = 1024
 # Fewest and most num_speculative_tokens where they are not 1..64. Extraction drafts nothing;
 # vLLM wants it to say 1.
 _NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
+ADAPTIVE, FIXED = "adaptive", "fixed"
 DUMMY = "dummy"
 DEFAULT_MODEL = "smollm2"
 MODEL_HELP = "checkpoint directory, GGUF file, smollm2, or in a checkout hybrid-28m"
@@ -89,6 +90,11 @@ class SpeculativeConfig:
     )
     synthetic_acceptance_length: float | None = option(
         None, "synthetic: mean tokens per step instead, the target's own counted, 1..k+1"
+    )
+    draft_limits: str = option(
+        ADAPTIVE,
+        "adaptive: drafts of a request follow its matches, its acceptance and the load; "
+        "fixed: always num_speculative_tokens",
     )
     shared_storage_path: str | None = option(
         None, "extract_hidden_states: directory for the shards and their manifest"
@@ -151,6 +157,11 @@ class SpeculativeConfig:
                 f"prompt_lookup_min={shown(self.prompt_lookup_min)} and "
                 f"prompt_lookup_max={shown(self.prompt_lookup_max)} leave nothing to match",
                 f"use 1 <= min <= max <= {MAX_LOOKUP_TOKENS}",
+            )
+        if self.draft_limits not in (ADAPTIVE, FIXED):
+            raise ConfigError(
+                f"draft_limits={shown(self.draft_limits)} is not possible",
+                f"use {ADAPTIVE!r} or {FIXED!r}",
             )
         _check_head_options(self)
         check_lookups(self, MAX_SPECULATIVE_TOKENS)

@@ -77,6 +77,7 @@ SPECULATIVE = {
     "cascade": None,
     "cascade_min_match": 4,
     "cascade_model_tokens": None,
+    "draft_limits": "adaptive",
     "rejection_sample_method": "keyed",
     "synthetic_acceptance_rates": None,
     "synthetic_acceptance_length": None,

@@ -48,6 +48,7 @@ class Shape:
     max_model_len: int = 96
     prefix_caching: bool = True
     cache_emitted: bool = True
+    rows_per_weight_read: int = 32
 
 
 @dataclass
@@ -193,6 +194,8 @@ def build(
         num_blocks=shape.num_blocks,
         max_model_len=shape.max_model_len,
         num_speculative_tokens=k,
+        adaptive_drafts=True,
+        rows_per_weight_read=shape.rows_per_weight_read,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=shape.prefix_caching,

@@ -94,6 +94,14 @@ def test_some_numbers_may_be_left_open(name):
         EngineConfig.from_options(max_num_seqs=None)
 
 
+def test_draft_limits_are_one_of_two():
+    assert SpeculativeConfig("ngram", 5).draft_limits == "adaptive"
+    assert SpeculativeConfig.parse(NGRAM | {"draft_limits": "fixed"}).draft_limits == "fixed"
+    with pytest.raises(ConfigError, match="draft_limits='k' is not possible") as caught:
+        SpeculativeConfig.parse(NGRAM | {"draft_limits": "k"})
+    assert caught.value.remedy == "use 'adaptive' or 'fixed'"
+
+
 @pytest.mark.parametrize("form", [dict, json.dumps, lambda value: SpeculativeConfig(**value)])
 def test_a_speculative_config_comes_in_three_forms(form):
     config = EngineConfig.from_options(speculative_config=form(NGRAM))

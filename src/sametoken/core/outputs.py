@@ -26,6 +26,7 @@ class RowResult:
 
     Attributes:
         num_drafts: drafts really offered, 0..draft_limit.
+        num_proposed: drafts that the drafter had ready for the slot, before the limit.
         num_accepted: accepted drafts, 0..num_drafts; the bonus token is not counted.
         token_ids: accepted drafts and the next token; empty for a row that does not sample.
         poisoned: the row cannot be judged; its tokens and counts are meaningless.
@@ -36,6 +37,7 @@ class RowResult:
     """
 
     num_drafts: int
+    num_proposed: int
     num_accepted: int
     token_ids: tuple[int, ...]
     poisoned: bool = False

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sametoken.config import EngineConfig
+from sametoken.config import ADAPTIVE, EngineConfig
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
     LoadedDrafter,
@@ -25,6 +25,7 @@ from sametoken.engine.extraction import Extraction, NoExtraction, open_extractio
 from sametoken.engine.ranks import Ranks, start_ranks
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
+    ROWS_PER_WEIGHT_READ,
     MemoryPlan,
     ResolvedConfig,
     plan_memory,
@@ -333,6 +334,7 @@ def _attach_drafter(loaded: _Loaded, table: SamplingTable) -> Drafter:
 
 def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
     config, memory = loaded.resolved.config, loaded.memory
+    speculative = config.speculative_config
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -341,6 +343,8 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         num_blocks=memory.num_kv_blocks,
         max_model_len=memory.max_model_len,
         num_speculative_tokens=config.num_drafts,
+        adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
+        rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -83,6 +83,9 @@ DEVICE_DEFAULTS = {
     },
 }
 
+#: Rows that a device computes, about, in the time in which it reads the weights.
+ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:

@@ -101,6 +101,8 @@ class HostBuffer:
             rows.append(
                 RowResult(
                     num_drafts=num_drafts,
+                    # Not known where none were let in.
+                    num_proposed=num_drafts if row.draft_limit else 1,
                     num_accepted=num_accepted,
                     token_ids=emitted,
                     poisoned=fault != SOUND,

@@ -13,6 +13,7 @@ _AT_LEAST_ONE = (
     "longest_chunk",
     "block_size",
     "num_blocks",
+    "rows_per_weight_read",
 )
 
 
@@ -28,6 +29,8 @@ class SchedulerLimits:
         num_blocks: KV blocks, ids ``0 .. num_blocks - 1``.
         max_model_len: longest prompt and output together, in tokens.
         num_speculative_tokens: k; 0 is plain decoding.
+        adaptive_drafts: whether a window's drafts follow load and acceptance, or are always k.
+        rows_per_weight_read: rows that the device computes while it reads the weights once.
         lookahead_slots: positions at ``num_tokens`` and above that the drafter writes KV to.
         lookahead_tokens: how many tokens after a position the drafter's KV there depends on.
         enable_prefix_caching: share KV of equal blocks of tokens.
@@ -45,6 +48,8 @@ class SchedulerLimits:
     num_blocks: int
     max_model_len: int
     num_speculative_tokens: int
+    adaptive_drafts: bool
+    rows_per_weight_read: int
     lookahead_slots: int
     lookahead_tokens: int
     enable_prefix_caching: bool

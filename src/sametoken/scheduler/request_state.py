@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sametoken.core.length_bound import LenBound
 from sametoken.core.request import EngineRequest
 from sametoken.errors import InvariantError
+from sametoken.scheduler.draft_limits import DraftRecord
 
 
 class Status(enum.Enum):
@@ -43,6 +44,7 @@ class RequestState:
         num_in_flight: steps with a row of it that are not settled.
         last_step: the last step that was planned with a row of it.
         saved: its KV in host memory while it is swapped.
+        drafts: what became of its drafts.
         emitted: output tokens of settled steps, not cut at a stop or at the length limit.
         prompt_len: tokens of the prompt.
     """
@@ -59,6 +61,7 @@ class RequestState:
     num_in_flight: int = 0
     last_step: int = 0
     saved: SavedKV | None = None
+    drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     prompt_len: int = field(init=False)
 

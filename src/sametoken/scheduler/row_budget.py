@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sametoken.scheduler.draft_limits import draft_limits
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import Turn
 from sametoken.scheduler.request_state import RequestState
@@ -26,7 +27,8 @@ class RowBudget:
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self._limits, self._k = limits, limits.num_speculative_tokens
+        self._limits = limits
+        self._draft_limits = draft_limits(limits)
 
     def share(self, step_id: int, candidates: Sequence[RequestState]) -> list[Turn]:
         """Turns for requests that can run, in the order given, which is that of age."""
@@ -38,12 +40,16 @@ class RowBudget:
         decodes.sort(key=lambda request: request.last_step)
         served = decodes[: rows - kept if is_prompts_turn else rows]
         room = rows - len(served)
-        wanted = {request: request.max_drafts(self._k) for request in served}
+        wanted = {request: self._most_drafts(request, len(served)) for request in served}
         chunks = self._chunks(prompts, max(room - sum(wanted.values()), min(room, kept)))
         drafts = _fair_shares(wanted, room - sum(chunks.values()))
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         return [turns[request] for request in candidates if request in turns]
+
+    def _most_drafts(self, request: RequestState, num_decoding: int) -> int:
+        worth = self._draft_limits.limit(request.drafts, num_decoding)
+        return min(worth, request.max_drafts(self._limits.num_speculative_tokens))
 
     def _chunks(self, prompts: Sequence[RequestState], room: int) -> dict[RequestState, int]:
         """Rows of each prompt; one that does not end leaves a share to those that do."""

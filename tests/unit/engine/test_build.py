@@ -126,6 +126,15 @@ def test_a_step_must_hold_a_window(target):
         build(target, **options)
 
 
+@pytest.mark.parametrize(("asked", "limits"), [({}, True), ({"draft_limits": "fixed"}, False)])
+def test_the_scheduler_is_told_how_drafts_are_limited(target, asked, limits):
+    spec = {"method": "ngram", "num_speculative_tokens": 4} | asked
+    scheduler = build(target, speculative_config=spec, prefill_chunk_size=0).scheduler
+    assert scheduler.limits.adaptive_drafts == limits
+    assert scheduler.limits.rows_per_weight_read == 32
+    assert scheduler.limits.longest_chunk == 2048
+
+
 def test_the_tightest_step_that_is_possible_works(target):
     options = {"max_num_batched_tokens": 16} | speculative("ngram", 15)
     prompt = tuple(i * 5 % VOCAB for i in range(20))

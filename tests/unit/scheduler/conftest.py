@@ -16,6 +16,8 @@ DEFAULTS = {
     "num_blocks": 32,
     "max_model_len": 64,
     "num_speculative_tokens": 0,
+    "adaptive_drafts": False,
+    "rows_per_weight_read": 32,
     "lookahead_slots": 0,
     "lookahead_tokens": 0,
     "enable_prefix_caching": True,
@@ -49,7 +51,7 @@ def result_of(plan, accept=0, poisoned=(), proposed=64):
         drafts = min(proposed, row.draft_limit)
         accepted = min(accept, drafts)
         tokens = (7,) * (accepted + 1) if row.samples else ()
-        rows.append(RowResult(drafts, accepted, tokens, row.slot in poisoned))
+        rows.append(RowResult(drafts, proposed, accepted, tokens, row.slot in poisoned))
     return StepResult(plan.step_id, tuple(rows))
 
 

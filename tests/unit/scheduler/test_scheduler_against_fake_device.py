@@ -115,7 +115,7 @@ class FakeDevice:
         if not row.samples:
             slot.num_computed += row.num_query
             self.draft(slot, start)
-            return RowResult(0, 0, ())
+            return RowResult(0, 0, 0, ())
         proposed = self.proposed_drafts(slot) if in_output else []
         drafts = proposed[: row.draft_limit]
         for index, draft in enumerate(drafts):
@@ -130,7 +130,9 @@ class FakeDevice:
         slot.num_computed = len(slot.tokens) - 1
         self.draft(slot, start)
         self.accepted += len(emitted) - 1
-        return RowResult(len(drafts), len(emitted) - 1, tuple(emitted), poisoned=poisoned)
+        return RowResult(
+            len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), poisoned=poisoned
+        )
 
     def proposed_drafts(self, slot):
         count = self.rng.randint(0, self.limits.num_speculative_tokens)
@@ -309,6 +311,8 @@ def draw_limits(rng):
         num_blocks=rng.randint(5, 16),
         max_model_len=rng.randint(8, 30),
         num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
+        adaptive_drafts=rng.random() < 0.5,
+        rows_per_weight_read=rng.choice([1, 4, 32]),
         lookahead_slots=rng.choice([0, 1, 3]),
         lookahead_tokens=rng.choice([0, 1]),
         enable_prefix_caching=rng.random() < 0.8,

@@ -19,6 +19,7 @@ class Load:
             num_blocks=400,
             max_model_len=200,
             num_speculative_tokens=self.random.choice([0, 3, 8]),
+            adaptive_drafts=self.random.random() < 0.5,
             enable_prefix_caching=False,
         )
         self.arrived, self.answered = set(), set()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from sametoken.kernels.interface import RowRuns
+from helpers.rows import ragged_rows
 from sametoken.models.base import HiddenStates
 from sametoken.state.kv_cache import KVCache
 from sametoken.state.recurrent import RecurrentCache
@@ -56,9 +54,8 @@ class Bench:
 
     def run(self, token_ids: list[int], start: int, slot: int = 0) -> HiddenStates:
         """The tokens at positions ``start`` and on of a slot."""
-        positions = torch.arange(start, start + len(token_ids))
-        rows = self.sequences.rows_at(torch.full_like(positions, slot), positions)
-        rows = replace(rows, runs=RowRuns.even(1, len(token_ids)))
+        sequences, run = self.sequences, (slot, start, len(token_ids))
+        rows = ragged_rows([run], sequences.block_table, sequences.block_size)
         return self.model.forward(torch.tensor(token_ids), rows, self.kv)
 
     def logits(self, token_ids: list[int], chunks: list[int], slot: int = 0) -> torch.Tensor:

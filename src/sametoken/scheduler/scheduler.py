@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 
 from sametoken.core.length_bound import LenBound
 from sametoken.core.outputs import RowResult, StepResult
@@ -215,10 +215,10 @@ class Scheduler:
             able += self._returning() if self._swapped else self._admissible()
         return able
 
-    def _returning(self) -> Iterator[RequestState]:
-        """Swapped requests, up to the first that cannot run or lacks blocks."""
-        by_age = sorted(self._swapped.values(), key=lambda request: request.admission)
-        return takewhile(self._may_return, by_age)
+    def _returning(self) -> list[RequestState]:
+        """The oldest swapped request, if it can run; one a step, so none passes an older one."""
+        oldest = min(self._swapped.values(), key=lambda request: request.admission)
+        return [oldest] if self._may_return(oldest) else []
 
     def _may_return(self, request: RequestState) -> bool:
         """Whether a swapped request can run, and there are blocks for its KV."""

@@ -242,6 +242,23 @@ def test_swapped_requests_return_oldest_first(kit):
     assert order == swaps
 
 
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_no_swapped_request_passes_an_older_one_however_few_rows_there_are(kit, rows):
+    scheduler = kit.scheduler(num_blocks=16, max_num_seqs=5, max_num_batched_tokens=rows)
+    scheduler.add(kit.request("a", 30, max_total=64))
+    while scheduler.num_waiting or scheduler._running["a"].prefilling:
+        kit.step(scheduler)
+    for name in "bcde":
+        scheduler.add(kit.request(name, 2, max_total=64))
+    while scheduler.num_swapped < 4:
+        kit.step(scheduler)
+    scheduler.release("a")
+    returned = []
+    while scheduler.num_swapped:
+        returned += [swap.slot for swap in kit.step(scheduler)[0].swap_ins]
+    assert returned == [1, 2, 3, 4]
+
+
 def test_steps_in_flight_of_a_swapped_request_settle_as_usual(kit):
     scheduler = kit.scheduler(num_blocks=6)
     scheduler.add(kit.request("a", 11, max_total=24))

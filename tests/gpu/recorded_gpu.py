@@ -11,7 +11,7 @@ from helpers.recorded import RecordedLogits
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.runner.step import StepRunner
+from sametoken.runner.runner import StepRunner
 
 # Of any run here: the longest takes some 6,000.
 MAX_STEPS = 20_000

@@ -13,7 +13,7 @@ from recorded_gpu import Recording, drive
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.runner.step import StepRunner
+from sametoken.runner.runner import StepRunner
 
 MAX_TOKENS = 96
 

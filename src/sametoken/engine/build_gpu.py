@@ -46,7 +46,7 @@ def gpu_launcher(
     shapes = captured_shapes(config.max_num_seqs, k, config.max_num_batched_tokens)
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
-    reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens))
+    reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs))
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")
     largest = max(shapes, key=lambda shape: shape.num_requests)
@@ -95,11 +95,12 @@ def _windows(requests: int, rows: int, k: int) -> StepShape:
     return StepShape(requests, rows, rows, requests, longest, longest)
 
 
-def row_counts(shapes: tuple[StepShape, ...], max_rows: int) -> list[int]:
+def row_counts(shapes: tuple[StepShape, ...], max_rows: int, max_num_seqs: int) -> list[int]:
     """Row counts that steps and their drafters run, where the products' bits are proven."""
-    counts = set(range(ROW_MULTIPLE, max_rows + ROW_MULTIPLE + 1, ROW_MULTIPLE))
+    # Steps without a graph are padded, and a draft model's catch-up runs their requests beside.
+    largest = max_rows + max_num_seqs + 2 * ROW_MULTIPLE
+    counts = set(range(ROW_MULTIPLE, largest, ROW_MULTIPLE))
     for shape in shapes:
-        # A draft model's catch-up runs one row more for each request.
         counts |= {shape.num_requests, shape.num_rows, shape.num_sampled}
         counts.add(shape.num_rows + shape.num_requests)
     return sorted(counts)

@@ -29,11 +29,13 @@ class CapturedStep:
 
     Attributes:
         forward, settle: the halves.
+        layout: the memory that the first half fetches its layout to; owned here.
         computed, tokens: what the halves leave, on loan: until the next launch, of any shape.
     """
 
     forward: torch.cuda.CUDAGraph
     settle: torch.cuda.CUDAGraph
+    layout: LayoutTable
     computed: Computed
     tokens: Tensor
 
@@ -124,7 +126,7 @@ class StepGraphs:
         with torch.cuda.graph(settle, pool=pool, capture_error_mode=mode):
             tokens = self.step.settle(computed).tokens
         # Owned, the logits of every shape would be held; on loan, all share one memory.
-        return CapturedStep(forward, settle, lent(computed), lent(tokens))
+        return CapturedStep(forward, settle, layout, lent(computed), lent(tokens))
 
     def _forward(self, layout: LayoutTable) -> Computed:
         self.layouts.fetch(layout.table)

@@ -209,8 +209,8 @@ def case_of(
         reserved_block=0,
         device=CPU,
     )
-    sequences.token_ids.fill_(GARBAGE)
-    sequences.draft_ids.fill_(GARBAGE)
+    sequences.token_ids[:-1] = GARBAGE
+    sequences.draft_ids[:-1] = GARBAGE
     table, grammars = SamplingTable.allocate(count, CPU), SlotGrammars(sequences)
     for slot, row in zip(slots, rows, strict=True):
         admission = row.admission(slot)

@@ -141,6 +141,7 @@ class Case:
         steps: str = "compact",
         chances: Chances | None = None,
         parallel=ALONE,
+        ops=None,
     ) -> Judged:
         """One whole step in one of ``STEPS``; the logits of its windows are given."""
         vocab_size = logits.shape[1] if logits is not None else vocab_size
@@ -153,7 +154,7 @@ class Case:
             model=model,
             kv=None,
             kernels=kernels,
-            ops=STEPS[steps],
+            ops=ops or STEPS[steps],
             table=self.table,
             drafter=NoDrafter(),
             results=ring.rows,

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from sametoken.core.layout import padded
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.step import compact, reference
@@ -69,8 +68,14 @@ class StaticLauncher(EagerLauncher):
 
     def _padded(self, shape):
         rows = shape.num_rows + 3
-        sampled = rows if shape.all_sampled else shape.num_sampled + 2
-        return padded(shape, shape.num_requests + 2, rows, sampled)
+        chunks = shape.num_chunks + (shape.num_chunks > 0)
+        return replace(
+            shape,
+            num_requests=shape.num_windows + 2 + chunks,
+            num_windows=shape.num_windows + 2,
+            num_rows=rows,
+            num_sampled=shape.num_sampled + 2 if shape.num_chunks else rows,
+        )
 
 
 def launcher_of(step: Step, kind: str) -> EagerLauncher:

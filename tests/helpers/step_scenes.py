@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sametoken.core.layout import StepLayout, StepShape, padded
+from sametoken.core.layout import StepLayout, StepShape
 from sametoken.core.plan import PlanRow, StepPlan
 from sametoken.kernels.step import compact, reference
 from sametoken.kernels.step import triton as in_triton
@@ -43,7 +43,7 @@ class Scene:
     slots: tuple[Slot, ...]
     rows: tuple[PlanRow, ...]
     k: int
-    room: tuple[int, int, int] | StepShape = (0, 0, 0)
+    room: tuple[int, int, int, int] | StepShape = (0, 0, 0, 0)
 
     @property
     def layout(self) -> StepLayout:
@@ -52,17 +52,22 @@ class Scene:
     @property
     def shape(self) -> StepShape:
         shape = self.layout.shape
-        if isinstance(self.room, StepShape):
-            assert self.room.holds(shape)
-            return self.room
-        requests, rows, sampled = self.room
-        if shape.all_sampled:
-            rows = requests if shape.max_window == 1 else rows
-            sampled = rows
-        sizes = (
-            shape.num_requests + requests, shape.num_rows + rows, shape.num_sampled + sampled
-        )  # fmt: skip
-        return padded(shape, *sizes)
+        if not isinstance(self.room, StepShape):
+            return with_room(shape, *self.room)
+        assert self.room.holds(shape)
+        return self.room
+
+    @property
+    def order(self) -> list[int]:
+        """Where the plan's rows are among the shape's requests; the others are padding."""
+        return order_of(self.layout, self.shape)
+
+    def by_request(self, values: Sequence[int], padding: int = 0) -> list[int]:
+        """Values of the plan's rows, where the shape has them."""
+        found = [padding] * self.shape.num_requests
+        for place, value in zip(self.order, values, strict=True):
+            found[place] = value
+        return found
 
     def table(self, sequences: Sequences, first_place: int = 0) -> LayoutTable:
         columns = self.layout.table(self.shape, sequences.reserved_slot, first_place)
@@ -82,6 +87,28 @@ class Scene:
             sequences.num_computed[index] = slot.num_computed
             sequences.num_drafts[index] = len(drafts)
         return on_device(sequences)
+
+
+def with_room(shape: StepShape, windows: int, chunks: int, rows: int, sampled: int) -> StepShape:
+    """A shape with room for so many more; of windows alone it stays one if no chunk is added."""
+    only_windows = shape.all_sampled and not chunks
+    if only_windows:
+        rows = sampled = windows if shape.max_window == 1 else rows
+    return StepShape(
+        num_requests=shape.num_requests + windows + chunks,
+        num_rows=shape.num_rows + rows,
+        num_sampled=shape.num_sampled + sampled,
+        num_windows=shape.num_windows + windows,
+        max_window=shape.max_window,
+        max_rows=shape.max_rows,
+    )
+
+
+def order_of(layout: StepLayout, shape: StepShape) -> list[int]:
+    """Of each request, its place in a shape: padding stands behind windows and behind chunks."""
+    windows = layout.shape.num_windows
+    between = shape.num_windows - windows
+    return [b if b < windows else b + between for b in range(len(layout.slots))]
 
 
 def empty_sequences(num_slots: int, k: int, max_len: int) -> Sequences:
@@ -135,7 +162,7 @@ def scenes(draw, k: int) -> Scene:
         num_query = draw(st.integers(1, held.num_tokens - held.num_computed))
         rows.append(row_of(index, held, num_query, draw(st.integers(0, k))))
     rows.sort(key=lambda row: row.num_query > 1 or not row.samples)
-    room = tuple(draw(st.integers(0, 3)) for _ in range(3))
+    room = tuple(draw(st.integers(0, 3)) for _ in range(4))
     return Scene(tuple(slots), tuple(rows), k, room)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from sametoken.core.layout import (
     DRAFT_LIMIT,
     NO_PLACE,
+    NO_REQUESTS,
     NUM_QUERY,
     PLACE,
     ROW_START,
@@ -78,42 +80,66 @@ def test_of_drafts_that_are_known_nobody_gets_more_rows_than_it_has(plan, data):
     assert StepLayout.of(plan, [7] * len(counts)) == StepLayout.of(plan)
 
 
-@given(plans, st.integers(0, 3), st.integers(0, 5), st.integers(0, 5))
-def test_the_table_names_every_request_and_pads_the_rest(plan, requests, rows, first_place):
+def column(table, index: int) -> list[int]:
+    return [row[index] for row in table]
+
+
+@given(plans, st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
+def test_padding_stands_behind_the_windows_and_behind_the_chunks(plan, windows, chunks, first):
     layout, count = StepLayout.of(plan), len(plan.rows)
     exact = layout.shape
-    shape = padded(exact, count + requests, exact.num_rows + rows, exact.num_sampled + rows)
-    table = layout.table(shape, RESERVED, first_place)
-    assert len(table) == TABLE_ROWS
-    assert {len(row) for row in table} == {shape.table_width}
+    shape = replace(
+        exact,
+        num_requests=count + windows + chunks,
+        num_windows=exact.num_windows + windows,
+    )
+    table = layout.table(shape, RESERVED, first)
+    assert (len(table), {len(row) for row in table}) == (TABLE_ROWS, {shape.table_width})
     assert shape.table_width % 2 == 0
     assert shape.table_width > shape.num_requests
+    places = [*range(exact.num_windows), *range(shape.num_windows, shape.num_windows + count)]
     for b, row in enumerate(plan.rows):
-        column = [table[index][b] for index in (SLOT, NUM_QUERY, DRAFT_LIMIT, SAMPLES)]
-        assert column == [row.slot, row.num_query, row.draft_limit, row.samples]
-        assert (table[STEP_ID][b], table[PLACE][b]) == (7, first_place + b)
-    for column in list(zip(*table, strict=True))[count:]:
-        assert [column[i] for i in (SLOT, NUM_QUERY, DRAFT_LIMIT, SAMPLES)] == [RESERVED, 0, 0, 0]
-        assert (column[STEP_ID], column[PLACE]) == (7, NO_PLACE)
-        assert column[ROW_START] == exact.num_rows
-        assert column[WINDOW_START] == exact.num_sampled
-    assert table[ROW_START][:count] == [*layout.row_starts[:-1]]
-    assert table[WINDOW_START][:count] == [*layout.window_starts[:-1]]
+        own = column(table, places[b])
+        asked = [own[i] for i in (SLOT, NUM_QUERY, DRAFT_LIMIT, SAMPLES)]
+        assert asked == [row.slot, row.num_query, row.draft_limit, row.samples]
+        assert (own[STEP_ID], own[PLACE]) == (7, first + b)
+        starts = (own[ROW_START], own[WINDOW_START])
+        assert starts == (layout.row_starts[b], layout.window_starts[b])
+    for index in set(range(shape.table_width)) - {*places[:count]}:
+        own = column(table, index)
+        assert [own[i] for i in (SLOT, NUM_QUERY, DRAFT_LIMIT, SAMPLES)] == [RESERVED, 0, 0, 0]
+        assert (own[STEP_ID], own[PLACE]) == (7, NO_PLACE)
+    # Padding owns no row: the sums go on as they were.
+    for starts, total in ((ROW_START, exact.num_rows), (WINDOW_START, exact.num_sampled)):
+        assert table[starts] == sorted(table[starts])
+        assert table[starts][shape.num_requests] == total
+        for index in set(range(shape.num_requests)) - {*places[:count]}:
+            assert table[starts][index] == table[starts][index + 1]
 
 
-@given(plans, st.integers(0, 3), st.integers(0, 5), st.integers(0, 5))
-def test_a_padded_shape_holds_the_step_and_stays_of_its_kind(plan, requests, rows, sampled):
+@given(plans, st.sampled_from([1, 4, 64]))
+def test_a_padded_shape_holds_the_step_and_stays_of_its_kind(plan, multiple):
     shape = StepLayout.of(plan).shape
-    sizes = (shape.num_requests + requests, shape.num_rows + rows, shape.num_sampled + sampled)
-    wide = padded(shape, *sizes)
-    assert (wide.num_requests, wide.num_rows, wide.num_sampled) == sizes
+    wide = padded(shape, multiple)
+    sizes = (wide.num_windows, wide.num_chunks, wide.num_rows, wide.num_sampled)
+    assert all(size % multiple == 0 for size in sizes)
+    assert wide.num_rows - shape.num_rows < multiple
     assert wide.all_sampled == shape.all_sampled
+    assert not wide.all_sampled or wide.num_sampled == wide.num_rows
     assert wide.holds(shape)
     assert shape.holds(wide) == (wide == shape)
+    assert padded(shape, 1) == shape
+
+
+def test_a_layout_of_nobody_is_all_padding():
+    shape = StepShape(3, 8, 4, 2, 4, 8)
+    table = NO_REQUESTS.table(shape, RESERVED, 0)
+    assert column(table, 0) == column(table, 3) == [RESERVED, 0, 0, 0, 0, NO_PLACE, 0, 0]
+    assert shape.holds(NO_REQUESTS.shape)
 
 
 WINDOWS = StepShape(4, 8, 8, 4, 4, 4)
-MIXED = StepShape(4, 64, 16, 0, 0, 64)
+MIXED = StepShape(6, 64, 10, 4, 4, 64)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +152,11 @@ MIXED = StepShape(4, 64, 16, 0, 0, 64)
         # A chunk has rows that are not sampled.
         (WINDOWS, StepShape(2, 5, 3, 1, 3, 3), False),
         (MIXED, StepShape(2, 5, 3, 1, 3, 3), True),
-        # There a window may be as long as a chunk.
-        (MIXED, StepShape(3, 12, 12, 3, 9, 9), True),
-        (MIXED, StepShape(2, 40, 17, 1, 17, 23), False),
+        (MIXED, StepShape(3, 8, 8, 3, 4, 4), True),
+        (MIXED, StepShape(3, 8, 8, 3, 5, 5), False),
+        (MIXED, StepShape(5, 8, 8, 5, 2, 2), False),
+        (MIXED, StepShape(3, 20, 2, 0, 0, 9), False),
+        (MIXED, StepShape(2, 40, 11, 1, 4, 36), False),
         (MIXED, StepShape(1, 65, 0, 0, 0, 65), False),
     ],
 )

@@ -130,13 +130,12 @@ def check(scene: Scene, judgement, by_chance: bool = False) -> None:
 
 def check_verdict(verdict, wanted, scene: Scene) -> None:
     starts = scene.layout.window_starts
-    for b, (accepted, next_token, fault, tokens) in enumerate(wanted):
-        said = (verdict.num_accepted[b], verdict.next_token[b], verdict.faults[b])
-        assert [int(one) for one in said] == [accepted, next_token, fault]
-        window = verdict.tokens[starts[b] : starts[b + 1]].tolist()
-        assert window == tokens
-    for padded in (verdict.num_accepted, verdict.next_token, verdict.faults):
-        assert not padded[len(wanted) :].any()
+    accepted, next_tokens, faults, windows = zip(*wanted, strict=True)
+    assert verdict.num_accepted.tolist() == scene.by_request(accepted)
+    assert verdict.next_token.tolist() == scene.by_request(next_tokens)
+    assert verdict.faults.tolist() == scene.by_request(faults)
+    for start, tokens in zip(starts, windows, strict=False):
+        assert verdict.tokens[start : start + len(tokens)].tolist() == tokens
 
 
 def check_committed(sequences, scene: Scene, wanted) -> None:
@@ -164,7 +163,7 @@ def check_committed(sequences, scene: Scene, wanted) -> None:
 def check_published(sequences, scene: Scene, draft_ids, counts) -> None:
     untouched = scene.sequences()
     num_drafts, held = untouched.num_drafts.tolist(), untouched.draft_ids.tolist()
-    for b, row in enumerate(scene.rows):
+    for b, row in zip(scene.order, scene.rows, strict=True):
         num_drafts[row.slot] = int(counts[b]) if row.samples and scene.k else 0
         held[row.slot] = draft_ids[b].tolist()
     assert sequences.num_drafts.tolist() == num_drafts
@@ -197,7 +196,7 @@ def test_ragged_steps_judged_by_chance(k, data):
     check(scene, data.draw(judgements(scene)), by_chance=True)
 
 
-def window_of(k: int, drafts, slots: int = 1, room=(1, 2, 2)) -> Scene:
+def window_of(k: int, drafts, slots: int = 1, room=(1, 0, 2, 2)) -> Scene:
     held = Slot(9, 8, tuple(drafts))
     return Scene((held,) * slots, tuple(row_of(s, held, 1, k) for s in range(slots)), k, room)
 
@@ -227,7 +226,7 @@ def test_many_tiles_and_wide_windows_are_walked_whole():
 @each_op
 def test_the_first_mismatch_ends_acceptance(drafts, num_accepted, next_token, ops):
     """The target says 1, 2, 3, 4 whatever comes before."""
-    scene = window_of(3, drafts, room=(0, 0, 0))
+    scene = window_of(3, drafts, room=(0, 0, 0, 0))
     sequences = scene.sequences()
     x = ops.prepare_inputs(sequences, scene.table(sequences))
     verdict = ops.verify(keys_of([1, 2, 3, 4], set(), set()), x)
@@ -237,7 +236,7 @@ def test_the_first_mismatch_ends_acceptance(drafts, num_accepted, next_token, op
 
 def test_nan_in_a_rejected_row_harms_nobody():
     """A wrong draft may lead the target anywhere; plain decoding would never see that row."""
-    scene = window_of(3, (1, 5, 3), room=(0, 0, 0))
+    scene = window_of(3, (1, 5, 3), room=(0, 0, 0, 0))
     assert judged((1, 5, 3), [1, 2, 0, 0], {2, 3}, set()) == (1, SOUND)
     check(scene, ([1, 2, 0, 0], {2, 3}, set(), 1))
     check(scene, ([1, 2, 0, 0], {3}, {2}, 1))
@@ -246,7 +245,7 @@ def test_nan_in_a_rejected_row_harms_nobody():
 
 def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token():
     """So a request fails after the same tokens, with drafts or without."""
-    scene = window_of(3, (1, 2, 0), room=(0, 0, 0))
+    scene = window_of(3, (1, 2, 0), room=(0, 0, 0, 0))
     assert judged((1, 2, 0), [1, 2, 0, 0], set(), {2}) == (1, SOUND)
     assert judged((1, 2, 0), [1, 2, 0, 0], set(), {0}) == (0, NO_TOKEN)
     for stuck in ({0}, {1}, {2}, {3}, {0, 1}, {1, 3}):
@@ -257,7 +256,7 @@ def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token():
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_certain_and_impossible_drafts(rate, ops):
     """Targets agree with no draft; NaN after the first row poisons nothing, as it is judged."""
-    scene = window_of(3, (1, 1, 1), slots=2, room=(1, 1, 1))
+    scene = window_of(3, (1, 1, 1), slots=2, room=(1, 0, 1, 1))
     sequences = scene.sequences()
     x = ops.prepare_inputs(sequences, scene.table(sequences))
     chances = Chances(torch.full((3,), rate, device=DEVICE), SEEDS)

@@ -31,10 +31,8 @@ def settled(scene: Scene, accepted: list[int]):
     """A step after its commit: sequences, inputs and where each request ends."""
     sequences = scene.sequences(max_len=max(slot.num_tokens for slot in scene.slots) + scene.k + 9)
     x = reference.prepare_inputs(sequences, scene.table(sequences))
-    padding = [0] * (scene.shape.num_requests - len(accepted))
-    lengths = reference.commit(
-        sequences, x, integers([*accepted, *padding]), integers(range(900, 900 + len(x.slots)))
-    )
+    next_token = integers(range(900, 900 + len(x.slots)))
+    lengths = reference.commit(sequences, x, integers(scene.by_request(accepted)), next_token)
     return sequences, x, lengths.num_computed
 
 
@@ -66,11 +64,10 @@ def check_against_lists(found, scene: Scene, accepted, sequences, with_newest: b
     """Live rows request by request in plain Python; all others stand in the reserved slot."""
     rows, tokens = found.rows, sequences.token_ids.tolist()
     at = [t.tolist() for t in (rows.slots, rows.positions, rows.committed, found.token_ids)]
-    starts = scene.layout.row_starts
-    live = set()
-    for b, (row, count) in enumerate(zip(scene.rows, accepted, strict=True)):
+    live, requests = set(), zip(scene.order, scene.rows, accepted, strict=True)
+    for (b, row, count), first_row in zip(requests, scene.layout.row_starts, strict=False):
         start = scene.slots[row.slot].num_computed
-        end, first = start + row.num_query + count, starts[b] + b * with_newest
+        end, first = start + row.num_query + count, first_row + b * with_newest
         stop = end + (with_newest and row.samples)
         for i, position in enumerate(range(start, stop), first):
             token = tokens[row.slot][position + (not with_newest)]
@@ -123,7 +120,7 @@ def test_ragged_steps(k, with_newest, data):
 def test_chunks_longer_than_a_program_s_block(num_query, with_newest):
     slots = (Slot(400, 400 - num_query), Slot(400, 3))
     rows = (row_of(0, slots[0], num_query, 0), row_of(1, slots[1], num_query, 0))
-    check(Scene(slots, rows, 3, (1, 70, 0)), [0, 0], with_newest)
+    check(Scene(slots, rows, 3, (1, 1, 70, 0)), [0, 0], with_newest)
 
 
 @both
@@ -178,7 +175,7 @@ for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
         )
         rows = batch * (k + 1)
         for shape in (
-            StepShape(batch, rows, rows, batch, k + 1, k + 1), StepShape(batch, 512, batch, 0, 0, 512)
+            StepShape(batch, rows, rows, batch, k + 1, k + 1), StepShape(batch, 512, batch, 1, 1, 512)
         ):
             table = torch.zeros(TABLE_ROWS, shape.table_width, dtype=torch.int64)
             x = triton_inputs.prepare_inputs(sequences, LayoutTable(table, shape))

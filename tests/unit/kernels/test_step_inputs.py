@@ -21,7 +21,7 @@ from helpers.step_scenes import (
     row_of,
     scenes,
 )
-from sametoken.core.layout import NUM_QUERY, SAMPLES, SLOT, StepShape
+from sametoken.core.layout import NO_PLACE, NUM_QUERY, SAMPLES, SLOT, StepShape
 from sametoken.kernels.step import reference
 from sametoken.kernels.step import triton as in_triton
 
@@ -75,7 +75,7 @@ def check_against_lists(x, scene: Scene, sequences) -> None:
     )
     tokens, committed, sampled = x.token_ids.tolist(), x.rows.committed.tolist(), x.sampled
     of_step = [*range(scene.shape.num_rows)] if sampled.index is None else sampled.index.tolist()
-    for b, plan in enumerate(scene.rows):
+    for b, plan in zip(scene.order, scene.rows, strict=True):
         held = scene.slots[plan.slot]
         offered = held.drafts[: plan.draft_limit] if plan.samples else ()
         assert x.num_drafts[b] == len(offered)
@@ -101,6 +101,10 @@ def check_against_lists(x, scene: Scene, sequences) -> None:
             if offset <= len(offered):
                 assert sampled.token_ids[place] == tokens[at]
             place += 1
+    for b in set(range(scene.shape.num_requests)) - {*scene.order}:
+        facts = (x.num_query, x.num_proposed, x.num_drafts, x.samples, x.num_tokens)
+        assert (x.slots[b], x.places[b]) == (sequences.reserved_slot, NO_PLACE)
+        assert not any(fact[b] for fact in facts)
     padding = slice(row, None)
     assert set(slots[padding]) <= {sequences.reserved_slot}
     assert set(positions[padding]) <= {0}
@@ -126,9 +130,9 @@ FEW = (Slot(9, 8, (5, 6, 7)), Slot(20, 4))
     [
         (StepShape(4, 8, 8, 4, 4, 4), (row_of(0, FEW[0], 1, 2),)),
         (StepShape(4, 4, 4, 4, 1, 1), (row_of(0, FEW[0], 1, 0),)),
-        (StepShape(4, 64, 16, 0, 0, 64), (row_of(0, FEW[0], 1, 3), row_of(1, FEW[1], 16, 0))),
-        (StepShape(4, 64, 16, 0, 0, 64), (row_of(0, FEW[0], 1, 3),)),
-        (StepShape(2, 17, 1, 0, 0, 17), (row_of(1, FEW[1], 16, 0),)),
+        (StepShape(6, 64, 10, 4, 4, 64), (row_of(0, FEW[0], 1, 3), row_of(1, FEW[1], 16, 0))),
+        (StepShape(6, 64, 10, 4, 4, 64), (row_of(0, FEW[0], 1, 3),)),
+        (StepShape(1, 17, 1, 0, 4, 17), (row_of(1, FEW[1], 16, 0),)),
     ],
 )
 def test_steps_in_captured_shapes(shape, rows):
@@ -139,20 +143,20 @@ def test_steps_in_captured_shapes(shape, rows):
 def test_chunks_longer_than_a_program_s_block(num_query):
     slots = (Slot(400, 400 - num_query), Slot(400, 3))
     rows = (row_of(0, slots[0], num_query, 0), row_of(1, slots[1], num_query, 0))
-    check(Scene(slots, rows, 3, (1, 200, 40)))
+    check(Scene(slots, rows, 3, (1, 1, 200, 40)))
 
 
 def test_a_window_of_many_drafts():
     slots = (Slot(9, 8, tuple(range(64))), Slot(3, 2, tuple(range(40))), Slot(2, 1))
     rows = tuple(row_of(slot, held, 1, 64) for slot, held in enumerate(slots))
-    check(Scene(slots, rows, 64, (2, 9, 9)))
+    check(Scene(slots, rows, 64, (2, 1, 9, 9)))
 
 
 @pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)
 @pytest.mark.parametrize("stale", [NUM_QUERY, SLOT])
 def test_padding_sleeps_whichever_way_it_is_named(stale, ops):
     """The reserved slot with another request's counts, or a request's slot with none."""
-    scene = Scene((Slot(9, 8, (1, 2)),) * 3, (row_of(0, Slot(9, 8, (1, 2)), 1, 2),), 2, (1, 3, 3))
+    scene = Scene((Slot(9, 8, (1, 2)),) * 3, (row_of(0, Slot(9, 8, (1, 2)), 1, 2),), 2, (1, 0, 3, 3))
     sequences = scene.sequences()
     layout = scene.table(sequences)
     if stale == SLOT:
@@ -184,7 +188,7 @@ for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
             device=torch.device("cpu"),
         )
         windows = StepShape(batch, rows, rows, batch, k + 1, k + 1)
-        mixed = StepShape(batch, 512, rows, 0, 0, 512)
+        mixed = StepShape(batch + 1, 512, rows, batch, k + 1, 512)
         for shape in (windows, mixed):
             table = torch.zeros(TABLE_ROWS, shape.table_width, dtype=torch.int64)
             triton_inputs.prepare_inputs(sequences, LayoutTable(table, shape))

@@ -33,10 +33,10 @@ def host_memory(*shape: int) -> torch.Tensor:
 def verdict_of(scene: Scene) -> VerifyResult:
     """Numbers that are all different; as many drafts accepted as there are."""
     accepted = [min(len(scene.slots[row.slot].drafts), row.draft_limit) for row in scene.rows]
-    accepted += [0] * (scene.shape.num_requests - len(accepted))
     tokens = torch.arange(scene.shape.num_sampled, device=DEVICE) + 100
-    numbers = torch.arange(len(accepted), device=DEVICE)
-    return VerifyResult(tokens, integers(accepted), numbers + 50, numbers + 70)
+    numbers = torch.arange(scene.shape.num_requests, device=DEVICE)
+    accepted = integers(scene.by_request(accepted))
+    return VerifyResult(tokens, accepted, numbers + 50, numbers + 70)
 
 
 def expected_results(scene: Scene, verdict: VerifyResult, first_place: int):
@@ -44,9 +44,10 @@ def expected_results(scene: Scene, verdict: VerifyResult, first_place: int):
     starts = scene.layout.window_starts
     for b, row in enumerate(scene.rows):
         drafts = len(scene.slots[row.slot].drafts) if row.samples else 0
-        offered, accepted = min(drafts, row.draft_limit), int(verdict.num_accepted[b])
+        at = scene.order[b]
+        offered, accepted = min(drafts, row.draft_limit), int(verdict.num_accepted[at])
         emitted = range(starts[b] + 100, starts[b] + 101 + accepted) if row.samples else ()
-        yield first_place + b, [41, offered, drafts, accepted, 70 + b, *emitted]
+        yield first_place + b, [41, offered, drafts, accepted, 70 + at, *emitted]
 
 
 def check(scene: Scene, ops, first_place: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from helpers.step_scenes import DEVICE, STATIC_OPS
-from sametoken.core.layout import StepLayout, StepShape
+from sametoken.core.layout import NO_REQUESTS, StepLayout, StepShape
 from sametoken.core.plan import PlanRow, StepPlan
-from sametoken.runner.graphs import NO_REQUESTS
 from sametoken.runner.layout_ring import LayoutRing
 
 RESERVED = 7

@@ -227,20 +227,22 @@ def test_chunks_and_windows_over_recurrent_state_say_what_plain_decoding_says(pa
             allocate(*given, **named), open_pass=DevicePass.begin
         ),
     )
-    for k in (0, 2):
-        ran, step = hybrid_tokens(params, k, "kernels")
-        assert ran.tokens == plain.tokens
-        assert (ran.accepted > 0) == (k > 0)
-        recurrent, sequences = step.kv.recurrent, step.sequences
-        for held in (recurrent.states, recurrent.history):
-            assert held[:, sequences.reserved_slot].isnan().all(), "the reserved slot is written"
-        # What is folded is at most what is computed: of a window, its accepted drafts are pending.
-        computed = sequences.num_computed
-        assert (recurrent.position <= computed).all()
-        assert (recurrent.position + recurrent.num_pending >= computed).all()
-    if params is CUT:
-        uncut = {name: {**given, "top_k": 0, "top_p": 1.0, "min_p": 0.0} for name, given in CUT.items()}
-        assert hybrid_tokens(uncut, 0, "compact")[0].tokens != plain.tokens
+    ran, step = hybrid_tokens(params, 2, "kernels")
+    assert ran.tokens == plain.tokens
+    assert ran.accepted > 0
+    recurrent, sequences = step.kv.recurrent, step.sequences
+    for held in (recurrent.states, recurrent.history):
+        assert held[:, sequences.reserved_slot].isnan().all(), "the reserved slot is written"
+    # What is folded is at most what is computed: of a window, its accepted drafts are pending.
+    computed = sequences.num_computed
+    assert (recurrent.position <= computed).all()
+    assert (recurrent.position + recurrent.num_pending >= computed).all()
+
+
+def test_those_cuts_decide_tokens():
+    uncut = {name: {**CUT[name], "top_k": 0, "top_p": 1.0, "min_p": 0.0} for name in CUT}
+    found = [hybrid_tokens(params, 0, "compact")[0].tokens for params in (uncut, CUT)]
+    assert found[0] != found[1]
 
 
 class Noted(TorchDispatchMode):
@@ -290,7 +292,7 @@ def test_no_kernel_of_pytorch_runs_beside_the_model_and_the_drafter(k, synthetic
     slots = (Slot(9, 8, (1, 2)[:k]), Slot(9, 8), Slot(20, 4))
     rows = [row_of(0, slots[0], 1, k), row_of(1, slots[1], 1, k)]
     rows += [row_of(2, slots[2], chunk, 0)] if chunk else []
-    scene = Scene(slots, tuple(rows), k, (1, 2, 2))
+    scene = Scene(slots, tuple(rows), k, (1, 1 if chunk else 0, 2, 2))
     sequences, shape = scene.sequences(), scene.shape
     still = Still(shape.num_rows, shape.num_requests, k)
     table = SamplingTable.allocate(len(slots), DEVICE)

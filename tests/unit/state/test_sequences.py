@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.step_scenes import ALL_OPS, DEVICE, integers
-from sametoken.core.layout import StepLayout, padded
+from helpers.step_scenes import ALL_OPS, DEVICE, integers, order_of, with_room
+from sametoken.core.layout import StepLayout
 from sametoken.core.plan import Admission, BlockAssignment, PlanRow, StepPlan
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.kernels.step import compact
@@ -38,27 +38,30 @@ def admitted(sequences: Sequences, slot: int, prompt: list[int], num_cached: int
 
 
 def begin(ops, sequences: Sequences, *rows: PlanRow, room: int = 0):
-    """The inputs of a step; of static operations with room for more."""
+    """The inputs of a step, and where its requests are; of static operations with room for more."""
     known = ops.known_drafts(sequences, [row.slot for row in rows])
     layout = StepLayout.of(StepPlan(0, rows=rows), known)
     shape = layout.shape
     if ops is not compact:
-        sampled = shape.num_rows if shape.all_sampled else shape.num_sampled
-        sizes = (shape.num_requests + room, shape.num_rows + room, sampled + room)
-        shape = padded(shape, *sizes)
+        shape = with_room(shape, room, room // 2, room, room)
     table = layout.table(shape, sequences.reserved_slot, 0)
-    return ops.prepare_inputs(sequences, LayoutTable(torch.tensor(table, device=DEVICE), shape))
+    held = LayoutTable(torch.tensor(table, device=DEVICE), shape)
+    return ops.prepare_inputs(sequences, held), order_of(layout, shape)
 
 
-def finish(ops, sequences: Sequences, x, accepted, next_token, drafts=(), counts=()) -> None:
+def finish(ops, sequences: Sequences, begun, accepted, next_token, drafts=(), counts=()) -> None:
     """Commit, and publish if there are drafts; padding is given numbers as well."""
-    padding = len(x.slots) - len(accepted)
-    ops.commit(
-        sequences, x, integers([*accepted, *[0] * padding]), integers([*next_token, *[7] * padding])
-    )
+    x, order = begun
+
+    def everyone(values, padding):
+        found = [padding] * len(x.slots)
+        for place, value in zip(order, values, strict=True):
+            found[place] = value
+        return integers(found)
+
+    ops.commit(sequences, x, everyone(accepted, 0), everyone(next_token, 7))
     if drafts:
-        rows, numbers = [*drafts, *[[1] * K] * padding], [*counts, *[K] * padding]
-        ops.publish(sequences, x, integers(rows), integers(numbers))
+        ops.publish(sequences, x, everyone(drafts, [1] * K), everyone(counts, K))
 
 
 def live(x, reserved_slot: int) -> list[tuple[int, int, int, int, bool]]:
@@ -98,7 +101,7 @@ def test_steps_follow_the_list_device(ops, data):
             limit = data.draw(st.integers(0, K)) if missing == 1 else 0
             rows.append(PlanRow(slot, num_query, limit, num_query == missing))
         rows.sort(key=lambda row: row.num_query > 1 or not row.samples)
-        x = begin(ops, sequences, *rows, room=data.draw(st.integers(0, 2)))
+        begun = begin(ops, sequences, *rows, room=data.draw(st.integers(0, 3)))
         wanted, accepted, next_token = [], [], []
         for row in rows:
             offered = drafts[row.slot][: row.draft_limit] if row.samples else []
@@ -108,10 +111,10 @@ def test_steps_follow_the_list_device(ops, data):
             computed[row.slot] += row.num_query + accepted[-1]
             if row.samples:
                 truth[row.slot] += [*offered[: accepted[-1]], next_token[-1]]
-        assert live(x, SLOTS) == wanted
+        assert live(begun[0], SLOTS) == wanted
         counts = data.draw(st.lists(st.integers(0, K), min_size=len(rows), max_size=len(rows)))
         ids = torch.randint(0, 50, (len(rows), K)).tolist()
-        finish(ops, sequences, x, accepted, next_token, ids, counts)
+        finish(ops, sequences, begun, accepted, next_token, ids, counts)
         for b, row in enumerate(rows):
             drafts[row.slot] = ids[b][: counts[b]] if row.samples else []
         for slot in range(SLOTS):
@@ -135,7 +138,7 @@ def check_reserved(sequences: Sequences) -> None:
 def test_a_cached_prefix_is_not_computed_again(ops):
     sequences = make_sequences()
     admitted(sequences, 1, [5, 6, 7, 8, 9], num_cached=4)
-    x = begin(ops, sequences, PlanRow(1, 1, 0, True))
+    x, _ = begin(ops, sequences, PlanRow(1, 1, 0, True))
     assert x.token_ids.tolist() == [9]
     assert x.rows.positions.tolist() == [4]
 
@@ -147,7 +150,7 @@ def test_rejected_drafts_are_never_stored(ops):
     first = begin(ops, sequences, PlanRow(0, 2, 0, True), room=2)
     finish(ops, sequences, first, [0], [3], [[40, 41, 42]], [3])
     window = begin(ops, sequences, PlanRow(0, 1, 3, True), room=2)
-    assert [row[2] for row in live(window, SLOTS)] == [3, 40, 41, 42]
+    assert [row[2] for row in live(window[0], SLOTS)] == [3, 40, 41, 42]
     finish(ops, sequences, window, [1], [7])
     assert sequences.token_ids[0, :6].tolist() == [1, 2, 3, 40, 7, 0]
     assert sequences.num_tokens[0] == 5
@@ -161,7 +164,7 @@ def test_admission_clears_the_former_request(ops):
     admitted(sequences, 0, [1, 2])
     finish(ops, sequences, begin(ops, sequences, PlanRow(0, 2, 0, True)), [0], [3], [[4, 5, 6]], [3])
     admitted(sequences, 0, [9])
-    x = begin(ops, sequences, PlanRow(0, 1, 3, True))
+    x, _ = begin(ops, sequences, PlanRow(0, 1, 3, True))
     assert live(x, SLOTS) == [(0, 0, 9, 0, True)]
     assert x.num_drafts.tolist() == [0]
 

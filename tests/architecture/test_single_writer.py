@@ -159,33 +159,42 @@ def test_a_device_has_one_writer_of_each_field():
         assert sorted(fields) == sorted(FIELDS - {"block_table"})
 
 
-def calls_of(source: str, names: frozenset[str]) -> set[tuple[str, str]]:
-    """Which functions call a method of one of these names."""
-    found = set()
-    for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr in names:
-                        found.add((function.name, node.func.attr))
-    return found
+VERBS = frozenset(("commit", "publish"))
+
+
+def calls_of(tree: ast.Module) -> set[tuple[str, str]]:
+    """Which functions call a method that is named like a verb."""
+    return {
+        (function.name, node.func.attr)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in VERBS
+    }
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Which verbs a module takes from the operations of a step."""
+    return {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("sametoken.kernels.step")
+        for alias in node.names
+    } & VERBS
 
 
 def test_the_step_alone_commits_and_publishes():
     """By ``StepOps``; what a host writes is held by the import contract "Only the step"."""
-    verbs, found = frozenset(("commit", "publish")), {}
+    calls = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if calls := calls_of(path.read_text(), verbs):
-            found[name] = calls
-        imported = [
-            alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sametoken.kernels.step")
-            for alias in node.names
-        ]
-        assert not verbs & {*imported} or name.startswith("kernels/step/"), name
-    assert found == {"runner/step.py": {("settle", "commit"), ("settle", "publish")}}
+        name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+        assert not imports_of(tree) or name.startswith("kernels/step/"), name
+        if found := calls_of(tree):
+            calls[name] = found
+    assert calls == {"runner/step.py": {("settle", verb) for verb in VERBS}}
 
 
 @pytest.mark.parametrize(

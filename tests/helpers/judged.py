@@ -193,9 +193,7 @@ class Case:
                 index += 1
 
 
-def case_of(
-    rows: Sequence[Row], slots: Sequence[int] | None = None, spare_slots: int = 2
-) -> Case:
+def case_of(rows: Sequence[Row], slots: Sequence[int] | None = None, spare_slots: int = 2) -> Case:
     """Commit the rows' tokens to their slots, descending unless given; windows come first."""
     rows = sorted(rows, key=lambda row: row.num_query > 1 or not row.samples)
     count = len(rows) + spare_slots

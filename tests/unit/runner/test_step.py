@@ -158,7 +158,10 @@ def test_drafts_accepted_by_chance_are_emitted_before_the_target_s_own_token(rat
     accepted = [rows[0].drafts, (), rows[2].drafts] if rate else [()] * 3
     starts = (0, 4, 5)
     assert judged.tokens == [
-        *((*drafts, own[start + len(drafts)]) for drafts, start in zip(accepted, starts, strict=True)),
+        *(
+            (*drafts, own[start + len(drafts)])
+            for drafts, start in zip(accepted, starts, strict=True)
+        ),
         (),
     ]
     assert not any(judged.poisoned)
@@ -197,7 +200,7 @@ def test_every_rank_commits_what_rank_0_decides():
 
 
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2], "b": [7, 8, 7]}
-GREEDY = dict.fromkeys(PROMPTS, {"temperature": 0.0})
+GREEDY = {name: {"temperature": 0.0} for name in PROMPTS}
 CUT = {
     "a": {"temperature": 9.0, "top_k": 3, "top_p": 0.8, "seed": 1},
     "b": {"temperature": 4.0, "top_p": 0.7, "min_p": 0.1, "seed": 1},

@@ -288,7 +288,7 @@ def run_both(bench: Bench, first: tuple[list[int], int], second: tuple[list[int]
     slots = torch.tensor([0] * len(first[0]) + [1] * len(second[0]))
     positions = [*range(first[1], first[1] + len(first[0]))]
     positions += range(second[1], second[1] + len(second[0]))
-    rows = bench.sequences.rows_at(slots, torch.tensor(positions))
+    rows = bench.rows_at(slots, torch.tensor(positions))
     return bench.model.compute_logits(bench.model.forward(token_ids, rows, bench.kv).last)
 
 

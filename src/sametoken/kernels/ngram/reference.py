@@ -27,7 +27,7 @@ def lookup(
     Args:
         token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
         slots: [B] int64, the slot of each row.
-        num_tokens: [B] int64, at least 1.
+        num_tokens: [B] int64; 0 for padding, which finds nothing.
         min_length: shortest suffix to match, in tokens.
         max_length: longest suffix to match, in tokens.
         k: most tokens to copy; none lies at ``num_tokens`` or above.
@@ -38,7 +38,7 @@ def lookup(
     """
     tokens = _within_longest(token_ids, num_tokens).index_select(0, slots)
     width = tokens.shape[1]
-    last = num_tokens - 1
+    last = (num_tokens - 1).clamp(min=0)
 
     # An occurrence is known by the index of its last token, which lies before the suffix's.
     ends = torch.arange(width, device=tokens.device)
@@ -76,5 +76,5 @@ def _match_length(
 def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
     """The columns that hold tokens of any row. A GPU scans them all: asking would wait for it."""
     if token_ids.device.type == "cpu" and num_tokens.numel():
-        return token_ids[:, : int(num_tokens.max())]
+        return token_ids[:, : max(int(num_tokens.max()), 1)]
     return token_ids

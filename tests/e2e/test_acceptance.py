@@ -14,7 +14,7 @@ from helpers.harness import CPU, Shape, build, draft_model, request
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
 from sametoken.core.outputs import SpeculationMetrics
-from sametoken.drafters.base import NoDrafter
+from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.state.kv_cache import KVCache, KVSpec
@@ -56,24 +56,19 @@ class LookaheadDrafter:
         self.coupling = Coupling(parts.kernels.sample, parts.table)
 
     def propose(self, context):
-        live = context.live_rows()
-        slots, positions = context.x.rows.slots[live], context.x.rows.positions[live]
-        rows = context.rows_at(slots, positions)
-        following = context.tokens_at(slots, positions + 1)
-        states = self._forward(context.x.token_ids[live], following, rows)
+        live = context.catch_up()
+        own = context.kernels.take_rows(context.x.token_ids, live.source)
+        states = self._forward(own, live.token_ids, live.rows)
 
-        drafts = NoDrafter().propose(context)
-        sampling = context.samples.nonzero().squeeze(1)
-        last_rows = (context.end - context.start).cumsum(0) - 1
-        for b in sampling.tolist():
-            state, position = states[int(last_rows[b])], int(context.end[b])
-            for i in range(context.max_num_drafts):
-                position += 1
-                token = self._choose(state, context.slots[b : b + 1], position)
-                drafts.draft_ids[b, i] = token
+        chains, k = live.chains, context.max_num_drafts
+        tokens = torch.zeros(len(chains.last), k, dtype=torch.int64)
+        for at, row in enumerate(chains.last.tolist()):
+            state, position = states[row], int(chains.following[at])
+            for i in range(k):
+                token = self._choose(state, chains.rows.slots[at : at + 1], position + i)
+                tokens[at, i] = token
                 state = extended(state, token)
-            drafts.num_drafts[b] = context.max_num_drafts
-        return drafts
+        return drafts_of(context, chains, list(tokens.unbind(1)))
 
     def _forward(self, token_ids, following, rows) -> list[int]:
         """Keys hold a row's own token, values the one after it."""

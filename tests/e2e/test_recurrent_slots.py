@@ -132,8 +132,8 @@ def test_logits_of_accepted_rows_have_the_bits_of_plain_decoding(kernels):
         oracle=oracle,
     )
     run(drafted, [item])
-    true = {position: row for _, position, row in plain._runner.verifier.accepted_logits}
-    rows = drafted._runner.verifier.accepted_logits
+    true = {position: row for _, position, row in plain.accepted_logits}
+    rows = drafted.accepted_logits
     compared = [torch.equal(row, true[position]) for _, position, row in rows if position in true]
     assert all(compared)
     assert len(compared) >= 20

@@ -6,8 +6,6 @@ it. Every row is compared by ``torch.equal``, keyed by request and position.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -42,8 +40,8 @@ def run_engine(target, prompts, temperature: float, **options) -> tuple[Ran, Rec
         "block_size": 8,
     } | options
     core = build_engine(EngineConfig.from_options(model=str(target), **options))
-    recorded = RecordedLogits(core._runner.verifier)
-    core._runner = dataclasses.replace(core._runner, verifier=recorded)
+    recorded = RecordedLogits()
+    core._runner = recorded.runner(core._runner)
     ran, limits = Ran(), {}
     for i, prompt in enumerate(prompts):
         item = request(

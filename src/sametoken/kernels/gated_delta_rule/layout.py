@@ -44,7 +44,7 @@ def slot_rows(
     """The parts of a pass, derived from positions alone.
 
     Args:
-        rows: the pass's rows.
+        rows: the pass's rows; those of the reserved slot are dead and have no part.
         position: [S] int64, positions that each slot has folded.
         num_pending: [S] int64, rows that each slot holds from there on.
         max_pending: how many it can hold.
@@ -55,10 +55,11 @@ def slot_rows(
     slots = rows.slots
     committed = torch.ones_like(slots) if rows.committed is None else rows.committed
     facts = torch.stack((slots, rows.positions, committed, position[slots], num_pending[slots]))
-    parts, first_row = [], 0
-    for _, group in groupby(facts.t().tolist(), key=itemgetter(0)):
+    parts, first_row, reserved_slot = [], 0, position.shape[0] - 1
+    for slot, group in groupby(facts.t().tolist(), key=itemgetter(0)):
         of_slot = list(group)
-        parts.append(_part(of_slot, first_row, max_pending))
+        if slot != reserved_slot:
+            parts.append(_part(of_slot, first_row, max_pending))
         first_row += len(of_slot)
     return tuple(parts)
 

@@ -40,7 +40,7 @@ class ReciteModel(ToyModel):
         logits = torch.zeros(hidden.shape[0], 64)
         for row, position in zip(logits, hidden[:, 0].long().tolist(), strict=True):
             following = position + 1
-            known = following < len(TEXT) and following not in self.unknown
+            known = 0 <= following < len(TEXT) and following not in self.unknown
             row[TEXT[following] if known else 63] = 1
         return logits
 

@@ -43,7 +43,7 @@ class DeviceChoices(ReferenceKernels):
 
 
 class Poisoned:
-    """A model whose dead rows end in NaN."""
+    """A model whose dead rows end in NaN, and their logits."""
 
     def __init__(self, model, reserved_slot: int) -> None:
         self._model, self._reserved = model, reserved_slot
@@ -54,7 +54,8 @@ class Poisoned:
         return HiddenStates(*nan)
 
     def compute_logits(self, hidden):
-        return self._model.compute_logits(hidden)
+        dead = hidden.isnan().any(dim=1, keepdim=True)
+        return self._model.compute_logits(hidden).masked_fill_(dead, torch.nan)
 
 
 class StaticLauncher(EagerLauncher):

@@ -61,14 +61,14 @@ class LookaheadDrafter:
         states = self._forward(own, live.token_ids, live.rows)
 
         chains, k = live.chains, context.max_num_drafts
-        tokens = torch.zeros(len(chains.last), k, dtype=torch.int64)
+        tokens = torch.zeros(k, len(chains.last), dtype=torch.int64)
         for at, row in enumerate(chains.last.tolist()):
             state, position = states[row], int(chains.following[at])
             for i in range(k):
                 token = self._choose(state, chains.rows.slots[at : at + 1], position + i)
-                tokens[at, i] = token
+                tokens[i, at] = token
                 state = extended(state, token)
-        return drafts_of(context, chains, list(tokens.unbind(1)))
+        return drafts_of(context, chains, list(tokens))
 
     def _forward(self, token_ids, following, rows) -> list[int]:
         """Keys hold a row's own token, values the one after it."""
@@ -156,6 +156,28 @@ def test_preemption_costs_no_acceptance(kind, monkeypatch):
     total = measure(core, items)
     assert swapped
     assert total.accepted_per_position == total.offered_per_position
+
+
+def test_a_slot_s_next_request_has_no_drafts_at_first(monkeypatch):
+    """What a drafter had ready for the slot's former request is not the next one's."""
+    core = build(MODEL, Shape(num_drafts=K, max_num_seqs=1), make_drafter=self_drafter)
+    proposed, admitting = {True: set(), False: set()}, {}
+    plan, settle = core.scheduler.plan, core.scheduler.settle
+
+    def planned():
+        made = plan()
+        if made is not None:
+            admitting[made.step_id] = bool(made.admissions)
+        return made
+
+    def settled(result):
+        proposed[admitting[result.step_id]] |= {row.num_proposed for row in result.rows}
+        return settle(result)
+
+    monkeypatch.setattr(core.scheduler, "plan", planned)
+    monkeypatch.setattr(core.scheduler, "settle", settled)
+    measure(core, [request(f"r{i}", (1, 2, i), max_tokens=6) for i in range(4)])
+    assert proposed == {True: {0}, False: {K}}
 
 
 class Counting(ToyModel):

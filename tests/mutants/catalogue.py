@@ -77,6 +77,8 @@ EXTRACTED = (
 TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
 STATIC = ("static",)
+#: Of tests that run no step.
+HOST = ("compact",)
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -341,14 +343,18 @@ def layouts_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> 
     patch.setattr(runner, "LayoutTable", mutant)
 
 
-def window_starts_are_replayed(patch: pytest.MonkeyPatch) -> None:
-    """Sampled rows are looked for where those of an earlier layout were."""
+def windows_of_another_layout_are_delivered(patch: pytest.MonkeyPatch) -> None:
+    """What is right on the device is told from where an earlier step's windows lay."""
     kept: dict[Any, torch.Tensor] = {}
 
-    def replay(x, layout):
-        return replace(x, window_starts=kept.setdefault(layout.shape, x.window_starts.clone()))
+    def make(deliver):
+        def mutant(x, verdict, results):
+            starts = kept.setdefault((len(x.slots), len(verdict.tokens)), x.window_starts.clone())
+            deliver(replace(x, window_starts=starts), verdict, results)
 
-    with_inputs(patch, replay)
+        return mutant
+
+    in_every_program(patch, "deliver", make)
 
 
 def limits_are_taken_for_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -515,7 +521,8 @@ def a_cascade_s_model_misses_turns(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self, context):
         first = self._lookup.propose(context)
-        return first if bool(first.num_drafts.all()) else propose(self, context)
+        live = context.slots != context.sequences.reserved_slot
+        return first if bool(first.num_drafts[live].all()) else propose(self, context)
 
     patch.setattr(CascadeDrafter, "propose", mutant)
 
@@ -578,6 +585,7 @@ MUTANTS = (
         exact_is_the_upper_bound,
         "tests/unit/core/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
         "guard",
+        HOST,
     ),
     Mutant(
         "backup-token-from-optimistic-length",
@@ -654,12 +662,12 @@ MUTANTS = (
         "vllm#38311",
         partial(layouts_are_replayed, checked=False),
         f"{SAME_TOKENS}[right-1]",
-        "position",
+        "guard",
     ),
     Mutant(
         "windows-of-another-layout",
         "vllm#38311",
-        window_starts_are_replayed,
+        windows_of_another_layout_are_delivered,
         f"{SAME_TOKENS}[mixed-1]",
         "tokens",
     ),
@@ -731,7 +739,7 @@ MUTANTS = (
         "tokenspeed#318",
         positions_are_advanced_in_place,
         f"{ACCEPTANCE}[self-1-late-0.0]",
-        "acceptance",
+        "position",
     ),
     Mutant(
         "rejected-drafts-committed",
@@ -882,6 +890,7 @@ MUTANTS = (
         rows_past_the_end_are_recorded,
         EXTRACTED,
         "position",
+        HOST,
     ),
     Mutant(
         "rows-in-flight-extracted",
@@ -889,6 +898,7 @@ MUTANTS = (
         rows_in_flight_are_recorded,
         EXTRACTED,
         "guard",
+        HOST,
     ),
     Mutant(
         "columns-of-a-token-map-taken-for-tokens",

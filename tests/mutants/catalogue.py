@@ -215,12 +215,13 @@ def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
 
 
 def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
-    """The rejected drafts are taken off once more, as far as the step's own rows reach."""
+    """The rejected drafts are taken off once more, but for the step's first row."""
     catch_up = DraftContext.catch_up
 
     def mutant(self):
         rejected = optimistic_end(self.x) - self.end
-        self.end.copy_(torch.maximum(self.end - rejected, self.x.num_computed))
+        first = torch.minimum(self.x.num_computed + 1, self.end)
+        self.end.copy_(torch.maximum(self.end - rejected, first))
         return catch_up(self)
 
     patch.setattr(DraftContext, "catch_up", mutant)

@@ -24,7 +24,7 @@ from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
 from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
-from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RowRuns
 
 HEADS = {
     "qwen3": AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128),
@@ -88,11 +88,12 @@ class Scene:
         """Attention of the last ``window`` rows of every slot."""
         positions = torch.arange(self.context - window, self.context, device="cuda")
         slots = torch.arange(self.batch, device="cuda").repeat_interleave(window)
-        rows = AttentionRows(positions.repeat(self.batch), slots, slots, self.table)
+        runs = RowRuns.even(self.batch, window)
+        rows = AttentionRows(positions.repeat(self.batch), slots, slots, self.table, runs)
         size = (len(slots), self.shape.num_heads, self.shape.head_dim)
         random = torch.Generator("cuda").manual_seed(0)
         q = torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=random)
-        return lambda kv: attention(q, self.shape, rows, kv, window=window, config=cut)
+        return lambda kv: attention(q, self.shape, rows, kv, config=cut)
 
 
 def cuts(shape: AttentionShape, window: int) -> list[AttentionConfig]:
@@ -134,7 +135,7 @@ def time_cuts(shape: AttentionShape, cases: Iterable[Case], context: int) -> Non
                 elapsed = microseconds(call, scene.layers, replays=10)
                 found.append((elapsed, f"{name_of_cut(cut)} {elapsed:.1f}{wrong}"))
         kv_bytes = batch * scene.context * shape.kv_size * 2 * 2
-        chosen = choose(batch * window, shape, window, MAX_LEN, torch.bfloat16)
+        chosen = choose(batch, window, shape, MAX_LEN, torch.bfloat16)
         listed = ", ".join(text for _, text in sorted(found))
         print(
             f"{batch}x{window} at {scene.context}, floor "

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from gemm_gpu import normal
+from sametoken.kernels.commit.triton import judge
+from sametoken.kernels.stage.triton import stage_windows
 
 from sametoken.kernels.attention.triton import AttentionConfig, attention
-from sametoken.kernels.commit.triton import judge
 from sametoken.kernels.embedding.triton import embedding
 from sametoken.kernels.gemm.triton import product
 from sametoken.kernels.gemm.tuning import GemmConfig, GemmShape
-from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryTable, RowRuns
 from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.kernels.sampling.triton import window_keys
-from sametoken.kernels.stage.triton import stage_windows
 from sametoken.state.sequences import Sequences
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -120,7 +120,7 @@ class Chain:
         return window_keys(logits, self.temperature, self.seeds, at.slots, at.positions)
 
     def attend(self, q, rows, kv: LayerKV, cut: Choice) -> torch.Tensor:
-        return attention(q, SHAPE, rows, kv, window=self.window, config=cut)
+        return attention(q, SHAPE, rows, kv, config=cut)
 
     def step(self, choices: Choices, without: str = "") -> torch.Tensor:
         """Launch the step; its logits. ``without``: a kernel to leave out."""
@@ -132,7 +132,7 @@ class Chain:
             return product(choices[role], x, matrix, ROLES[role].epilogue)
 
         staged = self.staged if without == "stage" else self.stage()
-        rows = dataclasses.replace(staged.rows, window=self.window)
+        rows = dataclasses.replace(staged.rows, runs=RowRuns.even(self.batch, self.window))
         hidden = blank("embedding")
         if without != "embedding":
             hidden = embedding(staged.token_ids, self.head)

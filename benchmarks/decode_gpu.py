@@ -105,7 +105,7 @@ def name_of(choice: Choice) -> str:
 def start_choices(table: TuningTable, batch: int, window: int) -> Choices:
     rows = batch * window
     found: Choices = {role: table.choose(shape, rows) for role, shape in ROLES.items()}
-    found["attention"] = choose(rows, SHAPE, window, MAX_LEN, torch.bfloat16)
+    found["attention"] = choose(batch, window, SHAPE, MAX_LEN, torch.bfloat16)
     return found
 
 

@@ -33,7 +33,7 @@ from sametoken.kernels.gated_delta_rule.triton import (
     advance_prepared,
     plan_runs,
 )
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.kernels.overlap import overlapped, release_next, wait
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
 
@@ -149,7 +149,8 @@ class Layers:
         self.start = torch.full_like(self.cache.position, before)
         self.pending = torch.full_like(self.cache.num_pending, drafts)
         positions = before + case.folded + place
-        self.rows = AttentionRows(positions, slots, slots, slots[None], case.rows, committed)
+        runs = RowRuns.even(case.batch, case.rows)
+        self.rows = AttentionRows(positions, slots, slots, slots[None], runs, committed)
         width = CHANNELS + 4096 + 64
         projected = torch.randn(len(slots), width, device="cuda").bfloat16()
         qkv, _, b, a = projected.split((CHANNELS, 4096, 32, 32), dim=-1)

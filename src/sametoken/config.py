@@ -37,6 +37,7 @@ MAX_LOOKUP_TOKENS = 1024
 # Fewest and most num_speculative_tokens where they are not 1..64. Extraction drafts nothing;
 # vLLM wants it to say 1.
 _NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
+ADAPTIVE, FIXED = "adaptive", "fixed"
 DUMMY = "dummy"
 DEFAULT_MODEL = "smollm2"
 MODEL_HELP = "checkpoint directory, GGUF file, smollm2, or in a checkout hybrid-28m"
@@ -89,6 +90,11 @@ class SpeculativeConfig:
     )
     synthetic_acceptance_length: float | None = option(
         None, "synthetic: mean tokens per step instead, the target's own counted, 1..k+1"
+    )
+    draft_limits: str = option(
+        ADAPTIVE,
+        "adaptive: drafts of a request follow its matches, its acceptance and the load; "
+        "fixed: always num_speculative_tokens",
     )
     shared_storage_path: str | None = option(
         None, "extract_hidden_states: directory for the shards and their manifest"
@@ -152,6 +158,11 @@ class SpeculativeConfig:
                 f"prompt_lookup_max={shown(self.prompt_lookup_max)} leave nothing to match",
                 f"use 1 <= min <= max <= {MAX_LOOKUP_TOKENS}",
             )
+        if self.draft_limits not in (ADAPTIVE, FIXED):
+            raise ConfigError(
+                f"draft_limits={shown(self.draft_limits)} is not possible",
+                f"use {ADAPTIVE!r} or {FIXED!r}",
+            )
         _check_head_options(self)
         check_lookups(self, MAX_SPECULATIVE_TOKENS)
         _check_extraction(self)
@@ -203,12 +214,12 @@ class EngineConfig:
     device: str = option("auto", "auto, cpu or cuda")
     seed: int = option(0, "seed from which requests without one draw theirs")
     max_model_len: int | None = option(None, "longest prompt + output, in tokens")
-    max_num_seqs: int = option(64, "requests that run at once")
+    max_num_seqs: int = option(0, "requests that run at once; 0: 64 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int = option(
         0, "rows of one step at most; 0: 2048 on a CPU, 4096 on a GPU"
     )
     prefill_chunk_size: int = option(
-        0, "grid of prefill chunks, in tokens from 0 on; 0: 256 on a CPU, 512 on a GPU"
+        0, "tokens of one prompt in one step at most; 0: as many as the step has rows for"
     )
     block_size: int = option(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     kv_cache_memory_bytes: int | None = option(
@@ -242,12 +253,6 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} is not possible",
                 "use a number above 0 and up to 1",
-            )
-        if self.block_size and self.prefill_chunk_size % self.block_size:
-            raise ConfigError(
-                f"prefill_chunk_size={self.prefill_chunk_size} is not a multiple of "
-                f"block_size={self.block_size}",
-                "choose a multiple",
             )
 
     def _check_choices(self) -> None:
@@ -319,9 +324,9 @@ _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
 _LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("max_model_len", 1, 2**31),
-    ("max_num_seqs", 1, 4096),
+    ("max_num_seqs", 0, 4096),
     ("max_num_batched_tokens", 0, 2**20),
-    ("prefill_chunk_size", 0, 2**16),
+    ("prefill_chunk_size", 0, 2**20),
     ("block_size", 0, 1024),
     ("kv_cache_memory_bytes", 1, 2**50),
     ("num_kv_blocks", 1, 2**31),

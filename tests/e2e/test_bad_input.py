@@ -186,9 +186,12 @@ def test_a_head_of_another_hidden_size(target, tmp_path):
         ),
         ({"speculative_config": '{"method": "ngram"'}, "is not JSON", '"method"'),
         ({"speculative_config": "[]"}, "is not a JSON object", "braces"),
-        ({"prefill_chunk_size": 20}, "prefill_chunk_size=20 is not a multiple", "multiple"),
         ({"max_model_len": 65}, "max_model_len=65 is above the model's 64", "lower max_model_len"),
-        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens=8", "raise max_num_batched"),
+        (
+            speculative(k=8) | {"max_num_batched_tokens": 8},
+            "max_num_batched_tokens=8 holds no window of 9 rows",
+            "raise max_num_batched",
+        ),
         ({"num_kv_blocks": 3}, "hold 24 tokens", "raise kv_cache_memory_bytes"),
         (
             {"num_kv_blocks": None, "kv_cache_memory_bytes": 1000},
@@ -198,7 +201,7 @@ def test_a_head_of_another_hidden_size(target, tmp_path):
         ({"dtype": "float8"}, "dtype='float8' is not possible", "bfloat16"),
         ({"device": "tpu"}, "device='tpu' is not possible", "cpu"),
         ({"load_format": "bin"}, "load_format='bin' is not possible", "safetensors"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0 is not possible", "from 1 to"),
+        ({"max_num_seqs": -1}, "max_num_seqs=-1 is not possible", "from 0 to"),
         ({"seed": -1}, "seed=-1 is not possible", "from 0 to"),
         ({"max_model_length": 5}, "unknown option 'max_model_length'", "max_model_len"),
     ],
@@ -211,9 +214,8 @@ def test_options_are_refused_before_weights_are_read(target, monkeypatch):
     monkeypatch.setattr("sametoken.engine.build.load_model", None)
     for options in (
         speculative(k=65),
-        {"prefill_chunk_size": 20},
         {"max_model_len": 65},
-        {"max_num_batched_tokens": 8},
+        speculative(k=8) | {"max_num_batched_tokens": 8},
     ):
         with pytest.raises(ConfigError):
             LLM(str(target), **SIZES | options)

@@ -63,14 +63,19 @@ def architectures(draw):
     config_class = draw(st.sampled_from([LlamaConfig, Qwen3Config, MistralConfig]))
     num_kv_heads = draw(st.sampled_from([1, 2, 3]))
     num_heads = num_kv_heads * draw(st.sampled_from([1, 2, 4]))
-    own = {"sliding_window": None}
+    # transformers' cache keeps everything for a window of 1, and then sees it.
+    num_layers, window = draw(st.integers(1, 3)), draw(st.sampled_from([None, 2, 5, 36]))
+    own = {"sliding_window": window}
     if config_class is not MistralConfig:
         own = {"attention_bias": draw(st.booleans())}
+    if config_class is Qwen3Config and window:
+        own |= {"use_sliding_window": True, "sliding_window": window}
+        own["max_window_layers"] = draw(st.integers(0, num_layers))
     return config_class(
         vocab_size=draw(st.sampled_from([61, 128])),
         hidden_size=num_heads * draw(st.sampled_from([8, 12])),
         intermediate_size=draw(st.sampled_from([24, 44])),
-        num_hidden_layers=draw(st.integers(1, 3)),
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=draw(st.sampled_from([8, 16, 24])),

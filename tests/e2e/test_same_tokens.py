@@ -209,3 +209,46 @@ def test_a_drafter_that_is_the_target_is_always_right(params, steps_in_flight):
     ran = run(core, items)
     assert ran.offered > 0
     assert ran.accepted == ran.offered
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+@pytest.mark.parametrize("kind", ["mixed", "empty", "wrong", "ngram", "self"])
+def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
+    """So many requests, on a device that computes so little, that drafts are refused."""
+    prompts = [tuple((i * j) % 11 for j in range(1, 3 + 3 * i)) for i in range(8)]
+    items = [
+        request(f"r{i}", prompt, max_tokens=LONGEST, **PARAMS[i % len(PARAMS)])
+        for i, prompt in enumerate(prompts)
+    ]
+    truth = {
+        (prompt, i % len(PARAMS)): list(alone(prompt, i % len(PARAMS)))
+        for i, prompt in enumerate(prompts)
+    }
+    shape = Shape(
+        num_drafts=4,
+        steps_in_flight=steps_in_flight,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        prefill_chunk_size=48,
+        num_blocks=120,
+        rows_per_weight_read=4,
+    )
+    core = build(
+        MODEL,
+        shape,
+        make_drafter=make_drafter(kind),
+        oracle=lambda admitted: truth[admitted.prompt_token_ids, admitted.params.seed],
+    )
+    limits, plan_step = set(), core.scheduler.plan
+
+    def watched():
+        plan = plan_step()
+        limits.update(row.draft_limit for row in (plan.rows if plan else ()))
+        return plan
+
+    core.scheduler.plan = watched
+    ran = run(core, items)
+    for i, item in enumerate(items):
+        assert ran.tokens[item.request_id] == truth[prompts[i], i % len(PARAMS)][:LONGEST]
+    assert len(limits) > 2, "they follow what happens"
+    assert ran.offered > 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from helpers.rows import runs_of
 from sametoken.kernels.attention.triton import SPLIT, AttentionConfig, attention, choose
-from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RowRuns
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,13 +44,15 @@ class Scene:
         size = (len(lengths) + 1, max(lengths), shape.num_heads, shape.head_dim)
         self.queries = torch.randn(size, device="cuda", generator=generator).to(dtype)
 
-    def run(self, where, **options):
-        """Rows of (slot, position) pairs: [T, H * D]."""
+    def run(self, where, window=1, *, runs=None, sliding_window=None, **options):
+        """Rows of (slot, position) pairs as windows of so many, or as ``runs``: [T, H * D]."""
         slots, positions = torch.tensor(where, device="cuda").unbind(1)
         slots, positions = slots.contiguous(), positions.contiguous()
         q = self.queries[slots, positions]
-        rows = AttentionRows(positions, slots, torch.zeros_like(slots), self.table)
-        return attention(q, self.shape, rows, self.kv, **options)
+        runs = runs or RowRuns.even(len(where) // window, window)
+        rows = AttentionRows(positions, slots, torch.zeros_like(slots), self.table, runs)
+        shape = replace(self.shape, sliding_window=sliding_window)
+        return attention(q, shape, rows, self.kv, **options)
 
     def exact(self, slot, position, sliding_window=None):
         first = max(0, position + 1 - sliding_window) if sliding_window else 0
@@ -77,7 +82,7 @@ def cut(form, queries=16, warps=4, stages=3, split=SPLIT, kv_left=True, tile=64)
 
 def tile_of(shape):
     """The tile that the engine gives heads of this size."""
-    return choose(1, shape, 1, SPLIT, torch.bfloat16).tile
+    return choose(1, 1, shape, SPLIT, torch.bfloat16).tile
 
 
 @pytest.mark.parametrize(("block_size", "sliding_window"), [(16, None), (32, 100)])
@@ -97,7 +102,7 @@ def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_win
     options = {"sliding_window": sliding_window}
     tile = tile_of(shape)
     whole = [(0, position) for position in range(1100)]
-    prefill = scene.run(whole, config=cut("walk", 32, tile=tile), **options)
+    prefill = scene.run(whole, 1100, config=cut("walk", 32, tile=tile), **options)
     for position in (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 700, 1099):
         for form in FORMS:
             alone = scene.run([(0, position)], window=1, config=cut(form, tile=tile), **options)
@@ -129,7 +134,8 @@ def test_tiles_warps_and_stages_do_not_matter(shape, split):
                 got = scene.run(rows, window=width, config=config)
                 assert torch.equal(got, expected), (config, width)
     for queries, kv_left in ((16, True), (64, True), (64, False), (128, False)):
-        got = scene.run(rows, config=cut("walk", queries, 8, 2, split, kv_left, tile))
+        config = cut("walk", queries, 8, 2, split, kv_left, tile)
+        got = scene.run(rows, runs=runs_of([5, 0, 7], 1, "cuda"), config=config)
         assert torch.equal(got, expected), (queries, kv_left)
 
 
@@ -141,16 +147,31 @@ def test_place_and_company_do_not_matter():
         for place in {0, count // 2, count}:
             where = (crowd * 30)[:count]
             where.insert(place, (1, 500))
-            assert torch.equal(scene.run(where, window=1)[place], expected[0])
             assert torch.equal(scene.run(where)[place], expected[0])
+            runs = runs_of([1] * len(where), place, "cuda")
+            assert torch.equal(scene.run(where, runs=runs)[place], expected[0])
 
 
-def test_ragged_rows_equal_windows():
-    scene = Scene(QWEN3)
-    where = [*window(0, 900, 37), *window(1, 300, 3), *window(3, 64, 65), (4, 0), (5, 0), (5, 0)]
-    got = scene.run(where)
-    for row, pair in enumerate(where[:-2]):
-        assert torch.equal(scene.run([pair], window=1)[0], got[row]), pair
+@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("shape", [QWEN3, QWEN35])
+def test_ragged_runs_have_the_bits_of_single_rows(shape, form, sliding_window):
+    """Short runs and long ones, an empty one, and dead rows that hold NaN."""
+    scene = Scene(shape)
+    scene.queries[5] = torch.nan
+    config = form and cut(form, 32, tile=tile_of(shape))
+    runs = [
+        [(4, 0)], [*window(1, 300, 3), (5, 0)], [], [(5, 0)] * 2, window(2, 200, 17),
+        window(3, 64, 65), [*window(0, 900, 70), *[(5, 0)] * 40],
+    ]  # fmt: skip
+    where = [pair for run in runs for pair in run]
+    lengths = [len(run) for run in runs]
+    live = torch.tensor([slot != 5 for slot, _ in where], device="cuda")
+    options = {"sliding_window": sliding_window, "config": config}
+    expected = scene.run(where, **options)[live]
+    for num_short in (0, 4, 5, 7):
+        got = scene.run([*where, (5, 0)], runs=runs_of(lengths, num_short, "cuda"), **options)
+        assert torch.equal(got[:-1][live], expected), num_short
 
 
 @pytest.mark.parametrize("shape", [QWEN3, QWEN35])
@@ -167,7 +188,7 @@ def test_chosen_launches_agree_at_every_batch_size(shape):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_types(dtype):
     scene = Scene(AttentionShape(6, 2, 64), [300], dtype=dtype)
-    prefill = scene.run([(0, position) for position in range(300)])
+    prefill = scene.run([(0, position) for position in range(300)], 300)
     exact = torch.stack([scene.exact(0, position) for position in range(300)])
     tolerance = 1e-3 if dtype == torch.float16 else 1e-5
     assert (prefill.double() - exact).norm() / exact.norm() < tolerance
@@ -182,18 +203,24 @@ def test_a_captured_launch_follows_lengths_and_tables(form):
     slots = torch.tensor([0, 1], device="cuda").repeat_interleave(4)
     positions = torch.zeros(8, dtype=torch.int64, device="cuda")
     q = torch.zeros(8, 32, 128, dtype=torch.bfloat16, device="cuda")
-    rows = AttentionRows(positions, slots, torch.zeros_like(slots), scene.table)
+    # What is replayed finds other runs among the rows.
+    starts = torch.tensor([0, 4, 4], device="cuda")
+    ragged = RowRuns(2, 8, starts, 2, 8)
+    rows = AttentionRows(positions, slots, torch.zeros_like(slots), scene.table, ragged)
 
     def launch():
-        return attention(q, QWEN3, rows, scene.kv, window=4, config=cut(form))
+        return attention(q, QWEN3, rows, scene.kv, config=cut(form))
 
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = launch()
-    for last_0, last_1 in ((3, 500), (255, 256), (1099, 3), (700, 529)):
-        where = torch.tensor(window(0, last_0, 4) + window(1, last_1, 4), device="cuda")
+    for last_0, last_1, first in ((4, 500, 3), (255, 256, 4), (1099, 7, 1), (700, 529, 5)):
+        where = window(0, last_0, first) + window(1, last_1, 8 - first)
+        where = torch.tensor(where, device="cuda")
+        starts.copy_(torch.tensor([0, first, 8]))
+        slots.copy_(where[:, 0])
         positions.copy_(where[:, 1])
         q.copy_(scene.queries[where[:, 0], where[:, 1]])
         graph.replay()
@@ -223,6 +250,6 @@ def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(sliding_wi
             got = scene.run(rows, window=width, config=cut(form, queries), **options)
             assert torch.equal(got[~sees.cuda()], clean[~sees.cuda()]), (form, queries, width)
             assert not got[sees.cuda()].isfinite().any()
-    ragged = scene.run(rows, config=cut("walk", 32), **options)
+    ragged = scene.run(rows, runs=runs_of([64, 64], 1, "cuda"), config=cut("walk", 32), **options)
     assert torch.equal(ragged[~sees.cuda()], clean[~sees.cuda()])
     assert not ragged[sees.cuda()].isfinite().any()

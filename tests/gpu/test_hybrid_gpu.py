@@ -15,6 +15,7 @@ from gpu_files import OPTIONS, requests, write_hybrid_target
 from recorded_gpu import Recording, drive
 
 from helpers.hybrids import FULL, LINEAR, hybrid_config
+from helpers.rows import runs_of
 from sametoken.config import EngineConfig
 from sametoken.drafters import build as drafters
 from sametoken.drafters.base import Drafts
@@ -24,7 +25,7 @@ from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts import triton as experts
 from sametoken.kernels.experts.triton import StackedExperts
 from sametoken.kernels.gemm.reference import PlainWeight
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.runner.swap import SwapStore
 from sametoken.state.recurrent import (
@@ -103,12 +104,20 @@ def poisoned(num_seqs: int, num_drafts: int) -> RecurrentCache:
     return cache
 
 
-def run(cache: RecurrentCache, rows: list[tuple[int, int, int, bool] | None], window=None):
-    """One pass of (slot, position, token, committed) rows, None where dead: [L, T, Hv * Dv]."""
+def run(
+    cache: RecurrentCache,
+    rows: list[tuple[int, int, int, bool] | None],
+    runs: RowRuns | None = None,
+):
+    """One pass of (slot, position, token, committed) rows, None where dead: [L, T, Hv * Dv].
+
+    By default all are one run.
+    """
     reserved = (cache.position.shape[0] - 1, 0, 0, False)
     facts = torch.tensor([row or reserved for row in rows], device=CUDA).t().contiguous()
     slots, positions, tokens, committed = facts.unbind(0)
-    at = AttentionRows(positions, slots, slots, slots[None], window, committed.bool())
+    runs = runs or RowRuns.even(1, len(rows))
+    at = AttentionRows(positions, slots, slots, slots[None], runs, committed.bool())
     running = cache.begin(at)
     raw = raw_rows(tokens)
     out = torch.stack([running.run(i, *raw, layer_params(i)) for i in range(SPEC.num_layers)])
@@ -142,7 +151,7 @@ def test_chunks_have_the_bits_of_single_rows(sequence, chunk, padded):
     for first in range(0, len(tokens), chunk):
         part = [(2, first + i, token, True) for i, token in enumerate(tokens[first:][:chunk])]
         dead = [None] * (chunk - len(part) if padded else 0)
-        out = run(cache, [*part, *dead], chunk if padded else None)
+        out = run(cache, [*part, *dead])
         assert torch.equal(out[:, : len(part)], expected[:, first : first + len(part)])
         assert not out[:, len(part) :].any()
     for name in KEPT:
@@ -177,11 +186,32 @@ def test_windows_have_the_bits_of_single_rows(sequence, batch, k):
             windows.append((len(rows), n, good))
             rows += [*own, *[None] * (k - drafts)]
             done[slot] = n + 1 + good
-        out = run(cache, rows, k + 1)
+        out = run(cache, rows, RowRuns.even(batch, k + 1))
         for at, n, good in windows:
             assert torch.equal(out[:, at : at + good + 1], expected[:, n : n + good + 1])
     assert done == [len(tokens)] * batch
     for slot in range(batch):
+        for name in KEPT:
+            assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
+
+
+def test_ragged_runs_have_the_bits_of_single_rows(sequence):
+    """Windows and a prompt's chunk in one pass, dead rows behind some, none of others."""
+    tokens, expected, plain = sequence
+    cache, done = poisoned(3, 4), [0, 0, 0]
+    for counts in ((1, 3, 70), (5, 0, 17), (144, 147, 63)):
+        rows, places = [], []
+        lengths = [count + dead for count, dead in zip(counts, (0, 2, 1), strict=True)]
+        for slot, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            first = done[slot]
+            places.append((len(rows), first, count))
+            rows += [(slot, p, tokens[p], True) for p in range(first, first + count)]
+            rows += [None] * (length - count)
+            done[slot] += count
+        out = run(cache, [*rows, None], runs_of(lengths, 2, "cuda"))
+        for at, first, count in places:
+            assert torch.equal(out[:, at : at + count], expected[:, first : first + count])
+    for slot in range(3):
         for name in KEPT:
             assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
 
@@ -194,7 +224,8 @@ def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
     slots, positions, ids, committed = facts.unbind(0)
 
     def passed() -> torch.Tensor:
-        at = AttentionRows(positions, slots, slots, slots[None], width, committed.bool())
+        even = RowRuns.even(2, width)
+        at = AttentionRows(positions, slots, slots, slots[None], even, committed.bool())
         running, raw = cache.begin(at), raw_rows(ids)
         out = torch.stack([running.run(i, *raw, params) for i, params in enumerate(weights)])
         running.finish()

@@ -51,6 +51,7 @@ class Shape:
     max_model_len: int = 96
     prefix_caching: bool = True
     cache_emitted: bool = True
+    rows_per_weight_read: int = 32
 
 
 @dataclass
@@ -151,11 +152,13 @@ def build(
     limits = SchedulerLimits(
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
-        prefill_chunk_size=shape.prefill_chunk_size,
+        longest_chunk=shape.prefill_chunk_size,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
         max_model_len=shape.max_model_len,
         num_speculative_tokens=k,
+        adaptive_drafts=True,
+        rows_per_weight_read=shape.rows_per_weight_read,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=shape.prefix_caching,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from helpers.checkpoints import HIDDEN, VOCAB
+from helpers.rows import ragged_rows
 from sametoken.kernels.interface import AttentionRows, Kernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.state.kv_cache import KVCache
@@ -30,10 +31,7 @@ class SharedTarget:
 
 
 def rows_of_one_slot(first: int, count: int) -> AttentionRows:
-    positions = torch.arange(first, first + count)
-    table = torch.tensor([[2, 0, 3, 1], [4, 4, 4, 4]])
-    kv_slots = table[0, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    return AttentionRows(positions, torch.zeros_like(positions), kv_slots, table)
+    return ragged_rows([(0, first, count)], torch.tensor([[2, 0, 3, 1], [4, 4, 4, 4]]), BLOCK_SIZE)
 
 
 def empty_kv(head) -> KVCache:

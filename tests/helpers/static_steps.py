@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from sametoken.core.layout import padded
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.step import compact, reference
 from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.models.base import HiddenStates
-from sametoken.runner.runner import EagerLauncher
+from sametoken.runner.runner import EagerLauncher, StepRunner
 from sametoken.runner.step import Step
 
 #: compact: as a CPU engine; static: the reference in static shapes, dead rows poisoned; kernels:
@@ -61,6 +60,8 @@ class Poisoned:
 class StaticLauncher(EagerLauncher):
     """Requests, rows and sampled rows have room for more, as in a captured shape."""
 
+    launches = 0
+
     def run(self, layout, first_place, between):
         super().run(layout, first_place, between)
         sequences = self.step.sequences
@@ -68,9 +69,17 @@ class StaticLauncher(EagerLauncher):
             assert not fact[sequences.reserved_slot].any(), "padding has committed"
 
     def _padded(self, shape):
-        rows = shape.num_rows + 3
-        sampled = rows if shape.all_sampled else shape.num_sampled + 2
-        return padded(shape, shape.num_requests + 2, rows, sampled)
+        StaticLauncher.launches += 1
+        # Requests without rows then begin behind the last row, or before some that are dead.
+        rows = shape.num_rows + 3 * (StaticLauncher.launches % 2)
+        chunks = shape.num_chunks + (shape.num_chunks > 0)
+        return replace(
+            shape,
+            num_requests=shape.num_windows + 2 + chunks,
+            num_windows=shape.num_windows + 2,
+            num_rows=rows,
+            num_sampled=shape.num_sampled + 2 if shape.num_chunks else rows,
+        )
 
 
 def launcher_of(step: Step, kind: str) -> EagerLauncher:
@@ -81,10 +90,8 @@ def launcher_of(step: Step, kind: str) -> EagerLauncher:
     return StaticLauncher(replace(step, model=poisoned))
 
 
-def in_steps(core, kind: str | None = None):
-    """An engine as a user builds it, its steps run in one of ``STEPS``."""
+def in_steps(runner: StepRunner, kind: str | None = None) -> StepRunner:
+    """The runner of an engine as a user builds it, its steps in one of ``STEPS``."""
     kind = kind or chosen_steps()
-    runner = core._runner
     step = replace(runner.step, ops=STEPS[kind])
-    core._runner = replace(runner, step=step, launcher=launcher_of(step, kind))
-    return core
+    return replace(runner, step=step, launcher=launcher_of(step, kind))

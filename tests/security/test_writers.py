@@ -47,7 +47,7 @@ def record(writer, name: str, num_rows: int, first: int = 0) -> None:
     writer._rows.put(CommittedRows(1, slots, positions, tokens, tokens + 1, states))
     admission = Admission(0, (first,), 0, SamplingParams(seed=0), request_id=name)
     writer.launch(StepPlan(1, admissions=(admission,), rows=(PlanRow(0, 1, 0, True),)))
-    writer.settle(StepResult(1, (RowResult(0, 0, (1,)),)))
+    writer.settle(StepResult(1, (RowResult(0, 0, 0, (1,)),)))
     writer.end(name, num_rows + 1, aborted=False)
     writer.flush()
 

@@ -66,8 +66,9 @@ def test_choices_are_named(name):
 LIMITS = {
     "seed": (0, 2**63 - 1),
     "max_model_len": (1, 2**31),
-    "max_num_seqs": (1, 4096),
+    "max_num_seqs": (0, 4096),
     "max_num_batched_tokens": (0, 2**20),
+    "prefill_chunk_size": (0, 2**20),
     "block_size": (0, 1024),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_kv_blocks": (1, 2**31),
@@ -78,12 +79,11 @@ LIMITS = {
 @pytest.mark.parametrize(("name", "limits"), LIMITS.items())
 def test_numbers_have_limits(name, limits):
     low, high = limits
-    chunk = {"prefill_chunk_size": 1024} if name == "block_size" else {}
     for value in limits:
-        assert getattr(EngineConfig.from_options(**{name: value} | chunk), name) == value
+        assert getattr(EngineConfig.from_options(**{name: value}), name) == value
     for value in (low - 1, high + 1, 1.5, "1", True):
         with pytest.raises(ConfigError, match=f"{name}=.* is not possible") as caught:
-            EngineConfig.from_options(**{name: value} | chunk)
+            EngineConfig.from_options(**{name: value})
         assert f"from {low} to {high}" in caught.value.remedy
 
 
@@ -94,10 +94,12 @@ def test_some_numbers_may_be_left_open(name):
         EngineConfig.from_options(max_num_seqs=None)
 
 
-def test_chunks_are_whole_blocks():
-    assert EngineConfig(prefill_chunk_size=48, block_size=16).prefill_chunk_size == 48
-    with pytest.raises(ConfigError, match="prefill_chunk_size=40 is not a multiple of block_size"):
-        EngineConfig(prefill_chunk_size=40, block_size=16)
+def test_draft_limits_are_one_of_two():
+    assert SpeculativeConfig("ngram", 5).draft_limits == "adaptive"
+    assert SpeculativeConfig.parse(NGRAM | {"draft_limits": "fixed"}).draft_limits == "fixed"
+    with pytest.raises(ConfigError, match="draft_limits='k' is not possible") as caught:
+        SpeculativeConfig.parse(NGRAM | {"draft_limits": "k"})
+    assert caught.value.remedy == "use 'adaptive' or 'fixed'"
 
 
 @pytest.mark.parametrize("form", [dict, json.dumps, lambda value: SpeculativeConfig(**value)])

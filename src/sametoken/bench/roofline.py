@@ -72,6 +72,49 @@ class DraftElements(NamedTuple):
     experts: int
 
 
+class DraftPass(NamedTuple):
+    """Elements of the matrices that a drafter multiplies one row by.
+
+    Attributes:
+        layers: of every pass.
+        head: of a pass that proposes a token.
+        fusion: of a row that comes with the target's states, which the first pass alone reads.
+        experts: beside ``layers``, what one row reads of a mixture.
+    """
+
+    layers: int
+    head: int
+    fusion: int = 0
+    experts: int = 0
+
+
+class TargetPass(NamedTuple):
+    """Elements of the matrices that a dense target multiplies one row by.
+
+    Attributes:
+        layers: of every row.
+        head: of a row that has logits.
+        attention: of scores and of values beside them, for each position that a row sees.
+    """
+
+    layers: int
+    head: int
+    attention: int
+
+
+def target_pass(resolved: ResolvedConfig) -> TargetPass:
+    """What this engine's target multiplies; of a mixture of experts it counts all of them."""
+    model, itemsize = resolved.model, resolved.dtype.itemsize
+    head = _head(model, model.vocab_size)
+    kv_elements = resolved.request_memory.kv_per_token // itemsize
+    return TargetPass(
+        layers=step_traffic(resolved).weights // itemsize - head,
+        head=head,
+        # Keys and values of a position, each for so many query heads.
+        attention=kv_elements * model.num_heads // model.num_kv_heads,
+    )
+
+
 def step_traffic(resolved: ResolvedConfig) -> Traffic:
     """What a decode step of this engine must read.
 
@@ -100,7 +143,13 @@ def _draft_bytes(config: SpeculativeConfig, target: ModelConfig, itemsize: int) 
 
 
 def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftElements:
-    """Elements of all matrices that drafting k tokens reads; none for prompt lookup.
+    """Elements of all matrices that drafting k tokens reads; arguments as ``draft_pass``."""
+    k, one = config.num_speculative_tokens, draft_pass(config, target)
+    return DraftElements(one.fusion + k * (one.layers + one.head), k * one.experts)
+
+
+def draft_pass(config: SpeculativeConfig, target: ModelConfig) -> DraftPass:
+    """Elements of the matrices of one draft pass; none for prompt lookup.
 
     Args:
         config: how drafts are made.
@@ -110,28 +159,30 @@ def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftEleme
         CheckpointError: the drafter's config.json cannot be read.
         ConfigError: nor its token map.
     """
-    k, path = config.num_speculative_tokens, Path(config.model or "")
+    path = Path(config.model or "")
     if config.method == "draft_model":
         model = read_config(path)
         layers = _layers(model, model.hidden_size)
-        return DraftElements(k * (layers + _head(model, model.vocab_size)), 0)
+        return DraftPass(layers, _head(model, model.vocab_size))
     if config.method == "eagle":
         model = Eagle1Checkpoint(path).config.layer
         layers = 2 * model.hidden_size**2 + _layers(model, model.hidden_size)
-        return DraftElements(k * (layers + _head(model, _proposed(config, model.vocab_size))), 0)
+        return DraftPass(layers, _head(model, _proposed(config, model.vocab_size)))
     if config.method == "eagle3":
         head = Eagle3Checkpoint(path).config
-        fusion = head.num_aux * head.target_hidden_size * head.layer.hidden_size
-        # Only the first pass reads the target's states and so the fusion.
-        one_pass = _layers(head.layer, 2 * head.layer.hidden_size)
-        one_pass += _head(head.layer, _proposed(config, head.draft_vocab_size))
-        return DraftElements(fusion + k * one_pass, 0)
+        return DraftPass(
+            _layers(head.layer, 2 * head.layer.hidden_size),
+            _head(head.layer, _proposed(config, head.draft_vocab_size)),
+            fusion=head.num_aux * head.target_hidden_size * head.layer.hidden_size,
+        )
     if config.method == "mtp":
         layer = _gated_layer(target)
-        one_pass = 2 * target.hidden_size**2 + layer.projections
-        one_pass += _head(target, _proposed(config, target.vocab_size))
-        return DraftElements(k * one_pass, k * layer.experts)
-    return DraftElements(0, 0)
+        return DraftPass(
+            2 * target.hidden_size**2 + layer.projections,
+            _head(target, _proposed(config, target.vocab_size)),
+            experts=layer.experts,
+        )
+    return DraftPass(0, 0)
 
 
 def _layers(model: ModelConfig, attention_width: int) -> int:

@@ -15,7 +15,7 @@ from sametoken.bench.workload import RequestSource, Workload, read_prompts
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.engine.resolve import ResolvedConfig, resolve_device
+from sametoken.engine.resolve import ResolvedConfig, resolve_device, resolve_sizes
 from sametoken.engine.tokenizer import Tokenizer, load_tokenizer_of
 from sametoken.errors import CheckpointError, ConfigError
 
@@ -63,14 +63,15 @@ class Session:
             ConfigError: the workload does not fit the engine, or as ``build_engine``.
             CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
         """
+        device = resolve_device(config)
+        slots = resolve_sizes(config, device).max_num_seqs
         most = max(workload.concurrency)
-        if most > config.max_num_seqs:
+        if most > slots:
             raise ConfigError(
-                f"concurrency {most} is above max_num_seqs={config.max_num_seqs}",
-                "raise max_num_seqs",
+                f"concurrency {most} is above max_num_seqs={slots}", "raise max_num_seqs"
             )
         announce("measuring the memory's speed")
-        bandwidth = read_bandwidth(resolve_device(config), bandwidth_bytes)
+        bandwidth = read_bandwidth(device, bandwidth_bytes)
         announce(f"loading {config.model}")
         engine = build_engine(config, announce)
         if prompts is not None:

@@ -81,7 +81,9 @@ class PlanRow:
 class StepPlan:
     """One step, applied on the device in the order of the fields.
 
-    ``discarded_swaps`` are keys whose saved KV will never be read again (aborts).
+    ``discarded_swaps`` are keys whose saved KV will never be read again (aborts). Of ``rows``
+    those with one committed token that sample come first, windows to the device; the others are
+    chunks of prompts (tests/unit/scheduler/test_scheduler_rows.py).
     """
 
     step_id: int

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sametoken.config import EngineConfig
+from sametoken.config import ADAPTIVE, EngineConfig
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
     LoadedDrafter,
@@ -25,6 +25,7 @@ from sametoken.engine.extraction import Extraction, NoExtraction, open_extractio
 from sametoken.engine.ranks import Ranks, start_ranks
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
+    ROWS_PER_WEIGHT_READ,
     MemoryPlan,
     ResolvedConfig,
     plan_memory,
@@ -318,12 +319,12 @@ def _load(
 
 
 def _require_room(config: EngineConfig) -> None:
-    """A window must fit a step beside the prefill chunk that is reserved room."""
-    if config.max_num_batched_tokens < max(config.prefill_chunk_size, config.num_drafts + 1):
+    """A window must fit a step."""
+    if config.max_num_batched_tokens <= config.num_drafts:
         raise ConfigError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens} holds neither a prefill "
-            f"chunk of {config.prefill_chunk_size} nor a window of {config.num_drafts + 1} rows",
-            "raise max_num_batched_tokens or lower prefill_chunk_size",
+            f"max_num_batched_tokens={config.max_num_batched_tokens} holds no window of "
+            f"{config.num_drafts + 1} rows",
+            "raise max_num_batched_tokens or lower num_speculative_tokens",
         )
 
 
@@ -355,14 +356,17 @@ def _attach_drafter(loaded: _Loaded, table: SamplingTable) -> Drafter:
 
 def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
     config, memory = loaded.resolved.config, loaded.memory
+    speculative = config.speculative_config
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        prefill_chunk_size=config.prefill_chunk_size,
+        longest_chunk=config.prefill_chunk_size,
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
         max_model_len=memory.max_model_len,
         num_speculative_tokens=config.num_drafts,
+        adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
+        rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -66,22 +66,25 @@ class ResolvedConfig:
 
 
 #: What an option of 0 means, by type of device. A CPU computes a step on the cores that plan
-#: the next one, so that running ahead gains nothing; a GPU reads KV in larger pieces, and a step
-#: of more rows puts off the decode steps between prompts.
+#: the next one, so that running ahead gains nothing; a GPU reads KV in larger pieces. A step of
+#: more rows serves prompts sooner, and puts off the next token of whoever decodes.
 DEVICE_DEFAULTS = {
     "cpu": {
+        "max_num_seqs": 64,
         "block_size": 16,
         "max_num_batched_tokens": 2048,
-        "prefill_chunk_size": 256,
         "steps_in_flight": 1,
     },
     "cuda": {
+        "max_num_seqs": 256,
         "block_size": 64,
         "max_num_batched_tokens": 4096,
-        "prefill_chunk_size": 512,
         "steps_in_flight": 2,
     },
 }
+
+#: Rows that a device computes, about, in the time in which it reads the weights.
+ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +109,12 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def resolve_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """The config with every size of 0 replaced by the device's default.
-
-    Raises:
-        ConfigError: a size that was given does not fit a default.
-    """
+    """The config with every size of 0 replaced by the device's default."""
     defaults = DEVICE_DEFAULTS[device.type]
     sizes: dict[str, Any] = {name: getattr(config, name) or size for name, size in defaults.items()}
-    return replace(config, **sizes)
+    rows = sizes["max_num_batched_tokens"]
+    longest_chunk = min(config.prefill_chunk_size or rows, rows)
+    return replace(config, **sizes, prefill_chunk_size=longest_chunk)
 
 
 def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:

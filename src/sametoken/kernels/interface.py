@@ -10,10 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class RunGroup(NamedTuple):
+    """Adjacent runs that are launched together: ``num_runs`` from run ``first`` on."""
+
+    first: int
+    num_runs: int
+    max_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,7 @@ class RowRuns:
         count: R.
         max_rows: the most rows that a run has.
         starts: [R + 1] int64, ascending: run i has rows ``starts[i] .. starts[i + 1] - 1``,
-            perhaps none; None: each has ``max_rows``.
+            perhaps none; None: each has ``max_rows``, all of them dead or none.
         num_short: the first so many runs are short, such as windows; the others are long,
             such as chunks of prompts.
         max_short: the most rows that a short one has.
@@ -43,6 +51,13 @@ class RowRuns:
     def even(cls, count: int, rows: int) -> RowRuns:
         """``count`` short runs of ``rows`` rows each."""
         return cls(count, rows, None, count, rows)
+
+    @property
+    def groups(self) -> tuple[RunGroup, ...]:
+        """The short runs and the long ones, as far as there are any with rows."""
+        short = RunGroup(0, self.num_short, self.max_short)
+        long = RunGroup(self.num_short, self.count - self.num_short, self.max_rows)
+        return tuple(group for group in (short, long) if group.num_runs and group.max_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +92,16 @@ class LayerKV:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Head counts and sizes of one attention layer."""
+    """Head counts and sizes of one attention layer.
+
+    Attributes:
+        sliding_window: if given, a row sees its last so many positions only, its own included.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    sliding_window: int | None = None
 
     @property
     def q_size(self) -> int:

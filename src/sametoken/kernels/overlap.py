@@ -38,6 +38,13 @@ def wait(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def wait_once(OVERLAP: tl.constexpr):
+    """The wait of programs with nothing to do: one that waits keeps the chain in order."""
+    if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+        wait(OVERLAP)
+
+
+@triton.jit
 def wait_for_earlier(OVERLAP: tl.constexpr):
     """Let the next kernel be set up, then wait until all earlier ones have finished."""
     release_next(OVERLAP)

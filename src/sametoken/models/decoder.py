@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -33,6 +33,9 @@ from sametoken.state.recurrent import RecurrentSpec
 HEAD = "lm_head.weight"
 # Tables that old checkpoints carry although they follow from the config.
 DERIVED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+#: The ``layer_types`` of a class that knows windows.
+WINDOWED = frozenset((_FULL, _SLIDING))
 
 
 class Block(Protocol):
@@ -92,7 +95,7 @@ class Decoder:
     """
 
     recurrent_spec: RecurrentSpec | None = None
-    layer_types: ClassVar[frozenset[str]] = frozenset(("full_attention",))
+    layer_types: ClassVar[frozenset[str]] = frozenset((_FULL,))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -121,6 +124,9 @@ class Decoder:
             max_positions=max_positions,
             device=weights.device,
         )
+        windows = sliding_windows(config, weights.source.location)
+        # A window that no row reaches the end of costs nothing.
+        self._windows = [w if w and w < max_positions else None for w in windows]
         self._prefix = self.tensor_prefix(weights)
         vocabulary = Part(self._embedding_name, config.vocab_size)
         self.embedding = weights.packed(config.hidden_size, vocabulary)
@@ -222,10 +228,11 @@ class Decoder:
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
         config, prefix = self.config, f"{self._prefix}.layers.{index}"
-        qk_norm = self.load_qk_norm(config, weights, f"{prefix}.self_attn")
+        attention, window = f"{prefix}.self_attn", self._windows[index]
+        qk_norm = self.load_qk_norm(config, weights, attention)
         return DecoderLayer(
             self._load_norm(weights, f"{prefix}.input_layernorm"),
-            load_attention(config, weights, f"{prefix}.self_attn", rotary, qk_norm),
+            load_attention(config, weights, attention, rotary, qk_norm, sliding_window=window),
             self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
             load_mlp(config, weights, f"{prefix}.mlp"),
         )
@@ -254,6 +261,7 @@ def load_attention(
     qk_norm: QKNorm | None = None,
     *,
     in_features: int | None = None,
+    sliding_window: int | None = None,
 ) -> Attention:
     """The attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
 
@@ -264,8 +272,9 @@ def load_attention(
         rotary: the model's table.
         qk_norm: the norm of q and k, if there is one.
         in_features: width of the block's input; default the hidden size.
+        sliding_window: positions that a row sees at most.
     """
-    whole, shape = attention_shapes(config, weights)
+    whole, shape = attention_shapes(config, weights, sliding_window)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
         Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
@@ -279,7 +288,7 @@ def load_attention(
 
 
 def attention_shapes(
-    config: ModelConfig, weights: WeightReader
+    config: ModelConfig, weights: WeightReader, sliding_window: int | None = None
 ) -> tuple[AttentionShape, AttentionShape]:
     """Of an attention block as a whole, and on this rank.
 
@@ -287,8 +296,9 @@ def attention_shapes(
         UnsupportedError: the kernels cannot run it.
     """
     size = weights.parallel.size
-    whole = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim)
-    shape = AttentionShape(config.num_heads // size, config.num_kv_heads // size, config.head_dim)
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    whole = AttentionShape(heads, kv_heads, dim, sliding_window)
+    shape = AttentionShape(heads // size, kv_heads // size, dim, sliding_window)
     weights.kernels.require(shape)
     return whole, shape
 
@@ -309,6 +319,34 @@ def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -
     return GatedMLP(weights.kernels, gate_up, down)
 
 
+def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
+    """Of every layer how many positions a row sees at most; None: all.
+
+    Raises:
+        CheckpointError: the window is impossible, or layer types and layers differ in number.
+    """
+    settings = Settings(config.extra, location)
+    types = settings.names("layer_types")
+    if not types and _uses_windows(settings):
+        whole = settings.get("max_window_layers") and settings.integer("max_window_layers")
+        layers = range(config.num_layers)
+        types = tuple(_SLIDING if index >= (whole or 0) else _FULL for index in layers)
+    if _SLIDING not in types:
+        return [None] * config.num_layers
+    if len(types) != config.num_layers:
+        raise CheckpointError(
+            f"{location}: {len(types)} layer_types for {config.num_layers} layers",
+            "compare with the original checkpoint's",
+        )
+    window = settings.positions("sliding_window")
+    return [window if layer_type == _SLIDING else None for layer_type in types]
+
+
+def _uses_windows(settings: Settings) -> bool:
+    given = settings.get("sliding_window") is not None
+    return bool(settings.get("use_sliding_window", given))
+
+
 def require_supported(config: ModelConfig, known: frozenset[str], location: str) -> None:
     """Refuse a config that asks for arithmetic which the decoder does not implement.
 
@@ -321,7 +359,9 @@ def require_supported(config: ModelConfig, known: frozenset[str], location: str)
         UnsupportedError: it does.
     """
     settings = Settings(config.extra, location)
-    windowed = settings.get("use_sliding_window", settings.get("sliding_window") is not None)
+    windowed = _uses_windows(settings) and _SLIDING not in known
+    if not _uses_windows(settings):
+        known -= {_SLIDING}
     layer_types = set(settings.names("layer_types"))
     for unsupported, what in (
         (

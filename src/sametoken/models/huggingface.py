@@ -40,7 +40,13 @@ _HYBRID = {
 # What transformers assumes of a key that config.json leaves out.
 _IMPLIED: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen3ForCausalLM": {"num_key_value_heads": 32, "head_dim": 128},
+    "Qwen3ForCausalLM": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     "Qwen3NextForCausalLM": _HYBRID | {"num_key_value_heads": 2},
     "Qwen3_5ForCausalLM": _HYBRID | {"num_key_value_heads": 4},
     "Qwen3_5ForConditionalGeneration": _HYBRID | {"num_key_value_heads": 4},

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and whatever computes the same: SmolLM2, Mistral without its window."""
+"""Llama 2 and 3, and whatever computes the same: SmolLM2."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from sametoken.kernels.interface import QKNorm
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Decoder
+from sametoken.models.decoder import WINDOWED, Decoder
 from sametoken.models.weights import WeightReader
 
 
 class Qwen3ForCausalLM(Decoder):
-    """The shared decoder with an RMS norm on every head of q and k."""
+    """The shared decoder with an RMS norm on every head of q and k, and with windows."""
+
+    layer_types = WINDOWED
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from sametoken.errors import UnsupportedError
 from sametoken.models.decoder import Decoder
 from sametoken.models.llama import LlamaForCausalLM
+from sametoken.models.mistral import MistralForCausalLM
 from sametoken.models.qwen3 import Qwen3ForCausalLM
 from sametoken.models.qwen3_5 import Qwen3_5ForCausalLM
 from sametoken.models.qwen3_next import Qwen3NextForCausalLM
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sametoken.core.layout import StepLayout, StepShape
+from sametoken.core.layout import NO_REQUESTS, StepLayout, StepShape
 from sametoken.kernels.step.types import LayoutTable
 from sametoken.runner.layout_ring import LayoutRing
 from sametoken.runner.lent import lent
@@ -19,9 +19,6 @@ from sametoken.runner.step import Computed, Step
 
 WARM_UP_RUNS = 2
 
-#: An empty layout: every request of a shape is padding.
-NO_REQUESTS = StepLayout(0, (), (), (), (), (0,), (0,))
-
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
@@ -29,11 +26,13 @@ class CapturedStep:
 
     Attributes:
         forward, settle: the halves.
+        layout: the memory that the first half fetches its layout to; owned here.
         computed, tokens: what the halves leave, on loan: until the next launch, of any shape.
     """
 
     forward: torch.cuda.CUDAGraph
     settle: torch.cuda.CUDAGraph
+    layout: LayoutTable
     computed: Computed
     tokens: Tensor
 
@@ -58,7 +57,7 @@ class StepGraphs:
 
     Attributes:
         step: the functions.
-        shapes: what is captured, ascending by rows.
+        shapes: what is captured, in the order in which they are tried.
         layouts: on their way to the device.
         others: runs steps that fit no captured shape.
     """
@@ -124,7 +123,7 @@ class StepGraphs:
         with torch.cuda.graph(settle, pool=pool, capture_error_mode=mode):
             tokens = self.step.settle(computed).tokens
         # Owned, the logits of every shape would be held; on loan, all share one memory.
-        return CapturedStep(forward, settle, lent(computed), lent(tokens))
+        return CapturedStep(forward, settle, layout, lent(computed), lent(tokens))
 
     def _forward(self, layout: LayoutTable) -> Computed:
         self.layouts.fetch(layout.table)

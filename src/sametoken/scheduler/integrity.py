@@ -53,15 +53,15 @@ def check_requests(
     swapped: Sequence[RequestState],
     waiting: Sequence[RequestState],
 ) -> None:
-    """Each list holds what its name says, and running ones are oldest, waiting ones youngest.
+    """Each list holds what its name says, and running requests are older than swapped ones.
 
     Raises:
         InvariantError: a request is in the wrong list or out of order.
     """
-    by_age = sorted(swapped, key=lambda request: request.arrival)
-    ages = [request.arrival for request in (*running, *by_age, *waiting)]
+    by_age = sorted(swapped, key=lambda request: request.admission)
+    ages = [request.admission for request in (*running, *by_age)]
     if ages != sorted(set(ages)):
-        raise InvariantError(f"requests are out of order of arrival: {ages}")
+        raise InvariantError(f"requests are out of order of admission: {ages}")
     lists = ((Status.RUNNING, running), (Status.SWAPPED, swapped), (Status.WAITING, waiting))
     for status, requests in lists:
         for request in requests:
@@ -84,9 +84,9 @@ def check_in_flight(
     Raises:
         InvariantError: a count is wrong, or a request lingers for nothing.
     """
-    rows = Counter(request.arrival for request in in_flight)
+    rows = Counter(request.admission for request in in_flight)
     for request in admitted:
-        if request.num_in_flight != rows[request.arrival]:
+        if request.num_in_flight != rows[request.admission]:
             raise InvariantError(f"slot {request.slot} miscounts its steps in flight")
     for request in lingering:
         if not request.num_in_flight:

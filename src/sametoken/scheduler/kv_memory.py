@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from sametoken.core.request import EngineRequest
 from sametoken.errors import InvariantError
 from sametoken.scheduler.block_pool import BlockPool
@@ -55,32 +53,18 @@ class KVMemory:
         needed = self._limits.blocks_for(turn.hi_after + self._limits.lookahead_slots)
         return max(0, needed - len(turn.request.blocks))
 
-    def fit_drafts(self, turn: Turn) -> Turn:
-        """The turn with no more drafts than available blocks hold: drafts preempt nobody."""
-        if not turn.draft_limit:
-            return turn
+    def blocks_to_return(self, turn: Turn) -> int:
+        """Blocks that a swapped request must gain for a turn: those it left, or more."""
+        return max(turn.request.held_save.num_blocks, self.lacking(turn))
+
+    def fit(self, turn: Turn) -> Turn:
+        """The turn in no more rows than available blocks hold, one at least.
+
+        So neither drafts nor the length of a chunk preempt anybody.
+        """
         blocks = len(turn.request.blocks) + self.pool.num_available
         surplus = turn.hi_after + self._limits.lookahead_slots - blocks * self._limits.block_size
-        return Turn(turn.request, 1, max(0, turn.draft_limit - max(0, surplus)))
-
-    def victims(
-        self, request: RequestState, lacking: int, youngest_first: Iterable[RequestState]
-    ) -> list[RequestState] | None:
-        """Whom to swap out so that ``request`` gains so many blocks.
-
-        Only requests younger than it; None if all of those would not do.
-        """
-        available = self.pool.num_available
-        victims: list[RequestState] = []
-        dropped: dict[int, int] = {}
-        for victim in youngest_first:
-            if available >= lacking or victim.arrival <= request.arrival:
-                break
-            victims.append(victim)
-            for block in victim.blocks:
-                dropped[block] = dropped.get(block, 0) + 1
-                available += dropped[block] == self.pool.references(block)
-        return victims if available >= lacking else None
+        return turn if surplus <= 0 else turn.cut(max(1, turn.num_rows - surplus))
 
     def index_chunk(self, request: RequestState, start: int, end: int) -> None:
         """Enter the prompt blocks that the chunk ``start .. end - 1`` completes."""

@@ -10,9 +10,10 @@ from sametoken.errors import ConfigError, RequestError
 _AT_LEAST_ONE = (
     "max_num_seqs",
     "max_num_batched_tokens",
-    "prefill_chunk_size",
+    "longest_chunk",
     "block_size",
     "num_blocks",
+    "rows_per_weight_read",
 )
 
 
@@ -23,11 +24,13 @@ class SchedulerLimits:
     Attributes:
         max_num_seqs: slots, and so requests with a place on the device.
         max_num_batched_tokens: rows of one step at most, drafts included.
-        prefill_chunk_size: grid of prefill chunks, in tokens from position 0.
+        longest_chunk: tokens of one prompt in one step at most.
         block_size: tokens per KV block.
         num_blocks: KV blocks, ids ``0 .. num_blocks - 1``.
         max_model_len: longest prompt and output together, in tokens.
         num_speculative_tokens: k; 0 is plain decoding.
+        adaptive_drafts: whether a window's drafts follow load and acceptance, or are always k.
+        rows_per_weight_read: rows that the device computes while it reads the weights once.
         lookahead_slots: positions at ``num_tokens`` and above that the drafter writes KV to.
         lookahead_tokens: how many tokens after a position the drafter's KV there depends on.
         enable_prefix_caching: share KV of equal blocks of tokens.
@@ -35,16 +38,18 @@ class SchedulerLimits:
             decode and verify rows have equal bits.
 
     Raises:
-        ConfigError: a value is impossible or two contradict each other.
+        ConfigError: a value is impossible.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    prefill_chunk_size: int
+    longest_chunk: int
     block_size: int
     num_blocks: int
     max_model_len: int
     num_speculative_tokens: int
+    adaptive_drafts: bool
+    rows_per_weight_read: int
     lookahead_slots: int
     lookahead_tokens: int
     enable_prefix_caching: bool
@@ -56,12 +61,6 @@ class SchedulerLimits:
             low = _lowest(field.name)
             if value < low:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
-        if self.prefill_chunk_size > self.max_num_batched_tokens:
-            raise ConfigError(
-                f"prefill_chunk_size={self.prefill_chunk_size} is above "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}, so no chunk fits a step",
-                "lower the one or raise the other",
-            )
 
     def require_possible(self, request: EngineRequest) -> None:
         """Refuse a request that could never run to its end, even alone.

@@ -32,6 +32,11 @@ class Turn:
         return self.num_query + self.draft_limit
 
     @property
+    def is_window(self) -> bool:
+        """Whether it computes one committed token and samples; else it is a chunk."""
+        return self.samples and self.num_query == 1
+
+    @property
     def samples(self) -> bool:
         """Whether it reaches the last committed token."""
         request = self.request
@@ -47,6 +52,11 @@ class Turn:
         start = request.position if request.prefilling else request.bound.hi
         return start + self.draft_limit + (self.num_query + 1 if request.prefilling else 1)
 
+    def cut(self, num_rows: int) -> Turn:
+        """The turn in so many rows, one at least."""
+        num_query = num_rows if self.request.prefilling else 1
+        return Turn(self.request, num_query, num_rows - num_query)
+
     def row(self) -> PlanRow:
         """The turn as the device sees it."""
         return PlanRow(self.request.held_slot, self.num_query, self.draft_limit, self.samples)
@@ -58,23 +68,16 @@ class PlanDraft:
 
     Attributes:
         step_id: the step to be.
-        rows_left: what remains of the row budget.
-        short_of_blocks: a running request lacked blocks, so nobody may come in.
+        short_of_blocks: blocks were lacking, so nobody else may come in.
     """
 
     step_id: int
-    rows_left: int
     short_of_blocks: bool = False
     swap_outs: list[SwapOut] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     block_assignments: list[BlockAssignment] = field(default_factory=list)
     swap_ins: list[SwapIn] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-
-    def add_turn(self, turn: Turn) -> None:
-        """Give a request its part in the step."""
-        self.turns.append(turn)
-        self.rows_left -= turn.num_rows
 
     def assign_blocks(self, request: RequestState, new_blocks: list[int]) -> None:
         """Append blocks to a request's table."""
@@ -102,7 +105,8 @@ class PlanDraft:
         )
 
     def build(self, discarded_swaps: tuple[str, ...]) -> StepPlan:
-        """The finished plan."""
+        """The finished plan, windows before chunks; ``turns`` are left in its order."""
+        self.turns.sort(key=lambda turn: not turn.is_window)
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),

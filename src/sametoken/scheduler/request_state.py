@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sametoken.core.length_bound import LenBound
 from sametoken.core.request import EngineRequest
 from sametoken.errors import InvariantError
+from sametoken.scheduler.draft_limits import DraftRecord
 
 
 class Status(enum.Enum):
@@ -33,32 +34,34 @@ class RequestState:
 
     Attributes:
         request: what was asked.
-        arrival: order of arrival, the request's age.
         block_keys: prefix cache keys of the prompt's blocks.
         bound: committed tokens, as far as the host knows.
         slot: its row on the device once it is admitted.
         blocks: its block table.
-        num_cached: prompt positions that the prefix cache supplied.
-        position: prompt positions whose computation is planned.
+        admission: order of admission, the request's age.
+        num_cached: prompt positions that the prefix cache supplied, or would supply.
+        position: prompt positions that it supplied or whose computation is planned.
         num_in_flight: steps with a row of it that are not settled.
         last_step: the last step that was planned with a row of it.
         saved: its KV in host memory while it is swapped.
+        drafts: what became of its drafts.
         emitted: output tokens of settled steps, not cut at a stop or at the length limit.
         prompt_len: tokens of the prompt.
     """
 
     request: EngineRequest
-    arrival: int
     block_keys: tuple[bytes, ...]
     bound: LenBound
     status: Status = Status.WAITING
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
+    admission: int = -1
     num_cached: int = 0
     position: int = 0
     num_in_flight: int = 0
     last_step: int = 0
     saved: SavedKV | None = None
+    drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     prompt_len: int = field(init=False)
 
@@ -69,6 +72,11 @@ class RequestState:
     def prefilling(self) -> bool:
         """Whether part of the prompt is not yet planned."""
         return self.position < self.prompt_len
+
+    @property
+    def num_left(self) -> int:
+        """Prompt tokens that are not yet planned."""
+        return self.prompt_len - self.position
 
     @property
     def at_limit(self) -> bool:

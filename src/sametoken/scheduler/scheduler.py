@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from sametoken.core.length_bound import LenBound
 from sametoken.core.outputs import RowResult, StepResult
@@ -33,9 +35,9 @@ class _StepInFlight:
 class Scheduler:
     """Decides who runs in each step and who owns which slot and block.
 
-    Requests are older or younger by arrival. Every running request is older than every
-    swapped one, and those are older than every waiting one; older ones are served first
-    wherever memory is short, and rows are shared in turn.
+    Requests are older or younger by their admission, and those that wait for it by arrival.
+    Every running request is older than every swapped one; older ones are served first wherever
+    memory is short. ``RowBudget`` shares out the rows of a step.
 
     Attributes:
         prefix_cache_queries: prompt tokens of admitted requests that were looked up.
@@ -50,7 +52,7 @@ class Scheduler:
         self._pool = self._memory.pool
         self._budget = RowBudget(limits)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        # All by request id; ``_running`` and ``_waiting`` are in order of age.
+        # All by request id; ``_running`` is in order of age, ``_waiting`` in that of arrival.
         self._waiting: dict[str, RequestState] = {}
         self._running: dict[str, RequestState] = {}
         self._swapped: dict[str, RequestState] = {}
@@ -59,8 +61,7 @@ class Scheduler:
         self._discarded: list[str] = []
         self._in_flight: deque[_StepInFlight] = deque()
         self._next_step_id = 0
-        self._next_arrival = 0
-        self._decodes_yield = False
+        self._next_admission = 0
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -112,11 +113,9 @@ class Scheduler:
         self._limits.require_possible(request)
         self._waiting[request.request_id] = RequestState(
             request=request,
-            arrival=self._next_arrival,
             block_keys=self._memory.keys(request),
             bound=LenBound.known(len(request.prompt_token_ids)),
         )
-        self._next_arrival += 1
 
     def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
         """Forget a request that is finished or aborted; unknown ids are ignored.
@@ -149,13 +148,13 @@ class Scheduler:
 
         A plan without rows only discards swapped KV; it is settled like any other.
         """
-        draft = PlanDraft(self._next_step_id, self._budget.rows)
+        draft = PlanDraft(self._next_step_id)
         # Oldest first, so that those who lose their blocks have had no turn in this plan.
-        for turn in sorted(self._choose_turns(draft), key=lambda turn: turn.request.arrival):
-            self._grant(turn, draft)
-        if not draft.short_of_blocks:
-            self._bring_back(draft)
-            self._admit(draft)
+        for turn in self._budget.share(draft.step_id, self._candidates(draft)):
+            if turn.request.status is Status.RUNNING:
+                self._grant(turn, draft)
+            elif not draft.short_of_blocks:
+                self._let_in(turn, draft)
         if not draft.turns and not self._discarded:
             return None
         return self._launch(draft)
@@ -200,120 +199,96 @@ class Scheduler:
         in_flight = [request for step in self._in_flight for request in step.requests]
         check_in_flight(admitted, lingering, in_flight)
 
-    # Requests in
-
-    def _bring_back(self, draft: PlanDraft) -> None:
-        while head := self._returning():
-            request, needed = head
-            turn = self._budget.turn(request, draft.rows_left)
-            if turn is None:
-                return
-            turn, saved = self._memory.fit_drafts(turn), request.held_save
-            needed = max(needed, self._memory.lacking(turn))
-            draft.assign_blocks(request, self._pool.allocate(needed))
-            in_use = tuple(request.blocks[: saved.num_blocks])
-            draft.swap_ins.append(SwapIn(request.held_slot, in_use, saved.key))
-            request.saved = None
-            self._move(request, self._swapped, self._running, Status.RUNNING)
-            draft.add_turn(turn)
-
-    def _admit(self, draft: PlanDraft) -> None:
-        while head := self._admissible():
-            request, cached = head
-            num_cached = len(cached) * self._limits.block_size
-            chunk = self._budget.chunk(request, num_cached)
-            if chunk > draft.rows_left:
-                return
-            if self._memory.looks_up(request):
-                self.prefix_cache_queries += request.prompt_len
-                self.prefix_cache_hits += num_cached
-            request.slot = self._free_slots.pop()
-            request.num_cached = request.position = num_cached
-            self._pool.share(cached)
-            turn = Turn(request, chunk, 0)
-            own = self._pool.allocate(self._memory.lacking(turn) - len(cached))
-            draft.admit(request)
-            draft.assign_blocks(request, [*cached, *own])
-            self._move(request, self._waiting, self._running, Status.RUNNING)
-            draft.add_turn(turn)
-
-    def _returning(self) -> tuple[RequestState, int] | None:
-        """The oldest swapped request and the blocks it needs, if it can run and they are there."""
-        if not self._swapped:
-            return None
-        request = min(self._swapped.values(), key=lambda request: request.arrival)
-        turn = self._budget.least_turn(request)
-        if turn is None:
-            return None
-        needed = max(self._memory.lacking(turn), request.held_save.num_blocks)
-        return (request, needed) if needed <= self._pool.num_available else None
-
-    def _admissible(self) -> tuple[RequestState, tuple[int, ...]] | None:
-        """The oldest waiting request and its cached blocks, if a slot and its prompt's KV fit."""
-        if self._swapped or not self._waiting or not self._free_slots:
-            return None
-        request = next(iter(self._waiting.values()))
-        cached = self._memory.cached_prefix(request)
-        return (request, cached) if self._memory.fits_prompt(request, cached) else None
-
     # Turns
 
-    def _choose_turns(self, draft: PlanDraft) -> list[Turn]:
-        """Share the row budget among running requests, as far as blocks can be had."""
+    def _candidates(self, draft: PlanDraft) -> list[RequestState]:
+        """Who could run in the next step, oldest first."""
         able: list[RequestState] = []
         for request in self._running.values():
-            turn = self._budget.least_turn(request)
-            if turn is None:
+            if request.at_limit:
                 continue
-            if self._victims(turn) is None:
+            if self._lacks_blocks(request) and request is self._youngest:
                 draft.short_of_blocks = True
             else:
                 able.append(request)
-        decodes = [request for request in able if not request.prefilling]
-        prefills = [request for request in able if request.prefilling]
-        reserved = self._reserved_rows(prefills, bool(decodes), draft)
-        return self._budget.share(decodes, prefills, reserved)
+        if not draft.short_of_blocks:
+            able += self._returning() if self._swapped else self._admissible()
+        return able
 
-    def _reserved_rows(
-        self, prefills: list[RequestState], any_decodes: bool, draft: PlanDraft
-    ) -> int:
-        """Rows that decoding requests must leave to whoever is next to prefill or to come in."""
-        if prefills:
-            reserved = self._budget.chunk(prefills[0], prefills[0].position)
-        elif draft.short_of_blocks:
-            reserved = 0
-        else:
-            reserved = self._incoming_rows()
-        if not any_decodes or reserved < draft.rows_left:
-            return reserved
-        # A chunk that fills a whole step alternates with decoding.
-        self._decodes_yield = not self._decodes_yield
-        return reserved if self._decodes_yield else 0
+    def _returning(self) -> list[RequestState]:
+        """The oldest swapped request, if it can run; one a step, so none passes an older one."""
+        oldest = min(self._swapped.values(), key=lambda request: request.admission)
+        return [oldest] if self._may_return(oldest) else []
 
-    def _incoming_rows(self) -> int:
-        """Rows that the next request to return or to be admitted must have."""
-        if returning := self._returning():
-            request = returning[0]
-            return self._budget.chunk(request, request.position) if request.prefilling else 1
-        if admissible := self._admissible():
-            request, cached = admissible
-            return self._budget.chunk(request, len(cached) * self._limits.block_size)
-        return 0
+    def _may_return(self, request: RequestState) -> bool:
+        """Whether a swapped request can run, and there are blocks for its KV."""
+        needed = self._memory.blocks_to_return(Turn(request, 1, 0))
+        return not request.at_limit and needed <= self._pool.num_available
+
+    def _admissible(self) -> Iterator[RequestState]:
+        """Waiting requests that have a slot, up to the first whose prompt's KV has no room.
+
+        Whoever overtakes another one leaves it a slot.
+        """
+        for request in islice(self._waiting.values(), len(self._free_slots)):
+            cached = self._memory.cached_prefix(request)
+            if not self._memory.fits_prompt(request, cached):
+                return
+            request.num_cached = request.position = len(cached) * self._limits.block_size
+            yield request
 
     def _grant(self, turn: Turn, draft: PlanDraft) -> None:
         """Give a running request its turn if blocks can be had, at younger ones' cost."""
         request = turn.request
-        if request.status is not Status.RUNNING:
-            return
-        turn = self._memory.fit_drafts(turn)
-        victims = self._victims(turn)
-        if victims is None:
-            draft.short_of_blocks = True
-            return
-        for victim in victims:
-            self._swap_out(victim, draft)
+        while self._lacks_blocks(request):
+            if request is self._youngest:
+                draft.short_of_blocks = True
+                return
+            self._swap_out(self._youngest, draft)
+        turn = self._memory.fit(turn)
         draft.assign_blocks(request, self._pool.allocate(self._memory.lacking(turn)))
-        draft.add_turn(turn)
+        draft.turns.append(turn)
+
+    def _let_in(self, turn: Turn, draft: PlanDraft) -> None:
+        """Bring a swapped request back, or admit a waiting one, unless its blocks have gone."""
+        is_swapped = turn.request.status is Status.SWAPPED
+        came = self._bring_back(turn, draft) if is_swapped else self._admit(turn, draft)
+        draft.short_of_blocks = not came
+
+    def _bring_back(self, turn: Turn, draft: PlanDraft) -> bool:
+        request = turn.request
+        if not self._may_return(request):
+            return False
+        turn, saved = self._memory.fit(turn), request.held_save
+        draft.assign_blocks(request, self._pool.allocate(self._memory.blocks_to_return(turn)))
+        in_use = tuple(request.blocks[: saved.num_blocks])
+        draft.swap_ins.append(SwapIn(request.held_slot, in_use, saved.key))
+        request.saved = None
+        self._move(request, self._swapped, self._running, Status.RUNNING)
+        draft.turns.append(turn)
+        return True
+
+    def _admit(self, turn: Turn, draft: PlanDraft) -> bool:
+        request = turn.request
+        # Blocks that were cached when turns were shared out may be somebody's by now.
+        cached = self._memory.cached_prefix(request)
+        if not self._memory.fits_prompt(request, cached):
+            return False
+        num_cached = len(cached) * self._limits.block_size
+        if self._memory.looks_up(request):
+            self.prefix_cache_queries += request.prompt_len
+            self.prefix_cache_hits += num_cached
+        request.slot = self._free_slots.pop()
+        request.admission = self._next_admission
+        self._next_admission += 1
+        request.num_cached = request.position = num_cached
+        self._pool.share(cached)
+        own = self._pool.allocate(self._memory.lacking(turn) - len(cached))
+        draft.admit(request)
+        draft.assign_blocks(request, [*cached, *own])
+        self._move(request, self._waiting, self._running, Status.RUNNING)
+        draft.turns.append(turn)
+        return True
 
     def _launch(self, draft: PlanDraft) -> StepPlan:
         plan = draft.build(tuple(self._discarded))
@@ -336,10 +311,13 @@ class Scheduler:
 
     # Memory
 
-    def _victims(self, turn: Turn) -> list[RequestState] | None:
-        """Whom a running request's turn would cost their blocks; None if it cannot be had."""
-        lacking = self._memory.lacking(turn)
-        return self._memory.victims(turn.request, lacking, reversed(self._running.values()))
+    @property
+    def _youngest(self) -> RequestState:
+        return next(reversed(self._running.values()))
+
+    def _lacks_blocks(self, request: RequestState) -> bool:
+        """Whether the next row of a running request needs more blocks than are available."""
+        return self._memory.lacking(Turn(request, 1, 0)) > self._pool.num_available
 
     def _swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
         slot, num_saved = victim.held_slot, self._limits.blocks_for(victim.reach)

@@ -17,6 +17,11 @@ def settled_update(request: RequestState, row: PlanRow, result: RowResult) -> Re
     """
     _require_fit(row, result)
     if row.samples:
+        # The end of a prompt is no window: nothing could be proposed for it.
+        if request.emitted:
+            request.drafts = request.drafts.after(
+                result.num_drafts, result.num_proposed, result.num_accepted
+            )
         request.bound = request.bound.after_settle(row.draft_limit, result.num_accepted)
         request.emitted.extend(result.token_ids)
     elif result.prompt_logprobs is None:

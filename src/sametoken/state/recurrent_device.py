@@ -37,7 +37,7 @@ class DevicePass:
     def run(
         self, layer: int, mixed_qkv: Tensor, a: Tensor, b: Tensor, params: GatedDeltaParams
     ) -> Tensor:
-        """As ``RecurrentPass.run``; dead rows are zero."""
+        """As ``RecurrentPass.run``."""
         cache = self.cache
         if mixed_qkv.dtype != cache.spec.dtype:
             raise InvariantError(f"raw inputs in {mixed_qkv.dtype} are kept in {cache.spec.dtype}")

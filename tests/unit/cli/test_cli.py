@@ -198,9 +198,9 @@ def test_wrong_use_exits_with_2_and_no_traceback(llm, arguments):
 
 
 def test_a_typed_error_is_one_line(llm):
-    result = run("generate", "--prompt", "a", "--max-num-seqs", "0")
+    result = run("generate", "--prompt", "a", "--max-num-seqs", "-1")
     lines = result.stderr.strip().splitlines()
-    assert lines == ["error: max_num_seqs=0 is not possible. use an integer from 1 to 4096"]
+    assert lines == ["error: max_num_seqs=-1 is not possible. use an integer from 0 to 4096"]
 
 
 def test_what_is_not_supported_exits_with_3(llm, monkeypatch):

@@ -120,16 +120,19 @@ def test_steps_in_flight_have_a_stream_and_a_buffer_each(target, steps, stream):
     assert len(core._runner.ring.free) == core.resolved.steps_in_flight + 1
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_num_batched_tokens": 15},
-        {"max_num_batched_tokens": 16} | speculative("ngram", 16),
-    ],
-)
-def test_a_step_must_hold_a_chunk_and_a_window(target, options):
-    with pytest.raises(ConfigError, match="neither a prefill chunk of 16 nor a window"):
+def test_a_step_must_hold_a_window(target):
+    options = {"max_num_batched_tokens": 16} | speculative("ngram", 16)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=16 holds no window of 17 rows"):
         build(target, **options)
+
+
+@pytest.mark.parametrize(("asked", "limits"), [({}, True), ({"draft_limits": "fixed"}, False)])
+def test_the_scheduler_is_told_how_drafts_are_limited(target, asked, limits):
+    spec = {"method": "ngram", "num_speculative_tokens": 4} | asked
+    scheduler = build(target, speculative_config=spec, prefill_chunk_size=0).scheduler
+    assert scheduler.limits.adaptive_drafts == limits
+    assert scheduler.limits.rows_per_weight_read == 32
+    assert scheduler.limits.longest_chunk == 2048
 
 
 def test_the_tightest_step_that_is_possible_works(target):

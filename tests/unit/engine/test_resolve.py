@@ -22,6 +22,7 @@ from sametoken.engine.resolve import (
     resolve_kv_bytes,
     resolve_max_model_len,
     resolve_recurrent,
+    resolve_sizes,
 )
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.state.kv_cache import KVSpec
@@ -60,6 +61,19 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="'cuda'"):
         resolve_device(EngineConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(("device", "slots", "rows"), [("cpu", 64, 2048), ("cuda", 256, 4096)])
+def test_sizes_left_open_follow_the_device(device, slots, rows):
+    sizes = resolve_sizes(EngineConfig(), torch.device(device))
+    assert (sizes.max_num_seqs, sizes.max_num_batched_tokens) == (slots, rows)
+    assert resolve_sizes(EngineConfig(max_num_seqs=7), torch.device(device)).max_num_seqs == 7
+
+
+@pytest.mark.parametrize(("asked", "longest"), [(0, 2**20), (30, 30), (2**20, 2**20)])
+def test_a_chunk_is_as_long_as_a_step_unless_it_is_to_be_shorter(asked, longest):
+    config = EngineConfig(prefill_chunk_size=asked, max_num_batched_tokens=2**20)
+    assert resolve_sizes(config, CPU).prefill_chunk_size == longest
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Device:
             )
         )
         self.writer.launch(StepPlan(self.step_id, admissions=admissions, rows=plan_rows))
-        results = [RowResult(0, 0, (1,), poisoned=slot in poisoned) for slot in rows]
+        results = [RowResult(0, 0, 0, (1,), poisoned=slot in poisoned) for slot in rows]
         return StepResult(self.step_id, tuple(results))
 
     def step(self, rows: dict[int, range], *admissions: Admission, poisoned=()) -> None:
@@ -185,7 +185,7 @@ def test_rows_that_cannot_be_are_refused(device):
         device.end(1, 9)
     device.writer.launch(StepPlan(3, rows=(PlanRow(0, 1, 0, True),)))
     with pytest.raises(InvariantError, match="before its rows came"):
-        device.writer.settle(StepResult(3, (RowResult(0, 0, (1,)),)))
+        device.writer.settle(StepResult(3, (RowResult(0, 0, 0, (1,)),)))
 
 
 def test_a_step_without_rows_brings_none(device):

@@ -97,6 +97,25 @@ def test_a_part_of_the_experts_is_not_rounded():
     assert torch.equal(alone, actual[-1:])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_of_nan_change_no_other_row(dtype):
+    """Dead rows hold anything: more of them than a tile has rows, and all of one expert."""
+    stacked = StackedExperts(*matrices(5, 33, 20, dtype))
+    x, logits = noise(40, 33, seed=3, dtype=dtype), noise(40, 5, seed=4, dtype=dtype)
+    live = torch.arange(40, device=DEVICE) % 3 == 1
+    x[~live] = torch.nan
+    logits[~live] = torch.nan
+    logits[0], logits[2] = torch.inf, -torch.inf
+    chosen, weights = experts.route(logits, 2, True)
+    assert ((chosen >= 0) & (chosen < 5)).all()
+    got = experts.mix(x, stacked, chosen, weights)
+    alone = experts.route(logits[live], 2, True)
+    assert torch.equal(chosen[live], alone[0])
+    assert torch.equal(got[live], experts.mix(x[live], stacked, *alone))
+
+
 def test_no_rows():
     gate_up, down = matrices(2, 16, 16, torch.float32)
     chosen, weights = experts.route(noise(0, 2, seed=1), 1, True)

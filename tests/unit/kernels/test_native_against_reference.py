@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -178,8 +180,14 @@ def test_attention(make_scene, shape, data):
         slots += [slot] * count
         positions += range(first, first + count)
         lengths.append(first + count)
+    window = data.draw(st.sampled_from([None, 1, 9, 257, 700]))
+    shape = replace(shape, sliding_window=window)
     size = (2, len(lengths), max(lengths), shape.num_kv_heads, shape.head_dim)
-    scene = make_scene(shape, normal(*size, dtype=dtype, seed=seed), lengths, block_size, seed)
+    history = normal(*size, dtype=dtype, seed=seed)
+    for slot in range(len(lengths) if window else 0):
+        # What no row of the slot sees may be anything.
+        history[:, slot, : max(0, positions[slots.index(slot)] + 1 - window)] = torch.nan
+    scene = make_scene(shape, history, lengths, block_size, seed)
     rows = scene.rows(slots, positions)
     q = normal(len(slots), shape.num_heads, shape.head_dim, dtype=dtype, seed=seed + 1)
     found = native.attention(q, shape, rows, scene.kv)

@@ -21,7 +21,7 @@ from sametoken.kernels.gated_delta_rule import triton as gated_delta_rule
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.stage import triton as stage
 for module in (attention, draft_rows, gated_delta_rule, norm_rope, prepare, runs, stage):
-    module.overlapped = lambda tensor, early=True: {"OVERLAP": True, "launch_pdl": early}
+    module.overlapped = lambda tensor, early=True: dict(OVERLAP=True, launch_pdl=early)
 """
 ROWS = (
     OVERLAP
@@ -43,26 +43,24 @@ LAYER = (
     OVERLAP
     + """
 from sametoken.kernels.interface import (
-    AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable,
+    AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable, RowRuns,
 )
 shape = AttentionShape(8, 2, 64)
 rows = torch.zeros(2, dtype=torch.int64)
-at = AttentionRows(rows, rows, rows, rows.repeat(4, 16), 1, rows == 0)
+at = AttentionRows(rows, rows, rows, rows.repeat(4, 16), {runs}, rows == 0)
 kv = LayerKV(*torch.zeros(2, 4, 2, 64, 64, dtype=torch.bfloat16))
 rotary = RotaryTable(torch.zeros(64, 32), torch.zeros(64, 32))
 ones = torch.ones(64, dtype=torch.bfloat16)
 qkv = torch.zeros(2, 12 * 64, dtype=torch.bfloat16)
 q = norm_rope.rope_and_cache(qkv, shape, rotary, at, kv, QKNorm(ones, ones, 1e-6))
-attention.attention(q, shape, at, kv, window=1)
-attention.attention(
-    q, shape, at, kv, window=1, config=attention.AttentionConfig("walk", 16, 4, 3)
-)
+attention.attention(q, shape, at, kv)
+attention.attention(q, shape, at, kv, config=attention.AttentionConfig("walk", 16, 4, 3))
 """
 )
 RECURRENT = (
     OVERLAP
     + """
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
 
 def zeros(*shape):
@@ -71,7 +69,7 @@ def zeros(*shape):
 spec = RecurrentSpec(1, 1, 2, 128, 128, 4, 512, torch.bfloat16)
 cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=3, device=torch.device("cpu"))
 rows = torch.arange(4)
-at = AttentionRows(rows, rows * 0, rows, rows[None], 4, rows < 1)
+at = AttentionRows(rows, rows * 0, rows, rows[None], RowRuns.even(1, 4), rows < 1)
 plan = runs.plan_runs(at, cache.position, cache.num_pending, 3)
 held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
 memory = gated_delta_rule.LayerMemory(*(one[0] for one in held))
@@ -105,9 +103,10 @@ def test_nothing_overtakes_the_kernels_that_write_where_rows_stand(tmp_path):
         assert RELEASE not in code
 
 
-def test_a_layer_waits_before_it_reads_what_the_layer_wrote(tmp_path):
+@pytest.mark.parametrize("runs", ["RowRuns.even(2, 1)", "RowRuns(2, 1, torch.arange(3), 2, 1)"])
+def test_a_layer_waits_before_it_reads_what_the_layer_wrote(runs, tmp_path):
     """Where rows stand, tables and weights come early; q, k, v and parts of the sums do not."""
-    compile_launches(LAYER, tmp_path)
+    compile_launches(LAYER.replace("{runs}", runs), tmp_path)
     kernels = ("_rope_and_cache_kernel", "_spread_kernel", "_walk_kernel", "_merge_kernel")
     for kernel in kernels:
         code = compiled(tmp_path, kernel)
@@ -116,6 +115,9 @@ def test_a_layer_waits_before_it_reads_what_the_layer_wrote(tmp_path):
         assert "ld.global" in before, kernel
         assert not re.search(r"st\.global|cp\.async\.cg", before), kernel
         assert "ld.global" in after
+    # Of the programs without rows one waits too.
+    waits = [compiled(tmp_path, kernel).count(WAIT) for kernel in kernels[1:]]
+    assert waits == [1 if "even" in runs else 2] * 3
     assert compiled(tmp_path, "_spread_kernel").count("prefetch.L2") == 2
 
 

@@ -85,6 +85,35 @@ def test_row_operations(kernels, dtype, hidden):
         assert_rows_independent(gated, x, residual)
 
 
+def test_rows_of_nan_change_no_other_row(kernels, dtype):
+    """Dead rows hold anything; experts that they ask for exist."""
+    weight = kernels.pack(normal(64, 40, dtype=dtype))
+    down = kernels.pack(normal(40, 32, dtype=dtype))
+    experts = kernels.pack_experts([weight] * 3, [down] * 3)
+    norm = normal(40, dtype=dtype, seed=2)
+
+    def routed(x):
+        chosen, weights = kernels.route(x[:, :3].contiguous(), 2, True)
+        assert ((chosen >= 0) & (chosen < 3)).all()
+        return kernels.mix_experts(x, experts, chosen, weights)
+
+    live = torch.arange(50) % 7 == 3
+    for function in (
+        lambda x: kernels.linear(x, weight),
+        lambda x: kernels.logits(x, weight),
+        lambda x: kernels.gated_linear(x, weight),
+        lambda x: kernels.rms_norm(x, norm, 1e-5),
+        lambda x: kernels.add_rms_norm(x.clone(), x.clone(), norm, 1e-5)[0],
+        lambda x: kernels.gated_rms_norm(x, x, norm, 1e-5),
+        lambda x: kernels.sigmoid_mul(x, x),
+        routed,
+    ):
+        x = normal(50, 40, dtype=dtype, seed=1)
+        expected = function(x)
+        x[~live] = torch.nan
+        assert torch.equal(function(x)[live], expected[live])
+
+
 def test_embedding(kernels, dtype):
     weight = kernels.pack(normal(99, 40, dtype=dtype))
     assert_rows_independent(lambda ids: kernels.embedding(ids, weight), torch.arange(70) % 99)
@@ -132,7 +161,14 @@ def test_rope_and_cache(kernels, dtype, make_scene, with_norm):
     assert_rows_independent(rotated, qkv, torch.tensor(slots), torch.tensor(positions))
 
 
-@pytest.mark.parametrize("shape", [AttentionShape(9, 3, 64), AttentionShape(4, 4, 40)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(9, 3, 64),
+        AttentionShape(4, 4, 40),
+        AttentionShape(4, 2, 40, sliding_window=9),
+    ],
+)
 def test_attention_is_one_function_for_prefill_decode_and_verify(kernels, dtype, make_scene, shape):
     """Stretches of two slots as prefill chunks, windows and single rows."""
     length, stretches = 530, ((0, 20), (245, 262), (500, 530))

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
+from helpers.rows import runs_of
 from sametoken.errors import InvariantError
+from sametoken.kernels.attention import reference
 from sametoken.kernels.attention.triton import AttentionConfig, attention, choose
-from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RowRuns
 
 WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2, split=32, tile=16)
 SPREAD = replace(WALK, form="spread")
@@ -74,11 +76,13 @@ def window_rows(slot, last, width):
     return [(slot, position) for position in range(last - width + 1, last + 1)]
 
 
-def run(scene, where, **options):
+def run(scene, where, window=1, *, runs=None, sliding_window=None, **options):
+    """Rows as windows of so many, or as ``runs``; and what they should give."""
     q, rows = scene.rows(where)
-    return attention(q, scene.shape, rows, scene.kv, **options), scene.expected(
-        q, rows, options.get("sliding_window")
-    )
+    rows = replace(rows, runs=runs or RowRuns.even(len(where) // window, window))
+    shape = replace(scene.shape, sliding_window=sliding_window)
+    expected = scene.expected(q, rows, sliding_window)
+    return attention(q, shape, rows, scene.kv, **options), expected
 
 
 def assert_close(got, expected, tolerance=2e-6):
@@ -120,10 +124,68 @@ def test_a_window_longer_than_a_query_tile(block_queries, config):
     assert_close(*run(scene, window_rows(0, 37, 19), window=19, config=cut))
 
 
-def test_ragged_rows_find_their_slots_on_the_device():
-    scene = Scene(SHAPE, [40, 70, 9])
-    where = [*window_rows(1, 20, 11), (2, 8), *window_rows(0, 35, 3), (2, 0)]
-    assert_close(*run(scene, where, config=WALK))
+#: Runs of a step: slot, first position, rows, and dead rows behind them.
+RAGGED = ((0, 40, 1, 0), (1, 12, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 17, 0), (4, 0, 70, 9))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("config", "sliding_window"),
+    [(WALK, None), (SPREAD, 7), (replace(WALK, kv_left=False), 7), (CUTS[3], None)],
+)
+def test_ragged_runs_have_the_bits_of_even_ones(config, sliding_window, monkeypatch):
+    """Dead rows, and rows behind the runs, hold NaN; the latter stand nowhere."""
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **o: new_empty(*a, **o).fill_(7e7))
+    scene = Scene(SHAPE, [41, 15, 9, 37, 70])
+    if sliding_window:
+        forget(scene, sliding_window)
+    where, live, zero, alone = [], [], [], []
+    for slot, first, count, num_dead in RAGGED:
+        own = [(slot, first + row) for row in range(count)]
+        where += [*own, *[(5, 0)] * num_dead]
+        live += [True] * count + [False] * num_dead
+        zero += [False] * count + [count > 0] * num_dead
+        options = {"sliding_window": sliding_window, "config": config}
+        alone += [run(scene, own, count, **options)] if own else []
+    bits, expected = (torch.cat(parts) for parts in zip(*alone, strict=True))
+    assert_close(bits, expected)
+    behind, live = len(where), torch.tensor(live)
+    q, rows = scene.rows([*where, (5, 0), (5, 0)])
+    q[:behind][~live] = q[behind:] = torch.nan
+    rows.slots[behind:] = rows.positions[behind:] = -(10**12)
+    lengths = [count + num_dead for _, _, count, num_dead in RAGGED]
+    shape = replace(SHAPE, sliding_window=sliding_window)
+    for num_short in (0, 4):
+        ragged = replace(rows, runs=runs_of(lengths, num_short))
+        got = attention(q, shape, ragged, scene.kv, config=config)
+        assert torch.equal(got[:behind][live], bits)
+        assert (got[behind:] == 7e7).all()
+        assert not got[:behind][torch.tensor(zero)].any()
+
+
+def forget(scene, sliding_window):
+    """Poison what lies behind the windows of all rows."""
+    for slot, first, _, _ in RAGGED:
+        for position in range(first + 1 - sliding_window):
+            block, offset = scene.table[slot, position // 16], position % 16
+            scene.kv.keys[block, :, offset] = scene.kv.values[block, :, offset] = torch.nan
+
+
+def test_short_and_long_runs_are_cut_for_their_own_sizes(monkeypatch):
+    asked = []
+
+    def chosen(*sizes):
+        asked.append(sizes[:2])
+        return WALK
+
+    monkeypatch.setattr("sametoken.kernels.attention.triton.choose", chosen)
+    scene = Scene(SHAPE, [40, 40, 40])
+    where = [*window_rows(0, 9, 2), (1, 5), *window_rows(2, 30, 11)]
+    for num_short in (0, 2, 3):
+        assert_close(*run(scene, where, runs=runs_of([2, 1, 11], num_short)))
+    assert asked == [(3, 11), (2, 2), (1, 11), (3, 11)]
 
 
 @pytest.mark.parametrize("config", CUTS)
@@ -131,7 +193,11 @@ def test_ragged_rows_find_their_slots_on_the_device():
 def test_sliding_window(sliding_window, config):
     scene = Scene(SHAPE, [90])
     where = window_rows(0, 75, 4) + window_rows(0, 89, 4)
-    assert_close(*run(scene, where, window=4, sliding_window=sliding_window, config=config))
+    got, expected = run(scene, where, window=4, sliding_window=sliding_window, config=config)
+    assert_close(got, expected)
+    q, rows = scene.rows(where)
+    shape = replace(SHAPE, sliding_window=sliding_window)
+    assert_close(reference.attention(q, shape, rows, scene.kv), expected)
 
 
 @pytest.mark.parametrize("config", CUTS)
@@ -140,7 +206,7 @@ def test_padding_rows_disturb_nobody_and_fewer_lanes_than_splits_suffice(config)
     scene = Scene(SHAPE, [100])
     padding = scene.table.shape[0] - 1
     q, rows = scene.rows([(0, 99), (padding, 0), (padding, 0)])
-    got = attention(q, SHAPE, rows, scene.kv, window=1, config=config)
+    got = attention(q, SHAPE, replace(rows, runs=RowRuns.even(3, 1)), scene.kv, config=config)
     real = AttentionRows(rows.positions[:1], rows.slots[:1], rows.kv_slots[:1], scene.table)
     assert_close(got[:1], scene.expected(q[:1], real))
     assert got[1:].isfinite().all()
@@ -186,16 +252,17 @@ def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_ragged_rows_do_not_poison_each_other():
+@pytest.mark.parametrize("config", [WALK, SPREAD])
+def test_ragged_rows_do_not_poison_each_other(config):
     scene = Scene(SHAPE, [40, 70, 9])
-    where = [*window_rows(1, 17, 5), (2, 8), *window_rows(0, 35, 3), (2, 0)]
-    clean, _ = run(scene, where, config=WALK)
+    where = [*window_rows(1, 17, 5), (2, 8), *window_rows(0, 35, 3)]
+    options = {"runs": runs_of([5, 1, 3]), "config": config}
+    clean, _ = run(scene, where, **options)
     for slot, poisoned in ((1, 15), (2, 3), (0, 35)):
         scene.kv.values[scene.table[slot, poisoned // 16], :, poisoned % 16] = torch.nan
-    got, _ = run(scene, where, config=WALK)
-    sees = [(slot, position) for slot, position in where if position >= (35, 15, 3)[slot]]
-    for row, pair in enumerate(where):
-        if pair in sees:
+    got, _ = run(scene, where, **options)
+    for row, (slot, position) in enumerate(where):
+        if position >= (35, 15, 3)[slot]:
             assert got[row].isnan().all()
         else:
             assert_close(got[row], clean[row].double())
@@ -218,27 +285,27 @@ def test_max_seq_len_bounds_the_launch_not_the_result():
 def test_chosen_form_follows_the_shapes_alone():
     shape = AttentionShape(32, 8, 128)
     bf16 = torch.bfloat16
-    assert choose(1, shape, 1, 4096, bf16).form == "spread"
-    assert choose(1, shape, 1, 4096, bf16).block_queries == 16
-    assert choose(1, shape, 1, 128, bf16).form == "walk"
-    assert choose(128, shape, 1, 4096, bf16).form == "walk"
-    assert choose(512, shape, None, 4096, bf16).form == "walk"
-    assert choose(512, shape, None, 4096, bf16).block_queries == 64
-    assert choose(512, shape, None, 4096, torch.float32).block_queries == 16
-    assert choose(6, shape, 6, 4096, bf16).block_queries == 32
+    assert choose(1, 1, shape, 4096, bf16).form == "spread"
+    assert choose(1, 1, shape, 4096, bf16).block_queries == 16
+    assert choose(1, 1, shape, 128, bf16).form == "walk"
+    assert choose(128, 1, shape, 4096, bf16).form == "walk"
+    assert choose(1, 512, shape, 4096, bf16).form == "walk"
+    assert choose(1, 512, shape, 4096, bf16).block_queries == 64
+    assert choose(1, 512, shape, 4096, torch.float32).block_queries == 16
+    assert choose(1, 6, shape, 4096, bf16).block_queries == 32
     for window in (1, 4, 6):
-        assert choose(8 * window, shape, window, 4096, bf16).form == "spread"
-        assert choose(64 * window, shape, window, 4096, bf16).form == "walk"
-    assert choose(4, AttentionShape(48, 1, 64), 4, 64, bf16).block_queries >= 48
-    assert choose(64, shape, 4, 4096, bf16).form == "spread"
-    assert choose(64, shape, 4, 81920, bf16).form == "walk"
+        assert choose(8, window, shape, 4096, bf16).form == "spread"
+        assert choose(64, window, shape, 4096, bf16).form == "walk"
+    assert choose(1, 4, AttentionShape(48, 1, 64), 64, bf16).block_queries >= 48
+    assert choose(16, 4, shape, 4096, bf16).form == "spread"
+    assert choose(16, 4, shape, 81920, bf16).form == "walk"
 
 
 def test_heavy_heads_keep_the_chip_busy_with_fewer_programs():
     shape = AttentionShape(16, 4, 256)
     for window in (1, 4):
-        assert choose(16 * window, shape, window, 4096, torch.bfloat16).form == "spread"
-        assert choose(64 * window, shape, window, 4096, torch.bfloat16).form == "walk"
+        assert choose(16, window, shape, 4096, torch.bfloat16).form == "spread"
+        assert choose(64, window, shape, 4096, torch.bfloat16).form == "walk"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -247,27 +314,29 @@ def test_chosen_launches_over_heads_of_a_size_share_what_their_bits_follow_from(
     shape = AttentionShape(16, 4, head_dim)
     found = {
         (cut.split, cut.tile)
-        for window in (1, 4, 8, 16, 512, None)
+        for width in (1, 3, 4, 8, 16, 512)
         for batch in (1, 8, 64)
-        for cut in [choose(batch * (window or 3), shape, window, 4096, dtype)]
+        for cut in [choose(batch, width, shape, 4096, dtype)]
     }
     assert len(found) == 1
 
 
 def test_impossible_launches_are_refused():
     scene = Scene(SHAPE, [20])
-    with pytest.raises(InvariantError, match="walk form"):
-        run(scene, [(0, 3)], config=SPREAD)
-    with pytest.raises(InvariantError, match="windows of 2"):
-        run(scene, window_rows(0, 5, 3), window=2, config=WALK)
+    q, rows = scene.rows([(0, 3)])
+    with pytest.raises(InvariantError, match=r"set AttentionRows\.runs"):
+        attention(q, SHAPE, rows, scene.kv)
+    with pytest.raises(InvariantError, match="2 runs of 2"):
+        run(scene, window_rows(0, 5, 3), runs=RowRuns.even(2, 2), config=WALK)
 
 
 def test_no_rows_give_no_rows():
     scene = Scene(SHAPE, [20])
     q, rows = scene.rows([(0, 3)])
     nothing = AttentionRows(rows.positions[:0], rows.slots[:0], rows.kv_slots[:0], scene.table)
-    for window in (None, 1, 4):
-        assert attention(q[:0], SHAPE, nothing, scene.kv, window=window).shape == (0, 64)
+    for runs in (RowRuns.even(0, 4), runs_of([]), runs_of([0, 0])):
+        at = replace(nothing, runs=runs)
+        assert attention(q[:0], SHAPE, at, scene.kv).shape == (0, 64)
 
 
 def test_partial_results_that_no_program_wrote_are_not_read(monkeypatch):
@@ -286,18 +355,40 @@ def test_partial_results_that_no_program_wrote_are_not_read(monkeypatch):
 
 
 def test_every_chosen_launch_compiles_for_a_gpu(tmp_path):
-    """Heads of 128 and of 256: one row, a short window, longer ones, many rows, ragged rows."""
+    """Heads of 128 and of 256: one row, a short window, longer ones, many rows, a long chunk."""
     code = """
 from sametoken.kernels.attention.triton import attention
-from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RowRuns
 
 table = torch.zeros(64, 32, dtype=torch.int64)
-for shape in (AttentionShape(32, 8, 128), AttentionShape(16, 4, 256)):
+for shape in (AttentionShape(32, 8, 128), AttentionShape(16, 4, 256, sliding_window=100)):
     kv = torch.zeros(2, 2, shape.num_kv_heads, 64, shape.head_dim, dtype=torch.bfloat16)
-    for batch, window in ((1, 1), (1, 8), (1, 16), (64, 4), (2, 512), (1, None)):
-        at = torch.zeros(batch * (window or 3), dtype=torch.int64)
+    for batch, width in ((1, 1), (1, 8), (1, 16), (64, 4), (2, 512)):
+        at = torch.zeros(batch * width, dtype=torch.int64)
         q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
-        rows = AttentionRows(at, at, at, table)
-        attention(q, shape, rows, LayerKV(kv[0], kv[1]), window=window)
+        starts = torch.arange(batch + 1)
+        for runs in (RowRuns.even(batch, width), RowRuns(batch, width, starts, 0, 0)):
+            rows = AttentionRows(at, at, at, table, runs)
+            attention(q, shape, rows, LayerKV(kv[0], kv[1]))
 """
     compile_launches(code, tmp_path)
+
+
+def test_launches_of_other_counts_compile_nothing_new(tmp_path):
+    """Runs, rows and where their starts lie in memory change from step to step."""
+    code = """
+from sametoken.kernels.attention.triton import AttentionConfig, attention
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RowRuns
+
+shape, table = AttentionShape(32, 8, 128), torch.zeros(64, 32, dtype=torch.int64)
+kv = LayerKV(*torch.zeros(2, 2, 8, 64, 128, dtype=torch.bfloat16))
+for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
+    at = torch.zeros(count * width, dtype=torch.int64)
+    q = torch.zeros(len(at), 32, 128, dtype=torch.bfloat16)
+    starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
+    for form in ("walk", "spread"):
+        rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
+        attention(q, shape, rows, kv, config=AttentionConfig(form, 16, 4, 3))
+"""
+    compile_launches(code, tmp_path)
+    assert len(list(tmp_path.rglob("*_kernel.ptx"))) == 3

@@ -36,6 +36,15 @@ def test_embedding(width, dtype):
     assert torch.equal(embedding(token_ids, matrix), expected)
 
 
+def test_hidden_states_of_nan_change_no_other_row():
+    beside = Beside(5, 99, torch.float32)
+    expected = beside.run()
+    beside.hidden[[0, 3]] = torch.nan
+    got = beside.run()
+    assert torch.equal(got[[1, 2, 4]], expected[[1, 2, 4]])
+    assert torch.equal(got[:, :99], expected[:, :99])
+
+
 class Beside:
     """Operands of ``embed_beside``: both norms differ in weight and eps."""
 

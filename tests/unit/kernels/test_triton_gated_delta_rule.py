@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.compiled import compile_launches
+from helpers.rows import runs_of
+from sametoken.errors import InvariantError
 from sametoken.kernels.gated_delta_rule import triton as triton_rule
 from sametoken.kernels.gated_delta_rule.keep import num_keepers
 from sametoken.kernels.gated_delta_rule.layout import slot_rows
@@ -20,7 +23,7 @@ from sametoken.kernels.gated_delta_rule.triton import (
     advance,
     plan_runs,
 )
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.state.recurrent import (
     GatedDeltaParams,
     RecurrentCache,
@@ -84,28 +87,37 @@ def inputs_of(rows: list[Row | None], spec: RecurrentSpec) -> tuple[torch.Tensor
     return qkv, a, b
 
 
-def attention_rows(rows: list[Row | None], window: int | None) -> AttentionRows:
+def attention_rows(rows: list[Row | None], runs: RowRuns) -> AttentionRows:
     facts = [(r.slot, r.position, r.committed) if r else (SLOTS, 0, False) for r in rows]
     slots, positions, committed = torch.tensor(facts, device=DEVICE).t().contiguous().unbind(0)
-    return AttentionRows(positions, slots, slots, slots[None], window, committed.bool())
+    return AttentionRows(positions, slots, slots, slots[None], runs, committed.bool())
 
 
-def run(cache: RecurrentCache, groups: list[list[Row]], window: int | None = None) -> list:
-    """One pass over each slot's rows; padded with dead rows, and a dead run, to ``window``."""
-    if window is None:
-        rows = [row for group in groups for row in group]
-        starts = [sum(map(len, groups[:i])) for i in range(len(groups))]
+def run(
+    cache: RecurrentCache, groups: list[list[Row]], window: int | None = None, num_short: int = 0
+) -> list:
+    """One pass over each slot's rows, and then a dead run.
+
+    Either all are padded to ``window`` with dead rows; or runs are ragged, a dead row at the
+    end of some, an empty run and rows that have no run behind them.
+    """
+    if window is not None:
+        padded = [[*g, *[None] * (window - len(g))] for g in [*groups, []]]
+        runs, behind = RowRuns.even(len(padded), window), 0
     else:
-        rows = [row for g in [*groups, []] for row in [*g, *[None] * (window - len(g))]]
-        starts = [i * window for i in range(len(groups))]
-    running = cache.begin(attention_rows(rows, window))
+        padded = [[*g, *[None] * (i % 2)] for i, g in enumerate([*groups, [None]])] + [[]]
+        runs, behind = runs_of([*map(len, padded)], num_short, DEVICE), 2
+    rows = [*(row for run in padded for row in run), *[None] * behind]
+    running = cache.begin(attention_rows(rows, runs))
     out = running.run(0, *inputs_of(rows, cache.spec), params_of(cache.spec))
     running.finish()
-    live = torch.zeros(len(rows), dtype=torch.bool)
-    for start, group in zip(starts, groups, strict=True):
-        live[start : start + len(group)] = True
-    assert torch.equal(out[~live.to(DEVICE)], torch.zeros_like(out[~live.to(DEVICE)]))
-    return [out[s : s + len(g)] for s, g in zip(starts, groups, strict=True)]
+    parts, at = [], 0
+    for run_rows, group in zip_longest(padded, groups, fillvalue=[]):
+        parts.append(out[at : at + len(group)])
+        at += len(run_rows)
+        if isinstance(running, DevicePass):
+            assert not out[at - len(run_rows) + len(group) : at].any()
+    return parts[: len(groups)]
 
 
 @dataclass
@@ -168,7 +180,7 @@ def test_every_row_is_that_of_plain_rows_and_of_the_reference(spec, steps):
             drafts = tokens[4 : 4 + one["num_drafts"]]
             groups.append(slots[one["slot"]].rows(tokens[: one["num_committed"]], drafts))
             parts.append((slots[one["slot"]], min(one["num_accepted"], len(drafts))))
-        outs = run(cache, groups, window=8 if padded else None)
+        outs = run(cache, groups, 8 if padded else None, num_short=1)
         expected = run(oracle, groups)
         for (slot, accepted), group, out, wanted in zip(parts, groups, outs, expected, strict=True):
             close(out, wanted)
@@ -217,6 +229,21 @@ def test_chunks_of_a_prompt_leave_what_one_row_at_a_time_leaves(window):
         assert torch.equal(torch.cat(out), expected)
         assert torch.equal(cache.states[:, 1], whole.states[:, 1])
         assert torch.equal(cache.history[:, 1], whole.history[:, 1])
+
+
+def test_ragged_runs_have_the_bits_of_runs_alone():
+    spec, groups = spec_of(), []
+    for slot, length in ((2, 1), (0, 17), (1, 70)):
+        groups.append([Row(slot, p, 7 * p + slot, True) for p in range(length)])
+    cache = empty(spec, 2)
+    for group, out in zip(groups, run(cache, groups, num_short=2), strict=True):
+        alone, slot = empty(spec, 2), group[0].slot
+        (expected,) = run(alone, [group], len(group))
+        assert torch.equal(out, expected)
+        assert torch.equal(cache.states[:, slot], alone.states[:, slot])
+        assert torch.equal(cache.history[:, slot], alone.history[:, slot])
+    assert cache.states[:, SLOTS].isnan().all()
+    assert cache.history[:, SLOTS].isnan().all()
 
 
 def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing():
@@ -268,20 +295,38 @@ def test_rows_that_do_not_follow_give_nan_and_change_nothing(rows):
         assert torch.equal(held.nan_to_num(7.0), kept.nan_to_num(7.0))
 
 
+def test_rows_without_runs_are_refused():
+    cache, rows = empty(SPECS[0], 0), attention_rows([Row(0, 0, 1, True)], RowRuns.even(1, 1))
+    with pytest.raises(InvariantError, match=r"set AttentionRows\.runs"):
+        cache.begin(replace(rows, runs=None))
+
+
+def test_rows_behind_all_runs_change_nothing():
+    spec = SPECS[0]
+    cache = empty(spec, 2)
+    for runs in (RowRuns.even(0, 1), runs_of([0, 0], 1, DEVICE)):
+        running = cache.begin(attention_rows([None] * 3, runs))
+        out = running.run(0, *inputs_of([None] * 3, spec), params_of(spec))
+        assert out.shape == (3, spec.num_value_heads * spec.value_dim)
+    assert not cache.position.any()
+    assert cache.states.isnan().all()
+
+
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_runs_are_those_of_the_reference(data):
     max_pending = 3
     position = torch.tensor([data.draw(st.integers(0, 6)) for _ in range(SLOTS)] + [0])
     pending = torch.tensor([data.draw(st.integers(0, max_pending)) for _ in range(SLOTS)] + [0])
-    rows, order = [], data.draw(st.permutations(range(SLOTS)))
+    rows, lengths, order = [], [], data.draw(st.permutations(range(SLOTS)))
     for slot in order[: data.draw(st.integers(1, SLOTS))]:
         folded = data.draw(st.integers(0, int(pending[slot])))
         first = 0 if data.draw(st.booleans()) else int(position[slot]) + folded
         drafts = data.draw(st.integers(0, max_pending))
         count = data.draw(st.integers(1, 5))
         rows += [Row(slot, first + i, 0, i < count) for i in range(count + drafts)]
-    at = attention_rows(rows, None)
+        lengths.append(count + drafts)
+    at = attention_rows(rows, runs_of(lengths, device=DEVICE))
     expected = slot_rows(
         replace(at, **{name: getattr(at, name).cpu() for name in ("slots", "positions")},
                 committed=at.committed.cpu()),
@@ -289,14 +334,13 @@ def test_runs_are_those_of_the_reference(data):
     )  # fmt: skip
     new_position, new_pending = position.clone().to(DEVICE), pending.clone().to(DEVICE)
     table = plan_runs(at, new_position, new_pending, max_pending).table.tolist()
-    for run_of, wanted in zip(table, expected, strict=False):
+    for run_of, wanted in zip(table, expected, strict=True):
         first, stop = wanted.first_row, wanted.first_row + wanted.num_rows
         before = 0 if wanted.starts else int(position[wanted.slot])
         counts = [wanted.num_rows, wanted.num_folded, wanted.num_lasting]
         assert run_of == [wanted.slot, first, stop, *counts, before == 0, 0]
         assert new_position[wanted.slot] == before + wanted.num_lasting
         assert new_pending[wanted.slot] == wanted.num_pending
-    assert all(run_of[3] == run_of[7] == 0 for run_of in table[len(expected) :])
 
 
 @pytest.mark.parametrize("columns", [2, 4, 16])
@@ -306,7 +350,7 @@ def test_every_tile_computes_the_same_rule(columns):
     found = []
     for tile in (RuleTile(), RuleTile(columns)):
         cache = empty(spec, 2)
-        at = attention_rows(rows, 6)
+        at = attention_rows(rows, RowRuns.even(1, 6))
         runs = plan_runs(at, cache.position, cache.num_pending, 2)
         held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
         memory, raw = LayerMemory(*(one[0] for one in held)), RawRows(*inputs_of(rows, spec))
@@ -345,7 +389,7 @@ def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
     """Sizes of real heads, sizes that are no powers of two, and a convolution of one tap."""
     code = """
 from sametoken.kernels.gated_delta_rule import prepare, runs, triton
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
 
 for module in (prepare, runs, triton):
@@ -362,8 +406,11 @@ for heads, sizes, drafts, taps in CASES:
         spec, max_num_seqs=2, num_drafts=drafts, device=torch.device("cpu")
     )
     rows = torch.zeros(2 * (drafts + 1), dtype=torch.int64)
-    at = AttentionRows(rows, rows, rows, rows[None], drafts + 1, rows == 0)
-    plan = runs.plan_runs(at, cache.position, cache.num_pending, drafts)
+    even = RowRuns.even(2, drafts + 1)
+    ragged = RowRuns(2, drafts + 1, torch.arange(3) * (drafts + 1), 1, drafts + 1)
+    for cut in (even, ragged):
+        at = AttentionRows(rows, rows, rows, rows[None], cut, rows == 0)
+        plan = runs.plan_runs(at, cache.position, cache.num_pending, drafts)
     held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
     memory = triton.LayerMemory(*(one[0] for one in held))
     gates = zeros(len(rows), heads[1])

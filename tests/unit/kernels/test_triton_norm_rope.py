@@ -148,5 +148,27 @@ def test_padding_rows_may_share_one_address():
     assert kv.keys.isfinite().any(dim=(1, 3)).nonzero().tolist() == [[0, 3], [4, 3]]
 
 
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_dead_rows_of_nan_write_their_own_address_alone(with_norm):
+    """They stand at position 0 and share an address."""
+    shape, weight = AttentionShape(4, 2, 16), noise(16, seed=2)
+    qk_norm = QKNorm(weight, weight, 1e-6) if with_norm else None
+    rows = attention_rows([3, 19, 7, 19, 19])
+    rows.positions[[1, 3, 4]] = 0
+    live = [0, 2]
+    qkv = noise(5, 128)
+    qkv[[1, 3, 4]] = torch.nan
+    rotary = RotaryTable(noise(10, 8), noise(10, 8, seed=1))
+    kv, alone_kv = empty_kv(shape, 4, torch.float32), empty_kv(shape, 4, torch.float32)
+    got = norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+    alone_rows = AttentionRows(
+        *(at[live] for at in (rows.positions, rows.slots, rows.kv_slots)), rows.block_table
+    )
+    alone = norm_rope.rope_and_cache(qkv[live], shape, rotary, alone_rows, alone_kv, qk_norm)
+    assert torch.equal(got[live], alone)
+    for memory, expected in ((kv.keys, alone_kv.keys), (kv.values, alone_kv.values)):
+        assert torch.equal(memory.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def test_no_rows():
     assert norm_rope.rms_norm(noise(0, 64), noise(64), 1e-5).shape == (0, 64)

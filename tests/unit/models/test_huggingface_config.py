@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.decoder import sliding_windows
 from sametoken.models.loader import read_config
 
 BASE = {
@@ -49,7 +50,33 @@ def test_values_implied_by_one_architecture(tmp_path, config_class):
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == theirs.head_dim
     # Qwen3 implies a window too, but also that it is not used.
-    assert config.extra.get("sliding_window") == theirs.sliding_window
+    assert sliding_windows(config, "") == [theirs.sliding_window] * theirs.num_hidden_layers
+
+
+def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4}
+    sizes = BASE | {"architectures": ["Qwen3ForCausalLM"]} | heads
+    for changes in (
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+        {"use_sliding_window": True, "max_window_layers": 1},
+        {"use_sliding_window": True},
+        {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ):
+        config = read(tmp_path, sizes | changes)
+        theirs = Qwen3Config(
+            **{key: sizes[key] for key in sizes if key != "architectures"}, **changes
+        )
+        windows = [
+            theirs.sliding_window if kind == "sliding_attention" else None
+            for kind in theirs.layer_types
+        ]
+        assert sliding_windows(config, "") == windows
 
 
 def test_old_and_new_rope_settings_mean_the_same(tmp_path):

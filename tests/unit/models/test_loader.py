@@ -256,9 +256,23 @@ def test_a_window_that_is_not_used_is_no_reason_to_refuse(tmp_path):
     load(directory)
 
 
-def test_mistral_needs_to_say_that_it_has_no_window(checkpoint):
-    change_config(checkpoint, architectures=["MistralForCausalLM"])
-    with pytest.raises(UnsupportedError, match="sliding_window=4096"):
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"sliding_window": 0}, CheckpointError, "sliding_window=0"),
+        ({"sliding_window": "16"}, CheckpointError, "sliding_window='16'"),
+        ({"layer_types": ["sliding_attention"] * 9}, CheckpointError, "9 layer_types"),
+        ({"max_window_layers": -1}, CheckpointError, "max_window_layers=-1"),
+        (
+            {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
+            UnsupportedError,
+            "layer_types=",
+        ),
+    ],
+)
+def test_impossible_windows_are_refused_by_name(changes, error, message, checkpoint):
+    change_config(checkpoint, architectures=["MistralForCausalLM"], **changes)
+    with pytest.raises(error, match=message):
         load(checkpoint)
 
 

@@ -11,11 +11,13 @@ from sametoken.scheduler.scheduler import Scheduler
 DEFAULTS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
-    "prefill_chunk_size": 8,
+    "longest_chunk": 64,
     "block_size": 4,
     "num_blocks": 32,
     "max_model_len": 64,
     "num_speculative_tokens": 0,
+    "adaptive_drafts": False,
+    "rows_per_weight_read": 32,
     "lookahead_slots": 0,
     "lookahead_tokens": 0,
     "enable_prefix_caching": True,
@@ -42,20 +44,21 @@ def make_request(name, prompt, max_total=None, max_drafts=None, cached=True, **p
     )
 
 
-def result_of(plan, accept=0, poisoned=()):
-    """Every row is offered all its drafts and accepts up to ``accept`` of them."""
+def result_of(plan, accept=0, poisoned=(), proposed=64):
+    """Every row is offered its drafts of those proposed, and accepts up to ``accept``."""
     rows = []
     for row in plan.rows:
-        accepted = min(accept, row.draft_limit)
+        drafts = min(proposed, row.draft_limit)
+        accepted = min(accept, drafts)
         tokens = (7,) * (accepted + 1) if row.samples else ()
-        rows.append(RowResult(row.draft_limit, accepted, tokens, row.slot in poisoned))
+        rows.append(RowResult(drafts, proposed, accepted, tokens, row.slot in poisoned))
     return StepResult(plan.step_id, tuple(rows))
 
 
-def step(scheduler, accept=0):
+def step(scheduler, accept=0, proposed=64):
     """Plan and settle one step; the plan and its updates."""
     plan = scheduler.plan()
-    updates = scheduler.settle(result_of(plan, accept))
+    updates = scheduler.settle(result_of(plan, accept, proposed=proposed))
     scheduler.check_integrity()
     return plan, updates
 

@@ -146,7 +146,7 @@ def test_steps_in_flight_add_nothing_and_their_blocks_are_shared_at_once(kit):
 
 def test_an_abort_inside_the_prompt_keeps_what_was_planned_of_it(kit):
     prompt = tuple(range(20))
-    scheduler = kit.scheduler()
+    scheduler = kit.scheduler(longest_chunk=9)
     scheduler.add(kit.request("first", prompt))
     kit.step(scheduler)
     scheduler.release("first", 20)
@@ -163,7 +163,7 @@ def test_a_waiting_request_has_nothing_to_keep(kit):
 
 def crowded(kit):
     """``old`` grows until ``young`` is swapped out with eight tokens of its own."""
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16)
+    scheduler = kit.scheduler(num_blocks=6)
     scheduler.add(kit.request("old", 11, max_total=24))
     scheduler.add(kit.request("young", (1, 2, 3), max_total=24))
     while not scheduler.num_swapped:

@@ -101,12 +101,12 @@ class FakeDevice:
         start, num_tokens = slot.num_computed, len(slot.tokens)
         if row.samples:
             assert start + row.num_query == num_tokens
-        if num_tokens > slot.prompt_len:
+        in_output = num_tokens > slot.prompt_len
+        if in_output:
             assert (row.num_query, row.samples) == (1, True)
         else:
             chunk_end = start + row.num_query
-            on_grid = chunk_end % self.limits.prefill_chunk_size == 0
-            assert on_grid or chunk_end == slot.prompt_len
+            assert row.num_query <= self.limits.longest_chunk
             assert row.samples == (chunk_end == slot.prompt_len)
             assert row.draft_limit == 0
         self.check_readable(slot)
@@ -115,8 +115,9 @@ class FakeDevice:
         if not row.samples:
             slot.num_computed += row.num_query
             self.draft(slot, start)
-            return RowResult(0, 0, ())
-        drafts = self.offered_drafts(slot, row.draft_limit)
+            return RowResult(0, 0, 0, ())
+        proposed = self.proposed_drafts(slot) if in_output else []
+        drafts = proposed[: row.draft_limit]
         for index, draft in enumerate(drafts):
             self.write(self.kv, slot, num_tokens + index, draft)
         seen = [self.read(self.kv, slot, position) for position in range(num_tokens)]
@@ -129,10 +130,13 @@ class FakeDevice:
         slot.num_computed = len(slot.tokens) - 1
         self.draft(slot, start)
         self.accepted += len(emitted) - 1
-        return RowResult(len(drafts), len(emitted) - 1, tuple(emitted), poisoned=poisoned)
+        return RowResult(
+            len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), poisoned=poisoned
+        )
 
-    def offered_drafts(self, slot, limit):
-        right = list(reference(slot.tokens, self.rng.randint(0, limit)))
+    def proposed_drafts(self, slot):
+        count = self.rng.randint(0, self.limits.num_speculative_tokens)
+        right = list(reference(slot.tokens, count))
         wrong = self.rng.randint(0, len(right))
         if wrong < len(right):
             right[wrong] = (right[wrong] + 1) % VOCAB
@@ -217,6 +221,8 @@ class Driver:
             return
         rows = sum(row.num_query + row.draft_limit for row in plan.rows)
         assert rows <= self.limits.max_num_batched_tokens
+        are_chunks = [row.num_query > 1 or not row.samples for row in plan.rows]
+        assert are_chunks == sorted(are_chunks), "windows come before chunks"
         assert plan.rows or plan.discarded_swaps
         for admission in plan.admissions:
             former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
@@ -296,15 +302,17 @@ class Driver:
 
 
 def draw_limits(rng):
-    chunk = rng.randint(1, 8)
+    rows = rng.choice([1, 2, 3, 5, 8, 9, 12, 18])
     return SchedulerLimits(
         max_num_seqs=rng.randint(1, 4),
-        max_num_batched_tokens=chunk + rng.choice([0, 0, 1, 3, 10]),
-        prefill_chunk_size=chunk,
+        max_num_batched_tokens=rows,
+        longest_chunk=rng.choice([rows, rows, rng.randint(1, 8)]),
         block_size=rng.randint(1, 4),
         num_blocks=rng.randint(5, 16),
         max_model_len=rng.randint(8, 30),
-        num_speculative_tokens=rng.choice([0, 1, 2, 4]),
+        num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
+        adaptive_drafts=rng.random() < 0.5,
+        rows_per_weight_read=rng.choice([1, 4, 32]),
         lookahead_slots=rng.choice([0, 1, 3]),
         lookahead_tokens=rng.choice([0, 1]),
         enable_prefix_caching=rng.random() < 0.8,

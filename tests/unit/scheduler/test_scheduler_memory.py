@@ -23,13 +23,13 @@ def test_blocks_cover_the_upper_bound_and_the_lookahead(kit):
 
 
 def test_a_chunk_inside_the_prompt_has_room_for_one_more_and_the_lookahead(kit):
-    scheduler = kit.scheduler(lookahead_slots=4)
+    scheduler = kit.scheduler(lookahead_slots=4, max_num_batched_tokens=8)
     scheduler.add(kit.request("r", 20))
     assert len(planned_blocks(scheduler.plan(), 0)) == 4  # 8 + 1 + 4 positions
 
 
 def test_a_prefix_is_shared_from_the_plan_after_the_one_that_computes_it(kit):
-    scheduler = kit.scheduler(prefill_chunk_size=16)
+    scheduler = kit.scheduler()
     scheduler.add(kit.request("a", PROMPT))
     scheduler.add(kit.request("b", PROMPT))
     scheduler.add(kit.request("c", (*PROMPT, 1)))
@@ -44,7 +44,7 @@ def test_a_prefix_is_shared_from_the_plan_after_the_one_that_computes_it(kit):
 
 
 def test_the_last_prompt_token_is_always_computed(kit):
-    scheduler = kit.scheduler(prefill_chunk_size=16, num_speculative_tokens=4)
+    scheduler = kit.scheduler(num_speculative_tokens=4)
     scheduler.add(kit.request("a", PROMPT))
     kit.step(scheduler)
     scheduler.add(kit.request("b", PROMPT))
@@ -67,17 +67,36 @@ def test_lookahead_keeps_a_block_from_prompts_that_go_on_otherwise(kit):
         assert scheduler.plan().admissions[0].num_cached == num_cached
 
 
-def test_chunks_after_a_cached_prefix_return_to_the_grid(kit):
-    scheduler = kit.scheduler(prefill_chunk_size=8)
+def test_a_cached_prefix_costs_no_rows(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=10)
     scheduler.add(kit.request("a", PROMPT[:5]))
     kit.step(scheduler)
     scheduler.add(kit.request("b", PROMPT))
-    chunks = [[row.num_query for row in kit.step(scheduler)[0].rows if row.slot] for _ in range(2)]
-    assert chunks == [[4], [5]]
+    # Nine tokens are left of the prompt, and nine rows beside the one that decodes.
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 9, 0, True)]
+
+
+def test_a_prefix_whose_blocks_were_taken_meanwhile_is_computed(kit):
+    scheduler = kit.scheduler(num_blocks=12)
+    for name, prompt in (("first", PROMPT), ("second", 13)):
+        scheduler.add(kit.request(name, prompt, max_total=14))
+        kit.step(scheduler)
+        scheduler.release(name)
+    scheduler.add(kit.request("old", 23, max_total=36))
+    kit.step(scheduler)
+    # Six blocks are cached and none is free. "old" takes the end of the chain that "next" has
+    # found, in the plan that admits it.
+    scheduler.add(kit.request("next", PROMPT))
+    plan, _ = kit.step(scheduler)
+    assert [admission.num_cached for admission in plan.admissions] == [8]
+    [row] = [row for row in plan.rows if row.slot == plan.admissions[0].slot]
+    assert (row.num_query, row.samples) == (1, False)
+    plan, _ = kit.step(scheduler)
+    assert kit.rows(plan)[1:] == [(row.slot, 4, 0, True)]
 
 
 def test_prompt_logprobs_read_no_cache_but_fill_it(kit):
-    scheduler = kit.scheduler(prefill_chunk_size=16)
+    scheduler = kit.scheduler()
     scheduler.add(kit.request("a", PROMPT, prompt_logprobs=0))
     kit.step(scheduler)
     scheduler.add(kit.request("b", PROMPT, prompt_logprobs=0))
@@ -114,7 +133,7 @@ def test_a_request_may_keep_out_of_the_prefix_cache(kit):
 
 
 def test_a_released_prefix_is_kept_until_its_blocks_are_needed(kit):
-    scheduler = kit.scheduler(num_blocks=8, prefill_chunk_size=16)
+    scheduler = kit.scheduler(num_blocks=8)
     scheduler.add(kit.request("a", PROMPT, max_total=14))
     kit.step(scheduler)
     scheduler.release("a")
@@ -133,7 +152,7 @@ def test_a_released_prefix_is_kept_until_its_blocks_are_needed(kit):
 
 def crowded(kit, **overrides):
     """Two requests that fill six blocks: a and b hold 3 each and both want to grow."""
-    limits = {"num_blocks": 6, "prefill_chunk_size": 16, **overrides}
+    limits = {"num_blocks": 6, **overrides}
     scheduler = kit.scheduler(**limits)
     scheduler.add(kit.request("a", 11, max_total=24))
     scheduler.add(kit.request("b", 11, max_total=24))
@@ -165,7 +184,7 @@ def test_the_youngest_is_swapped_out_keeps_its_slot_and_returns(kit):
 
 
 def test_nobody_is_preempted_for_a_younger_request(kit):
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16, max_num_batched_tokens=16)
+    scheduler = kit.scheduler(num_blocks=6, max_num_batched_tokens=16)
     scheduler.add(kit.request("old", 12, max_total=16))
     kit.step(scheduler)
     scheduler.add(kit.request("young", 7, max_total=20))
@@ -181,7 +200,7 @@ def test_nobody_is_preempted_for_a_younger_request(kit):
 
 
 def test_drafts_shrink_before_anybody_is_preempted(kit):
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16, num_speculative_tokens=8)
+    scheduler = kit.scheduler(num_blocks=6, num_speculative_tokens=8)
     scheduler.add(kit.request("a", 9, max_total=24))
     scheduler.add(kit.request("b", 9, max_total=24))
     kit.step(scheduler)
@@ -200,11 +219,12 @@ def test_swapped_requests_return_before_anybody_is_admitted(kit):
     scheduler.release("a")
     plan, _ = kit.step(scheduler)
     assert [swap.slot for swap in plan.swap_ins] == [1]
-    assert [a.slot for a in plan.admissions] == [0]
+    assert plan.admissions == ()
+    assert [a.slot for a in kit.step(scheduler)[0].admissions] == [0]
 
 
 def test_swapped_requests_return_oldest_first(kit):
-    scheduler = kit.scheduler(num_blocks=9, prefill_chunk_size=16)
+    scheduler = kit.scheduler(num_blocks=9)
     for name in "abc":
         scheduler.add(kit.request(name, 11, max_total=36))
     kit.step(scheduler)
@@ -222,8 +242,25 @@ def test_swapped_requests_return_oldest_first(kit):
     assert order == swaps
 
 
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_no_swapped_request_passes_an_older_one_however_few_rows_there_are(kit, rows):
+    scheduler = kit.scheduler(num_blocks=16, max_num_seqs=5, max_num_batched_tokens=rows)
+    scheduler.add(kit.request("a", 30, max_total=64))
+    while scheduler.num_waiting or scheduler._running["a"].prefilling:
+        kit.step(scheduler)
+    for name in "bcde":
+        scheduler.add(kit.request(name, 2, max_total=64))
+    while scheduler.num_swapped < 4:
+        kit.step(scheduler)
+    scheduler.release("a")
+    returned = []
+    while scheduler.num_swapped:
+        returned += [swap.slot for swap in kit.step(scheduler)[0].swap_ins]
+    assert returned == [1, 2, 3, 4]
+
+
 def test_steps_in_flight_of_a_swapped_request_settle_as_usual(kit):
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16)
+    scheduler = kit.scheduler(num_blocks=6)
     scheduler.add(kit.request("a", 11, max_total=24))
     scheduler.add(kit.request("b", 11, max_total=24))
     first, second = scheduler.plan(), scheduler.plan()
@@ -235,7 +272,7 @@ def test_steps_in_flight_of_a_swapped_request_settle_as_usual(kit):
 
 
 def test_a_shared_prefix_is_copied_out_and_comes_back_unshared(kit):
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16)
+    scheduler = kit.scheduler(num_blocks=6)
     scheduler.add(kit.request("a", PROMPT[:11], max_total=24))
     kit.step(scheduler)
     scheduler.add(kit.request("b", PROMPT[:11], max_total=16))
@@ -295,7 +332,7 @@ def test_an_aborted_swapped_request_is_discarded_on_the_device(kit):
 
 
 def test_a_swapped_request_with_steps_in_flight_is_discarded_after_them(kit):
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16)
+    scheduler = kit.scheduler(num_blocks=6)
     scheduler.add(kit.request("a", 11, max_total=24))
     scheduler.add(kit.request("b", 11, max_total=24))
     first, second = scheduler.plan(), scheduler.plan()
@@ -320,7 +357,7 @@ def test_a_swap_key_is_never_used_twice(kit):
 
 
 def test_a_poisoned_request_is_released_alone(kit):
-    scheduler = kit.scheduler(prefill_chunk_size=16)
+    scheduler = kit.scheduler()
     scheduler.add(kit.request("a", 5))
     scheduler.add(kit.request("b", PROMPT))
     plan = scheduler.plan()

@@ -3,7 +3,7 @@
 
 def overdrawn(kit):
     """``young`` holds three blocks for drafts that fill two at most once they are judged."""
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=16, num_speculative_tokens=8)
+    scheduler = kit.scheduler(num_blocks=6, num_speculative_tokens=8)
     scheduler.add(kit.request("old", 10, max_total=24, max_drafts=0))
     scheduler.add(kit.request("young", 3, max_total=24))
     kit.step(scheduler)
@@ -35,25 +35,31 @@ def test_what_was_saved_has_room_even_if_its_drafts_were_rejected(kit):
     assert [len(swap.block_ids) for swap in kit.step(scheduler)[0].swap_ins] == [3]
 
 
-def test_blocks_that_two_victims_share_come_free_with_the_second(kit):
+def test_a_chunk_takes_the_blocks_that_are_left_and_preempts_for_its_next_token_alone(kit):
     prefix = (1, 2, 3, 4, 5, 6, 7, 8, 9)
-    scheduler = kit.scheduler(num_blocks=13, prefill_chunk_size=16)
+    scheduler = kit.scheduler(num_blocks=13, longest_chunk=16)
     scheduler.add(kit.request("long", 48, max_total=50))
-    scheduler.add(kit.request("b", prefix))
+    scheduler.add(kit.request("b", prefix, max_total=12))
     kit.step(scheduler)
-    scheduler.add(kit.request("c", prefix))
+    scheduler.add(kit.request("c", prefix, max_total=12))
     assert kit.step(scheduler)[0].admissions[0].num_cached == 8
+    # No block is free; its nine hold 36 positions, and one token more after the chunk.
     plan, _ = kit.step(scheduler)
-    # The last chunk lacks four blocks: one own of each and the two they share.
-    assert [swap.slot for swap in plan.swap_outs] == [2, 1]
-    assert kit.rows(plan) == [(0, 16, 0, True)]
+    assert plan.swap_outs == ()
+    assert (0, 3, 0, False) in kit.rows(plan)
+    # The youngest shares two blocks with another one, and leaves one.
+    plan, _ = kit.step(scheduler)
+    assert [swap.slot for swap in plan.swap_outs] == [2]
+    assert kit.rows(plan) == [(0, 4, 0, False)]
+    plan, _ = kit.step(scheduler)
+    assert [swap.slot for swap in plan.swap_outs] == [1]
+    assert kit.rows(plan) == [(0, 9, 0, True)]
 
 
 def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
     scheduler = kit.scheduler(
         max_num_seqs=7,
         num_blocks=16,
-        prefill_chunk_size=16,
         max_num_batched_tokens=16,
         num_speculative_tokens=2,
     )
@@ -61,18 +67,19 @@ def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
         scheduler.add(kit.request(name, 3, max_total=11))
     scheduler.add(kit.request("long", 40, max_total=48))
     scheduler.add(kit.request("small", 2, max_total=4))
-    assert [len(kit.step(scheduler)[0].rows) for _ in range(3)] == [5, 1, 5]
-    plan, _ = kit.step(scheduler)
-    # One block is left; "long" lacks four, "small" needs one. No rows are kept for it either.
+    kit.step(scheduler)
+    while (plan := kit.step(scheduler, accept=2)[0]).swap_outs == ():
+        assert 6 not in [row.slot for row in plan.rows]
+    # "long" has given way to older ones, and "small" waits although a block is free.
+    assert scheduler.num_waiting == 1
     assert plan.admissions == ()
-    assert kit.rows(plan) == [(slot, 1, 2, True) for slot in range(5)]
 
 
 def test_drafts_do_not_crowd_out_a_request_that_could_return(kit):
-    scheduler = kit.scheduler(num_blocks=9, max_num_batched_tokens=9, num_speculative_tokens=8)
-    scheduler.add(kit.request("a", 8, max_total=36))
-    scheduler.add(kit.request("b", 8, max_total=20, max_drafts=0))
-    scheduler.add(kit.request("c", 8, max_total=20, max_drafts=0))
+    scheduler = kit.scheduler(num_blocks=8, max_num_batched_tokens=9, num_speculative_tokens=8)
+    scheduler.add(kit.request("a", 3, max_total=28))
+    scheduler.add(kit.request("b", 3, max_total=20, max_drafts=0))
+    scheduler.add(kit.request("c", 3, max_total=20, max_drafts=0))
     while not scheduler.num_swapped:
         kit.step(scheduler)
     scheduler.release("b")
@@ -83,7 +90,7 @@ def test_drafts_do_not_crowd_out_a_request_that_could_return(kit):
 
 def test_the_oldest_always_advances(kit):
     """However short memory is, and whoever came after."""
-    scheduler = kit.scheduler(num_blocks=6, prefill_chunk_size=4, num_speculative_tokens=3)
+    scheduler = kit.scheduler(num_blocks=6, longest_chunk=4, num_speculative_tokens=3)
     for name in "abcd":
         scheduler.add(kit.request(name, 6, max_total=24))
     for accept in range(60):

@@ -1,6 +1,7 @@
-"""Which rows a step has: chunks, drafts, the row budget, and whose turn it is."""
+"""Which rows a step has: windows, drafts, chunks, the row budget, and whose turn it is."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -14,14 +15,14 @@ def test_nothing_to_do_is_no_plan(kit):
     assert not scheduler.has_unfinished
 
 
-def test_a_prompt_runs_in_chunks_on_the_grid_and_the_last_one_samples(kit):
-    scheduler = kit.scheduler()
-    scheduler.add(kit.request("r", 19))
+def test_a_prompt_takes_all_that_is_left_and_its_end_samples(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=16)
+    scheduler.add(kit.request("r", 39))
     plans = [scheduler.plan() for _ in range(4)]
     assert [kit.rows(plan) for plan in plans] == [
-        [(0, 8, 0, False)],
-        [(0, 8, 0, False)],
-        [(0, 3, 0, True)],
+        [(0, 16, 0, False)],
+        [(0, 16, 0, False)],
+        [(0, 7, 0, True)],
         [(0, 1, 0, True)],
     ]
     assert [plan.step_id for plan in plans] == [0, 1, 2, 3]
@@ -29,14 +30,49 @@ def test_a_prompt_runs_in_chunks_on_the_grid_and_the_last_one_samples(kit):
     assert plans[0].admissions[0].num_cached == 0
 
 
-def test_a_chunk_that_does_not_fit_waits_whole(kit):
+def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
     scheduler = kit.scheduler(max_num_batched_tokens=13)
-    scheduler.add(kit.request("a", 16))
-    scheduler.add(kit.request("b", 7))
-    # 8 rows of a leave 5, too few for the 7 of b.
-    assert kit.rows(kit.step(scheduler)[0]) == [(0, 8, 0, False)]
-    assert kit.rows(kit.step(scheduler)[0]) == [(0, 8, 0, True)]
-    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 7, 0, True)]
+    scheduler.add(kit.request("a", 8))
+    scheduler.add(kit.request("b", 17))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 8, 0, True), (1, 5, 0, False)]
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 12, 0, True)]
+
+
+def test_one_prompt_may_have_a_longest_chunk(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=16, longest_chunk=6)
+    for name in "abc":
+        scheduler.add(kit.request(name, 20))
+    # What one may not take, the next one may.
+    assert kit.rows(kit.step(scheduler)[0]) == [
+        (0, 6, 0, False),
+        (1, 6, 0, False),
+        (2, 4, 0, False),
+    ]
+
+
+def test_windows_come_before_chunks(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=12, num_speculative_tokens=2)
+    scheduler.add(kit.request("long", 19, max_total=40))
+    scheduler.add(kit.request("short", 2, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 10, 0, False), (1, 2, 0, True)]
+    # The older one's chunk stands behind the younger one's window.
+    scheduler.add(kit.request("next", 9, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0]) == [(1, 1, 2, True), (0, 9, 0, True)]
+    scheduler.add(kit.request("other", 20, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0])[:2] == [(0, 1, 2, True), (1, 1, 2, True)]
+
+
+def test_a_last_chunk_of_one_token_is_a_window_and_a_first_one_is_not(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=8)
+    scheduler.add(kit.request("a", 9))
+    kit.step(scheduler)
+    scheduler.add(kit.request("b", 30))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 7, 0, False)]
+    scheduler = kit.scheduler(max_num_batched_tokens=2)
+    scheduler.add(kit.request("a", 2))
+    kit.step(scheduler)
+    scheduler.add(kit.request("b", 2))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 1, 0, False)]
 
 
 def test_chunks_of_several_requests_share_a_step(kit):
@@ -89,9 +125,7 @@ def test_a_request_has_its_own_limit_on_drafts(kit, own, expected):
 
 
 def test_every_decode_gets_a_row_before_any_gets_drafts(kit):
-    scheduler = kit.scheduler(
-        max_num_batched_tokens=9, num_speculative_tokens=4, prefill_chunk_size=4
-    )
+    scheduler = kit.scheduler(max_num_batched_tokens=9, num_speculative_tokens=4)
     for name in "abc":
         scheduler.add(kit.request(name, 3, max_total=30))
     kit.step(scheduler)
@@ -100,23 +134,19 @@ def test_every_decode_gets_a_row_before_any_gets_drafts(kit):
 
 
 def test_drafts_that_one_cannot_use_go_to_the_others(kit):
-    scheduler = kit.scheduler(
-        max_num_batched_tokens=9, num_speculative_tokens=4, prefill_chunk_size=4
-    )
-    for name, own in (("a", 0), ("b", None), ("c", 1)):
+    scheduler = kit.scheduler(max_num_batched_tokens=9, num_speculative_tokens=4)
+    for name, own in (("a", None), ("b", 0), ("c", 1)):
         scheduler.add(kit.request(name, 3, max_total=30, max_drafts=own))
     kit.step(scheduler)
     plan, _ = kit.step(scheduler)
-    assert [row.draft_limit for row in plan.rows] == [0, 3, 1]
+    assert [row.draft_limit for row in plan.rows] == [4, 0, 1]
 
 
 def test_decodes_take_turns_when_not_all_fit(kit):
-    scheduler = kit.scheduler(
-        max_num_seqs=5, max_num_batched_tokens=2, prefill_chunk_size=2, num_speculative_tokens=3
-    )
+    scheduler = kit.scheduler(max_num_seqs=5, max_num_batched_tokens=2, num_speculative_tokens=3)
     for name in "abcde":
         scheduler.add(kit.request(name, 2, max_total=40))
-    while scheduler.num_waiting:
+    while scheduler.num_waiting or any(state.prefilling for state in scheduler._running.values()):
         kit.step(scheduler)
     steps = [[row.slot for row in kit.step(scheduler)[0].rows] for _ in range(12)]
     assert all(len(slots) == 2 for slots in steps)
@@ -125,50 +155,112 @@ def test_decodes_take_turns_when_not_all_fit(kit):
         assert {slot for slots in steps[start : start + 3] for slot in slots} == {0, 1, 2, 3, 4}
 
 
-def test_prefill_advances_beside_a_full_load_of_decodes(kit):
-    scheduler = kit.scheduler(max_num_batched_tokens=10, num_speculative_tokens=8)
+def test_drafts_leave_a_quarter_of_the_step_to_prompts(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=24, num_speculative_tokens=8)
     for name in "abc":
         scheduler.add(kit.request(name, 3, max_total=60))
-    while scheduler.num_waiting:
-        kit.step(scheduler)
-    scheduler.add(kit.request("long", 24, max_total=30))
-    plans = [kit.step(scheduler)[0] for _ in range(3)]
-    for plan in plans:
-        assert (3, 8) in [(row.slot, row.num_query) for row in plan.rows]
-    # Two rows are left beside a chunk: each of the three decodes is served in any two steps.
-    decodes = [[row.slot for row in plan.rows if row.slot != 3] for plan in plans]
-    assert [len(slots) for slots in decodes] == [2, 2, 2]
-    assert {*decodes[0], *decodes[1]} == {*decodes[1], *decodes[2]} == {0, 1, 2}
-
-
-def test_a_chunk_that_fills_the_step_alternates_with_decoding(kit):
-    scheduler = kit.scheduler(max_num_batched_tokens=8)
-    scheduler.add(kit.request("short", 3, max_total=30))
     kit.step(scheduler)
-    scheduler.add(kit.request("long", 24, max_total=30))
-    slots = [[row.slot for row in kit.step(scheduler)[0].rows] for _ in range(6)]
-    assert slots == [[1], [0], [1], [0], [1], [0, 1]]
+    assert [row.draft_limit for row in kit.step(scheduler)[0].rows] == [7, 7, 7]
+    scheduler.add(kit.request("long", 30, max_total=40))
+    for _ in range(3):
+        assert kit.rows(kit.step(scheduler)[0]) == [
+            (0, 1, 5, True),
+            (1, 1, 5, True),
+            (2, 1, 5, True),
+            (3, 6, 0, False),
+        ]
+
+
+def test_what_a_prompt_does_not_need_of_its_quarter_goes_to_drafts(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=24, num_speculative_tokens=16)
+    for name in "ab":
+        scheduler.add(kit.request(name, 3, max_total=60))
+    kit.step(scheduler)
+    scheduler.add(kit.request("short", 2, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 10, True), (1, 1, 10, True), (2, 2, 0, True)]
+
+
+def test_decodes_that_fill_the_step_alternate_with_prompts(kit):
+    scheduler = kit.scheduler(max_num_seqs=9, num_blocks=60, max_num_batched_tokens=8)
+    for name in "abcdefgh":
+        scheduler.add(kit.request(name, 1, max_total=60))
+    kit.step(scheduler)
+    scheduler.add(kit.request("long", 7, max_total=30))
+    steps = [kit.rows(kit.step(scheduler)[0]) for _ in range(7)]
+    chunks = [[row[1] for row in rows if row[0] == 8] for rows in steps]
+    assert chunks == [[2], [], [2], [], [2], [], [1]]
+    assert all(len(rows) == 8 for rows in steps[1::2])
+    # Beside the prompt's two rows six of eight go on; nobody misses two steps in a row.
+    for one, other in itertools.pairwise(steps):
+        assert {*range(8)} <= {row[0] for row in (*one, *other)}
+
+
+def test_one_row_is_shared_by_turns(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=1)
+    scheduler.add(kit.request("a", 1, max_total=30))
+    kit.step(scheduler)
+    scheduler.add(kit.request("b", 3, max_total=30))
+    assert [kit.step(scheduler)[0].rows[0].slot for _ in range(6)] == [1, 0, 1, 0, 1, 0]
 
 
 def test_a_stream_of_prompts_does_not_starve_decoding(kit):
     scheduler = kit.scheduler(max_num_seqs=2, max_num_batched_tokens=8)
     scheduler.add(kit.request("first", 3, max_total=30))
     kit.step(scheduler)
-    turns = 0
     for count in range(20):
-        name = f"prompt {count}"
         if scheduler.num_running + scheduler.num_waiting < 2:
-            scheduler.add(kit.request(name, 8, max_total=9))
+            scheduler.add(kit.request(f"prompt {count}", 9, max_total=10))
         plan, updates = kit.step(scheduler)
-        turns += any(row.slot == 0 for row in plan.rows)
+        assert 0 in [row.slot for row in plan.rows]
         for update in updates:
             if update.request_id != "first":
                 scheduler.release(update.request_id)
-    assert turns >= 10
+
+
+def test_small_prompts_pass_a_huge_one_within_a_quarter(kit):
+    scheduler = kit.scheduler(max_num_seqs=6, max_num_batched_tokens=16)
+    scheduler.add(kit.request("huge", 60, max_total=64))
+    for name, length in (("a", 3), ("large", 5), ("b", 1), ("c", 2)):
+        scheduler.add(kit.request(name, length, max_total=40))
+    # "large" needs more than the four rows, and "c" more than is left of them.
+    plan, _ = kit.step(scheduler)
+    assert kit.rows(plan) == [(2, 1, 0, True), (0, 12, 0, False), (1, 3, 0, True)]
+    assert [admission.request_id for admission in plan.admissions] == ["huge", "a", "b"]
+    plan, _ = kit.step(scheduler)
+    assert [admission.request_id for admission in plan.admissions] == ["c"]
+    assert kit.rows(plan)[2:] == [(0, 12, 0, False), (3, 2, 0, True)]
+    # Nobody small is left: the huge one has all that is left.
+    plan, _ = kit.step(scheduler)
+    assert kit.rows(plan)[3:] == [(0, 13, 0, False)]
+
+
+def test_whoever_overtakes_leaves_the_others_a_slot(kit):
+    scheduler = kit.scheduler(max_num_seqs=2, max_num_batched_tokens=16)
+    for name, length in (("huge", 40), ("large", 10), ("small", 2)):
+        scheduler.add(kit.request(name, length, max_total=60))
+    admitted = []
+    while scheduler.num_waiting > 1:
+        admitted += [one.request_id for one in kit.step(scheduler)[0].admissions]
+    assert admitted == ["huge", "large"]
+
+
+def test_nobody_overtakes_a_prompt_that_lacks_blocks(kit):
+    scheduler = kit.scheduler(num_blocks=20, max_num_batched_tokens=16)
+    scheduler.add(kit.request("huge", 50, max_total=60))
+    kit.step(scheduler)
+    kit.step(scheduler)
+    scheduler.add(kit.request("large", 46, max_total=60))
+    scheduler.add(kit.request("small", 2, max_total=60))
+    admitted = []
+    while not admitted:
+        admitted = [one.request_id for one in kit.step(scheduler)[0].admissions]
+        for name in [name for name, state in scheduler._running.items() if state.at_limit]:
+            scheduler.release(name)
+    assert admitted == ["large", "small"]
 
 
 def test_the_update_carries_the_verdict(kit):
-    scheduler = kit.scheduler(num_speculative_tokens=3)
+    scheduler = kit.scheduler(num_speculative_tokens=3, longest_chunk=8)
     scheduler.add(kit.request("r", 12, max_total=30))
     assert kit.step(scheduler)[1] == ()
     [first] = kit.step(scheduler)[1]
@@ -178,7 +270,7 @@ def test_the_update_carries_the_verdict(kit):
 
 
 def test_prompt_logprobs_of_a_chunk_make_an_update(kit):
-    scheduler = kit.scheduler()
+    scheduler = kit.scheduler(longest_chunk=8)
     scheduler.add(kit.request("r", 12, prompt_logprobs=0))
     plan = scheduler.plan()
     entry = {3: None}

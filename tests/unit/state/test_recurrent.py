@@ -20,6 +20,7 @@ from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, Recurren
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 3
+NAN_TOKEN = -1
 HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 3, "value_dim": 5}
 SPEC = RecurrentSpec(num_layers=2, **HEADS, conv_kernel=4, conv_channels=2 * 6 + 20)
 
@@ -41,6 +42,8 @@ PARAMS = [layer_params(layer) for layer in range(SPEC.num_layers)]
 
 def inputs_of(layer: int, token: int, spec: RecurrentSpec = SPEC) -> torch.Tensor:
     """[C + 2 * Hv] raw projections of a token: any function of it will do."""
+    if token == NAN_TOKEN:
+        return torch.full((spec.conv_channels + 2 * spec.num_value_heads,), float("nan"))
     generator = torch.Generator().manual_seed(1000 * layer + token)
     return torch.randn(spec.conv_channels + 2 * spec.num_value_heads, generator=generator)
 
@@ -232,6 +235,25 @@ def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing(kernels):
     true = [run(other, [Row(0, p, t, True)])[:, 0] for p, t in enumerate([0, 1, 2, 3, 20])]
     assert torch.equal(again, torch.stack(true[3:], dim=1))
     assert torch.equal(cache.states[:, 0], other.states[:, 0])
+
+
+@both_passes
+def test_dead_rows_may_lie_anywhere(kernels):
+    """Rows of the reserved slot, with NaN in what is projected, as static shapes have them."""
+    dead, live = Row(NUM_SLOTS, 0, NAN_TOKEN, False), []
+    for slot in (2, 0):
+        live.append([Row(slot, p, 5 * slot + p, p < 2) for p in range(4)])
+    cache, plain = empty(3, kernels), empty(3, kernels)
+    expected = run(plain, [*live[0], *live[1]])
+    out = run(cache, [dead, *live[0], dead, dead, *live[1], dead])
+    assert torch.equal(torch.cat((out[:, 1:5], out[:, 7:11]), dim=1), expected)
+    run(cache, [dead, dead])
+    for name in ("position", "num_pending"):
+        assert torch.equal(getattr(cache, name), getattr(plain, name))
+    for name in ("states", "history", "pending_qkv", "pending_gates"):
+        held, wanted = getattr(cache, name), getattr(plain, name)
+        assert torch.equal(held.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert held[:, NUM_SLOTS].isnan().all()
 
 
 @both_passes

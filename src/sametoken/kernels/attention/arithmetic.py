@@ -14,10 +14,11 @@ import triton.language as tl
 
 @triton.jit
 def split_range(position, SPLIT: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
-    """First and last split that any of these rows sees; absent rows are at -1."""
+    """First and last split that any of these rows sees; absent rows are at -1 and see none."""
     last = tl.max(position)
     first = tl.maximum(lowest_of(position) - SLIDING_WINDOW + 1, 0) if SLIDING_WINDOW else 0 * last
-    return (first // SPLIT).to(tl.int32), (last // SPLIT).to(tl.int32)
+    last = tl.where(last < 0, -1, last // SPLIT)
+    return (first // SPLIT).to(tl.int32), last.to(tl.int32)
 
 
 @triton.jit

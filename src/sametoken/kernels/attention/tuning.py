@@ -46,10 +46,10 @@ class AttentionConfig:
     kv_left: bool = True
     programs: int = 528
 
-    def num_tiles(self, num_rows: int, window: int, group: int) -> int:
-        """Query tiles of a launch."""
-        tiles: int = triton.cdiv(window, self.block_queries // group)
-        return num_rows // window * tiles
+    def num_tiles(self, num_runs: int, width: int, group: int) -> int:
+        """Query tiles of a launch, for runs of ``width`` rows."""
+        tiles: int = triton.cdiv(width, self.block_queries // group)
+        return num_runs * tiles
 
     def num_lanes(self, tiles_and_heads: int, max_splits: int) -> int:
         """Programs that share the splits of a query tile."""
@@ -70,8 +70,8 @@ class Cuts:
         few: for 16 queries a program, where splits are spread.
         many: likewise, where rows walk. So many programs as its first cut wants keep the chip
             busy: from there on rows walk.
-        wide: for long windows, in either form.
-        prefill: for longer ones. No query tile is larger, unless one row's heads are.
+        wide: for longer runs, in either form.
+        prefill: for the longest. No query tile is larger, unless one row's heads are.
     """
 
     tile: int
@@ -138,22 +138,18 @@ def cuts_for(shape: AttentionShape, dtype: torch.dtype) -> Cuts:
 
 
 def choose(
-    num_rows: int, shape: AttentionShape, window: int | None, max_seq_len: int, dtype: torch.dtype
+    num_runs: int, width: int, shape: AttentionShape, max_seq_len: int, dtype: torch.dtype
 ) -> AttentionConfig:
-    """How to cut up a launch of at least one row, from its shapes."""
+    """How to cut up a launch of runs of at most ``width`` rows, from its shapes."""
     cuts = cuts_for(shape, dtype)
     group = shape.num_heads // shape.num_kv_heads
-    width = window or num_rows
     queries = min(cuts.prefill.block_queries, triton.next_power_of_2(width * group))
     queries = max(16, triton.next_power_of_2(group), queries)
-    tiles = num_rows // width * triton.cdiv(width, queries // group)
-    programs = tiles * shape.num_kv_heads
+    programs = num_runs * triton.cdiv(width, queries // group) * shape.num_kv_heads
     busy = programs >= cuts.busy_programs
-    partial_bytes = 4 * num_rows * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
+    partial_bytes = 4 * num_runs * width * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
     fits = partial_bytes <= MAX_PARTIAL_BYTES
-    form: Form = "walk"
-    if window is not None and not busy and max_seq_len > SPLIT and fits:
-        form = "spread"
+    form: Form = "spread" if not busy and max_seq_len > SPLIT and fits else "walk"
     if queries == 16:
         cut = by_programs(cuts.few if form == "spread" else cuts.many, programs)
     else:

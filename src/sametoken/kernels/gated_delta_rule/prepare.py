@@ -223,7 +223,7 @@ def _prepare_gates(
         tl.store(gate + HV, _sigmoid(raw_b.to(tl.float32)), inside)
 
 
-@triton.jit(do_not_specialize=["max_pending"])
+@triton.jit(do_not_specialize=["max_pending", "first_run"])
 def _prepare_kernel(
     qkv,  # [T, C], rows qkv_stride apart
     a,  # [T, HV], rows a_stride apart
@@ -241,6 +241,7 @@ def _prepare_kernel(
     a_stride,
     b_stride,
     max_pending,
+    first_run,  # of the launch
     HK: tl.constexpr,
     HV: tl.constexpr,
     DK: tl.constexpr,
@@ -256,7 +257,7 @@ def _prepare_kernel(
     C: tl.constexpr = 2 * HK * DK + HV * DV
     WIDTH: tl.constexpr = C + 2 * HV + HK
     VALUE_UNITS: tl.constexpr = (HV * DV + VALUES - 1) // VALUES
-    unit, run = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    unit, run = tl.program_id(0), first_run + tl.program_id(2).to(tl.int64)
     # The table was whole before this kernel began (``plan_runs``).
     field = runs + run * FIELDS
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
@@ -307,24 +308,28 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
     prepared = memory.states.new_empty(num_rows, width)
     values = min(_VALUES, triton.next_power_of_2(heads * spec.value_dim))
     units = spec.num_key_heads + triton.cdiv(heads * spec.value_dim, values) + 1
-    parts = min(runs.max_rows + memory.max_pending, max(1, _PROGRAMS // max(1, units * batch)))
-    _prepare_kernel[(units, parts, batch)](
-        raw.qkv,
-        raw.a,
-        raw.b,
-        memory.history,
-        memory.pending_qkv,
-        memory.pending_gates,
-        *weights,
-        runs.table,
-        prepared,
-        *raw.strides,
-        memory.max_pending,
-        **sizes(spec),
-        KEYS=triton.next_power_of_2(spec.key_dim),
-        VALUES=values,
-        HEADS=triton.next_power_of_2(heads),
-        num_warps=1,
-        **overlapped(prepared),
-    )
+    # Short runs and long ones apart: a long one among many short ones is cut into parts as well.
+    for group in runs.rows.groups:
+        most = max(1, _PROGRAMS // (units * group.num_runs))
+        parts = min(group.max_rows + memory.max_pending, most)
+        _prepare_kernel[(units, parts, group.num_runs)](
+            raw.qkv,
+            raw.a,
+            raw.b,
+            memory.history,
+            memory.pending_qkv,
+            memory.pending_gates,
+            *weights,
+            runs.table,
+            prepared,
+            *raw.strides,
+            memory.max_pending,
+            group.first,
+            **sizes(spec),
+            KEYS=triton.next_power_of_2(spec.key_dim),
+            VALUES=values,
+            HEADS=triton.next_power_of_2(heads),
+            num_warps=1,
+            **overlapped(prepared),
+        )
     return prepared

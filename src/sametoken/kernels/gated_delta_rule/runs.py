@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.kernels.interface import AttentionRows
+from sametoken.errors import InvariantError
+from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.kernels.overlap import overlapped, wait
 
 # Columns of the table of runs.
@@ -27,7 +27,7 @@ EMPTY = tl.constexpr(6)
 BROKEN = tl.constexpr(7)
 FIELDS = tl.constexpr(8)
 
-_MAX_ROW_BLOCK = 256
+_ROW_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,17 @@ class Runs:
     Attributes:
         table: [B, 8] int64: slot, first row, the row after the last, live rows, folded rows,
             rows that last, whether nothing is folded yet, whether the rows do not follow.
-        max_rows: the most rows that one run can have.
+        rows: the runs as the host knows them.
     """
 
     table: Tensor
-    max_rows: int
+    rows: RowRuns
 
 
-@triton.jit(do_not_specialize=["rows_per_run", "reserved_slot", "max_pending"])
+@triton.jit(
+    do_not_specialize=["rows_per_run", "reserved_slot", "max_pending"],
+    do_not_specialize_on_alignment=["starts"],
+)
 def _plan_runs_kernel(
     positions,  # [T]
     slots,  # [T]
@@ -116,48 +119,39 @@ def plan_runs(rows: AttentionRows, position: Tensor, num_pending: Tensor, max_pe
     gives NaN for them. The reference is ``layout.slot_rows``.
 
     Args:
-        rows: the pass's T rows. With ``window``, each run of so many rows is one slot's live
-            rows, then dead ones on the reserved slot; without, all rows are live.
+        rows: the pass's T rows. A run is one slot's live rows, then dead ones on the reserved
+            slot; of a slot there is one run.
         position: [S] int64, positions that each slot has folded; written.
         num_pending: [S] int64, rows that each slot holds from there on; written.
         max_pending: how many it can hold.
+
+    Raises:
+        InvariantError: rows without runs.
     """
-    num_rows, num_slots = rows.slots.shape[0], position.shape[0]
-    starts = None
-    if rows.window is None:
-        starts = _run_starts(rows.slots, min(num_rows, num_slots))
-        batch, width = starts.shape[0] - 1, num_rows
-    else:
-        width = rows.window
-        batch = num_rows // width
-        assert batch * width == num_rows
+    runs = rows.runs
+    if runs is None:
+        raise InvariantError("a pass was given rows without runs", "set AttentionRows.runs")
+    assert runs.starts is not None or runs.count * runs.max_rows <= rows.slots.shape[0]
     for tensor in (rows.slots, rows.positions, position, num_pending, rows.committed):
         assert tensor is None or tensor.is_contiguous()
-    table = position.new_empty(batch, FIELDS.value)
-    if batch:
-        _plan_runs_kernel[(batch,)](
+    table = position.new_empty(runs.count, FIELDS.value)
+    if runs.count:
+        _plan_runs_kernel[(runs.count,)](
             rows.positions,
             rows.slots,
             rows.committed,
-            starts,
+            runs.starts,
             position,
             num_pending,
             table,
-            width,
-            num_slots - 1,
+            runs.max_rows,
+            position.shape[0] - 1,
             max_pending,
-            BLOCK=min(triton.next_power_of_2(width), _MAX_ROW_BLOCK),
+            BLOCK=_ROW_BLOCK,
             num_warps=1,
             **overlapped(position),
         )
-    return Runs(table, width)
-
-
-def _run_starts(slots: Tensor, most: int) -> Tensor:
-    """[most + 1] int64: where each run of equal slots starts; T where there is none."""
-    run = torch.zeros_like(slots)
-    run[1:] = (slots[1:] != slots[:-1]).cumsum(0)
-    return torch.searchsorted(run, torch.arange(most + 1, device=slots.device))
+    return Runs(table, runs)
 
 
 @triton.jit

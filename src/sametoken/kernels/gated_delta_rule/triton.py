@@ -258,7 +258,8 @@ def advance(
 ) -> Tensor:
     """Convolution and gated delta rule of a pass's rows in one layer: [T, Hv * Dv].
 
-    Sums run in fp32 and round once, to the dtype of the raw rows. Dead rows are zero.
+    Sums run in fp32 and round once, to the dtype of the raw rows. Dead rows of a run are zero;
+    rows behind the last run are not written.
 
     Args:
         runs: of the pass.
@@ -268,8 +269,8 @@ def advance(
         memory: what the slots keep in the layer; written.
         tile: how states are cut; the same in all passes.
     """
-    if not raw.qkv.shape[0]:
-        return raw.qkv.new_empty(0, spec.num_value_heads * spec.value_dim)
+    if not runs.rows.count:
+        return raw.qkv.new_empty(raw.qkv.shape[0], spec.num_value_heads * spec.value_dim)
     prepared = prepare(runs, spec, params, raw, memory)
     return advance_prepared(runs, spec, prepared, raw, memory, tile or RuleTile())
 
@@ -286,7 +287,7 @@ def advance_prepared(
     tiles = triton.cdiv(spec.value_dim, tile.value_columns * tile.num_warps)
     programs, block = spec.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(num_channels, block)
-    long = runs.max_rows >= _LONG
+    long = runs.rows.max_rows >= _LONG
     keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,

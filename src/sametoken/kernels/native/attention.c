@@ -21,9 +21,14 @@ typedef struct {
     const void *q, *keys, *values;
     const int64_t *positions, *slots, *block_table;
     void *out;
-    int64_t t, heads, kv_heads, dim, block_size, max_blocks;
+    int64_t t, heads, kv_heads, dim, block_size, max_blocks, window;
     float scale;
 } attention_job;
+
+/* Positions of a split, counted from its first. */
+typedef struct {
+    int64_t first, stop;
+} span;
 
 /* Adjacent rows of one slot, and where their units and partial results start. */
 typedef struct {
@@ -139,20 +144,21 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
     }
 }
 
-/* Scores of the first `count` positions to exp(score - maximum); writes maximum and sum. */
-INLINE void exponentiate(float *scores, int64_t count, float *partial) {
+/* Scores of what is seen to exp(score - maximum), others to 0; writes maximum and sum. */
+INLINE void exponentiate(float *scores, span seen, float *partial) {
     const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 highest = splat(-INFINITY), sum = {0};
-    for (int64_t i = 0; i < count; i += LANES) {
+    for (int64_t i = 0; i < seen.stop; i += LANES) {
         f32x16 v;
         memcpy(&v, scores + i, sizeof v);
-        v = select_lanes(lane < (float)(count - i), v, splat(-INFINITY));
+        v = select_lanes(lane < (float)(seen.stop - i), v, splat(-INFINITY));
+        v = select_lanes(lane < (float)(seen.first - i), splat(-INFINITY), v);
         memcpy(scores + i, &v, sizeof v);
         highest = max_lanes(v, highest);
     }
     float maximum = highest[0];
     for (int i = 1; i < LANES; i++) maximum = highest[i] > maximum ? highest[i] : maximum;
-    for (int64_t i = 0; i < count; i += LANES) {
+    for (int64_t i = 0; i < seen.stop; i += LANES) {
         f32x16 v;
         memcpy(&v, scores + i, sizeof v);
         v = exp_lanes(v - maximum);
@@ -163,30 +169,50 @@ INLINE void exponentiate(float *scores, int64_t count, float *partial) {
     partial[1] = sum_lanes(sum);
 }
 
-/* Positions of this split that a row may see: its own and all before. */
-INLINE int64_t visible(const attention_job *job, int64_t row, int64_t start) {
-    return larger(0, smaller(SPLIT, job->positions[row] + 1 - start));
+/* Positions of this split that a row may see: its own and those before, as far as its window
+ * reaches. */
+INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
+    int64_t stop = larger(0, smaller(SPLIT, job->positions[row] + 1 - start));
+    int64_t first = job->window ? job->positions[row] + 1 - job->window - start : 0;
+    return (span){larger(0, smaller(stop, first)), stop};
 }
 
-/* Weighted values: first the positions that all rows see, then each row's own rest. */
+/* Adds one row's weighted values of some positions, if there are any. */
+INLINE void weigh_row(const float *weights, const float *columns, int64_t first, int64_t stop,
+                      float *sums) {
+    if (first < stop)
+        multiply_tile(1, weights + first, SPLIT * 4, columns + first * GROUP, stop - first,
+                      sums, 0);
+}
+
+/* Weighted values: of positions that all rows see together, of those before and after by row. */
 INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *work,
                   int64_t start, int64_t group, float *partials, int64_t stride) {
-    int64_t common = SPLIT, queries = tile->rows * group;
-    for (int64_t r = 0; r < tile->rows; r++)
-        common = smaller(common, visible(job, tile->first + r, start));
+    int64_t queries = tile->rows * group;
+    span common = {0, SPLIT};
+    for (int64_t r = 0; r < tile->rows; r++) {
+        span seen = visible(job, tile->first + r, start);
+        common = (span){larger(common.first, seen.first), smaller(common.stop, seen.stop)};
+    }
+    common.first = smaller(common.first, common.stop);
     for (int64_t i = 0; i < job->dim; i += GROUP) {
         const float *columns = work->values + i * SPLIT;
         for (int64_t first = 0; first < queries; first += MAX_ROWS) {
             int64_t rows = smaller(MAX_ROWS, queries - first);
             float sums[MAX_ROWS * GROUP] __attribute__((aligned(64))) = {0};
             const float *weights = work->scores + first * SPLIT;
-            multiply_tile(rows, weights, SPLIT * 4, columns, common, sums, 0);
+            for (int64_t q = 0; q < rows && job->window; q++) {
+                span seen = visible(job, tile->first + (first + q) / group, start);
+                weigh_row(weights + q * SPLIT, columns, seen.first, common.first,
+                          sums + q * GROUP);
+            }
+            multiply_tile(rows, weights + common.first, SPLIT * 4,
+                          columns + common.first * GROUP, common.stop - common.first, sums, 0);
             for (int64_t q = 0; q < rows; q++) {
                 int64_t row = (first + q) / group, head = (first + q) % group;
-                int64_t rest = visible(job, tile->first + row, start) - common;
-                if (rest)
-                    multiply_tile(1, weights + q * SPLIT + common, SPLIT * 4,
-                                  columns + common * GROUP, rest, sums + q * GROUP, 0);
+                span seen = visible(job, tile->first + row, start);
+                weigh_row(weights + q * SPLIT, columns, larger(seen.first, common.stop),
+                          seen.stop, sums + q * GROUP);
                 float *partial = partials + (row * job->heads + head) * stride;
                 memcpy(partial + LANES + i, sums + q * GROUP, GROUP * sizeof *sums);
             }
@@ -202,8 +228,10 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
     for (int64_t r = 0; r < tile->rows; r++) {
         int64_t head = (tile->first + r) * job->kv_heads + kv_head;
         memcpy(work->queries + r * bytes, (const char *)job->q + head * bytes, bytes);
-        count = larger(count, visible(job, tile->first + r, start));
+        span seen = visible(job, tile->first + r, start);
+        if (seen.first < seen.stop) count = larger(count, seen.stop);
     }
+    if (!count) return;
     locate(job, job->slots[tile->first], kv_head, start, count, work->offsets);
     pack_keys(job, work, count, bf16);
     pack_values(job, work, count, bf16);
@@ -224,8 +252,10 @@ INLINE void attend(const attention_job *job, const row_tile *tile, int64_t kv_he
 INLINE void merge(const attention_job *job, int64_t row, int64_t head, const float *partial,
                   float *total, const int bf16) {
     int64_t size = partial_size(job->dim), splits = job->positions[row] / SPLIT + 1;
+    int64_t unseen = job->window ? larger(0, job->positions[row] + 1 - job->window) : 0;
+    partial += unseen / SPLIT * size;
     memcpy(total, partial, size * sizeof *total);
-    for (int64_t split = 1; split < splits; split++) {
+    for (int64_t split = unseen / SPLIT + 1; split < splits; split++) {
         partial += size;
         float maximum = partial[0] > total[0] ? partial[0] : total[0];
         float old = exp_lanes(splat(total[0] - maximum))[0];
@@ -309,9 +339,9 @@ EXPORT int64_t attention(const void *q, const void *keys, const void *values, vo
                          const int64_t *positions, const int64_t *slots,
                          const int64_t *block_table, int64_t t, int64_t heads,
                          int64_t kv_heads, int64_t dim, int64_t block_size,
-                         int64_t max_blocks, float scale, int64_t bf16) {
-    attention_job job = {q,     keys,     values, positions,  slots,      block_table, out, t,
-                         heads, kv_heads, dim,    block_size, max_blocks, scale};
+                         int64_t max_blocks, int64_t window, float scale, int64_t bf16) {
+    attention_job job = {q,     keys,     values, positions,  slots,      block_table, out,  t,
+                         heads, kv_heads, dim,    block_size, max_blocks, window,      scale};
     if (!t) return 1;
     row_tile *tiles = reserve(&tile_memory, t * sizeof *tiles);
     if (!tiles) return 0;

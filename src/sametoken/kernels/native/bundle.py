@@ -214,6 +214,7 @@ class NativeKernels(ComposedKernels):
             shape.head_dim,
             kv.keys.shape[2],
             table.shape[1],
+            shape.sliding_window or 0,
             shape.scale,
             _is_bf16(q),
         )

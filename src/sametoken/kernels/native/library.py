@@ -32,7 +32,7 @@ _SIGNATURES = {
     "silu_mul": ("ppiii", False),
     "sigmoid_mul": ("pppiii", False),
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
-    "attention": ("pppppppiiiiiifi", True),
+    "attention": ("pppppppiiiiiiifi", True),
     "sample": ("ppppppii", True),
     "gated_delta": ("pippppppp" + "iii" + "ppppp" + "iiiiiii", True),
 }

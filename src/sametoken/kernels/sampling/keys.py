@@ -1,6 +1,7 @@
-"""A candidate token as one int64: an order-preserving image of its fp32 value above the complement
-of its id. The largest key is the best value with the lowest id, in whatever order keys are compared;
-NaN ranks above all and marks its row.
+"""Keys: a candidate token as one int64, comparable in any order.
+
+An order-preserving image of its fp32 value stands above the complement of its id, so the largest
+key is the best value with the lowest id. NaN ranks above all and marks its row.
 """
 
 from __future__ import annotations

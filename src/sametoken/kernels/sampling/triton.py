@@ -1,4 +1,4 @@
-"""Keyed sampling in Triton: tiles of the vocabulary first, then the best of the tiles (``keys``)."""
+"""Keyed sampling in Triton: keys of tiles of the vocabulary first, then the best of them."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.kernels.overlap import overlapped, wait, wait_for_earlier
 from sametoken.kernels.step.reference import widened
-from sametoken.kernels.step.triton_inputs import kv_slot_of
+from sametoken.kernels.step.triton_inputs import kv_slot_of, store_rows
 from sametoken.kernels.step.types import CatchUp, Chains, Sequences, StepInputs
 
 _MAX_BLOCK = 256
@@ -52,35 +52,35 @@ def _catch_up_kernel(
 ):
     wait(OVERLAP)  # And no release: this writes where rows stand.
     owner = tl.program_id(0).to(tl.int64)
-    is_padding = owner == num_requests
+    is_real = owner < num_requests
     first_row = tl.load(row_starts + owner) + owner * NEWEST
-    stop_row = num_rows.to(tl.int64)
-    first, after, sampled = first_row * 0, first_row * 0, is_padding & False
-    slot = first_row * 0 + reserved_slot
-    if not is_padding:
-        stop_row = tl.load(row_starts + owner + 1) + (owner + 1) * NEWEST
-        first, after = tl.load(start + owner), tl.load(end + owner)
-        slot, sampled = tl.load(slots + owner), tl.load(samples + owner) != 0
+    stop_row = tl.load(row_starts + owner + 1, is_real, other=0) + (owner + 1) * NEWEST
+    stop_row = tl.where(is_real, stop_row, num_rows)
+    first = tl.load(start + owner, is_real, other=0)
+    after = tl.load(end + owner, is_real, other=0)
+    slot = tl.load(slots + owner, is_real, other=reserved_slot)
+    sampled = tl.load(samples + owner, is_real, other=0) != 0
     stop = after
     if NEWEST:
         stop = after + sampled.to(tl.int64)
+    table = (block_table, table_stride, block_size)
     if tl.program_id(1) == 0:
         if NEWEST:
             tl.store(run_starts + owner, first_row)
-        if not is_padding:
-            position = tl.where(sampled, after, 0)
-            chain_slot = tl.where(sampled, slot, reserved_slot)
-            kv_slot = kv_slot_of(block_table, chain_slot, position, True, table_stride, block_size)
-            tl.store(chain_last + owner, first_row + tl.maximum(stop - first - 1, 0))
-            tl.store(chain_positions + owner, position)
-            tl.store(chain_slots + owner, chain_slot)
-            tl.store(chain_kv_slots + owner, kv_slot)
-            tl.store(chain_committed + owner, position < 0)
-            tl.store(chain_following + owner, position + 1)
+        position = tl.where(sampled, after, 0)
+        chain_slot = tl.where(sampled, slot, reserved_slot)
+        # A request without rows may begin behind the last one.
+        last = tl.minimum(first_row + tl.maximum(stop - first - 1, 0), num_rows - 1)
+        tl.store(chain_last + owner, last, is_real)
+        tl.store(chain_positions + owner, position, is_real)
+        tl.store(chain_slots + owner, chain_slot, is_real)
+        tl.store(chain_kv_slots + owner, kv_slot_of(table, chain_slot, position, is_real), is_real)
+        tl.store(chain_committed + owner, position < 0, is_real)
+        tl.store(chain_following + owner, position + 1, is_real)
 
-    for at in range(
-        tl.program_id(1) * BLOCK, (stop_row - first_row).to(tl.int32), tl.num_programs(1) * BLOCK
-    ):
+    rows = (row_token_ids, row_positions, row_slots, row_kv_slots, row_committed)
+    begin, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+    for at in range(begin, (stop_row - first_row).to(tl.int32), step):
         row = at + tl.arange(0, BLOCK)
         inside = row < stop_row - first_row
         live = inside & (first + row < stop)
@@ -89,13 +89,9 @@ def _catch_up_kernel(
         held = token_ids + row_slot * token_stride + position
         if not NEWEST:
             held += 1
-        kv_slot = kv_slot_of(block_table, row_slot, position, inside, table_stride, block_size)
-        place = first_row + row
-        tl.store(row_token_ids + place, tl.load(held, inside, other=0), inside)
-        tl.store(row_positions + place, position, inside)
-        tl.store(row_slots + place, row_slot, inside)
-        tl.store(row_kv_slots + place, kv_slot, inside)
-        tl.store(row_committed + place, live & (first + row < after), inside)
+        found = (tl.load(held, inside, other=0), position, row_slot)
+        committed = live & (first + row < after)
+        store_rows(rows, first_row + row, inside, found, committed, table)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -116,7 +112,7 @@ def _advance_kernel(
     inside = chain < count
     slot = tl.load(slots + chain, inside, other=0)
     position = tl.load(following + chain, inside, other=0)
-    kv_slot = kv_slot_of(block_table, slot, position, inside, table_stride, block_size)
+    kv_slot = kv_slot_of((block_table, table_stride, block_size), slot, position, inside)
     tl.store(kv_slots + chain, kv_slot, inside)
     tl.store(new_following + chain, position + 1, inside)
 

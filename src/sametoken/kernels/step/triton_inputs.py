@@ -25,16 +25,41 @@ _WINDOW_START = tl.constexpr(columns.WINDOW_START)
 
 @triton.jit
 def kv_slot_of(
-    block_table,  # [S, max_blocks]
+    table,  # [S, max_blocks], its stride, and the size of a block
     slot,
     position,
     inside,
-    table_stride,
-    block_size,
 ):
     """``block_id * block_size + offset`` of positions of slots."""
+    block_table, table_stride, block_size = table
     entry = block_table + slot * table_stride + position // block_size
     return tl.load(entry, inside, other=0) * block_size + position % block_size
+
+
+@triton.jit
+def store_rows(
+    rows,  # token ids, positions, slots, KV slots and flags of all rows, written
+    place,
+    inside,
+    found,  # tokens, positions and slots
+    committed,
+    table,  # as for kv_slot_of
+):
+    """Write what stands at rows, and where their KV lies."""
+    to_token_ids, to_positions, to_slots, to_kv_slots, to_committed = rows
+    token, position, slot = found
+    tl.store(to_token_ids + place, token, inside)
+    tl.store(to_positions + place, position, inside)
+    tl.store(to_slots + place, slot, inside)
+    tl.store(to_kv_slots + place, kv_slot_of(table, slot, position, inside), inside)
+    tl.store(to_committed + place, committed, inside)
+
+
+@triton.jit
+def _span(start, end, is_padding):
+    """From a running sum to the next one; of padding to the end."""
+    stop = tl.load(start + 1, ~is_padding, other=0)
+    return tl.load(start), tl.where(is_padding, end, stop)
 
 
 @triton.jit
@@ -120,12 +145,8 @@ def _prepare_inputs_kernel(
     owner = tl.program_id(0).to(tl.int64)
     is_padding = owner == num_requests
     field = layout + owner
-    first = tl.load(field + _ROW_START * layout_stride)
-    window = tl.load(field + _WINDOW_START * layout_stride)
-    stop, window_stop = num_rows.to(tl.int64), num_sampled.to(tl.int64)
-    if not is_padding:
-        stop = tl.load(field + _ROW_START * layout_stride + 1)
-        window_stop = tl.load(field + _WINDOW_START * layout_stride + 1)
+    first, stop = _span(field + _ROW_START * layout_stride, num_rows, is_padding)
+    window, window_stop = _span(field + _WINDOW_START * layout_stride, num_sampled, is_padding)
     slot = tl.load(field + _SLOT * layout_stride)
     # Padding is named twice, so that neither a stale slot nor a stale count can wake it.
     query = tl.load(field + _NUM_QUERY * layout_stride)
@@ -144,17 +165,12 @@ def _prepare_inputs_kernel(
     request = (slot, computed, query, drafts)
     memory = (token_ids, draft_ids, token_stride, draft_stride)
     begin, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+    rows = (row_token_ids, row_positions, row_slots, row_kv_slots, row_committed)
+    table = (block_table, table_stride, block_size)
     for at in range(begin, (stop - first).to(tl.int32), step):
         row = at + tl.arange(0, BLOCK)
-        inside = row < stop - first
-        token, position, row_slot = _prepare_rows(row, request, memory, reserved_slot)
-        kv_slot = kv_slot_of(block_table, row_slot, position, inside, table_stride, block_size)
-        place = first + row
-        tl.store(row_token_ids + place, token, inside)
-        tl.store(row_positions + place, position, inside)
-        tl.store(row_slots + place, row_slot, inside)
-        tl.store(row_kv_slots + place, kv_slot, inside)
-        tl.store(row_committed + place, row < query, inside)
+        found = _prepare_rows(row, request, memory, reserved_slot)
+        store_rows(rows, first + row, row < stop - first, found, row < query, table)
     outputs = (
         sampled_index, sampled_slots, sampled_positions, sampled_token_ids, sampled_offsets
     )  # fmt: skip

@@ -26,7 +26,7 @@ from sametoken.server.batch.answers import (
 )
 from sametoken.server.batch.config import BatchConfig
 from sametoken.server.batch.lines import InputLine
-from sametoken.server.ray.cluster import connect, device_on_ray, last_line, num_gpus
+from sametoken.server.ray.cluster import connect, device_on_ray, last_line, num_gpus, num_slots
 
 #: Blocks that an engine works on at once, so that one's last line keeps no device idle.
 _BLOCKS_PER_ENGINE = 2
@@ -103,7 +103,7 @@ def answer_on_ray(
 
 def _dataset(config: EngineConfig, batch_config: BatchConfig, pending: Sequence[InputLine]) -> Any:
     rows = [{"number": line.number, "raw": line.raw} for line in pending]
-    concurrency = batch_config.concurrency or config.max_num_seqs
+    concurrency = batch_config.concurrency or num_slots(config)
     per_block = -(-concurrency // _BLOCKS_PER_ENGINE)
     num_blocks = -(-len(rows) // per_block)
     return ray.data.from_items(rows, override_num_blocks=num_blocks).map_batches(

@@ -11,6 +11,7 @@ from typing import Any
 
 from sametoken.config import EngineConfig
 from sametoken.engine.async_llm import AsyncLLM
+from sametoken.engine.resolve import resolve_device, resolve_sizes
 from sametoken.errors import ConfigError
 from sametoken.server.app import create_app
 from sametoken.server.batch.answers import (
@@ -122,7 +123,8 @@ async def _answer_here(
     engine = await AsyncLLM.start(config, BATCH_LIMITS)
     try:
         app = create_app(engine, batch_server_config(batch_config.served_model_name))
-        concurrency = batch_config.concurrency or config.max_num_seqs
+        slots = resolve_sizes(config, resolve_device(config)).max_num_seqs
+        concurrency = batch_config.concurrency or slots
         groups: AsyncGenerator[list[Answer], Any] = answers_of(app, pending, concurrency)
         async with aclosing(groups):
             async for group in groups:

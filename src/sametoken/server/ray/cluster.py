@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ray
+import torch
 
 from sametoken.config import EngineConfig
+from sametoken.engine.resolve import resolve_sizes
 
 
 def connect() -> bool:
@@ -33,6 +35,11 @@ def device_on_ray(device: str) -> str:
 def num_gpus(config: EngineConfig) -> int:
     """GPUs of one engine, whose device is not ``auto`` any more."""
     return config.tensor_parallel_size if config.device == "cuda" else 0
+
+
+def num_slots(config: EngineConfig) -> int:
+    """Requests that one engine runs at once, whose device is not ``auto`` any more."""
+    return resolve_sizes(config, torch.device(config.device)).max_num_seqs
 
 
 def last_line(text: str) -> str:

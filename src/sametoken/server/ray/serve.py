@@ -18,7 +18,7 @@ from sametoken.engine.serving_limits import ServingLimits
 from sametoken.errors import ConfigError
 from sametoken.server.config import ServerConfig
 from sametoken.server.middleware import BodyBounds
-from sametoken.server.ray.cluster import connect, device_on_ray, last_line, num_gpus
+from sametoken.server.ray.cluster import connect, device_on_ray, last_line, num_gpus, num_slots
 from sametoken.server.ray.config import RayConfig
 from sametoken.server.ray.gateway import Gateway
 from sametoken.server.ray.replica import Replica
@@ -106,6 +106,7 @@ def build_application(
 ) -> Any:
     """The gateway over the replicas, as ``serve.run`` takes it."""
     engine_config = replace(engine_config, device=device_on_ray(engine_config.device))
+    slots = num_slots(engine_config)
     replicas = serve.deployment(
         Replica,
         name="replicas",
@@ -115,12 +116,12 @@ def build_application(
         },
         request_router_config=RequestRouterConfig(
             request_router_class="sametoken.server.ray.router.PrefixRouter",
-            request_router_kwargs={"max_lead": max(1, engine_config.max_num_seqs // 4)},
+            request_router_kwargs={"max_lead": max(1, slots // 4)},
         ),
         max_surge_percent=ray_config.ray_max_surge_percent,
         health_check_period_s=_HEALTH_PERIOD_S,
         max_constructor_retry_count=_START_ATTEMPTS,
-        **_number_of_replicas(ray_config, engine_config.max_num_seqs),
+        **_number_of_replicas(ray_config, slots),
         **_every_deployment(config),
     ).bind(engine_config, limits, config)
     return serve.deployment(
@@ -139,14 +140,14 @@ def _every_deployment(config: ServerConfig) -> dict[str, Any]:
     }
 
 
-def _number_of_replicas(ray_config: RayConfig, max_num_seqs: int) -> dict[str, Any]:
+def _number_of_replicas(ray_config: RayConfig, slots: int) -> dict[str, Any]:
     if not ray_config.ray_max_replicas:
         return {"num_replicas": ray_config.replicas}
     return {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=ray_config.ray_min_replicas,
             max_replicas=ray_config.ray_max_replicas,
-            target_ongoing_requests=ray_config.ray_target_ongoing_requests or max_num_seqs,
+            target_ongoing_requests=ray_config.ray_target_ongoing_requests or slots,
             upscale_delay_s=ray_config.ray_upscale_delay_s,
             downscale_delay_s=ray_config.ray_downscale_delay_s,
         )

@@ -1,0 +1,183 @@
+"""How many drafts a window may have: by load, acceptance, matches and time."""
+
+import pytest
+
+from sametoken.scheduler.draft_limits import (
+    FREE_ROWS,
+    PRIOR_RATE,
+    AdaptiveLimits,
+    DraftRecord,
+    FixedLimits,
+    draft_limits,
+)
+
+K = 8
+GPU = AdaptiveLimits(K, 200)
+
+
+def settled(windows, record=None):
+    """The record after windows of (drafts, proposed, accepted)."""
+    record = record or DraftRecord()
+    for window in windows:
+        record = record.after(*window)
+    return record
+
+
+def test_before_any_verdict_the_prior_holds():
+    assert DraftRecord().rate == PRIOR_RATE
+    # 0.8 ** 6 is 0.26, and 64 of 264 is 0.24.
+    assert GPU.limit(DraftRecord(), 64) == 6
+
+
+def test_the_limit_is_the_most_drafts_that_are_likely_enough():
+    for rate_of in ([], [(4, 4, 4)] * 5, [(4, 4, 2)] * 5, [(4, 4, 0)] * 5):
+        record = settled(rate_of)
+        for num_decoding in (2, 16, 64, 256, 1000):
+            limit = GPU.limit(record, num_decoding)
+            least = num_decoding / (num_decoding + 200)
+            assert limit == 0 or record.rate**limit >= least
+            assert limit == K or record.rate ** (limit + 1) < least
+
+
+def test_a_drafter_that_is_right_keeps_k_under_load():
+    record = settled([(K, K, K)] * 10)
+    assert [GPU.limit(record, n) for n in (1, 64, 256)] == [K, K, K]
+    assert AdaptiveLimits(64, 200).limit(settled([(64, 64, 64)] * 10), 64) == 64
+
+
+def test_a_drafter_that_is_wrong_has_no_drafts_under_load_and_some_alone():
+    record = settled([(K, K, 0)] * 10)
+    assert GPU.limit(record, 64) == 0
+    assert GPU.limit(record, 2) == 2
+    assert GPU.limit(record, 1) == K
+
+
+def test_more_load_means_fewer_drafts_and_a_device_that_computes_more_rows_has_more():
+    record = settled([(K, K, 3)] * 10)
+    by_load = [GPU.limit(record, n) for n in (2, 8, 32, 128, 512)]
+    assert by_load == sorted(by_load, reverse=True)
+    assert by_load[0] == K
+    assert by_load[-1] < 2
+    by_device = [AdaptiveLimits(K, rows).limit(record, 32) for rows in (1, 32, 200, 2000)]
+    assert by_device == sorted(by_device)
+    assert by_device[0] < by_device[-1]
+
+
+def test_without_a_match_there_are_no_drafts():
+    good = settled([(K, K, K)] * 10)
+    without = good.after(0, 0, 0)
+    assert GPU.limit(good, 64) == K
+    assert GPU.limit(without, 64) == 0
+    # What is proposed counts, offered or not.
+    assert GPU.limit(without.after(0, 3, 0), 64) == K
+
+
+def test_small_steps_are_free():
+    hopeless = settled([(K, K, 0)] * 20 + [(0, 0, 0)])
+    assert FREE_ROWS // (K + 1) == 1
+    assert [GPU.limit(hopeless, n) for n in (1, 2)] == [K, 0]
+    assert AdaptiveLimits(3, 200).limit(hopeless, 4) == 3
+    assert AdaptiveLimits(3, 200).limit(hopeless, 5) == 0
+
+
+def test_evidence_fades_and_a_refused_request_is_tried_again():
+    record = settled([(K, K, 0)] * 20)
+    waited = 0
+    while not GPU.limit(record, 64):
+        record = record.after(0, K, 0)
+        waited += 1
+    assert 5 < waited < 30
+    # One more failure, and it waits again, less long: the load says how often it may try.
+    record = record.after(1, K, 0)
+    assert GPU.limit(record, 64) == 0
+    for _ in range(200):
+        record = record.after(0, K, 0)
+    assert record.rate == pytest.approx(PRIOR_RATE)
+
+
+def test_a_request_that_turns_good_is_believed_within_a_few_windows():
+    record = settled([(K, K, 0)] * 20 + [(0, K, 0)] * 20)
+    limits = []
+    for _ in range(10):
+        limit = GPU.limit(record, 64)
+        record = record.after(limit, K, limit)
+        limits.append(limit)
+    assert limits == sorted(limits)
+    assert limits[-1] == K
+
+
+def test_fixed_limits_are_k_whatever_happens(kit):
+    limits = draft_limits(kit.limits(num_speculative_tokens=5, adaptive_drafts=False))
+    assert limits == FixedLimits(5)
+    assert limits.limit(settled([(5, 5, 0)] * 9 + [(0, 0, 0)]), 1000) == 5
+
+
+def test_plain_decoding_has_none(kit):
+    limits = draft_limits(kit.limits(num_speculative_tokens=0, adaptive_drafts=True))
+    assert [limits.limit(DraftRecord(), n) for n in (1, 17, 500)] == [0, 0, 0]
+
+
+def crowd(kit, count, **overrides):
+    sizes = {"max_num_seqs": count, "max_num_batched_tokens": 9 * count, "num_blocks": 16 * count}
+    scheduler = kit.scheduler(
+        **sizes | {"adaptive_drafts": True, "num_speculative_tokens": K} | overrides
+    )
+    for index in range(count):
+        scheduler.add(kit.request(f"r{index}", 3, max_total=60))
+    kit.step(scheduler, proposed=0)
+    return scheduler
+
+
+def limits_of(plan):
+    return {row.draft_limit for row in plan.rows}
+
+
+def test_of_64_requests_without_matches_none_has_rows_for_drafts_until_one_matches(kit):
+    scheduler = crowd(kit, 64, rows_per_weight_read=200)
+    # Right after the prompts nothing is known, and each may have what the prior says.
+    assert limits_of(kit.step(scheduler, proposed=0)[0]) == {6}
+    for _ in range(5):
+        assert limits_of(kit.step(scheduler, proposed=0)[0]) == {0}
+    # The device says that there are matches again, though none was offered.
+    assert limits_of(kit.step(scheduler, proposed=4)[0]) == {0}
+    assert limits_of(kit.step(scheduler, accept=4, proposed=4)[0]) == {6}
+    assert limits_of(kit.step(scheduler, accept=4, proposed=4)[0]) == {K}
+
+
+def test_matches_are_seen_as_late_as_results_come(kit):
+    scheduler = crowd(kit, 64, rows_per_weight_read=200)
+    for _ in range(3):
+        kit.step(scheduler, proposed=0)
+    plans = [scheduler.plan() for _ in range(2)]
+    scheduler.settle(kit.result(plans.pop(0), proposed=5))
+    plans.append(scheduler.plan())
+    assert [limits_of(plan) for plan in plans] == [{0}, {6}]
+
+
+def test_the_end_of_a_prompt_says_nothing_of_drafts(kit):
+    scheduler = kit.scheduler(
+        max_num_seqs=8, num_blocks=99, num_speculative_tokens=4, adaptive_drafts=True
+    )
+    for name in "abcdefgh":
+        scheduler.add(kit.request(name, 3, max_total=60))
+    kit.step(scheduler, proposed=0)
+    assert 0 not in limits_of(scheduler.plan())
+
+
+def test_good_and_bad_requests_of_one_step_have_limits_of_their_own(kit):
+    scheduler = crowd(kit, 16, rows_per_weight_read=32)
+    for _ in range(4):
+        plan = scheduler.plan()
+        results = [kit.result(plan, accept=a).rows for a in (0, K)]
+        rows = tuple(results[row.slot % 2][i] for i, row in enumerate(plan.rows))
+        scheduler.settle(type(kit.result(plan))(plan.step_id, rows))
+    plan = scheduler.plan()
+    assert {row.draft_limit for row in plan.rows if row.slot % 2} == {K}
+    # Now and then one more try.
+    assert max(row.draft_limit for row in plan.rows if not row.slot % 2) <= 1
+
+
+def test_fixed_limits_stay_under_load(kit):
+    scheduler = crowd(kit, 64, adaptive_drafts=False)
+    for _ in range(6):
+        assert limits_of(kit.step(scheduler, proposed=0)[0]) == {K}

@@ -11,7 +11,7 @@ from helpers.harness import run
 from helpers.recorded import watched
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.engine.build_gpu import MOST_CAPTURED_ROWS
+from sametoken.engine.build_gpu import MOST_ROWS
 from sametoken.engine.core import EngineCore
 from sametoken.runner.runner import EagerLauncher
 
@@ -105,7 +105,7 @@ def windows_must_be_captured(patch: pytest.MonkeyPatch) -> None:
 
     def run(self, layout, *rest):
         shape = layout.shape
-        assert not shape.all_sampled or shape.num_rows > MOST_CAPTURED_ROWS, shape
+        assert not shape.all_sampled or shape.num_rows > MOST_ROWS, shape
         run_eagerly(self, layout, *rest)
 
     patch.setattr(EagerLauncher, "run", run)

@@ -98,7 +98,7 @@ def test_a_replay_of_another_steps_layout_is_refused(files, monkeypatch):
     replay, first = StepGraphs._replay, {}
 
     def stale(self, shape, layout, *rest):
-        known = first.setdefault((shape, len(layout.slots)), layout)
+        known = first.setdefault((shape, layout.shape.num_windows, len(layout.slots)), layout)
         replay(self, shape, known, *rest)
 
     core = build(files, "other")

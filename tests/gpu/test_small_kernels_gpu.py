@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.ruled import Ruled, check_rows, greedy, make_scene, random_request
-from sametoken.core.layout import TABLE_ROWS, StepLayout, StepShape
+from sametoken.core.layout import NO_REQUESTS, TABLE_ROWS, StepLayout, StepShape
 from sametoken.core.plan import Admission, PlanRow, StepPlan
 from sametoken.kernels.interface import (
     AttentionRows,
@@ -42,7 +42,6 @@ from sametoken.kernels.truncation import reference as truncation_reference
 from sametoken.kernels.triton import TritonKernels
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.layers.norm import RMSNorm
-from sametoken.runner.graphs import NO_REQUESTS
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 

@@ -27,18 +27,16 @@ if not torch.cuda.is_available():
 
 
 def pytest_generate_tests(metafunc):
-    """A test that uses ``steps`` runs in both layouts, or in the one that is chosen."""
-    if "steps" in metafunc.fixturenames:
+    """A test that uses ``layouts`` runs in compact and static ones, or in the one chosen."""
+    if "layouts" in metafunc.fixturenames:
         chosen = os.environ.get(CHOICE)
-        layouts = [chosen] if chosen else ["compact", "static"]
-        metafunc.parametrize("steps", layouts, indirect=True)
+        metafunc.parametrize("layouts", [chosen] if chosen else ["compact", "static"], indirect=True)
 
 
 @pytest.fixture
-def steps(request, monkeypatch) -> str:
-    """The layout of the steps of engines that test helpers build."""
+def layouts(request, monkeypatch) -> None:
+    """Of the steps of engines that test helpers build."""
     monkeypatch.setenv(CHOICE, request.param)
-    return request.param
 
 
 @pytest.hookimpl(trylast=True)

@@ -19,6 +19,8 @@ from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.state.kv_cache import KVCache, KVSpec
 
+pytestmark = pytest.mark.usefixtures("layouts")
+
 VOCAB = 11
 K = 3
 MODEL = ToyModel(VOCAB)

@@ -185,7 +185,7 @@ TestSameTokensOfKernels = SameTokensOfKernels.TestCase
 TestSameTokensOfKernels.settings = settings(max_examples=4, stateful_step_count=12, deadline=None)
 
 
-@pytest.mark.usefixtures("steps")
+@pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 @pytest.mark.parametrize("kind", [*SCRIPTS, "ngram", "self"])
 def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.thread_ranks import run_ranks
-from sametoken.kernels.partial_sum import partial_sum
+from sametoken.kernels.partial_sum.reference import partial_sum
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.parallel import ALONE, gather_columns

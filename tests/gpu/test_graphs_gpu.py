@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
+from sametoken.runner.plan_ring import PlanRing
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import EngineDeadError, InvariantError, StaleInputsError
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.graphs import StepGraphs
-from sametoken.runner.plan_ring import PlanRing
 from sametoken.runner.runner import StepRunner
 
 MAX_TOKENS = 64

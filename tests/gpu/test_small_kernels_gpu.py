@@ -23,10 +23,12 @@ from sametoken.kernels.interface import (
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from sametoken.kernels.activation import reference as activation_reference
-from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.commit.triton import judge_and_commit, publish
 from sametoken.kernels.draft_rows.triton import take
+from sametoken.kernels.stage.triton import stage_windows
+
+from sametoken.kernels.activation import reference as activation_reference
+from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.embedding.triton import embed_beside, embedding
 from sametoken.kernels.logits_rules import reference as rules_reference
 from sametoken.kernels.logits_rules import triton as rules
@@ -37,7 +39,6 @@ from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import reference as sampling_reference
 from sametoken.kernels.sampling import triton as sampling
-from sametoken.kernels.stage.triton import stage_windows
 from sametoken.kernels.truncation import reference as truncation_reference
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.layers.norm import RMSNorm

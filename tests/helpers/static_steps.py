@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from sametoken.core.layout import padded
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.step import compact, reference
@@ -64,9 +63,16 @@ class StaticLauncher(EagerLauncher):
 
     def _padded(self, shape):
         StaticLauncher.launches += 1
-        rows = shape.num_rows + 3
-        sampled = rows if shape.all_sampled else shape.num_sampled + 2
-        return padded(shape, shape.num_requests + 2, rows, sampled)
+        # Requests without rows then begin behind the last row, or before some that are dead.
+        rows = shape.num_rows + 3 * (StaticLauncher.launches % 2)
+        chunks = shape.num_chunks + (shape.num_chunks > 0)
+        return replace(
+            shape,
+            num_requests=shape.num_windows + 2 + chunks,
+            num_windows=shape.num_windows + 2,
+            num_rows=rows,
+            num_sampled=shape.num_sampled + 2 if shape.num_chunks else rows,
+        )
 
 
 def launcher_of(step: Step, kind: str) -> EagerLauncher:

@@ -222,11 +222,14 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
     row_slots = torch.where(live, x.slots[owner], sequences.reserved_slot)
     positions = torch.where(live, positions, 0)
     ahead = 0 if with_newest else 1
+    # A request without rows may begin behind the last one.
+    last = starts[:-1] + (stop - x.num_computed - 1).clamp(min=0)
+    last = last.clamp(max=owner.shape[0] - 1)
     return CatchUp(
         sequences.token_ids[row_slots, positions + ahead],
         rows_at(sequences, row_slots, positions, runs, committed),
         None,
-        _chains(sequences, x, end, starts[:-1] + (stop - x.num_computed - 1).clamp(min=0)),
+        _chains(sequences, x, end, last),
     )
 
 

@@ -62,7 +62,7 @@ class HybridToy:
         return HiddenStates(last, last)
 
     def compute_logits(self, hidden):
-        return _rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]
+        return _rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].nan_to_num().long()]
 
     def compute_rank_logits(self, hidden):
         return self.compute_logits(hidden)

@@ -42,7 +42,7 @@ class DeviceChoices(ReferenceKernels):
 
 
 class Poisoned:
-    """A model whose dead rows end in NaN."""
+    """A model whose dead rows end in NaN, and their logits."""
 
     def __init__(self, model, reserved_slot: int) -> None:
         self._model, self._reserved = model, reserved_slot
@@ -53,13 +53,20 @@ class Poisoned:
         return HiddenStates(*nan)
 
     def compute_logits(self, hidden):
-        return self._model.compute_logits(hidden)
+        dead = hidden.isnan().any(dim=1, keepdim=True)
+        return self._model.compute_logits(hidden).masked_fill_(dead, torch.nan)
 
 
 class StaticLauncher(EagerLauncher):
     """Requests, rows and sampled rows have room for more, as in a captured shape."""
 
     launches = 0
+
+    def run(self, layout, first_place, between):
+        super().run(layout, first_place, between)
+        sequences = self.step.sequences
+        for fact in (sequences.num_tokens, sequences.num_computed, sequences.token_ids):
+            assert not fact[sequences.reserved_slot].any(), "padding has committed"
 
     def _padded(self, shape):
         StaticLauncher.launches += 1
@@ -81,3 +88,12 @@ def launcher_of(step: Step, kind: str) -> EagerLauncher:
         return EagerLauncher(step)
     poisoned = Poisoned(step.model, step.sequences.reserved_slot)
     return StaticLauncher(replace(step, model=poisoned))
+
+
+def in_steps(core, kind: str | None = None):
+    """An engine as a user builds it, its steps run in one of ``STEPS``."""
+    kind = kind or chosen_steps()
+    runner = core._runner
+    step = replace(runner.step, ops=STEPS[kind])
+    core._runner = replace(runner, step=step, launcher=launcher_of(step, kind))
+    return core

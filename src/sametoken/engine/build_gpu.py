@@ -84,7 +84,7 @@ def captured_shapes(max_num_seqs: int, k: int, max_rows: int) -> tuple[StepShape
         StepShape(windows + chunks, rows, sampled, windows, k + 1, rows)
         for windows, chunks, sizes in (*MIXED, (max_num_seqs, crowd_chunks, crowd_rows))
         for rows in sizes
-        for sampled in _sampled(windows, chunks, k)
+        for sampled in _sampled(windows, chunks, rows, k)
         if windows <= max_num_seqs and windows + chunks <= rows <= most
     ]
     return (*_windows(max_num_seqs, k, most), *sorted(set(mixed), key=_by_size))
@@ -108,9 +108,9 @@ def _windows(max_num_seqs: int, k: int, most: int) -> list[StepShape]:
     return sorted(shapes, key=_by_size)
 
 
-def _sampled(windows: int, chunks: int, k: int) -> set[int]:
+def _sampled(windows: int, chunks: int, num_rows: int, k: int) -> set[int]:
     """How many rows may be sampled: few drafts, or all that there may be."""
-    return {windows * rows + chunks for rows in (1, 2, k + 1) if rows <= k + 1}
+    return {min(windows * rows + chunks, num_rows) for rows in (1, 2, k + 1) if rows <= k + 1}
 
 
 def _by_size(shape: StepShape) -> tuple[int, int, int]:
@@ -120,7 +120,7 @@ def _by_size(shape: StepShape) -> tuple[int, int, int]:
 def row_counts(shapes: tuple[StepShape, ...], max_rows: int, max_num_seqs: int) -> list[int]:
     """Row counts that steps and their drafters run, where the products' bits are proven."""
     # Steps without a graph are padded, and a draft model's catch-up runs their requests beside.
-    largest = max_rows + max_num_seqs + 2 * ROW_MULTIPLE
+    largest = max_rows + max_num_seqs + 3 * ROW_MULTIPLE
     counts = set(range(ROW_MULTIPLE, largest, ROW_MULTIPLE))
     for shape in shapes:
         counts |= {shape.num_requests, shape.num_rows, shape.num_sampled}

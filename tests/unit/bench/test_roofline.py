@@ -114,7 +114,7 @@ def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
         speculative_config=spec,
     )
     core = build_engine(config)
-    traffic, kv = step_traffic(core.resolved), core._runner.kv
+    traffic, kv = step_traffic(core.resolved), core._runner.step.kv
     states = kv.recurrent.states[:, 0].nbytes + kv.recurrent.history[:, 0].nbytes
     models = 2 if drafts_itself else 1
     pending = kv.recurrent.pending_qkv[:, 0].nbytes + kv.recurrent.pending_gates[:, 0].nbytes

@@ -32,6 +32,10 @@ def test_embedding(width, dtype):
     token_ids = torch.tensor([10, 0, 3, 3], device=DEVICE)
     expected = PlainWeight(matrix).rows(token_ids)
     assert torch.equal(embedding(token_ids, matrix), expected)
+    # Rows of states are taken alike.
+    assert torch.equal(expected, KERNELS.take_rows(matrix, token_ids))
+    assert embedding(token_ids[:0], matrix).shape == (0, width)
+    assert KERNELS.take_rows(matrix, None) is matrix
 
 
 def test_hidden_states_of_nan_change_no_other_row():

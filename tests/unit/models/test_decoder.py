@@ -86,7 +86,7 @@ def test_chunks_and_company_do_not_change_a_bit(theirs_and_path, kernels, dtype)
     shared = Bench(model, num_slots=3)
     positions = torch.arange(len(PROMPT)).repeat(2)
     slots = torch.tensor([0, 2]).repeat_interleave(len(PROMPT))
-    rows = shared.sequences.rows_at(slots, positions)
+    rows = shared.rows_at(slots, positions)
     other = [(token + 1) % 50 for token in PROMPT]
     hidden = model.forward(torch.tensor(other + PROMPT), rows, shared.kv)
     assert torch.equal(model.compute_logits(hidden.last)[len(PROMPT) :], whole)

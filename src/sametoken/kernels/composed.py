@@ -17,13 +17,12 @@ from sametoken.kernels.interface import (
     LogitsRules,
     Norm,
     SampledRows,
-    UnquantizedWeight,
-    Weight,
 )
 from sametoken.kernels.logits_rules import reference as logits_rules
 from sametoken.kernels.partial_sum import reference as partial_sum
 from sametoken.kernels.sampling.keys import make_keys
 from sametoken.kernels.truncation import reference as truncation
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 
 
 class ComposedKernels:

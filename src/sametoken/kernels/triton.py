@@ -40,14 +40,13 @@ from sametoken.kernels.interface import (
     QKNorm,
     RotaryTable,
     SampledRows,
-    UnquantizedWeight,
-    Weight,
 )
 from sametoken.kernels.logits_rules import triton as logits_rules
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.partial_sum import triton as partial_sum
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.truncation import triton as truncation
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
 

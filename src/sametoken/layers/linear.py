@@ -8,7 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels, Weight
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import Weight
 from sametoken.layers.parallel import TensorParallel
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import Experts, Kernels
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import Experts
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.parallel import TensorParallel

@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.kernels.interface import (
-    AttentionRows,
-    AttentionShape,
-    Kernels,
-    QKNorm,
-    RotaryTable,
-    UnquantizedWeight,
-)
+from sametoken.kernels.interface import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
+from sametoken.kernels.weight import UnquantizedWeight
 from sametoken.layers.attention import Attention
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.kernels.interface import Kernels, UnquantizedWeight, Weight
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sametoken.kernels.interface import Experts
+from sametoken.kernels.weight import Experts
 from sametoken.layers.sparse_moe import DividedExperts, SparseMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import load_gated_mlp

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.kernels.interface import Kernels, UnquantizedWeight, Weight
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import ALONE, TensorParallel
 

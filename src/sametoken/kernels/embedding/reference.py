@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sametoken.kernels.interface import Kernels, Norm, UnquantizedWeight
+    from sametoken.kernels.interface import Kernels, Norm
+    from sametoken.kernels.weight import UnquantizedWeight
 
 
 def embed_beside(

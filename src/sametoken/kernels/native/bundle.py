@@ -13,16 +13,10 @@ from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.composed import ComposedKernels
 from sametoken.kernels.gated_delta_rule.layout import SlotRows
 from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows
-from sametoken.kernels.interface import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-    Weight,
-)
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.kernels.native.library import NativeLibrary, load_library
 from sametoken.kernels.native.memory import WeightMemory
+from sametoken.kernels.weight import Weight
 
 MAX_HEAD_DIM = 1024
 

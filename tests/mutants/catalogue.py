@@ -18,7 +18,6 @@ import torch
 
 from sametoken.core.layout import DRAFT_LIMIT, PLACE, STEP_ID
 from sametoken.core.length_bound import LenBound
-from sametoken.drafters import token_map
 from sametoken.drafters.cascade import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
@@ -28,6 +27,7 @@ from sametoken.kernels.logits_rules.reference import apply_rules
 from sametoken.kernels.step import compact, reference
 from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.step.types import LayoutTable, StepInputs
+from sametoken.models.mtp_checkpoint import MTPCheckpoint
 from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.step import Step
@@ -505,12 +505,12 @@ def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
-    whole = token_map.over_token_map
+    load = MTPCheckpoint.load
 
-    def mutant(head, token_ids, kernels):
-        return replace(whole(head, token_ids, kernels), token_ids=None)
+    def mutant(self, shared, **options):
+        return replace(load(self, shared, **options), token_ids=None)
 
-    substitute(patch, whole, mutant)
+    patch.setattr(MTPCheckpoint, "load", mutant)
 
 
 # KV of drafters

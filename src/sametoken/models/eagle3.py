@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
@@ -79,7 +80,7 @@ class Eagle3Head:
 
     config: Eagle3Config
     kernels: Kernels
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
     aux_norms: tuple[RMSNorm, ...]
     fc: Linear
     input_layernorm: RMSNorm
@@ -88,8 +89,13 @@ class Eagle3Head:
     post_attention_layernorm: RMSNorm
     mlp: GatedMLP
     norm: RMSNorm
-    lm_head: PackedWeight
+    lm_head: Weight
     token_ids: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        return self.fc.nbytes + self.attention.nbytes + self.mlp.nbytes
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -132,4 +138,4 @@ class Eagle3Head:
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, draft vocabulary] fp32."""
-        return self.kernels.logits(last, self.lm_head)
+        return self.lm_head.matmul(last, out_dtype=torch.float32)

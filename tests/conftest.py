@@ -30,7 +30,9 @@ def pytest_generate_tests(metafunc):
     """A test that uses ``layouts`` runs in compact and static ones, or in the one chosen."""
     if "layouts" in metafunc.fixturenames:
         chosen = os.environ.get(CHOICE)
-        metafunc.parametrize("layouts", [chosen] if chosen else ["compact", "static"], indirect=True)
+        metafunc.parametrize(
+            "layouts", [chosen] if chosen else ["compact", "static"], indirect=True
+        )
 
 
 @pytest.fixture

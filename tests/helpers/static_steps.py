@@ -60,8 +60,6 @@ class Poisoned:
 class StaticLauncher(EagerLauncher):
     """Requests, rows and sampled rows have room for more, as in a captured shape."""
 
-    launches = 0
-
     def run(self, layout, first_place, between):
         super().run(layout, first_place, between)
         sequences = self.step.sequences
@@ -69,9 +67,8 @@ class StaticLauncher(EagerLauncher):
             assert not fact[sequences.reserved_slot].any(), "padding has committed"
 
     def _padded(self, shape):
-        StaticLauncher.launches += 1
-        # Requests without rows then begin behind the last row, or before some that are dead.
-        rows = shape.num_rows + 3 * (StaticLauncher.launches % 2)
+        # Requests without rows begin behind the last row, or before some that are dead.
+        rows = shape.num_rows + 3 * (shape.num_rows % 2)
         chunks = shape.num_chunks + (shape.num_chunks > 0)
         return replace(
             shape,

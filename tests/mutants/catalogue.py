@@ -38,6 +38,7 @@ from sametoken.state.recurrent import RowByRowPass
 from sametoken.verification.grammar import Cursor, SlotGrammars
 
 SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
+FEW = "tests/e2e/test_same_tokens.py::test_few_requests"
 TWO_RANKS = "tests/e2e/test_tensor_parallel.py::test_the_same_tokens"
 ACCEPTANCE = (
     "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
@@ -76,7 +77,8 @@ EXTRACTED = (
 )
 TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
-STATIC = ("static",)
+STATIC = ("static", "kernels")
+ALL = ("compact", *STATIC)
 #: Of tests that run no step.
 HOST = ("compact",)
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
@@ -346,12 +348,13 @@ def layouts_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> 
 
 def windows_of_another_layout_are_delivered(patch: pytest.MonkeyPatch) -> None:
     """What is right on the device is told from where an earlier step's windows lay."""
-    kept: dict[Any, torch.Tensor] = {}
+    kept: dict[int, torch.Tensor] = {}
 
     def make(deliver):
         def mutant(x, verdict, results):
-            starts = kept.setdefault((len(x.slots), len(verdict.tokens)), x.window_starts.clone())
-            deliver(replace(x, window_starts=starts), verdict, results)
+            starts = kept.setdefault(len(x.slots), x.window_starts.clone())
+            inside = starts.clamp(max=max(len(verdict.tokens) - 1, 0))
+            deliver(replace(x, window_starts=inside), verdict, results)
 
         return mutant
 
@@ -613,8 +616,9 @@ MUTANTS = (
         "host-copy-read-in-flight-unchecked",
         "vllm#38556",
         copy_is_read_in_flight_unchecked,
-        f"{SAME_TOKENS}[right-3]",
+        f"{FEW}[right]",
         "tokens",
+        ALL,
     ),
     Mutant(
         "one-host-buffer-for-all-steps",
@@ -641,22 +645,25 @@ MUTANTS = (
         "stale-inputs-replayed",
         "vllm#38311",
         inputs_are_replayed,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "guard",
+        ALL,
     ),
     Mutant(
         "stale-inputs-replayed-unchecked",
         "vllm#38311",
         partial(inputs_are_replayed, checked=False),
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "position",
+        ALL,
     ),
     Mutant(
         "stale-layout-replayed",
         "vllm#38311",
         layouts_are_replayed,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "guard",
+        ALL,
     ),
     Mutant(
         "stale-layout-replayed-unchecked",
@@ -669,8 +676,9 @@ MUTANTS = (
         "windows-of-another-layout",
         "vllm#38311",
         windows_of_another_layout_are_delivered,
-        f"{SAME_TOKENS}[mixed-1]",
+        f"{FEW}[mixed]",
         "tokens",
+        ALL,
     ),
     Mutant(
         "stale-attention-metadata-of-the-drafter",
@@ -706,13 +714,14 @@ MUTANTS = (
         live_rows_are_all_rows,
         EAGLE_HEAD,
         "position",
+        ALL,
     ),
     Mutant(
         "drafter-lengths-trimmed-in-place",
         "tokenspeed#318",
         lengths_are_trimmed_in_place,
         f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-        "acceptance",
+        "position",
     ),
     Mutant(
         "lengths-of-an-mtp-module-not-trimmed",
@@ -746,29 +755,31 @@ MUTANTS = (
         "rejected-drafts-committed",
         "the law: one truth",
         rejected_drafts_are_committed,
-        f"{SAME_TOKENS}[wrong-1]",
+        f"{FEW}[wrong]",
         "position",
+        ALL,
     ),
     Mutant(
         "kv-of-rejected-drafts-addressable",
         "the law: one truth",
         rejected_kv_counts_as_computed,
-        f"{SAME_TOKENS}[wrong-1]",
+        f"{FEW}[wrong]",
         "position",
+        ALL,
     ),
     Mutant(
         "padding-committed",
         "the law: one truth",
         padding_commits,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "position",
-        STATIC,
+        ("static",),
     ),
     Mutant(
         "dead-rows-judged",
         "the law: one truth",
         limits_are_taken_for_drafts,
-        f"{SAME_TOKENS}[empty-1]",
+        f"{FEW}[empty]",
         "acceptance",
         STATIC,
     ),
@@ -778,6 +789,7 @@ MUTANTS = (
         a_slot_keeps_its_drafts,
         FORMER_DRAFTS,
         "acceptance",
+        ALL,
     ),
     Mutant(
         "count-of-drafts-of-a-former-request",
@@ -785,6 +797,7 @@ MUTANTS = (
         slots_tell_what_a_former_step_proposed,
         FORMER_DRAFTS,
         "acceptance",
+        ALL,
     ),
     Mutant(
         "slot-0-read-on-a-zero-draft-step",
@@ -811,15 +824,17 @@ MUTANTS = (
         "noise-keyed-by-step-instead-of-position",
         "the law: keyed sampling",
         noise_is_keyed_by_step,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "tokens",
+        ALL,
     ),
     Mutant(
         "penalties-without-the-rows-own-prefix",
         "the law: sampling",
         penalties_see_committed_tokens_alone,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "tokens",
+        ALL,
     ),
     Mutant(
         "grammar-mask-of-the-first-row-for-all",
@@ -869,6 +884,7 @@ MUTANTS = (
         a_chunk_ends_in_a_placeholder,
         EAGLE_HEAD,
         "position",
+        ALL,
     ),
     Mutant(
         "chunk-edge-placeholder-under-an-mtp-module",

@@ -10,26 +10,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.harness import CPU, Shape, build, draft_model, request
+from helpers.harness import Shape, allocate, build, draft_model, request
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
 from sametoken.core.outputs import SpeculationMetrics
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.state.kv_cache import KVCache, KVSpec
 
 VOCAB = 11
 K = 3
 MODEL = ToyModel(VOCAB)
 PROMPTS = ((1, 2, 3), (5,) * 11, tuple(range(10)), (1, 2, 3, 4, 5), (7, 0, 7), (2,) * 17)
 MAX_TOKENS = 24
-
-
-def allocate(parts, spec: KVSpec) -> KVCache:
-    return KVCache.allocate(
-        spec, num_blocks=parts.shape.num_blocks, block_size=parts.shape.block_size, device=CPU
-    )
 
 
 def self_drafter(parts):
@@ -52,7 +45,7 @@ class LookaheadDrafter:
     lookahead_tokens = 1
 
     def __init__(self, parts) -> None:
-        self.kv_caches = (allocate(parts, MODEL.kv_spec),)
+        self.kv_caches = (allocate(MODEL.caches, parts.shape, parts.shape.num_drafts),)
         self.coupling = Coupling(parts.kernels.sample, parts.table)
 
     def propose(self, context):

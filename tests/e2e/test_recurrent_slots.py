@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers.harness import CPU, Parts, ScriptedDrafter, Shape, build, request, run
+from helpers.harness import Parts, ScriptedDrafter, Shape, allocate, build, request, run
 from helpers.hybrid_toy import HybridToy
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.state.kv_cache import KVCache
-from sametoken.state.recurrent import RecurrentCache
 
 SHAPE = Shape(prefix_caching=False, cache_emitted=False)
 TIGHT = replace(SHAPE, num_blocks=14)
@@ -93,19 +91,8 @@ def test_preempted_requests_go_on_from_the_state_of_their_slot(steps_in_flight):
 
 def self_drafter(parts: Parts, model: HybridToy, k: int) -> DraftModelDrafter:
     """The target as its own draft model, with recurrent state of its own."""
-    shape = parts.shape
-    cache = RecurrentCache.allocate(
-        model.recurrent_spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU
-    )
-    cache.states.fill_(float("nan"))
-    kv = KVCache.allocate(
-        model.kv_spec,
-        num_blocks=shape.num_blocks,
-        block_size=shape.block_size,
-        device=CPU,
-        recurrent=cache,
-    )
-    return DraftModelDrafter(model, kv, k, Coupling(parts.kernels.sample, parts.table))
+    cache = allocate(model.caches, parts.shape, k)
+    return DraftModelDrafter(model, cache, k, Coupling(parts.kernels.sample, parts.table))
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])

@@ -128,13 +128,7 @@ def measure_memory(
         max_num_seqs=config.max_num_seqs,
         weights=kernels.num_bytes,
         draft_weights=draft_kernels.num_bytes,
-        request=RequestMemory.of(
-            config.num_drafts,
-            target.kv_spec,
-            target.recurrent_spec,
-            drafter.kv_spec,
-            drafter.recurrent_spec,
-        ),
+        request=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
     )
 
 

@@ -11,6 +11,7 @@ from sametoken.kernels.embedding import reference as embedding_reference
 from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts.reference import SeparateExperts
 from sametoken.kernels.interface import (
+    AttentionRows,
     CommittedTokens,
     Cuts,
     Kernels,
@@ -22,6 +23,8 @@ from sametoken.kernels.interface import (
 )
 from sametoken.kernels.logits_rules import reference as logits_rules
 from sametoken.kernels.partial_sum import reference as partial_sum
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.kernels.sampling.keys import make_keys
 from sametoken.kernels.truncation import reference as truncation
 
@@ -66,6 +69,12 @@ class ComposedKernels:
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Every rule runs."""
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        return RowByRowPass.begin(rows, folded)
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else states[rows]

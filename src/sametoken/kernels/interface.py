@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
+
 
 class RunGroup(NamedTuple):
     """Adjacent runs that are launched together: ``num_runs`` from run ``first`` on."""
@@ -88,6 +90,23 @@ class LayerKV:
 
     keys: Tensor
     values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLatent:
+    """One layer's memory [num_blocks, block_size, width] of vectors that heads share (MLA).
+
+    Attributes:
+        rank: the first so many elements of a vector are the values too.
+    """
+
+    vectors: Tensor
+    rank: int
+
+    @property
+    def values(self) -> Tensor:
+        """[num_blocks, block_size, rank], a part of ``vectors``."""
+        return self.vectors[..., : self.rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +424,23 @@ class Kernels(Protocol):
 
         KV is walked in splits of fixed size anchored at position 0, merged in order, so
         decode, verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Refuse a recurrent rule that this bundle cannot run, before weights are loaded.
+
+        Raises:
+            UnsupportedError: naming it.
+        """
+        ...
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        """Find what a pass over ``rows`` folds, runs and leaves pending, from positions alone.
+
+        Raises:
+            InvariantError: a slot's rows do not follow on what is folded and pending; a GPU
+                gives NaN for them instead.
         """
         ...
 

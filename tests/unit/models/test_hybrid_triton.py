@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,7 +12,6 @@ from sametoken.kernels.interface import Kernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.triton import TritonKernels
 from sametoken.models.loader import load_model
-from sametoken.state.recurrent_device import DevicePass
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 
@@ -25,10 +22,7 @@ def bench(path, kernels: Kernels) -> Bench:
 
 
 def by_kernels(path) -> Bench:
-    one = bench(path, TritonKernels(load_table("another device")))
-    recurrent = replace(one.kv.recurrent, open_pass=DevicePass.begin)
-    one.kv = replace(one.kv, recurrent=recurrent)
-    return one
+    return bench(path, TritonKernels(load_table("another device")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")

@@ -109,10 +109,10 @@ def test_a_hybrid_that_drafts_for_itself_is_always_right(k, temperature):
 @pytest.mark.parametrize("kernels", [NativeKernels(), ReferenceKernels()], ids=lambda k: k.name)
 def test_logits_of_accepted_rows_have_the_bits_of_plain_decoding(kernels):
     item = request("r", PROMPTS[1], max_tokens=20)
-    plain = build(HybridToy(), SHAPE, kernels=kernels)
+    plain = build(HybridToy(kernels=kernels), SHAPE, kernels=kernels)
     run(plain, [item])
     drafted = build(
-        HybridToy(),
+        HybridToy(kernels=kernels),
         SHAPE,
         kernels=kernels,
         make_drafter=lambda parts: ScriptedDrafter(parts, "mixed"),

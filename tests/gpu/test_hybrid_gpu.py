@@ -7,7 +7,6 @@ row form in PyTorch.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -230,7 +229,7 @@ def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
         even = RowRuns.even(2, width)
         at = AttentionRows(positions, slots, slots, slots[None], even, committed.bool())
         running, raw = cache.begin(at), raw_rows(ids)
-        out = torch.stack([running.run(i, *raw, params) for i, params in enumerate(weights)])
+        out = torch.stack([cache.run(running, i, params, *raw) for i, params in enumerate(weights)])
         running.finish()
         return out
 

@@ -19,8 +19,8 @@ from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.state.commit import admit, assign_blocks, commit, publish
 from sametoken.state.caches import ModelCache
+from sametoken.state.commit import admit, assign_blocks, commit, publish
 from sametoken.state.inputs import stage
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences

@@ -20,15 +20,18 @@ class HybridToy:
     Args:
         pull: how much each token prefers one successor. Strong, outputs repeat, so that
             n-grams are found; the state makes them deviate.
+        kernels: what runs the recurrent layers.
     """
 
-    def __init__(self, vocab_size: int = 11, pull: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int = 11, pull: float = 0.0, seed: int = 0, kernels=None
+    ) -> None:
         self.config = toy_config(vocab_size)
         rule = GatedDelta(1, 2, key_dim=4, value_dim=4, conv_kernel=4)
         # The last layer keeps KV for swaps to move, and does nothing else.
         kv = PagedKV(1, 1, 1, torch.float32)
         self.caches = (*(Recurrent(rule, torch.float32),) * 2, kv)
-        self.kernels = ReferenceKernels()
+        self.kernels = kernels or ReferenceKernels()
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape):
@@ -53,21 +56,21 @@ class HybridToy:
         running = self.kernels.begin_pass(rows, cache.folded)
         x = self._embedding[token_ids]
         for index, (projection, params, output) in enumerate(self._layers):
-            qkv, a, b = _rowwise(x, projection).split((16, 2, 2), dim=-1)
+            qkv, a, b = rowwise(x, projection).split((16, 2, 2), dim=-1)
             mixed = running.run(params, RawRows(qkv, (a, b)), cache.layers[index])
-            x = x + _rowwise(mixed, output)
+            x = x + rowwise(mixed, output)
         running.finish()
         # The last column says which successor is preferred.
         last = torch.cat((x, token_ids[:, None].float()), dim=1)
         return HiddenStates(last, last)
 
     def compute_logits(self, hidden):
-        return _rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]
+        return rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]
 
     def compute_rank_logits(self, hidden):
         return self.compute_logits(hidden)
 
 
-def _rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = [(weight * row).sum(dim=-1) for row in x]
     return torch.stack(rows) if rows else x.new_empty(0, weight.shape[0])

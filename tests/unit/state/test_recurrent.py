@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.decaying_sum import DecayingSum, DecayingSumWeights
 from helpers.recurrent import Slots
 from sametoken.errors import InvariantError
 from sametoken.kernels.cache_types import Recurrent, bytes_per_slot
@@ -291,6 +292,31 @@ def test_inputs_that_the_cache_would_round_are_refused(kernels):
     raw = torch.zeros(1, 32)
     with pytest.raises(InvariantError, match="are kept in"):
         cache.run(running, 0, PARAMS[0], raw, raw[:, :4], raw[:, :4])
+
+
+@both_passes
+def test_another_rule_is_folded_alike_where_a_bundle_has_no_kernel_for_it(kernels):
+    """Raw rows of its own, and no convolution: of three drafts one is accepted."""
+    rule = DecayingSum(3)
+    weights = DecayingSumWeights(rule, torch.tensor([2.0, 0.0, -2.0]))
+    cache = Slots(Recurrent(rule, torch.float32), 3, begin_pass=kernels.begin_pass)
+    tokens = torch.randn(9, 6, generator=torch.Generator().manual_seed(3))
+
+    def passed(first: int, places: list[int], num_committed: int) -> torch.Tensor:
+        rows = [Row(1, first + i, 0, i < num_committed) for i in range(len(places))]
+        running = cache.begin(attention_rows(rows))
+        out = running.run(weights, weights.raw(tokens[places]), cache.layer(0))
+        running.finish()
+        return out
+
+    state, run_row, expected = torch.zeros(3), weights.row_function(), []
+    for gates in tokens[:6]:
+        expected.append(run_row(state, gates[:0], gates))
+    found = [passed(0, [0, 1], 2), passed(2, [2, 3, 7, 8], 1)[:2], passed(4, [4, 7], 1)[:1]]
+    found.append(passed(5, [5], 1))
+    assert torch.equal(torch.cat(found), torch.stack(expected))
+    assert torch.equal(cache.states[0, 1], state)
+    assert (int(cache.position[1]), int(cache.num_pending[1])) == (6, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

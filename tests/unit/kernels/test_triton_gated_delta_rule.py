@@ -297,8 +297,8 @@ def test_rows_behind_all_runs_change_nothing():
     cache = empty(spec, 2)
     for runs in (RowRuns.even(0, 1), runs_of([0, 0], 1, DEVICE)):
         running = cache.begin(attention_rows([None] * 3, runs))
-        out = running.run(0, *inputs_of([None] * 3, spec), params_of(spec))
-        assert out.shape == (3, spec.num_value_heads * spec.value_dim)
+        out = cache.run(running, 0, params_of(spec), *inputs_of([None] * 3, spec))
+        assert out.shape == (3, spec.rule.out_features)
     assert not cache.position.any()
     assert cache.states.isnan().all()
 

@@ -99,7 +99,7 @@ def test_no_drafter_changes_a_token(checkpoint, dtype, kernels, temperature, mon
 def test_it_says_that_prefix_caching_is_off_and_counts_its_memory(checkpoint):
     told = []
     core = build(checkpoint, told.append, speculative_config=speculative("ngram", 5))
-    resolved, cache = core.resolved, core._runner.kv
+    resolved, cache = core.resolved, core._runner.step.kv
     assert not resolved.config.enable_prefix_caching
     assert resolved.reasons["enable_prefix_caching"].startswith("off: ")
     assert any("enable_prefix_caching" in text for text in told)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import LayerKV, LayerLatent
+from sametoken.kernels.interface import LayerKV
 from sametoken.kernels.recurrent.rule import LayerMemory, RecurrentRule
 
 
@@ -61,6 +61,23 @@ class PagedKV:
     def part(self, keys: Tensor, values: Tensor) -> LayerKV:
         """What the layer is given of its memory."""
         return LayerKV(keys, values)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLatent:
+    """One layer's memory [num_blocks, block_size, width] of vectors that heads share (MLA).
+
+    Attributes:
+        rank: the first so many elements of a vector are the values too.
+    """
+
+    vectors: Tensor
+    rank: int
+
+    @property
+    def values(self) -> Tensor:
+        """[num_blocks, block_size, rank], a part of ``vectors``."""
+        return self.vectors[..., : self.rank]
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,23 +93,6 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLatent:
-    """One layer's memory [num_blocks, block_size, width] of vectors that heads share (MLA).
-
-    Attributes:
-        rank: the first so many elements of a vector are the values too.
-    """
-
-    vectors: Tensor
-    rank: int
-
-    @property
-    def values(self) -> Tensor:
-        """[num_blocks, block_size, rank], a part of ``vectors``."""
-        return self.vectors[..., : self.rank]
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """Head counts and sizes of one attention layer.
 

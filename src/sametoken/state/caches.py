@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sametoken.kernels.cache_types import LayerCache, PagedKV
-from sametoken.kernels.interface import LayerKV, LayerLatent
+from sametoken.kernels.cache_types import LayerCache, LayerLatent, PagedKV
+from sametoken.kernels.interface import LayerKV
 from sametoken.kernels.recurrent.rule import Folded, LayerMemory
 
 

@@ -114,7 +114,7 @@ def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
         speculative_config=spec,
     )
     core = build_engine(config)
-    traffic, kv = step_traffic(core.resolved), core._runner.kv
+    traffic, kv = step_traffic(core.resolved), core._runner.step.kv
     state, history, *raw_rows = [memory[:, 0].nbytes for memory in kv.slots]
     states, pending = state + history, sum(raw_rows)
     models = 2 if drafts_itself else 1

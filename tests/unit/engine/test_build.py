@@ -47,10 +47,12 @@ def test_it_says_what_it_decided(target):
 def test_memory_is_accounted_for(target):
     plain, drafted = build(target), build(target, **speculative("draft_model", 3, target))
     for core, models in ((plain, 1), (drafted, 2)):
-        runner = core._runner
-        caches = (runner.kv, *runner.drafter.kv_caches)
+        step = core._runner.step
+        caches = (step.kv, *step.drafter.kv_caches)
         assert len(caches) == models
-        assert core.resolved.kv_bytes == sum(cache.memory.nbytes for cache in caches)
+        assert core.resolved.kv_bytes == sum(
+            memory.nbytes for cache in caches for memory in cache.blocks
+        )
         for cache in caches:
             assert cache.reserved_block == core.resolved.num_kv_blocks
     assert plain.resolved.weights_bytes > 0

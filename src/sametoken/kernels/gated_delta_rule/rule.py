@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sametoken.kernels.causal_conv1d.reference import convolve_row
 from sametoken.kernels.gated_delta_rule import reference
+from sametoken.kernels.recurrent.rule import RowFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +84,18 @@ class GatedDeltaParams:
     conv_weight: Tensor
     conv_bias: Tensor | None
 
-    def row_function(self) -> GatedDeltaRow:
+    def row_function(self) -> RowFunction:
         """As ``RuleWeights.row_function``."""
-        bias = self.conv_bias
-        return GatedDeltaRow(
-            self.rule,
-            self.A_log.float().exp(),
-            self.dt_bias.float(),
-            self.conv_weight.float(),
-            None if bias is None else bias.float(),
-        )
+        rule, decay_rate, dt_bias = self.rule, self.A_log.float().exp(), self.dt_bias.float()
+        conv_weight = self.conv_weight.float()
+        conv_bias = None if self.conv_bias is None else self.conv_bias.float()
 
+        def run_row(state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
+            q, k, v = convolve_row(window, conv_weight, conv_bias).split(rule.qkv_sizes)
+            a, b = gates.split(rule.gate_sizes)
+            log_decay, beta = reference.gates(a, b, decay_rate, dt_bias)
+            q, k = q.view(-1, rule.key_dim), k.view(-1, rule.key_dim)
+            v = v.view(-1, rule.value_dim)
+            return reference.advance(state, q, k, v, log_decay, beta).flatten()
 
-@dataclass(frozen=True, slots=True)
-class GatedDeltaRow:
-    """``RowFunction`` with a layer's weights in fp32."""
-
-    rule: GatedDelta
-    decay_rate: Tensor
-    dt_bias: Tensor
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-
-    def __call__(self, state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
-        """As ``RowFunction``."""
-        rule = self.rule
-        mixed = convolve_row(window, self.conv_weight, self.conv_bias)
-        q, k, v = mixed.split(rule.qkv_sizes)
-        a, b = gates.split(rule.gate_sizes)
-        log_decay, beta = reference.gates(a, b, self.decay_rate, self.dt_bias)
-        q, k = q.view(-1, rule.key_dim), k.view(-1, rule.key_dim)
-        v = v.view(-1, rule.value_dim)
-        return reference.advance(state, q, k, v, log_decay, beta).flatten()
+        return run_row

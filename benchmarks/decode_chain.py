@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import torch
 from gemm_gpu import normal
+from sametoken.kernels.commit.triton import judge
+from sametoken.kernels.stage.triton import stage_windows
 
 from sametoken.kernels.attention.triton import AttentionConfig, attention
-from sametoken.kernels.commit.triton import judge
 from sametoken.kernels.embedding.triton import embedding
 from sametoken.kernels.gemm.triton import product
 from sametoken.kernels.gemm.tuning import GemmConfig, GemmShape
 from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryTable, RowRuns
 from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.kernels.sampling.triton import window_keys
-from sametoken.kernels.stage.triton import stage_windows
 from sametoken.state.sequences import Sequences
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)

@@ -27,7 +27,8 @@ from sametoken.kernels.interface import (
     LayerKV,
     RotaryTable,
 )
-from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.kernels.native.bundle import NativeKernels, silu_mul
+from sametoken.kernels.native.library import load_library
 from sametoken.kernels.recurrent.rule import RawRows
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
@@ -88,6 +89,7 @@ class Model:
 
     def native_layer(self, rows: int) -> Operations:
         kernels, packed, where = self.kernels, self.packed, self.window(rows)
+        library = load_library()
         x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
         qkv = torch.randn(rows, LINEARS["qkv"][0]).bfloat16()
         q = torch.randn(rows, SHAPE.num_heads, SHAPE.head_dim).bfloat16()
@@ -95,16 +97,16 @@ class Model:
         gate_up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16()
         return {
             "add_rms_norm": lambda _: kernels.add_rms_norm(x, residual, self.norm, 1e-5),
-            "qkv": lambda i: kernels.linear(x, packed["qkv"][i]),
+            "qkv": lambda i: packed["qkv"][i].matmul(x),
             "rope_and_cache": lambda i: kernels.rope_and_cache(
                 qkv, SHAPE, self.rotary, where, self.kv[i], None
             ),
             "attention": lambda i: kernels.attention(q, SHAPE, where, self.kv[i]),
-            "o": lambda i: kernels.linear(x, packed["o"][i]),
+            "o": lambda i: packed["o"][i].matmul(x),
             "add_rms_norm 2": lambda _: kernels.add_rms_norm(x, residual, self.norm, 1e-5),
-            "gate_up": lambda i: kernels.linear(x, packed["gate_up"][i]),
-            "silu_mul": lambda _: kernels.silu_mul(gate_up),
-            "down": lambda i: kernels.linear(wide, packed["down"][i]),
+            "gate_up": lambda i: packed["gate_up"][i].matmul(x),
+            "silu_mul": lambda _: silu_mul(library, gate_up),
+            "down": lambda i: packed["down"][i].matmul(wide),
         }
 
     def native_ends(self, rows: int) -> Operations:
@@ -113,8 +115,8 @@ class Model:
         logits, seeds = torch.randn(rows, VOCABULARY), torch.arange(rows)
         greedy, warm = torch.zeros(rows), torch.ones(rows)
         return {
-            "embedding": lambda _: kernels.embedding(token_ids, self.packed_head),
-            "lm_head": lambda _: kernels.logits(x, self.packed_head),
+            "embedding": lambda _: self.packed_head.rows(token_ids),
+            "lm_head": lambda _: self.packed_head.matmul(x, out_dtype=torch.float32),
             "sample T=0": lambda _: kernels.sample(logits, greedy, seeds, positions),
             "sample T=1": lambda _: kernels.sample(logits, warm, seeds, positions),
         }

@@ -17,12 +17,28 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from helpers import interpreter
+from helpers.static_steps import CHOICE
 from sametoken.kernels.gated_delta_rule import prepare
 
 if not torch.cuda.is_available():
     interpreter.install()
     # A program without a row takes as long as others there: few, each with several rows.
     prepare._PROGRAMS = 16
+
+
+def pytest_generate_tests(metafunc):
+    """A test that uses ``layouts`` runs in compact and static ones, or in the one chosen."""
+    if "layouts" in metafunc.fixturenames:
+        chosen = os.environ.get(CHOICE)
+        metafunc.parametrize(
+            "layouts", [chosen] if chosen else ["compact", "static"], indirect=True
+        )
+
+
+@pytest.fixture
+def layouts(request, monkeypatch) -> None:
+    """Of the steps of engines that test helpers build."""
+    monkeypatch.setenv(CHOICE, request.param)
 
 
 @pytest.hookimpl(trylast=True)

@@ -72,7 +72,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = option(1.0, "suffix: drafts for a matched token")
     suffix_decoding_min_token_prob: float = option(0.1, "suffix: share of matches to agree, 0..1")
     quantization: str | None = option(
-        None, "eagle, eagle3 or mtp on a GPU: fp8 keeps the head's matrices in eight bits"
+        None, "eagle, eagle3 or mtp on a GPU: fp8 keeps the head's matrices as float8 e4m3"
     )
     token_map: str | None = option(
         None, "eagle, eagle3 or mtp: JSON list of the only tokens that the head may propose"
@@ -326,7 +326,7 @@ _LIMITS = (
     ("max_model_len", 1, 2**31),
     ("max_num_seqs", 0, 4096),
     ("max_num_batched_tokens", 0, 2**20),
-    ("prefill_chunk_size", 0, 2**16),
+    ("prefill_chunk_size", 0, 2**20),
     ("block_size", 0, 1024),
     ("kv_cache_memory_bytes", 1, 2**50),
     ("num_kv_blocks", 1, 2**31),

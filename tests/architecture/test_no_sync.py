@@ -1,7 +1,6 @@
-"""Nothing between stage and propose waits for the device, but for what is listed here.
+"""Nothing between prepare_inputs and propose waits for the device, but for what is listed here.
 
-The CPU's compact layout sizes tensors by their data (``nonzero``, ``repeat_interleave``).
-On a CPU that costs nothing; the graph path has padded forms of it. Each such place is
+The operations of a CPU's steps size tensors by their data; a GPU has others. Each such place is
 listed with its reason, and a place that is gone must leave the list.
 """
 
@@ -16,10 +15,13 @@ import pytest
 import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
-CHECKED = ("runner", "drafters", "verification", "state", "kernels/logits_rules")
+CHECKED = (
+    "runner", "drafters", "verification", "state", "kernels/logits_rules", "kernels/step",
+)  # fmt: skip
 # Their work is to bring results to the host, once it asks for them.
 HOST_SIDE = (
     "runner/async_output.py",
+    "runner/committed_rows.py",
     "runner/stream.py",
     "state/host_copy.py",
     "verification/host.py",
@@ -31,18 +33,10 @@ READS = frozenset(("item", "cpu", "tolist", "numpy", "synchronize"))
 DATA_SIZED = frozenset(("nonzero", "repeat_interleave", "unique", "masked_select", "argwhere"))
 REDUCTIONS = frozenset(("any", "all", "max", "min", "sum", "amax", "amin", "equal", "isnan"))
 
-COMPACT_ROWS = "the compact layout holds live rows only; padded on the graph path"
-GRAMMARS = "a grammar's matcher is the host's"
-SCORES = "the compact layout's rows, if someone asked for log-probabilities"
+COMPACT = "the operations of a CPU's step lay out rows for the drafts that exist"
 ALLOWED = {
-    ("drafters/context.py", "DraftContext.live_rows", "nonzero"): (1, COMPACT_ROWS),
-    ("drafters/context.py", "DraftContext.catch_up_with_newest", "repeat_interleave"): (
-        1,
-        COMPACT_ROWS,
-    ),
-    ("drafters/context.py", "DraftContext._chains", "nonzero"): (1, COMPACT_ROWS),
-    ("verification/keyed.py", "_rows_of", "tolist"): (1, SCORES),
-    ("verification/grammar.py", "SlotGrammars.mask", "tolist"): (1, GRAMMARS),
+    ("kernels/step/compact.py", "known_drafts", "tolist"): (1, COMPACT),
+    ("kernels/step/reference.py", "live_rows", "nonzero"): (2, COMPACT),
 }
 
 
@@ -129,7 +123,7 @@ def test_every_wait_for_the_device_is_listed():
 
 
 def test_the_list_only_shrinks():
-    assert sum(count for count, _ in ALLOWED.values()) <= 5
+    assert sum(count for count, _ in ALLOWED.values()) <= 3
 
 
 @pytest.mark.parametrize(

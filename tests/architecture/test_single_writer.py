@@ -1,4 +1,4 @@
-"""``commit`` alone writes what ``Sequences`` holds: nothing else could forget to.
+"""The functions named here alone write the device's truth: nothing else could forget to.
 
 A checker over the syntax trees of the package. Views of a field count as the field;
 indexing by tensors makes a copy, which anyone may write.
@@ -14,11 +14,29 @@ import pytest
 import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
-FIELDS = frozenset(
+#: What ``Sequences`` holds, and how far recurrent state is folded.
+SEQUENCES = frozenset(
     ("num_tokens", "num_computed", "draft_ids", "num_drafts", "token_ids", "block_table")
 )
-WRITERS = ("state/commit.py", "kernels/commit/")
-# Pointers named like the fields of ``Drafts``, which these kernels make.
+RECURRENT = frozenset(("position", "num_pending"))
+FIELDS = SEQUENCES | RECURRENT
+#: Between steps the host; in a step one program a device; of recurrent state the same.
+HOST = {
+    ("state/commit.py", "admit"): {"token_ids", "num_tokens", "num_computed", "num_drafts"},
+    ("state/commit.py", "assign_blocks"): {"block_table"},
+}
+REFERENCE = {
+    ("kernels/step/reference.py", "commit"): {"token_ids", "num_tokens", "num_computed"},
+    ("kernels/step/reference.py", "publish"): {"draft_ids", "num_drafts"},
+    ("kernels/recurrent/row_by_row.py", "RowByRowPass.finish"): RECURRENT,
+}
+TRITON = {
+    ("kernels/step/triton_rows.py", "commit_row"): {"token_ids", "num_tokens", "num_computed"},
+    ("kernels/step/triton_commit.py", "_publish_kernel"): {"draft_ids", "num_drafts"},
+    ("kernels/recurrent/runs.py", "_plan_runs_kernel"): RECURRENT,
+}
+WRITERS = HOST | REFERENCE | TRITON
+#: Pointers named like the fields of ``Drafts``, which these kernels make.
 OWN_OUTPUTS = ("kernels/ngram/triton.py",)
 VIEWS = frozenset(("view", "flatten", "unsqueeze", "squeeze", "t", "transpose", "select", "narrow"))
 
@@ -29,12 +47,20 @@ def _is_view_index(index: ast.expr) -> bool:
     return any(isinstance(part, ast.Slice | ast.Constant) for part in parts)
 
 
+def _whole(node: ast.expr) -> ast.expr:
+    """What is indexed: nobody writes to a copy that has no name."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node
+
+
 class WriterCheck(ast.NodeVisitor):
-    """Line numbers and field names of stores into fields of ``Sequences``."""
+    """Functions and field names of stores into the device's truth."""
 
     def __init__(self, kernel: bool = False) -> None:
-        self.found: list[tuple[int, str]] = []
+        self.found: list[tuple[str, str]] = []
         self._kernel = kernel
+        self._scope: list[str] = []
         self._aliases: dict[str, str] = {}
 
     def _field(self, node: ast.expr) -> str | None:
@@ -49,26 +75,33 @@ class WriterCheck(ast.NodeVisitor):
             return self._field(node.func.value) if node.func.attr in VIEWS else None
         return None
 
-    def _report(self, node: ast.stmt | ast.expr, written: ast.expr) -> None:
+    def _report(self, written: ast.expr) -> None:
         if name := self._field(written):
-            self.found.append((node.lineno, name))
+            self._note(name)
 
-    def _store(self, node: ast.stmt, target: ast.expr) -> None:
+    def _note(self, name: str) -> None:
+        self.found.append((".".join(self._scope), name))
+
+    def _store(self, target: ast.expr) -> None:
         if isinstance(target, ast.Tuple | ast.List):
             for element in target.elts:
-                self._store(node, element)
+                self._store(element)
         elif isinstance(target, ast.Subscript):
-            self._report(node, target.value)
+            self._report(target.value)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         outer, self._aliases = self._aliases, dict(self._aliases)
+        self._scope.append(node.name)
         self.generic_visit(node)
+        self._scope.pop()
         self._aliases = outer
+
+    visit_ClassDef = visit_FunctionDef
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
-            self._store(node, target)
+            self._store(target)
             if isinstance(target, ast.Name):
                 self._aliases.pop(target.id, None)
                 if shared := self._field(node.value):
@@ -77,19 +110,22 @@ class WriterCheck(ast.NodeVisitor):
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.generic_visit(node)
         target = node.target
-        self._report(node, target.value if isinstance(target, ast.Subscript) else target)
+        if isinstance(target, ast.Subscript):
+            self._report(target.value)
+        elif self._field(target) in SEQUENCES:  # Other things have a position, too.
+            self._report(target)
 
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         function = node.func
         if isinstance(function, ast.Attribute):
             if function.attr.endswith("_") and not function.attr.startswith("_"):
-                self._report(node, function.value)
+                self._report(_whole(function.value))
             if self._kernel and function.attr.startswith(("store", "atomic")):
                 self._kernel_store(node)
         for keyword in node.keywords:
             if keyword.arg == "out":
-                self._report(node, keyword.value)
+                self._report(keyword.value)
 
     def _kernel_store(self, node: ast.Call) -> None:
         """Triton writes through the pointer named first in the address."""
@@ -97,24 +133,68 @@ class WriterCheck(ast.NodeVisitor):
         while isinstance(pointer, ast.BinOp):
             pointer = pointer.left
         if isinstance(pointer, ast.Name) and pointer.id in FIELDS:
-            self.found.append((node.lineno, pointer.id))
+            self._note(pointer.id)
 
 
-def writes_in(source: str, kernel: bool = False) -> list[tuple[int, str]]:
+def writes_in(source: str, kernel: bool = False) -> list[tuple[str, str]]:
     check = WriterCheck(kernel)
     check.visit(ast.parse(source))
     return sorted(check.found)
 
 
-def test_only_commit_writes_the_fields_of_sequences():
-    found = []
+def test_the_named_functions_alone_write_the_device_s_truth():
+    """Every one of them, every field it may write, and nobody else."""
+    found: dict[tuple[str, str], set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        if name.startswith(WRITERS):
-            continue
         kernel = name.startswith("kernels/") and name not in OWN_OUTPUTS
-        found += [(name, *where) for where in writes_in(path.read_text(), kernel)]
-    assert found == []
+        for function, field in writes_in(path.read_text(), kernel):
+            found.setdefault((name, function), set()).add(field)
+    assert found == WRITERS
+
+
+def test_a_device_has_one_writer_of_each_field():
+    for writers in (REFERENCE, TRITON):
+        fields = [field for written in writers.values() for field in written]
+        assert sorted(fields) == sorted(FIELDS - {"block_table"})
+
+
+VERBS = frozenset(("commit", "publish"))
+
+
+def calls_of(tree: ast.Module) -> set[tuple[str, str]]:
+    """Which functions call a method that is named like a verb."""
+    return {
+        (function.name, node.func.attr)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in VERBS
+    }
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Which verbs a module takes from the operations of a step."""
+    return {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("sametoken.kernels.step")
+        for alias in node.names
+    } & VERBS
+
+
+def test_the_step_alone_commits_and_publishes():
+    """By ``StepOps``; what a host writes is held by the import contract "Only the step"."""
+    calls = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+        assert not imports_of(tree) or name.startswith("kernels/step/"), name
+        if found := calls_of(tree):
+            calls[name] = found
+    assert calls == {"runner/step.py": {("settle", verb) for verb in VERBS}}
 
 
 @pytest.mark.parametrize(
@@ -125,7 +205,7 @@ def test_only_commit_writes_the_fields_of_sequences():
         ("s.draft_ids[:, 0], other = a, b", "draft_ids"),
         ("s.num_drafts.zero_()", "num_drafts"),
         ("s.num_drafts -= rejected", "num_drafts"),
-        ("s.token_ids[slot].copy_(row)", None),
+        ("s.token_ids[slot].copy_(row)", "token_ids"),
         ("s.token_ids[0].copy_(row)", "token_ids"),
         ("s.token_ids[slot, :n].copy_(row)", "token_ids"),
         ("s.token_ids.index_put_((a, b), c)", "token_ids"),
@@ -140,18 +220,12 @@ def test_only_commit_writes_the_fields_of_sequences():
         ("tokens = s.num_tokens\ntokens = torch.zeros(2)\ntokens[0] = 1", None),
         ("length = s.num_tokens[slots] + 1", None),
         ("tl.store(staged_num_tokens + slot, value)", None),
+        ("cache.position[slots] += 1", "position"),
+        ("tl.store(num_pending + slot, left, live)", "num_pending"),
+        ("self.position = 3", None),
     ],
 )
 def test_the_checker_finds_planted_writes(statement, field):
     body = statement.replace("\n", "\n    ")
     found = [name for _, name in writes_in(f"def f():\n    {body}", kernel=True)]
     assert found == ([field] if field else [])
-
-
-def test_the_writers_are_where_the_checker_thinks():
-    """The exemption covers code that does write, or the check checks nothing."""
-    source = (PACKAGE / "state/commit.py").read_text()
-    assert {name for _, name in writes_in(source)} == FIELDS
-    kernels = (PACKAGE / "kernels/commit").glob("*.py")
-    written = {name for path in kernels for _, name in writes_in(path.read_text(), kernel=True)}
-    assert written >= {"num_tokens", "num_computed", "token_ids", "draft_ids", "num_drafts"}

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfi
 from transformers.utils import logging as transformers_logging
 
 from helpers.harness import request, run
+from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.kernels.select import CHOICE
@@ -87,10 +88,10 @@ def test_no_drafter_changes_a_token(checkpoint, dtype, kernels, temperature, mon
     plain = run(build(checkpoint, dtype=dtype), requests(temperature))
     ngram = speculative("ngram", 12, prompt_lookup_min=1, prompt_lookup_max=3)
     draft_model = speculative("draft_model", 3, model=str(checkpoint))
-    for config in (ngram, draft_model):
-        drafted = run(
-            build(checkpoint, dtype=dtype, speculative_config=config), requests(temperature)
-        )
+    for config, steps in ((ngram, "compact"), (ngram, "static"), (draft_model, "static")):
+        core = build(checkpoint, dtype=dtype, speculative_config=config)
+        core._runner = in_steps(core._runner, steps)
+        drafted = run(core, requests(temperature))
         assert drafted.tokens == plain.tokens
         assert drafted.offered > 0
     assert drafted.accepted == drafted.offered, "the target as its own draft model is right"

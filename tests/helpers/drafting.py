@@ -1,4 +1,4 @@
-"""Drives a drafter through steps, with no scheduler, over targets that a test can foresee.
+"""Drives a drafter through the engine's step, with no scheduler, over targets that a test foresees.
 
 Everything a drafter must not read is poisoned before it proposes: its KV from the first
 position of the step on, and tokens above the committed length.
@@ -12,16 +12,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from helpers.recorded import noted
 from helpers.recurrent import poison
+from helpers.static_steps import STEPS, chosen_steps, launcher_of
+from sametoken.core.layout import StepLayout
 from sametoken.core.plan import Admission, BlockAssignment, PlanRow, StepPlan
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.step.types import NUM_COUNTS
+from sametoken.runner.step import Step
 from sametoken.state.caches import ModelCache
-from sametoken.state.commit import admit, assign_blocks, commit, publish
-from sametoken.state.inputs import stage
+from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 
@@ -55,6 +59,7 @@ class Bench:
     drafter: object = None
     kernels: ReferenceKernels = field(default_factory=ReferenceKernels)
     counts: Counts = field(default_factory=Counts)
+    steps: str = field(default_factory=chosen_steps)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -70,6 +75,8 @@ class Bench:
         self.table = SamplingTable.allocate(self.num_slots, CPU)
         self.kv = self.allocate(self.target.caches)
         self.coupling = Coupling(self.kernels.sample, self.table)
+        width = NUM_COUNTS + self.k + 1
+        self.results = torch.zeros(self.num_slots, width, dtype=torch.int64)
         self.blocks = {}
         self.step_id = 0
 
@@ -147,55 +154,80 @@ class Bench:
 
     def _step(self, rows: list[PlanRow], vocab: int, check: Callable) -> None:
         self.step_id += 1
-        x = stage(self.sequences, StepPlan(self.step_id, rows=tuple(rows)))
-        hidden = self.target.forward(x.token_ids, x.rows, self.kv)
-        accepted, next_token = self._judge(x, hidden)
-        lengths = commit(self.sequences, x, accepted, next_token)
-        context = DraftContext(
-            x, hidden, x.num_computed, lengths.num_computed, lengths.num_tokens, self.sequences
+        plan = StepPlan(self.step_id, rows=tuple(sorted(rows, key=_is_chunk)))
+        step = Step(
+            sequences=self.sequences,
+            model=self.target,
+            kv=self.kv,
+            kernels=self.kernels,
+            ops=STEPS[self.steps],
+            table=self.table,
+            drafter=_Checked(self, vocab, check),
+            results=self.results,
         )
-        self._poison(context)
-        drafts = self.drafter.propose(context)
-        assert drafts.draft_ids.shape == (len(rows), self.k)
-        assert not drafts.num_drafts[~x.samples].any()
-        check(context, drafts)
-        publish(self.sequences, x, self._spoilt(drafts, vocab), drafts.num_drafts)
+        drafts = step.ops.known_drafts(self.sequences, [row.slot for row in plan.rows])
+        launcher = launcher_of(noted(step, self._count), self.steps)
+        launcher.run(StepLayout.of(plan, drafts), 0, _NothingAsked())
 
-    def _judge(self, x, hidden) -> tuple[torch.Tensor, torch.Tensor]:
-        owner = x.slots[x.logits_owner]
-        tokens = self.kernels.sample(
-            self.target.compute_logits(hidden.last[x.logits_indices]),
-            self.table.temperature[owner],
-            self.table.seed[owner],
-            x.rows.positions[x.logits_indices] + 1,
-        )
-        accepted, next_token = torch.zeros_like(x.slots), torch.zeros_like(x.slots)
-        for b in range(len(x.slots)):
-            if x.samples[b]:
-                first, drafts = int(x.window_starts[b]), int(x.num_drafts[b])
-                offered = x.token_ids[int(x.row_starts[b + 1]) - drafts : x.row_starts[b + 1]]
-                equal = offered == tokens[first : first + drafts]
-                accepted[b] = int(equal.long().cumprod(0).sum())
-                next_token[b] = tokens[first + int(accepted[b])]
-                if not self.spoil:
-                    self.counts.offered += drafts
-                    self.counts.accepted += int(accepted[b])
-        return accepted, next_token
+    def _count(self, x, raw, verdict) -> None:
+        if not self.spoil:
+            self.counts.offered += int(x.num_drafts.sum())
+            self.counts.accepted += int(verdict.num_accepted.sum())
 
-    def _poison(self, context: DraftContext) -> None:
-        for slot, start in zip(context.slots.tolist(), context.start.tolist(), strict=True):
+    def poison(self, context: DraftContext) -> None:
+        for b, slot in requests_of(context):
             self.sequences.token_ids[slot, int(self.sequences.num_tokens[slot]) :] = NOT_A_TOKEN
             blocks = torch.tensor(self.blocks[slot])
-            where = torch.arange(start, MAX_LEN)
+            where = torch.arange(int(context.x.num_computed[b]), MAX_LEN)
             for cache in self.drafter.kv_caches:
                 for memory in cache.blocks:
                     memory[:, blocks[where // BLOCK_SIZE], :, where % BLOCK_SIZE] = torch.nan
 
-    def _spoilt(self, drafts: Drafts, vocab: int) -> torch.Tensor:
+    def spoilt(self, context: DraftContext, drafts: Drafts, vocab: int) -> Drafts:
         """The drafts, some of them with a wrong token at a random place."""
         ids = drafts.draft_ids.clone()
-        for row in ids:
+        for b, _ in requests_of(context):
             if self.random.random() < self.spoil:
                 at = self.random.randrange(self.k)
-                row[at] = (row[at] + 1) % vocab
-        return ids
+                ids[b, at] = (ids[b, at] + 1) % vocab
+        return Drafts(ids, drafts.num_drafts)
+
+
+def requests_of(context: DraftContext) -> list[tuple[int, int]]:
+    """Place and slot of each request, without padding."""
+    padding = context.sequences.reserved_slot
+    return [(b, slot) for b, slot in enumerate(context.slots.tolist()) if slot != padding]
+
+
+def _is_chunk(row: PlanRow) -> bool:
+    return row.num_query > 1 or not row.samples
+
+
+@dataclass
+class _Checked:
+    """The bench's drafter between what poisons, checks and spoils."""
+
+    bench: Bench
+    vocab: int
+    check: Callable[[DraftContext, Drafts], None]
+
+    def propose(self, context: DraftContext) -> Drafts:
+        self.bench.poison(context)
+        drafts = self.bench.drafter.propose(context)
+        assert drafts.draft_ids.shape == (len(context.slots), self.bench.k)
+        assert not drafts.num_drafts[~context.samples].any()
+        self.check(context, drafts)
+        return self.bench.spoilt(context, drafts, self.vocab)
+
+
+class _NothingAsked:
+    """``Between`` of requests that ask nothing."""
+
+    def look(self) -> None:
+        pass
+
+    def process(self, computed) -> None:
+        pass
+
+    def score(self, tokens) -> None:
+        pass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from helpers.recurrent import poison
-from helpers.rows import ragged_rows
+from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.step.reference import rows_at
 from sametoken.models.base import HiddenStates
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import Sequences
@@ -42,9 +43,12 @@ class Bench:
 
     def run(self, token_ids: list[int], start: int, slot: int = 0) -> HiddenStates:
         """The tokens at positions ``start`` and on of a slot."""
-        sequences, run = self.sequences, (slot, start, len(token_ids))
-        rows = ragged_rows([run], sequences.block_table, sequences.block_size)
+        positions = torch.arange(start, start + len(token_ids))
+        rows = self.rows_at(torch.full_like(positions, slot), positions)
         return self.model.forward(torch.tensor(token_ids), rows, self.kv)
+
+    def rows_at(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionRows:
+        return rows_at(self.sequences, slots, positions, None, None)
 
     def logits(self, token_ids: list[int], chunks: list[int], slot: int = 0) -> torch.Tensor:
         """Logits of every position, computed in chunks of the given lengths and a rest."""

@@ -81,10 +81,11 @@ class ScriptedDrafter:
         draft_ids = torch.zeros((batch, k), dtype=torch.int64)
         num_drafts = torch.zeros(batch, dtype=torch.int64)
         for b, slot in enumerate(context.slots.tolist()):
+            if slot == self.parts.sequences.reserved_slot:
+                continue
             self.turn += 1
             n = int(context.num_tokens[b])
-            # The reserved slot of padding emits nothing.
-            truth = self.parts.expected.get(slot, [])[n : n + k]
+            truth = self.parts.expected[slot][n : n + k]
             drafts = self._script(truth + [0] * (k - len(truth)))[:k]
             draft_ids[b, : len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
             num_drafts[b] = len(drafts) if bool(context.samples[b]) else 0

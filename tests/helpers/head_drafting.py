@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench
+from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench, requests_of
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.kernels.interface import AttentionRows
 from sametoken.state.caches import ModelCache
@@ -23,7 +23,7 @@ def check_from_scratch(bench: Bench, head, steps: int, vocab: int) -> None:
 
     def check(context, drafts):
         (cache,) = bench.drafter.kv_caches
-        for b, slot in enumerate(context.slots.tolist()):
+        for b, slot in requests_of(context):
             end, samples = int(context.end[b]), bool(context.samples[b])
             kv, expected = from_scratch(bench, head, slot, end, samples, vocab)
             assert torch.equal(bench.cached(cache, slot, end), kv)
@@ -40,7 +40,7 @@ def check_lookahead_slots(bench: Bench, steps: int, vocab: int) -> None:
 
     def check(context, drafts):
         (cache,) = bench.drafter.kv_caches
-        for b, slot in enumerate(context.slots.tolist()):
+        for b, slot in requests_of(context):
             written = int(context.end[b])
             if context.samples[b]:
                 written = int(context.num_tokens[b]) + k - 2

@@ -20,6 +20,7 @@ from helpers.hybrids import FULL, write_hybrid
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
 from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.select import select_backend
 from sametoken.models.loader import load_model, read_config
 
 
@@ -57,7 +58,7 @@ class HeadFiles:
     def bench(self, kernels: ReferenceKernels | None = None, **changes: Any) -> Bench:
         """The drafter of the spec with these changes, which nothing spoils."""
         placement = Placement(
-            kernels or ReferenceKernels(),
+            replace(select_backend(CPU), model=kernels or ReferenceKernels()),
             torch.float32,
             CPU,
             40,

@@ -65,7 +65,7 @@ class HybridToy:
         return HiddenStates(last, last)
 
     def compute_logits(self, hidden):
-        return rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].long()]
+        return rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].nan_to_num().long()]
 
     def compute_rank_logits(self, hidden):
         return self.compute_logits(hidden)

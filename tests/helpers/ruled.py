@@ -91,7 +91,7 @@ def make_scene(requests, device="cpu", gaps=(0,), max_len=64, slots=None) -> Sce
     dead(len(requests))
     rows = torch.tensor(columns, dtype=torch.int64).t().contiguous().to(device)
     committed = Committed(token_ids.to(device), prompt_len.to(device))
-    return Scene(SampledRows(*rows.unbind(0)), committed, table, owners)
+    return Scene(SampledRows(None, *rows.unbind(0)), committed, table, owners)
 
 
 def random_request(rng: random.Random, vocab_size: int, likely: int) -> Ruled:

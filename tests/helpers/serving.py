@@ -13,7 +13,7 @@ import torch
 from helpers.checkpoints import write_llama
 from sametoken.engine.build import build_engine
 from sametoken.models.decoder import Decoder
-from sametoken.verification.keyed import KeyedVerifier
+from sametoken.runner.step import Step
 
 #: A prompt that starts with this token id makes a faulty engine fail.
 FATAL_TOKEN = 3
@@ -87,16 +87,20 @@ def build_once(config, announce):
 
 
 def build_corrupt(config, announce):
-    """Accepts the first wrong draft of each window as well."""
-    judge = KeyedVerifier.judge
+    accept_one_more(pytest.MonkeyPatch())
+    return build_engine(config, announce)
 
-    def mutant(self, logits, x):
-        verdict = judge(self, logits, x)
-        more = torch.minimum(verdict.num_accepted + 1, x.num_drafts)
+
+def accept_one_more(patch: pytest.MonkeyPatch) -> None:
+    """The first wrong draft of each window."""
+    verify = Step._verify
+
+    def mutant(self, computed):
+        verdict = verify(self, computed)
+        more = torch.minimum(verdict.num_accepted + 1, computed.x.num_drafts)
         return replace(verdict, num_accepted=more)
 
-    pytest.MonkeyPatch().setattr(KeyedVerifier, "judge", mutant)
-    return build_engine(config, announce)
+    patch.setattr(Step, "_verify", mutant)
 
 
 def build_noisy(config, announce):

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from sametoken.core.layout import padded
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.step import compact, reference
 from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.models.base import HiddenStates
-from sametoken.runner.runner import EagerLauncher
+from sametoken.runner.runner import EagerLauncher, StepRunner
 from sametoken.runner.step import Step
 
 #: compact: as a CPU engine; static: the reference in static shapes, dead rows poisoned; kernels:
@@ -43,7 +42,7 @@ class DeviceChoices(ReferenceKernels):
 
 
 class Poisoned:
-    """A model whose dead rows end in NaN."""
+    """A model whose dead rows end in NaN, and their logits."""
 
     def __init__(self, model, reserved_slot: int) -> None:
         self._model, self._reserved = model, reserved_slot
@@ -54,7 +53,8 @@ class Poisoned:
         return HiddenStates(*nan)
 
     def compute_logits(self, hidden):
-        return self._model.compute_logits(hidden)
+        dead = hidden.isnan().any(dim=1, keepdim=True)
+        return self._model.compute_logits(hidden).masked_fill_(dead, torch.nan)
 
 
 class StaticLauncher(EagerLauncher):
@@ -62,11 +62,24 @@ class StaticLauncher(EagerLauncher):
 
     launches = 0
 
+    def run(self, layout, first_place, between):
+        super().run(layout, first_place, between)
+        sequences = self.step.sequences
+        for fact in (sequences.num_tokens, sequences.num_computed, sequences.token_ids):
+            assert not fact[sequences.reserved_slot].any(), "padding has committed"
+
     def _padded(self, shape):
         StaticLauncher.launches += 1
-        rows = shape.num_rows + 3
-        sampled = rows if shape.all_sampled else shape.num_sampled + 2
-        return padded(shape, shape.num_requests + 2, rows, sampled)
+        # Requests without rows then begin behind the last row, or before some that are dead.
+        rows = shape.num_rows + 3 * (StaticLauncher.launches % 2)
+        chunks = shape.num_chunks + (shape.num_chunks > 0)
+        return replace(
+            shape,
+            num_requests=shape.num_windows + 2 + chunks,
+            num_windows=shape.num_windows + 2,
+            num_rows=rows,
+            num_sampled=shape.num_sampled + 2 if shape.num_chunks else rows,
+        )
 
 
 def launcher_of(step: Step, kind: str) -> EagerLauncher:
@@ -75,3 +88,10 @@ def launcher_of(step: Step, kind: str) -> EagerLauncher:
         return EagerLauncher(step)
     poisoned = Poisoned(step.model, step.sequences.reserved_slot)
     return StaticLauncher(replace(step, model=poisoned))
+
+
+def in_steps(runner: StepRunner, kind: str | None = None) -> StepRunner:
+    """The runner of an engine as a user builds it, its steps in one of ``STEPS``."""
+    kind = kind or chosen_steps()
+    step = replace(runner.step, ops=STEPS[kind])
+    return replace(runner, step=step, launcher=launcher_of(step, kind))

@@ -9,31 +9,35 @@ from typing import NamedTuple
 import torch
 
 from helpers.recorded import RecordedLogits
+from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.core.outputs import RequestOutput
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 from sametoken.engine.llm import LLM
-from sametoken.runner.step import StepRunner
+from sametoken.runner.runner import EagerLauncher
 
 
 class Front(NamedTuple):
     """An engine behind its front, which cuts at stops and says what is kept.
 
     Attributes:
-        recorded: what its verifier judged; None where graphs judge.
+        recorded: what it emitted; None where graphs do.
     """
 
     llm: LLM
     recorded: RecordedLogits | None
 
 
-def start(target, **options) -> Front:
+def start(target, steps: str | None = None, **options) -> Front:
+    """An engine, its steps in one of ``STEPS`` if that is named."""
     core = build_engine(EngineConfig.from_options(model=str(target), **options))
+    if steps is not None:
+        core._runner = in_steps(core._runner, steps)
     recorded = None
-    if isinstance(core._runner, StepRunner):
-        recorded = RecordedLogits(core._runner.verifier)
-        core._runner = dataclasses.replace(core._runner, verifier=recorded)
+    if isinstance(core._runner.launcher, EagerLauncher):
+        recorded = RecordedLogits()
+        core._runner = recorded.runner(core._runner)
     return Front(LLM.from_engine(core, None), recorded)
 
 

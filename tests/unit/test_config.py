@@ -68,7 +68,7 @@ LIMITS = {
     "max_model_len": (1, 2**31),
     "max_num_seqs": (0, 4096),
     "max_num_batched_tokens": (0, 2**20),
-    "prefill_chunk_size": (0, 2**16),
+    "prefill_chunk_size": (0, 2**20),
     "block_size": (0, 1024),
     "kv_cache_memory_bytes": (1, 2**50),
     "num_kv_blocks": (1, 2**31),

@@ -43,17 +43,22 @@ class StepShape:
         """Whether every row is sampled: the step has windows alone."""
         return self.num_windows == self.num_requests
 
+    @property
+    def num_chunks(self) -> int:
+        """Requests that are no windows."""
+        return self.num_requests - self.num_windows
+
     def holds(self, other: StepShape) -> bool:
         """Whether a step of another shape can run in this one, padded."""
         rooms = (
-            (other.num_requests, self.num_requests),
+            (other.num_windows, self.num_windows),
+            (other.num_chunks, self.num_chunks),
             (other.num_rows, self.num_rows),
             (other.num_sampled, self.num_sampled),
+            (other.max_window, self.max_window),
             (other.max_rows, self.max_rows),
-            (other.max_window if self.all_sampled else 0, self.max_window),
         )
-        fits = all(needed <= room for needed, room in rooms)
-        return fits and (other.all_sampled or not self.all_sampled)
+        return all(needed <= room for needed, room in rooms)
 
     @property
     def table_width(self) -> int:
@@ -131,26 +136,31 @@ class StepLayout:
     def table(self, shape: StepShape, reserved_slot: int, first_place: int) -> list[list[int]]:
         """What is uploaded: ``TABLE_ROWS`` rows of ``shape.table_width`` integers.
 
-        Requests beyond the real ones are padding, on the reserved slot, and own no row.
+        Requests beyond the real ones are padding, on the reserved slot, and own no row: behind
+        the windows, so that chunks are the shape's last, and behind these.
 
         Args:
             shape: the sizes, padding included.
             reserved_slot: the slot of padding.
             first_place: where the step's results begin among the host's.
         """
-        count = len(self.slots)
-        padding = shape.table_width - count
+        count, windows = len(self.slots), self.shape.num_windows
+        between = shape.num_windows - windows
+        behind = shape.table_width - count - between
         rows = [
-            (self.slots, reserved_slot),
-            (self.num_query, 0),
-            (self.draft_limit, 0),
-            (map(int, self.samples), 0),
-            ([self.step_id] * count, self.step_id),
-            (range(first_place, first_place + count), NO_PLACE),
-            (self.row_starts[:-1], self.row_starts[-1]),
-            (self.window_starts[:-1], self.window_starts[-1]),
+            (self.slots, reserved_slot, reserved_slot),
+            (self.num_query, 0, 0),
+            (self.draft_limit, 0, 0),
+            ([*map(int, self.samples)], 0, 0),
+            ([self.step_id] * count, self.step_id, self.step_id),
+            (range(first_place, first_place + count), NO_PLACE, NO_PLACE),
+            (self.row_starts[:-1], self.row_starts[windows], self.row_starts[-1]),
+            (self.window_starts[:-1], self.window_starts[windows], self.window_starts[-1]),
         ]
-        return [[*values, *[filler] * padding] for values, filler in rows]
+        return [
+            [*values[:windows], *[inner] * between, *values[windows:], *[outer] * behind]
+            for values, inner, outer in rows
+        ]
 
     def windows(self) -> Iterator[tuple[int, int, int]]:
         """Slot, first sampled row and number of sampled rows of each request."""
@@ -159,13 +169,22 @@ class StepLayout:
             yield slot, start, stop - start
 
 
-def padded(shape: StepShape, num_requests: int, num_rows: int, num_sampled: int) -> StepShape:
-    """A shape with room for more: of windows alone it stays one of windows."""
-    windows = num_requests if shape.all_sampled else shape.num_windows
+def padded(shape: StepShape, multiple: int) -> StepShape:
+    """A shape whose sizes are multiples of a number; of windows alone it stays one of windows."""
+
+    def up(size: int) -> int:
+        return -(-size // multiple) * multiple
+
+    windows, chunks, rows = up(shape.num_windows), up(shape.num_chunks), up(shape.num_rows)
+    sampled = rows if shape.all_sampled else up(shape.num_sampled)
     return replace(
         shape,
-        num_requests=num_requests,
-        num_rows=num_rows,
-        num_sampled=num_sampled,
+        num_requests=windows + chunks,
         num_windows=windows,
+        num_rows=rows,
+        num_sampled=sampled,
     )
+
+
+#: Every request of a shape is padding.
+NO_REQUESTS = StepLayout(0, (), (), (), (), (0,), (0,))

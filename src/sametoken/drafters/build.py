@@ -17,9 +17,8 @@ from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.extract import extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.drafters.quantized import in_eight_bits
 from sametoken.drafters.suffix import SuffixDrafter
-from sametoken.drafters.token_map import over_token_map, read_token_map
+from sametoken.drafters.token_map import read_token_map
 from sametoken.errors import ConfigError, InvariantError, UnsupportedError
 from sametoken.kernels.cache_types import LayerCache
 from sametoken.kernels.select import Backend
@@ -53,12 +52,14 @@ class LoadedDrafter:
         caches: what each of its layers keeps; none without a model.
         lookahead_slots: as the drafter's own, known before it is attached.
         history: texts of earlier requests that it reads; whoever admits requests keeps it.
+        weights_bytes: bytes of its matrices, but for those that are the target's.
     """
 
     caches: tuple[LayerCache, ...]
     lookahead_slots: int
     _attach: Callable[[ModelCache | None, Coupling], Drafter]
     history: TokenHistory = NO_HISTORY
+    weights_bytes: int = 0
 
     def attach(self, kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         """The drafter over memory for ``caches``; None if there are none."""
@@ -198,7 +199,7 @@ def _load_draft_model(
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return DraftModelDrafter(model, _given(kv_cache), k, coupling)
 
-    return LoadedDrafter(model.caches, k - 1, attach)
+    return LoadedDrafter(model.caches, k - 1, attach, weights_bytes=model.weights_bytes)
 
 
 def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
@@ -209,23 +210,26 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
             "use another speculative method",
         )
     checkpoint = _fitting_head(spec, target.config, placement.target_path, placement.load_format)
+    token_ids = None
+    if spec.token_map is not None:
+        token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
+        token_ids = token_ids.to(placement.device)
     head = checkpoint.load(
         target,
         kernels=placement.backend.model,
         dtype=placement.dtype,
         device=placement.device,
         max_positions=placement.max_positions,
+        token_ids=token_ids,
+        quantize_fp8=spec.quantization is not None,
     )
-    if spec.token_map is not None:
-        token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
-        head = over_token_map(head, token_ids.to(placement.device), placement.backend.model)
-    if spec.quantization is not None:
-        head = in_eight_bits(head, placement.backend.model)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return EagleDrafter(head, _given(kv_cache), k, coupling)
 
-    return LoadedDrafter(head.caches, max(k - 2, 0), attach)
+    shared = {id(target.embedding), id(target.head)}
+    own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
+    return LoadedDrafter(head.caches, max(k - 2, 0), attach, weights_bytes=head.nbytes + sum(own))
 
 
 def _fitting_head(

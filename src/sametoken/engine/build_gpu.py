@@ -13,12 +13,17 @@ from sametoken.runner.processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher
 from sametoken.runner.step import Step
 
-#: Rows of larger steps take longer to compute than their launches: they run without a graph.
-MOST_CAPTURED_ROWS = 1024
+#: Steps of more rows take longer to compute than to launch: they run without a graph.
+MOST_ROWS = 1536
 
-#: Rows, and requests, of the captured shapes for steps with prompts.
-MIXED_ROWS = (64, 128, 256, 512)
-MIXED_REQUESTS = (1, 16, 64)
+#: Captured steps with prompts: decoding requests at most, prompts at most, and rows. The last line
+#: is for as many requests as there may be.
+MIXED = (
+    (0, 1, (64, 128, 256, 512)),
+    (8, 2, (64, 128, 256, 512)),
+    (64, 4, (128, 256, 512, 1024)),
+)
+MIXED_CROWD = (4, (384, 512, 768, 1024, 1536))
 
 #: What eager steps are padded to, so that few row counts are proven and few kernels compiled.
 ROW_MULTIPLE = 64
@@ -46,7 +51,7 @@ def gpu_launcher(
     shapes = captured_shapes(config.max_num_seqs, k, config.max_num_batched_tokens)
     kernels = step.kernels
     assert isinstance(kernels, TritonKernels)
-    reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens))
+    reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs))
     refused = sum(len(report.refused) for report in reports)
     announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")
     largest = max(shapes, key=lambda shape: shape.num_requests)
@@ -56,6 +61,7 @@ def gpu_launcher(
     )
     graphs = StepGraphs(step, shapes, layouts, eager)
     report = graphs.capture_all()
+    eager.warm_up(config.max_num_batched_tokens)
     processing.warm_up()
     announce(
         f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "
@@ -72,34 +78,51 @@ def captured_shapes(max_num_seqs: int, k: int, max_rows: int) -> tuple[StepShape
         k: drafts of a request at most.
         max_rows: of a step.
     """
-    most = min(max_rows, MOST_CAPTURED_ROWS)
-    sizes = [
+    most = min(max_rows, MOST_ROWS)
+    crowd_chunks, crowd_rows = MIXED_CROWD
+    mixed = [
+        StepShape(windows + chunks, rows, sampled, windows, k + 1, rows)
+        for windows, chunks, sizes in (*MIXED, (max_num_seqs, crowd_chunks, crowd_rows))
+        for rows in sizes
+        for sampled in _sampled(windows, chunks, rows, k)
+        if windows <= max_num_seqs and windows + chunks <= rows <= most
+    ]
+    return (*_windows(max_num_seqs, k, most), *sorted(set(mixed), key=_by_size))
+
+
+def _windows(max_num_seqs: int, k: int, most: int) -> list[StepShape]:
+    """Powers of two of requests and of rows for each; of the most requests, rows in small steps."""
+    sizes = {
         (requests, requests * rows)
         for requests in _doubling(max_num_seqs)
         for rows in _doubling(k + 1)
-        if requests * rows <= most
+    }
+    crowd = range(max_num_seqs, max_num_seqs * (k + 1), 2 * ROW_MULTIPLE)
+    sizes |= {(max_num_seqs, rows) for rows in crowd}
+    shapes = [
+        StepShape(requests, rows, rows, requests, longest, longest)
+        for requests, rows in sizes
+        if rows <= most
+        for longest in (1 if rows == requests else k + 1,)
     ]
-    windows = [_windows(*size, k) for size in sizes]
-    mixed = [
-        StepShape(requests, rows, min(rows, requests * (k + 1)), 0, 0, rows)
-        for rows in MIXED_ROWS
-        for requests in MIXED_REQUESTS
-        if requests <= min(max_num_seqs, rows) and rows <= max_rows
-    ]
-    by_size = sorted(windows, key=lambda shape: (shape.num_rows, shape.num_requests))
-    return (*by_size, *mixed)
+    return sorted(shapes, key=_by_size)
 
 
-def _windows(requests: int, rows: int, k: int) -> StepShape:
-    longest = 1 if rows == requests else k + 1
-    return StepShape(requests, rows, rows, requests, longest, longest)
+def _sampled(windows: int, chunks: int, num_rows: int, k: int) -> set[int]:
+    """How many rows may be sampled: few drafts, or all that there may be."""
+    return {min(windows * rows + chunks, num_rows) for rows in (1, 2, k + 1) if rows <= k + 1}
 
 
-def row_counts(shapes: tuple[StepShape, ...], max_rows: int) -> list[int]:
+def _by_size(shape: StepShape) -> tuple[int, int, int]:
+    return shape.num_rows, shape.num_requests, shape.num_sampled
+
+
+def row_counts(shapes: tuple[StepShape, ...], max_rows: int, max_num_seqs: int) -> list[int]:
     """Row counts that steps and their drafters run, where the products' bits are proven."""
-    counts = set(range(ROW_MULTIPLE, max_rows + ROW_MULTIPLE + 1, ROW_MULTIPLE))
+    # Steps without a graph are padded, and a draft model's catch-up runs their requests beside.
+    largest = max_rows + max_num_seqs + 3 * ROW_MULTIPLE
+    counts = set(range(ROW_MULTIPLE, largest, ROW_MULTIPLE))
     for shape in shapes:
-        # A draft model's catch-up runs one row more for each request.
         counts |= {shape.num_requests, shape.num_rows, shape.num_sampled}
         counts.add(shape.num_rows + shape.num_requests)
     return sorted(counts)

@@ -134,7 +134,7 @@ def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def require_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuse draft heads in eight bits where no kernel runs them.
+    """Refuse draft heads in fp8 where no kernel runs them.
 
     Raises:
         UnsupportedError: naming the device, or what its GPU lacks.

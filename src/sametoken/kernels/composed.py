@@ -17,8 +17,6 @@ from sametoken.kernels.interface import (
     Kernels,
     LogitsRules,
     Norm,
-    PackedExperts,
-    PackedWeight,
     SampledRows,
 )
 from sametoken.kernels.logits_rules import reference as logits_rules
@@ -27,6 +25,7 @@ from sametoken.kernels.recurrent.row_by_row import RowByRowPass
 from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.kernels.sampling.keys import make_keys
 from sametoken.kernels.truncation import reference as truncation
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 
 
 class ComposedKernels:
@@ -35,7 +34,7 @@ class ComposedKernels:
     def embed_beside(
         self: Kernels,
         token_ids: Tensor,
-        embedding: PackedWeight,
+        embedding: UnquantizedWeight,
         embedding_norm: Norm,
         hidden: Tensor,
         hidden_norm: Norm,
@@ -44,23 +43,11 @@ class ComposedKernels:
             self, token_ids, embedding, embedding_norm, hidden, hidden_norm
         )
 
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
-    ) -> SeparateExperts:
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
         return SeparateExperts(tuple(gate_up), tuple(down))
 
     def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
         return experts_reference.route(logits, top_k, normalise)
-
-    def mix_experts(
-        self: Kernels, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix(self, x, experts, chosen, weights)
-
-    def mix_expert_parts(
-        self: Kernels, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix_parts(self, x, experts, chosen, weights)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules

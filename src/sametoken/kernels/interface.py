@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
+from sametoken.kernels.weight import Experts, UnquantizedWeight, Weight
 
 
 class RunGroup(NamedTuple):
@@ -222,30 +223,6 @@ class LogitsRules:
     presence: Tensor
 
 
-class PackedWeight(Protocol):
-    """A linear or embedding weight in the layout its kernels want.
-
-    Holds the only copy of the weight; ``out_features`` is N and ``in_features`` is K of
-    the checkpoint's [N, K] matrix.
-    """
-
-    @property
-    def out_features(self) -> int: ...
-
-    @property
-    def in_features(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-class PackedExperts(Protocol):
-    """The matrices of a layer's experts in the layout their kernels want."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
 class Kernels(Protocol):
     """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
 
@@ -264,30 +241,8 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack(self, weight: Tensor) -> PackedWeight:
+    def pack(self, weight: Tensor) -> UnquantizedWeight:
         """Take over a [N, K] weight; the caller drops its own reference."""
-        ...
-
-    def eight_bit(self, weight: PackedWeight) -> PackedWeight:
-        """A copy in eight bits for draft heads: no token of the target may come of one.
-
-        ``linear``, ``gated_linear`` and ``logits`` take it, and round activations likewise.
-
-        Raises:
-            UnsupportedError: this bundle has no products with such weights.
-        """
-        ...
-
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype."""
-        ...
-
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """``x @ weight.T``: [L, K] -> [L, V] fp32."""
-        ...
-
-    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
-        """Rows of the weight: [T] int64 -> [T, K]."""
         ...
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
@@ -314,14 +269,14 @@ class Kernels(Protocol):
     def embed_beside(
         self,
         token_ids: Tensor,
-        embedding: PackedWeight,
+        embedding: UnquantizedWeight,
         embedding_norm: Norm,
         hidden: Tensor,
         hidden_norm: Norm,
     ) -> Tensor:
         """Normed embeddings beside normed hidden states: [T] int64 and [T, H] -> [T, 2H].
 
-        Each half has the bits of ``rms_norm``; the left one is of ``embedding(token_ids)``.
+        Each half has the bits of ``rms_norm``; the left one is of ``embedding.rows(token_ids)``.
         """
         ...
 
@@ -345,16 +300,7 @@ class Kernels(Protocol):
         """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
         ...
 
-    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """``silu(gate) * up`` of [T, 2I] = [gate | up] = ``linear(x, weight)`` -> [T, I].
-
-        Gate and up are rounded to x's dtype before the product.
-        """
-        ...
-
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
-    ) -> PackedExperts:
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
         """Take over E experts' [gate | up] and down; the caller drops its own references."""
         ...
 
@@ -363,25 +309,6 @@ class Kernels(Protocol):
 
         Weights are softmax probabilities, divided by their sum if ``normalise``, rounded to
         the dtype of ``logits``. Of equal ones the lowest id comes first.
-        """
-        ...
-
-    def mix_experts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        """Weighted sum of ``linear(gated_linear(x, gate_up), down)`` of each row's experts.
-
-        Added in fp32, in an order that the row alone decides, and rounded once: [T, H] ->
-        [T, H]. ``chosen`` and ``weights`` as ``route`` gives them.
-        """
-        ...
-
-    def mix_expert_parts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        """``mix_experts`` of a part of every expert's inner features: [T, H] -> [T, H] fp32.
-
-        Nothing is rounded after the gated products, so that parts can be added first.
         """
         ...
 

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.kernels.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.kernels.interface import (
-    AttentionRows,
-    AttentionShape,
-    Kernels,
-    PackedWeight,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.kernels.interface import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
+from sametoken.kernels.weight import UnquantizedWeight
 from sametoken.layers.attention import Attention
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
@@ -181,7 +175,7 @@ class Decoder:
         self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> HiddenStates:
         """[T] ids through all layers, ``attend`` being what mixes rows in the layer of an index."""
-        residual = self.kernels.embedding(token_ids, self.embedding)
+        residual = self.embedding.rows(token_ids)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
@@ -199,9 +193,9 @@ class Decoder:
 
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
-        return self.kernels.logits(hidden, self.head)
+        return self.head.matmul(hidden, out_dtype=torch.float32)
 
-    def whole_head(self) -> PackedWeight:
+    def whole_head(self) -> UnquantizedWeight:
         """The head with all its rows, for a rank that drafts by it.
 
         A rank with a part of it reads the whole from the checkpoint, unless that is tied to the
@@ -254,7 +248,7 @@ class Decoder:
         weight = weights.vector(f"{name}.weight", self.config.hidden_size)
         return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
 
-    def _load_head(self, weights: WeightReader) -> PackedWeight:
+    def _load_head(self, weights: WeightReader) -> UnquantizedWeight:
         name = HEAD
         if self.config.tie_word_embeddings:
             if HEAD in weights:
@@ -335,7 +329,7 @@ def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -
         Part(f"{prefix}.up_proj", size, split=Split.ROWS),
     )
     down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
-    return GatedMLP(weights.kernels, gate_up, down)
+    return GatedMLP(gate_up, down)
 
 
 def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:

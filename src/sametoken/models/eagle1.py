@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from sametoken.kernels.cache_types import PagedKV
-from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
@@ -67,11 +68,17 @@ class Eagle1Head:
     """
 
     kernels: Kernels
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
     fc: Linear
     layers: tuple[Eagle1Layer, ...]
-    lm_head: PackedWeight
+    lm_head: Weight
     token_ids: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        layers = (layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
+        return self.fc.nbytes + sum(layers)
 
     @property
     def caches(self) -> tuple[PagedKV, ...]:
@@ -94,7 +101,7 @@ class Eagle1Head:
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
-        embedded = self.kernels.embedding(token_ids, self.embedding)
+        embedded = self.embedding.rows(token_ids)
         residual = self.fc(torch.cat((embedded, hidden), dim=1))
         for index, layer in enumerate(self.layers):
             x = residual if layer.input_norm is None else layer.input_norm(residual)
@@ -109,4 +116,4 @@ class Eagle1Head:
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, V'] fp32."""
-        return self.kernels.logits(last, self.lm_head)
+        return self.lm_head.matmul(last, out_dtype=torch.float32)

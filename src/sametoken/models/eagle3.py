@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from sametoken.kernels.cache_types import PagedKV
-from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
@@ -80,7 +81,7 @@ class Eagle3Head:
 
     config: Eagle3Config
     kernels: Kernels
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
     aux_norms: tuple[RMSNorm, ...]
     fc: Linear
     input_layernorm: RMSNorm
@@ -89,8 +90,13 @@ class Eagle3Head:
     post_attention_layernorm: RMSNorm
     mlp: GatedMLP
     norm: RMSNorm
-    lm_head: PackedWeight
+    lm_head: Weight
     token_ids: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        return self.fc.nbytes + self.attention.nbytes + self.mlp.nbytes
 
     @property
     def caches(self) -> tuple[PagedKV, ...]:
@@ -133,4 +139,4 @@ class Eagle3Head:
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, draft vocabulary] fp32."""
-        return self.kernels.logits(last, self.lm_head)
+        return self.lm_head.matmul(last, out_dtype=torch.float32)

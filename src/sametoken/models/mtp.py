@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sametoken.kernels.cache_types import PagedKV
-from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates
@@ -43,15 +45,20 @@ class MTPHead:
     """
 
     kernels: Kernels
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
     embedding_norm: RMSNorm
     hidden_norm: RMSNorm
     fc: Linear
     layer: DecoderLayer
     norm: RMSNorm
-    lm_head: PackedWeight
+    lm_head: Weight
     caches: tuple[PagedKV, ...]
     token_ids: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        return self.fc.nbytes + self.layer.nbytes
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
@@ -80,4 +87,4 @@ class MTPHead:
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, V'] fp32."""
-        return self.kernels.logits(last, self.lm_head)
+        return self.lm_head.matmul(last, out_dtype=torch.float32)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sametoken.core.layout import StepLayout, StepShape
+from sametoken.core.layout import NO_REQUESTS, StepLayout, StepShape
 from sametoken.kernels.step.types import LayoutTable
 from sametoken.runner.layout_ring import LayoutRing
 from sametoken.runner.lent import lent
@@ -18,9 +18,6 @@ from sametoken.runner.runner import Launcher
 from sametoken.runner.step import Computed, Step
 
 WARM_UP_RUNS = 2
-
-#: An empty layout: every request of a shape is padding.
-NO_REQUESTS = StepLayout(0, (), (), (), (), (0,), (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ class StepGraphs:
 
     Attributes:
         step: the functions.
-        shapes: what is captured, ascending by rows.
+        shapes: what is captured, in the order in which they are tried.
         layouts: on their way to the device.
         others: runs steps that fit no captured shape.
     """

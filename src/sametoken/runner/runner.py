@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from sametoken.core.layout import StepLayout, StepShape, padded
+from sametoken.core.layout import NO_REQUESTS, StepLayout, StepShape, padded
 from sametoken.core.plan import StepPlan
 from sametoken.kernels.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
@@ -62,14 +62,15 @@ class EagerLauncher:
         between.process(computed)
         between.score(self.step.settle(computed).tokens)
 
+    def warm_up(self, num_rows: int) -> None:
+        """Compile what steps of this size need, by one that is all padding."""
+        sequences = self.step.sequences
+        shape = StepShape(2, num_rows, 1, 1, sequences.max_num_drafts + 1, num_rows)
+        table = NO_REQUESTS.table(shape, sequences.reserved_slot, 0)
+        self.step.settle(self.step.forward(LayoutTable(upload(table, sequences.device), shape)))
+
     def _padded(self, shape: StepShape) -> StepShape:
-        if self.row_multiple == 1:
-            return shape
-        sizes = (shape.num_requests, shape.num_rows, shape.num_sampled)
-        requests, rows, sampled = (
-            -(-size // self.row_multiple) * self.row_multiple for size in sizes
-        )
-        return padded(shape, requests, rows, rows if shape.all_sampled else sampled)
+        return shape if self.row_multiple == 1 else padded(shape, self.row_multiple)
 
 
 @dataclass(frozen=True, slots=True)

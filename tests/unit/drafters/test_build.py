@@ -30,10 +30,12 @@ from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.errors import CheckpointError, DrafterMismatchError, InvariantError, UnsupportedError
 from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.select import select_backend
 from sametoken.models.loader import load_model, read_config
 
 KERNELS = ReferenceKernels()
-PLACEMENT = Placement(KERNELS, torch.float32, CPU, max_model_len=40, max_positions=MAX_LEN)
+BACKEND = dataclasses.replace(select_backend(CPU), model=KERNELS)
+PLACEMENT = Placement(BACKEND, torch.float32, CPU, max_model_len=40, max_positions=MAX_LEN)
 
 
 def load_target(directory, aux_layers=()):

@@ -63,7 +63,7 @@ def test_slots_have_room_for_drafts_beyond_the_longest_request(target, method, k
     options = {}
     if method:
         options = speculative(method, k, target if method == "draft_model" else None)
-    sequences = build(target, **options)._runner.sequences
+    sequences = build(target, **options)._runner.step.sequences
     assert sequences.max_num_drafts == k
     assert sequences.token_ids.shape == (3, 32 + k + 1)
     assert sequences.num_tokens.shape == (3,)
@@ -72,7 +72,7 @@ def test_slots_have_room_for_drafts_beyond_the_longest_request(target, method, k
 def test_an_eagle3_head_is_attached_over_kv_of_its_own(target, tmp_path):
     head = write_safeailab(tmp_path / "head", head_tensors())
     core = build(target, **speculative("eagle3", 3, head))
-    (cache,) = core._runner.drafter.kv_caches
+    (cache,) = core._runner.step.drafter.kv_caches
     assert len(cache.layers) == 1
     ran = run(core, [request("r", tuple(range(10)), 8)])
     assert len(ran.tokens["r"]) == 8
@@ -95,10 +95,10 @@ def test_the_scheduler_knows_how_far_the_drafter_looks(target, tmp_path):
         (speculative("eagle3", 4, head), 2, 1),
     ):
         core = build(target, **options)
-        limits, drafter = core.scheduler._limits, core._runner.drafter
+        limits, drafter = core.scheduler._limits, core._runner.step.drafter
         assert (limits.lookahead_slots, limits.lookahead_tokens) == (slots, tokens)
         assert (drafter.lookahead_slots, drafter.lookahead_tokens) == (slots, tokens)
-        assert limits.num_speculative_tokens == core._runner.sequences.max_num_drafts
+        assert limits.num_speculative_tokens == core._runner.step.sequences.max_num_drafts
 
 
 def test_preemption_takes_the_drafter_s_kv_along(target, monkeypatch):

@@ -236,7 +236,7 @@ def test_no_value_is_asked_of_the_device(monkeypatch):
 def test_a_step_without_rows(implementation):
     request = Ruled((1,), params=greedy(logit_bias={1: 1.0}, presence_penalty=1.0))
     scene = make_scene([request], DEVICE)
-    no_rows = SampledRows(*(torch.empty(0, dtype=torch.int64, device=DEVICE) for _ in range(4)))
+    no_rows = SampledRows(None, *torch.empty(4, 0, dtype=torch.int64, device=DEVICE))
     scene = replace(scene, rows=no_rows)
     assert scene.apply(implementation, torch.empty(0, 9, device=DEVICE)).numel() == 0
 
@@ -290,7 +290,7 @@ class Committed:
 at, numbers = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
 rules = LogitsRules({0: at}, at, {0: 70}, at, numbers, numbers, numbers)
 for vocab_size in (151936, 50257, 1):
-    apply_rules(torch.zeros(2, vocab_size), SampledRows(at, at, at, at), Committed, rules)
+    apply_rules(torch.zeros(2, vocab_size), SampledRows(None, at, at, at, at), Committed, rules)
 """
     compile_launches(code, tmp_path)
     made = [(path.stem, path.read_text()) for path in tmp_path.rglob("*.ptx")]

@@ -15,29 +15,30 @@ from helpers.compiled import compile_launches
 RELEASE, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 OVERLAP = """
 from sametoken.kernels.attention import triton as attention
-from sametoken.kernels.draft_rows import triton as draft_rows
 from sametoken.kernels.gated_delta_rule import prepare
 from sametoken.kernels.gated_delta_rule import triton as gated_delta_rule
-from sametoken.kernels.recurrent import runs
 from sametoken.kernels.norm_rope import triton as norm_rope
-from sametoken.kernels.stage import triton as stage
-for module in (attention, draft_rows, gated_delta_rule, norm_rope, prepare, runs, stage):
+from sametoken.kernels.recurrent import runs
+from sametoken.kernels.step import triton_drafts, triton_inputs
+writers = (triton_drafts, triton_inputs)
+for module in (attention, gated_delta_rule, norm_rope, prepare, runs, *writers):
     module.overlapped = lambda tensor, early=True: dict(OVERLAP=True, launch_pdl=early)
 """
 ROWS = (
     OVERLAP
     + """
+from sametoken.core.layout import StepShape
+from sametoken.kernels.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 sequences = Sequences.allocate(
     max_num_seqs=2, max_len=64, num_drafts=3, block_size=16, reserved_block=3,
     device=torch.device("cpu"),
 )
-slots = torch.arange(2)
-stage.stage_windows(sequences, slots, slots, slots, 4)
-caught_up = draft_rows.catch_up(
-    sequences, slots, slots, slots, slots == 0, rows_per_plan_row=4, with_newest=False
-)
-draft_rows.advanced(sequences, caught_up.chains)
+shape = StepShape(2, 8, 8, 2, 4, 4)
+table = torch.zeros(8, shape.table_width, dtype=torch.int64)
+x = triton_inputs.prepare_inputs(sequences, LayoutTable(table, shape))
+caught_up = triton_drafts.catch_up(sequences, x, x.num_computed, with_newest=False)
+triton_drafts.advanced(sequences, caught_up.chains)
 """
 )
 LAYER = (
@@ -103,7 +104,7 @@ def compiled(cache, kernel: str) -> str:
 
 def test_nothing_overtakes_the_kernels_that_write_where_rows_stand(tmp_path):
     compile_launches(ROWS, tmp_path)
-    for kernel in ("_stage_kernel", "_catch_up_kernel", "_advance_kernel"):
+    for kernel in ("_prepare_inputs_kernel", "_catch_up_kernel", "_advance_kernel"):
         code = compiled(tmp_path, kernel)
         assert WAIT in code
         assert RELEASE not in code

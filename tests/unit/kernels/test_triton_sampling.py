@@ -7,8 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
+from sametoken.kernels.interface import SampledRows
+from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import reference
 from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.sampling.keys import is_nan, is_nothing, token_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = [0, 1, 2**31, 2**32 + 5, 2**63 - 1]
@@ -144,18 +147,21 @@ def test_a_row_chooses_alone_what_it_chooses_in_company():
         assert torch.equal(alone, together[one])
 
 
+def rows_at(slots: torch.Tensor, positions: torch.Tensor) -> SampledRows:
+    return SampledRows(None, slots, positions, positions, positions)
+
+
 def test_tiles_of_many_rows_choose_what_tiles_of_few_choose():
     logits = torch.randn(20, 5000, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     logits[17, 4500], logits[18, [4097, 4999]] = torch.nan, 9.0
     temperature, seeds, positions = (values.repeat(4) for values in parameters(5))
     slots = torch.arange(20, device=DEVICE)
-    many = sampling.window_keys(logits, temperature, seeds, slots, positions)
+    many = sampling.token_keys(logits, temperature, seeds, rows_at(slots, positions))
     tokens, poisoned = sampling.best_tokens(many)
     for i in range(20):
         one = slice(i, i + 1)
-        few = sampling.window_keys(
-            logits[one].clone(), temperature, seeds, slots[one], positions[one]
-        )
+        alone = rows_at(slots[one], positions[one])
+        few = sampling.token_keys(logits[one].clone(), temperature, seeds, alone)
         assert few.shape[1] > many.shape[1]
         alone = sampling.best_tokens(few)
         assert (alone[0], alone[1]) == (tokens[i], poisoned[i])
@@ -186,7 +192,7 @@ def test_nan_poisons_its_row_alone(value):
     logits[1, 1299], logits[3, 0], logits[3, 4] = value, value, torch.inf
     temperature, seeds, positions = parameters(5)
     slots = torch.arange(5, device=DEVICE)
-    keys = sampling.window_keys(logits, temperature, seeds, slots, positions)
+    keys = sampling.token_keys(logits, temperature, seeds, rows_at(slots, positions))
     tokens, poisoned = sampling.best_tokens(keys)
     assert poisoned.tolist() == [False, True, False, True, False]
     assert ((tokens >= 0) & (tokens < 1300)).all()
@@ -194,38 +200,24 @@ def test_nan_poisons_its_row_alone(value):
     assert torch.equal(tokens[[0, 2, 4]], expected[[0, 2, 4]])
 
 
-def test_parameters_are_found_by_slot():
-    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+def test_keys_are_those_of_every_bundle():
+    """The target's own token by its slot's parameters; NaN and a row without a token are named."""
+    logits = (3 * torch.randn(8, 1500, generator=torch.Generator().manual_seed(3))).to(DEVICE)
+    logits[4, 1300], logits[5] = torch.nan, -torch.inf
+    logits[6] = -torch.inf
+    logits[6, 7] = torch.nan
+    logits[7, [3, 1400]] = torch.inf
+    before = logits.clone()
     temperature, seeds, _ = parameters(5)
-    slots = torch.tensor([2, 4, 2, 0], device=DEVICE)
-    positions = torch.tensor([9, 4, 10, 3], device=DEVICE)
-    tokens, _ = sampling.best_tokens(
-        sampling.window_keys(logits, temperature, seeds, slots, positions)
-    )
+    slots = torch.tensor([2, 4, 2, 0, 1, 3, 4, 0], device=DEVICE)
+    positions = torch.tensor([9, 4, 10, 3, 7, 8, 8, 1], device=DEVICE)
     expected = reference.sample(logits, temperature[slots], seeds[slots], positions + 1)
-    assert torch.equal(tokens, expected)
-
-
-def test_keys_of_runs_of_columns_side_by_side_are_those_of_all_tokens():
-    """Ranks that share a model each make the keys of their own tokens."""
-    logits = torch.randn(4, 2400, generator=torch.Generator().manual_seed(4)).to(DEVICE)
-    logits[0, [5, 1205]] = 9.0
-    logits[3, 2000] = torch.nan
-    temperature, seeds, positions = parameters(4)
-    slots = torch.arange(4, device=DEVICE)
-    runs = [
-        sampling.window_keys(
-            logits[:, first : first + 1200].contiguous(),
-            temperature,
-            seeds,
-            slots,
-            positions,
-            first,
-        )
-        for first in (0, 1200)
-    ]
-    whole = sampling.window_keys(logits, temperature, seeds, slots, positions)
-    tokens, poisoned = sampling.best_tokens(torch.cat(runs, dim=1))
-    expected_tokens, expected_poisoned = sampling.best_tokens(whole)
-    assert torch.equal(tokens, expected_tokens)
-    assert torch.equal(poisoned, expected_poisoned)
+    sound = [0, 1, 2, 3, 7]
+    for bundle in (sampling, ReferenceKernels()):
+        keys = bundle.token_keys(logits, temperature, seeds, rows_at(slots, positions))
+        best = keys.amax(dim=1)
+        assert is_nan(best).nonzero().flatten().tolist() == [4, 6]
+        assert is_nothing(best).nonzero().flatten().tolist() == [5]
+        assert torch.equal(token_of(best)[sound], expected[sound])
+        assert ((token_of(best) >= 0) & (token_of(best) < 1500)).all()
+        assert torch.equal(logits.view(torch.int32), before.view(torch.int32))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from helpers.forward import CPU, Bench
 from helpers.hybrids import write_hybrid
 from sametoken.kernels.gemm.tuning import load_table
-from sametoken.kernels.interface import Kernels
+from sametoken.kernels.interface import Kernels, RowRuns
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.triton import TritonKernels
 from sametoken.models.loader import load_model
@@ -16,12 +18,21 @@ from sametoken.models.loader import load_model
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 
-def bench(path, kernels: Kernels) -> Bench:
+class OneRun(Bench):
+    """All rows of a pass are one slot's."""
+
+    def rows_at(self, slots, positions):
+        count = len(slots)
+        runs = RowRuns(1, count, torch.tensor([0, count]), 0, 0)
+        return replace(super().rows_at(slots, positions), runs=runs)
+
+
+def bench(path, kernels: Kernels) -> OneRun:
     model = load_model(path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=16)
-    return Bench(model, max_len=16)
+    return OneRun(model, max_len=16)
 
 
-def by_kernels(path) -> Bench:
+def by_kernels(path) -> OneRun:
     return bench(path, TritonKernels(load_table("another device")))
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
+from helpers.judged import Case, Row, case_of
+from helpers.static_steps import STEPS
 from sametoken.core.plan import Admission
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.core.structured_outputs import Stuck
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.verification import grammar as module
-from sametoken.verification.grammar import SlotGrammars
-from sametoken.verification.logits import process_logits
-from sametoken.verification.windows import sampled_rows
 
 VOCAB = 40
 
@@ -51,159 +49,145 @@ class Grammar:
         return self.matchers[-1]
 
 
-def admitted(step, grammars: dict[int, Grammar]) -> SlotGrammars:
-    slots = SlotGrammars(step.sequences)
-    for index, grammar in grammars.items():
-        slot = int(step.x.slots[index])
-        slots.admit(Admission(slot, step.rows[index].prompt, 0, SamplingParams(), grammar=grammar))
-    return slots
+each_kind = pytest.mark.parametrize("steps", STEPS)
+
+
+def again(case: Case, *rows: Row) -> Case:
+    """A later step of the same requests; by default nothing has been committed."""
+    plain = [replace(row, grammar=None) for row in rows or case.rows]
+    later = replace(case_of(plain), grammars=case.grammars)
+    case.grammars._sequences = later.sequences
+    return later
 
 
 def allowed_of(logits: torch.Tensor) -> list[list[int]]:
     return [(row > -math.inf).nonzero().flatten().tolist() for row in logits]
 
 
-def test_every_row_knows_its_own_drafts_and_the_matcher_stays_where_it_was(make_row, stage_step):
-    step = stage_step([make_row(prompt=(9, 9), output=(3, 7), drafts=(8, 20, 38))])
+@each_kind
+def test_every_row_knows_its_own_drafts_and_the_matcher_stays_where_it_was(steps):
     grammar = Grammar()
-    logits = torch.zeros(4, VOCAB)
-    stuck = admitted(step, {0: grammar}).mask(logits, step.x)
-    assert allowed_of(logits) == [list(range(n, VOCAB)) for n in (8, 9, 21, 39)]
-    assert not stuck.any()
+    case = case_of([Row((9, 9), (3, 7), (8, 20, 38), grammar=grammar)])
+    judged = case.run(torch.zeros(4, VOCAB), steps=steps)
+    assert allowed_of(judged.processed) == [list(range(n, VOCAB)) for n in (8, 9, 21, 39)]
+    assert judged.poisoned == [False]
     assert grammar.matchers[0].accepted == [-1, 3, 7]
 
 
-def test_rows_after_a_refused_draft_are_left_alone(make_row, stage_step):
-    step = stage_step([make_row(prompt=(1,), output=(7,), drafts=(8, 2, 30))])
-    logits = torch.zeros(4, VOCAB)
-    admitted(step, {0: Grammar()}).mask(logits, step.x)
-    assert allowed_of(logits)[:2] == [list(range(8, VOCAB)), list(range(9, VOCAB))]
-    assert allowed_of(logits)[2:] == [list(range(VOCAB))] * 2
+def test_rows_after_a_refused_draft_are_left_alone():
+    case = case_of([Row((1,), (7,), (8, 2, 30), grammar=Grammar())])
+    allowed = allowed_of(case.run(torch.zeros(4, VOCAB)).processed)
+    assert allowed[:2] == [list(range(8, VOCAB)), list(range(9, VOCAB))]
+    assert allowed[2:] == [list(range(VOCAB))] * 2
 
 
-def test_committed_tokens_are_taken_up_once_however_many_a_step_brought(make_row, stage_step):
-    step = stage_step([make_row(prompt=(1,), drafts=(2, 3, 9))])
+def test_committed_tokens_are_taken_up_once_however_many_a_step_brought():
     grammar = Grammar()
-    slots = admitted(step, {0: grammar})
-    slots.mask(torch.zeros(4, VOCAB), step.x)
+    case = case_of([Row((1,), drafts=(2, 3, 9), grammar=grammar)])
+    case.run(torch.zeros(4, VOCAB))
     assert grammar.matchers[0].accepted == [-1]
     # The step accepted all drafts, the next one a part of its own.
     for output in ((2, 3, 9, 11), (2, 3, 9, 11, 12, 13)):
-        later = stage_step([make_row(prompt=(1,), output=output, drafts=(30, 31, 0))])
-        slots._sequences = later.sequences
-        logits = torch.zeros(4, VOCAB)
-        slots.mask(logits, later.x)
+        later = again(case, Row((1,), output, (30, 31, 0)))
+        allowed = allowed_of(later.run(torch.zeros(4, VOCAB)).processed)
         assert grammar.matchers[0].accepted == [-1, *output]
-        assert allowed_of(logits)[0] == list(range(output[-1] + 1, VOCAB))
+        assert allowed[0] == list(range(output[-1] + 1, VOCAB))
 
 
-def test_other_rows_are_neither_read_nor_written(make_row, stage_step):
+@each_kind
+def test_other_rows_are_neither_read_nor_written(steps):
     rows = [
-        make_row(prompt=(5,), output=(2,), drafts=(1,)),
-        make_row(prompt=(1, 2, 3), num_query=2, num_computed=0, samples=False),
-        make_row(prompt=(4,), output=(6,), drafts=(7,)),
+        Row((5,), (2,), (1,)),
+        Row((4,), (6,), (7,), grammar=Grammar()),
+        Row((1, 2, 3), num_query=2, num_computed=0, samples=False, grammar=Grammar()),
     ]
-    step = stage_step(rows)
-    logits = torch.full((4, VOCAB), math.nan)
-    logits[2:] = 0
-    admitted(step, {1: Grammar(), 2: Grammar()}).mask(logits, step.x)
-    assert logits[:2].isnan().all()
-    assert allowed_of(logits[2:]) == [list(range(7, VOCAB)), list(range(8, VOCAB))]
+    logits = torch.full((4, VOCAB), 0.5)
+    logits[1, 3] = math.nan
+    found = case_of(rows).run(logits, steps=steps).processed
+    assert torch.equal(found[0], logits[0])
+    assert found[1].isnan().any()
+    assert allowed_of(found[2:]) == [list(range(7, VOCAB)), list(range(8, VOCAB))]
 
 
-def test_a_row_without_a_token_is_named(make_row, stage_step):
-    step = stage_step([make_row(prompt=(1,), drafts=(39,))])
-    stuck = admitted(step, {0: Grammar()}).mask(torch.zeros(2, VOCAB), step.x)
-    assert stuck.tolist() == [False, True]
+@each_kind
+@pytest.mark.parametrize("drafts", [(), (30,), (2,)])
+def test_a_request_that_is_stuck_at_once_fails_and_says_so(drafts, steps):
+    rows = [Row((1,), (39,), drafts, grammar=Grammar()), Row((1,))]
+    judged = case_of(rows).run(torch.zeros(len(drafts) + 2, VOCAB), steps=steps)
+    assert judged.poisoned == [True, False]
+    assert judged.stuck == [Stuck.NO_TOKEN, Stuck.NOT]
 
 
-def test_a_committed_token_against_the_grammar_leaves_no_token(make_row, stage_step):
+def test_a_committed_token_against_the_grammar_leaves_no_token():
     """Nothing that the engine does may commit one; a matcher that lost track must not go on."""
-    step = stage_step([make_row(prompt=(1,), output=(9, 4), drafts=(30, 31))])
-    stuck = admitted(step, {0: Grammar()}).mask(torch.zeros(3, VOCAB), step.x)
-    assert stuck.all()
+    case = case_of([Row((1,), (9, 4), (30, 31), grammar=Grammar())])
+    judged = case.run(torch.zeros(3, VOCAB))
+    assert allowed_of(judged.processed) == [[]] * 3
+    assert judged.stuck == [Stuck.BROKEN]
 
 
-def test_a_matcher_that_breaks_fails_its_own_request(make_row, stage_step, monkeypatch):
-    step = stage_step([make_row(prompt=(1,), drafts=(3,)), make_row(prompt=(2,), drafts=(4,))])
+@each_kind
+def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token(steps):
+    """So a request fails after the same tokens, with drafts or without."""
+    judged = case_of([Row((1,), (37,), (38, 39), grammar=Grammar())]).run(
+        torch.zeros(3, VOCAB), steps=steps
+    )
+    assert judged.poisoned == [False]
+    assert judged.tokens == [(38, 39)]
+
+
+def test_a_matcher_that_breaks_fails_its_own_request(monkeypatch):
     first, second = Grammar(), Grammar()
-    slots = admitted(step, {0: first, 1: second})
+    rows = [Row((1,), drafts=(3,), grammar=first), Row((2,), drafts=(4,), grammar=second)]
+    case = case_of(rows)
 
     def broken():
         raise RuntimeError("the library has a defect")
 
     monkeypatch.setattr(first.matchers[0], "copy", broken)
-    for _ in range(2):
-        logits = torch.zeros(4, VOCAB)
-        assert slots.mask(logits, step.x).tolist() == [Stuck.BROKEN, Stuck.BROKEN, 0, 0]
-        assert allowed_of(logits[2:]) == [list(range(VOCAB)), list(range(5, VOCAB))]
+    for step in (case, again(case)):
+        case.grammars._sequences = step.sequences
+        judged = step.run(torch.zeros(4, VOCAB))
+        assert judged.stuck == [Stuck.BROKEN, Stuck.NOT]
+        assert allowed_of(judged.processed[:2]) == [[], []]
+        assert allowed_of(judged.processed[2:]) == [list(range(VOCAB)), list(range(5, VOCAB))]
 
 
-def test_other_masks_and_cuts_compose(make_row, stage_step):
+def test_other_masks_and_cuts_compose():
     params = SamplingParams(
         temperature=1.0, seed=1, top_k=2, allowed_token_ids=(2, 8, 30, 35), logit_bias={30: 1.0}
     )
-    step = stage_step([make_row(prompt=(1,), output=(5,), drafts=(8,), params=params)])
+    case = case_of([Row((1,), (5,), (8,), params, grammar=Grammar())])
     logits = torch.zeros(2, VOCAB)
     logits[:, 8] = 0.5
-    stuck = process_logits(
-        logits,
-        sampled_rows(step.x),
-        step.sequences,
-        step.table,
-        ReferenceKernels(),
-        lambda logits: admitted(step, {0: Grammar()}).mask(logits, step.x),
-    )
-    assert allowed_of(logits) == [[8, 30], [30, 35]]
-    assert not stuck.any()
+    judged = case.run(logits)
+    assert allowed_of(judged.processed) == [[8, 30], [30, 35]]
+    assert judged.stuck == [Stuck.NOT]
 
 
-@pytest.mark.parametrize("drafts", [(), (30,), (2,)])
-def test_a_request_that_is_stuck_at_once_fails_and_says_so(drafts, make_row, stage_step):
-    row = make_row(prompt=(1,), output=(39,), drafts=drafts)
-    step = stage_step([row, make_row(prompt=(1,))])
-    slot = int(step.x.slots[0])
-    step.verifier.admit(Admission(slot, row.prompt, 0, row.params, grammar=Grammar()))
-    verdict = step.verifier.judge(torch.zeros(len(drafts) + 2, VOCAB), step.x)
-    assert verdict.stuck.tolist() == [True, False]
-    assert verdict.poisoned.tolist() == [True, False]
+def test_a_new_request_inherits_no_cursor():
+    case = case_of([Row((1,), (39,), grammar=Grammar())])
+    case.grammars.admit(Admission(case.slots[0], (1,), 0, SamplingParams()))
+    judged = case.run(torch.zeros(1, VOCAB))
+    assert allowed_of(judged.processed) == [list(range(VOCAB))]
+    assert judged.poisoned == [False]
 
 
-def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token(make_row, stage_step):
-    """So a request fails after the same tokens, with drafts or without."""
-    row = make_row(prompt=(1,), output=(37,), drafts=(38, 39))
-    step = stage_step([row])
-    slot = int(step.x.slots[0])
-    step.verifier.admit(Admission(slot, row.prompt, 0, row.params, grammar=Grammar()))
-    verdict = step.verifier.judge(torch.zeros(3, VOCAB), step.x)
-    assert not verdict.poisoned.any()
-    assert verdict.num_accepted.tolist() == [1]
-    assert verdict.next_token.tolist() == [39]
-
-
-def test_a_new_request_inherits_no_cursor(make_row, stage_step):
-    step = stage_step([make_row(prompt=(1,), output=(39,))])
-    slots = admitted(step, {0: Grammar()})
-    slots.admit(Admission(int(step.x.slots[0]), (1,), 0, SamplingParams()))
-    logits = torch.zeros(1, VOCAB)
-    assert not slots.mask(logits, step.x).any()
-    assert allowed_of(logits) == [list(range(VOCAB))]
-
-
-def test_masks_that_take_too_long_fail_their_own_request(make_row, stage_step, monkeypatch):
+def test_masks_that_take_too_long_fail_their_own_request(monkeypatch):
     """The second draft's mask is the one too many: the whole window fails, and later ones."""
     clock = iter(range(10**6))
     monkeypatch.setattr(module, "MASK_CREDIT_S", 4.5)
     monkeypatch.setattr(module, "MASK_SECONDS", 0.25)
     monkeypatch.setattr(module.time, "thread_time", lambda: next(clock))
     monkeypatch.setattr(module.MaskBudget.__init__, "__defaults__", (4.5,))
-    step = stage_step([make_row(prompt=(1,), drafts=(3, 4, 5)), make_row(prompt=(2,), drafts=())])
-    slots = admitted(step, {0: Grammar(), 1: Grammar()})
-    for _ in range(2):
-        logits = torch.zeros(5, VOCAB)
-        assert slots.mask(logits, step.x).tolist() == [Stuck.SLOW] * 4 + [0]
-        assert allowed_of(logits)[:4] == [[]] * 4
-        assert allowed_of(logits)[4] == list(range(VOCAB))
+    rows = [Row((1,), drafts=(3, 4, 5), grammar=Grammar()), Row((2,), grammar=Grammar())]
+    case = case_of(rows)
+    for step in (case, again(case)):
+        case.grammars._sequences = step.sequences
+        judged = step.run(torch.zeros(5, VOCAB))
+        assert judged.stuck == [Stuck.SLOW, Stuck.NOT]
+        assert allowed_of(judged.processed)[:4] == [[]] * 4
+        assert allowed_of(judged.processed)[4] == list(range(VOCAB))
 
 
 def test_unused_credit_does_not_add_up():

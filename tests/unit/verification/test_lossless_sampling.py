@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from sametoken.core.layout import StepLayout
 from sametoken.core.plan import Admission, PlanRow, StepPlan
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import reference
-from sametoken.state import commit
-from sametoken.state.inputs import stage
+from sametoken.kernels.step import compact
+from sametoken.kernels.step.types import LayoutTable
+from sametoken.state.commit import admit
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.keyed import KeyedVerifier
 
 pytestmark = pytest.mark.xdist_group("lossless sampling")
 VOCAB_SIZE = 8
@@ -61,13 +62,13 @@ def generate(drafter, num_requests=NUM_REQUESTS, num_positions=NUM_POSITIONS, **
         device=cpu,
     )
     table = SamplingTable.allocate(num_requests, cpu)
-    verifier = KeyedVerifier(ReferenceKernels(), sequences, table)
+    kernels = ReferenceKernels()
     first_seed = parameters.pop("first_seed", 1000)
     for slot in range(num_requests):
         params = SamplingParams(temperature=TEMPERATURE, seed=first_seed + slot, **parameters)
         admission = Admission(slot, (slot % VOCAB_SIZE,), 0, params)
-        commit.admit(sequences, admission)
-        verifier.admit(admission)
+        admit(sequences, admission)
+        table.admit(admission)
 
     num_accepted = 0
     while True:
@@ -80,9 +81,17 @@ def generate(drafter, num_requests=NUM_REQUESTS, num_positions=NUM_POSITIONS, **
         sequences.draft_ids[slots, : drafts.shape[1]] = drafts
         sequences.num_drafts[slots] = drafts.shape[1]
         rows = tuple(PlanRow(slot, 1, NUM_DRAFTS, samples=True) for slot in slots.tolist())
-        x = stage(sequences, StepPlan(0, rows=rows))
-        verdict = verifier.judge(TARGET[x.token_ids[x.logits_indices]], x)
-        commit.commit(sequences, x, verdict.num_accepted, verdict.next_token)
+        layout = StepLayout.of(
+            StepPlan(0, rows=rows), compact.known_drafts(sequences, slots.tolist())
+        )
+        columns = layout.table(layout.shape, num_requests, 0)
+        x = compact.prepare_inputs(sequences, LayoutTable(torch.tensor(columns), layout.shape))
+        logits = TARGET[x.token_ids]
+        kernels.apply_rules(logits, x.sampled, sequences, table.rules)
+        kernels.truncate(logits, x.sampled.slots, table.cuts)
+        keys = kernels.token_keys(logits, table.temperature, table.seed, x.sampled)
+        verdict = compact.verify(keys, x)
+        compact.commit(sequences, x, verdict.num_accepted, verdict.next_token)
         num_accepted += int(verdict.num_accepted.sum())
 
 

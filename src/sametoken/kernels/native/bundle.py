@@ -10,32 +10,28 @@ from torch import Tensor
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.composed import ComposedKernels
 from sametoken.kernels.gated_delta_rule.rule import GatedDeltaParams
-from sametoken.kernels.interface import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    PackedWeight,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.kernels.native.library import NativeLibrary, load_library
 from sametoken.kernels.native.memory import WeightMemory
 from sametoken.kernels.native.recurrent import NativePass
 from sametoken.kernels.recurrent.rule import Folded, LayerMemory, RawRows
+from sametoken.kernels.weight import Weight
 
 MAX_HEAD_DIM = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight in groups of 32 columns, each group one contiguous stream (tile.h).
+    """An ``UnquantizedWeight`` in groups of 32 columns, each one contiguous stream (tile.h).
 
     Attributes:
+        library: where its products are.
         panels: uint8, the only copy, padded with zeros to whole groups.
         address: of ``panels``, read once.
         dtype: bfloat16 or float32.
     """
 
+    library: NativeLibrary
     panels: Tensor
     address: int
     out_features: int
@@ -46,6 +42,55 @@ class PanelWeight:
     def nbytes(self) -> int:
         """Bytes of the one copy."""
         return self.panels.numel()
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        t, k = x.shape
+        n, dtype = self.out_features, out_dtype or x.dtype
+        _require(x, self.dtype)
+        if k != self.in_features:
+            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {self.in_features}]")
+        out = torch.empty((t, n), dtype=dtype)
+        self.library.gemm(
+            x.data_ptr(),
+            self.address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            t,
+            n,
+            k,
+            self.dtype is torch.bfloat16,
+            dtype is torch.bfloat16,
+        )
+        return out
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return silu_mul(self.library, self.matmul(x))
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        t, n, k = token_ids.shape[0], self.out_features, self.in_features
+        _require(token_ids, torch.int64)
+        out = torch.empty((t, k), dtype=self.dtype)
+        is_bf16 = self.dtype is torch.bfloat16
+        ids = token_ids.data_ptr()
+        if not self.library.embedding(ids, self.address, out.data_ptr(), t, n, k, is_bf16):
+            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
+        return out
+
+    def quantize_fp8(self) -> Weight:
+        raise UnsupportedError(
+            "the native kernels have no products with fp8 weights", 'leave "quantization" out'
+        )
+
+
+def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    t, width = gate_up.shape
+    _require(gate_up, gate_up.dtype)
+    out = torch.empty((t, width // 2), dtype=gate_up.dtype)
+    library.silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
+    return out
 
 
 class NativeKernels(ComposedKernels):
@@ -61,11 +106,9 @@ class NativeKernels(ComposedKernels):
     def __init__(self, library: NativeLibrary | None = None) -> None:
         library = library or load_library()
         self._memory = WeightMemory(library.prefer_large_pages)
-        self._packed_bytes, self._pack = library.packed_bytes, library.pack
-        self._gemm, self._embedding = library.gemm, library.embedding
+        self._library = library
         self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
-        self._silu_mul, self._sigmoid_mul = library.silu_mul, library.sigmoid_mul
-        self._rope = library.rope_and_cache
+        self._sigmoid_mul, self._rope = library.sigmoid_mul, library.rope_and_cache
         self._attention, self._sample = library.attention, library.sample
         self._gated_delta = library.gated_delta
 
@@ -81,32 +124,9 @@ class NativeKernels(ComposedKernels):
         n, k = weight.shape
         is_bf16 = _is_bf16(weight)
         weight = weight.contiguous()
-        panels = self._memory.take(self._packed_bytes(n, k, is_bf16))
-        self._pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
-        return PanelWeight(panels, panels.data_ptr(), n, k, weight.dtype)
-
-    def eight_bit(self, weight: PackedWeight) -> PackedWeight:
-        raise UnsupportedError(
-            f"the {self.name} kernels have no products with eight-bit weights",
-            'leave "quantization" out',
-        )
-
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        return self._product(x, weight, bias, x.dtype)
-
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return self._product(x, weight, None, torch.float32)
-
-    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
-        assert isinstance(weight, PanelWeight)
-        t, n, k = token_ids.shape[0], weight.out_features, weight.in_features
-        _require(token_ids, torch.int64)
-        out = torch.empty((t, k), dtype=weight.dtype)
-        is_bf16 = weight.dtype is torch.bfloat16
-        ids = token_ids.data_ptr()
-        if not self._embedding(ids, weight.address, out.data_ptr(), t, n, k, is_bf16):
-            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
-        return out
+        panels = self._memory.take(self._library.packed_bytes(n, k, is_bf16))
+        self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
+        return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)
@@ -135,13 +155,6 @@ class NativeKernels(ComposedKernels):
         )
         return x, residual
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        t, width = gate_up.shape
-        _require(gate_up, gate_up.dtype)
-        out = torch.empty((t, width // 2), dtype=gate_up.dtype)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
-        return out
-
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         gate = gate.contiguous()
         _require(x, x.dtype)
@@ -149,9 +162,6 @@ class NativeKernels(ComposedKernels):
         out = torch.empty_like(x)
         self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, _is_bf16(x))
         return out
-
-    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return self.silu_mul(self.linear(x, weight))
 
     def rope_and_cache(
         self,
@@ -316,29 +326,6 @@ class NativeKernels(ComposedKernels):
             eps,
             _is_bf16(x),
             _norm_is_bf16(weight, x),
-        )
-        return out
-
-    def _product(
-        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        assert isinstance(weight, PanelWeight)
-        t, k = x.shape
-        n = weight.out_features
-        _require(x, weight.dtype)
-        if k != weight.in_features:
-            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {weight.in_features}]")
-        out = torch.empty((t, n), dtype=dtype)
-        self._gemm(
-            x.data_ptr(),
-            weight.address,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            t,
-            n,
-            k,
-            weight.dtype is torch.bfloat16,
-            dtype is torch.bfloat16,
         )
         return out
 

@@ -74,7 +74,6 @@ def _match_length(
 
 
 def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
-    """The columns that hold tokens of any row. A GPU scans them all: asking would wait for it."""
-    if token_ids.device.type == "cpu" and num_tokens.numel():
-        return token_ids[:, : max(int(num_tokens.max()), 1)]
-    return token_ids
+    """The columns that hold tokens of any row."""
+    longest = int(num_tokens.max()) if num_tokens.numel() else 0
+    return token_ids[:, : max(longest, 1)]

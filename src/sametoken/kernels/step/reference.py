@@ -60,6 +60,11 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         draft = (offset - num_query[owner]).clamp(0, sequences.max_num_drafts - 1)
         token_ids = torch.where(is_query, token_ids, sequences.draft_ids[row_slots, draft])
     rows = rows_at(sequences, row_slots, positions, layout.runs, live & is_query)
+    sampled = (
+        SampledRows(None, row_slots, positions, token_ids, offset)
+        if layout.shape.all_sampled
+        else _sampled(sequences, layout, num_query, rows, token_ids)
+    )
     return StepInputs(
         step_ids=layout.row(columns.STEP_ID),
         places=layout.row(columns.PLACE),
@@ -74,7 +79,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         window_starts=window_starts,
         token_ids=token_ids,
         rows=rows,
-        sampled=_sampled(sequences, layout, num_query, rows, token_ids),
+        sampled=sampled,
         max_num_drafts=sequences.max_num_drafts,
     )
 
@@ -89,15 +94,14 @@ def _owners(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def _sampled(
     sequences: Sequences, layout: LayoutTable, num_query: Tensor, rows: AttentionRows, ids: Tensor
 ) -> SampledRows:
-    """Where the rows whose logits are judged stand."""
+    """Where the rows whose logits are judged stand, if that is not every row."""
     owner, offset = _owners(layout.starts(columns.WINDOW_START), layout.shape.num_sampled)
-    if layout.shape.all_sampled:
-        return SampledRows(None, rows.slots, rows.positions, ids, offset)
     first = layout.starts(columns.ROW_START) + num_query - 1
     index = (first[owner] + offset).clamp(max=layout.shape.num_rows - 1)
     is_padding = owner == layout.shape.num_requests
     slots = rows.slots[index].masked_fill(is_padding, sequences.reserved_slot)
-    return SampledRows(index, slots, rows.positions[index], ids[index], offset)
+    positions = rows.positions[index].masked_fill(is_padding, 0)
+    return SampledRows(index, slots, positions, ids[index], offset)
 
 
 def rows_at(
@@ -121,9 +125,10 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     starts, num_rows = x.window_starts, tokens.shape[0]
     owner, offset = _owners(starts, num_rows)
     # What lies behind the last window belongs to nobody.
+    is_padding = owner == x.slots.shape[0]
     owner = owner.clamp(max=x.slots.shape[0] - 1)
     num_drafts = x.num_drafts[owner]
-    inside = (offset <= num_drafts) & x.samples[owner]
+    inside = ~is_padding & (offset <= num_drafts) & x.samples[owner]
     drafts, stuck = x.sampled.token_ids.roll(-1), is_nothing(best)
     # A window's last row has no draft after it, so every window holds a mismatch.
     differs = (tokens != drafts) | (offset >= num_drafts) | stuck.roll(-1)
@@ -134,9 +139,10 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     faults = torch.zeros_like(matches).scatter_reduce(0, owner, fault * decides, "amax")
     if chances is not None:
         matches = _accepted_by_chance(chances, x)
-        tokens = torch.where(inside & (offset < matches[owner]), drafts, tokens)
     judged = x.samples & (faults == SOUND)
     num_accepted = torch.where(judged, matches, 0)
+    if chances is not None:
+        tokens = torch.where(inside & (offset < num_accepted[owner]), drafts, tokens)
     # Requests without a window may start one past the end; they read the padding.
     ends = torch.nn.functional.pad(tokens, (0, 1))[starts[:-1] + num_accepted]
     return VerifyResult(tokens, num_accepted, torch.where(judged, ends, 0), faults)
@@ -181,7 +187,9 @@ def commit(
 
 def publish(sequences: Sequences, x: StepInputs, draft_ids: Tensor, num_drafts: Tensor) -> None:
     """See ``StepOps.publish``."""
-    sequences.draft_ids[x.slots] = draft_ids
+    # Of the reserved slot, which dead rows read, all stay 0.
+    is_padding = (x.slots == sequences.reserved_slot)[:, None]
+    sequences.draft_ids[x.slots] = draft_ids.masked_fill(is_padding, 0)
     sequences.num_drafts[x.slots] = torch.where(x.samples, num_drafts, 0)
 
 
@@ -222,11 +230,14 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
     row_slots = torch.where(live, x.slots[owner], sequences.reserved_slot)
     positions = torch.where(live, positions, 0)
     ahead = 0 if with_newest else 1
+    # A request without rows may begin behind the last one.
+    last = starts[:-1] + (stop - x.num_computed - 1).clamp(min=0)
+    last = last.clamp(max=owner.shape[0] - 1)
     return CatchUp(
         sequences.token_ids[row_slots, positions + ahead],
         rows_at(sequences, row_slots, positions, runs, committed),
         None,
-        _chains(sequences, x, end, starts[:-1] + (stop - x.num_computed - 1).clamp(min=0)),
+        _chains(sequences, x, end, last),
     )
 
 

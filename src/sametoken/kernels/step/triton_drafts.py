@@ -69,7 +69,8 @@ def _catch_up_kernel(
             tl.store(run_starts + owner, first_row)
         position = tl.where(sampled, after, 0)
         chain_slot = tl.where(sampled, slot, reserved_slot)
-        last = first_row + tl.maximum(stop - first - 1, 0)
+        # A request without rows may begin behind the last one.
+        last = tl.minimum(first_row + tl.maximum(stop - first - 1, 0), num_rows - 1)
         tl.store(chain_last + owner, last, is_real)
         tl.store(chain_positions + owner, position, is_real)
         tl.store(chain_slots + owner, chain_slot, is_real)

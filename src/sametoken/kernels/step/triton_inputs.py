@@ -174,13 +174,13 @@ def _prepare_inputs_kernel(
     outputs = (
         sampled_index, sampled_slots, sampled_positions, sampled_token_ids, sampled_offsets
     )  # fmt: skip
-    base = tl.where(is_padding, 0, first + query - 1)
     for at in range(begin, (window_stop - window).to(tl.int32), step):
         offset = at + tl.arange(0, BLOCK)
         inside = offset < window_stop - window
-        row = offset + query - 1
+        # Behind the last window no row is a query's.
+        row = offset + tl.maximum(query - 1, 0)
         found = _prepare_rows(row, request, memory, reserved_slot)
-        index = tl.where(is_padding, 0, base + offset)
+        index = tl.where(is_padding, 0, first + row)
         _store_sampled(outputs, window + offset, inside, index, found, offset)
 
 

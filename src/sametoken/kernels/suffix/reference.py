@@ -44,8 +44,8 @@ def search(
     length = best // span
     voting = (best >= 0) & (length == length[:, :1])
     num_voters = voting.sum(dim=1)
-    if best.device.type == "cpu" and best.numel():
-        # Voters come first; a GPU goes through all places: asking would wait for it.
+    if best.numel():
+        # Voters come first.
         best, voting = (one[:, : max(int(num_voters.max()), 1)] for one in (best, voting))
     most = torch.where(num_voters > 0, limits.num_drafts[length[:, 0].clamp(min=0)], 0)
     needed = limits.agreeing[num_voters]
@@ -62,7 +62,7 @@ def search(
         votes, winner = same.sum(dim=2).max(dim=1)
         chosen = token.gather(1, winner[:, None])
         goes_on = (count == i) & (i < most) & (votes >= needed)
-        if goes_on.device.type == "cpu" and not goes_on.any():
+        if not goes_on.any():
             break
         drafts[:, i] = torch.where(goes_on, chosen.squeeze(1), 0)
         count += goes_on
@@ -144,7 +144,6 @@ def _match_length(texts: Tensor, text: Tensor, end: Tensor, ending: Tensor) -> T
 
 
 def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
-    """The columns that hold tokens of any row. A GPU scans them all: asking would wait for it."""
-    if token_ids.device.type == "cpu" and num_tokens.numel():
-        return token_ids[:, : max(int(num_tokens.max()), 1)]
-    return token_ids
+    """The columns that hold tokens of any row."""
+    longest = int(num_tokens.max()) if num_tokens.numel() else 0
+    return token_ids[:, : max(longest, 1)]

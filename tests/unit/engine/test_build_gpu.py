@@ -1,0 +1,119 @@
+"""Shapes that are captured, row counts that are proven, and which step goes where."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sametoken.core.layout import StepLayout, StepShape, padded
+from sametoken.core.plan import PlanRow, StepPlan
+from sametoken.engine.build_gpu import (
+    MOST_ROWS,
+    ROW_MULTIPLE,
+    captured_shapes,
+    gpu_launcher,
+    row_counts,
+)
+from sametoken.runner.graphs import StepGraphs
+from sametoken.runner.runner import EagerLauncher
+
+sizes = st.tuples(st.integers(1, 300), st.sampled_from([0, 1, 3, 7, 64]), st.integers(64, 9000))
+
+
+@given(sizes)
+def test_shapes_are_of_sizes_that_a_step_may_have(asked):
+    max_num_seqs, k, max_rows = asked
+    shapes = captured_shapes(*asked)
+    assert len(set(shapes)) == len(shapes)
+    for shape in shapes:
+        assert shape.num_requests <= shape.num_rows <= min(max_rows, MOST_ROWS)
+        assert shape.num_windows <= max_num_seqs
+        assert shape.num_sampled <= shape.num_rows
+        assert shape.max_window <= k + 1
+        if shape.all_sampled:
+            assert shape.num_sampled == shape.num_rows
+            # Even runs of one row each are launched otherwise.
+            assert (shape.max_window == 1) == (shape.num_rows == shape.num_requests)
+    windows = [shape for shape in shapes if shape.all_sampled]
+    mixed = [shape for shape in shapes if not shape.all_sampled]
+    # The first that holds a step is the smallest.
+    assert [*shapes] == [*windows, *mixed]
+    for kind in (windows, mixed):
+        assert [shape.num_rows for shape in kind] == sorted(shape.num_rows for shape in kind)
+
+
+@given(sizes)
+def test_no_shape_is_captured_for_nothing(asked):
+    shapes = captured_shapes(*asked)
+    for shape in shapes:
+        assert next(one for one in shapes if one.holds(shape)) == shape
+
+
+@given(sizes, st.data())
+def test_small_steps_of_windows_run_in_a_shape_of_at_most_four_times_their_rows(asked, data):
+    max_num_seqs, k, max_rows = asked
+    most = min(max_rows, MOST_ROWS) // 4
+    count = data.draw(st.integers(1, min(max_num_seqs, most)))
+    rows, left = [], most - count
+    for slot in range(count):
+        rows.append(PlanRow(slot, 1, data.draw(st.integers(0, min(k, left))), True))
+        left -= rows[-1].draft_limit
+    step = StepLayout.of(StepPlan(0, rows=tuple(rows))).shape
+    found = next(shape for shape in captured_shapes(*asked) if shape.holds(step))
+    assert found.num_rows <= 4 * step.num_rows
+
+
+@given(sizes, st.data())
+def test_every_row_count_is_proven(asked, data):
+    """Of the pass, of the logits, of a drafter's chains, and of a draft model's catch-up."""
+    max_num_seqs, k, max_rows = asked
+    shapes = captured_shapes(*asked)
+    counts = set(row_counts(shapes, max_rows, max_num_seqs))
+    windows = data.draw(st.integers(0, min(max_num_seqs, max_rows)))
+    chunks = data.draw(st.integers(0 if windows else 1, min(4, max_num_seqs)))
+    chunks = min(chunks, max_num_seqs - windows, max_rows - windows)
+    rows = data.draw(st.integers(windows + chunks, max_rows))
+    sampled = rows if not chunks else data.draw(st.integers(windows, rows))
+    eager = padded(StepShape(windows + chunks, rows, sampled, windows, k + 1, rows), ROW_MULTIPLE)
+    for shape in (eager, data.draw(st.sampled_from(shapes))):
+        assert {shape.num_rows, shape.num_requests, shape.num_sampled} - {0} <= counts
+        assert shape.num_rows + shape.num_requests in counts
+
+
+def test_an_eager_engine_captures_nothing():
+    step = SimpleNamespace(sequences=SimpleNamespace(max_num_drafts=3))
+    resolved = SimpleNamespace(config=SimpleNamespace(enforce_eager=True))
+    assert gpu_launcher(step, None, resolved, print) == EagerLauncher(step, ROW_MULTIPLE)
+
+
+class Replays(StepGraphs):
+    """Notes the shape that is replayed."""
+
+    def _replay(self, shape, layout, first_place, between):
+        self.layouts.append(shape)
+
+
+@pytest.mark.parametrize(
+    ("windows", "chunks", "expected"),
+    [
+        # Slots of windows with two drafts each, and the lengths of chunks.
+        (1, [], StepShape(1, 4, 4, 1, 4, 4)),
+        (3, [], StepShape(4, 16, 16, 4, 4, 4)),
+        (2, [40], StepShape(10, 64, 10, 8, 4, 64)),
+        (0, [500], StepShape(1, 512, 1, 0, 4, 512)),
+        (2, [4000], None),
+    ],
+)
+def test_a_step_runs_in_the_smallest_shape_that_holds_it(windows, chunks, expected):
+    rows = [PlanRow(slot, 1, 2, True) for slot in range(windows)]
+    rows += [PlanRow(9 + i, length, 0, True) for i, length in enumerate(chunks)]
+    layout = StepLayout.of(StepPlan(0, rows=tuple(rows)))
+    replayed, eager = [], []
+    others = SimpleNamespace(run=lambda *given: eager.append(given))
+    graphs = Replays(None, captured_shapes(64, 3, 8192), replayed, others)
+    graphs.run(layout, 5, None)
+    assert replayed == ([] if expected is None else [expected])
+    assert eager == ([(layout, 5, None)] if expected is None else [])

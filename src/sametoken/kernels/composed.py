@@ -12,14 +12,13 @@ from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts.reference import SeparateExperts
 from sametoken.kernels.interface import (
     AttentionRows,
-    CommittedTokens,
     Cuts,
     Kernels,
-    LogitsRules,
     Norm,
     SampledRows,
 )
 from sametoken.kernels.logits_rules import reference as logits_rules
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 from sametoken.kernels.partial_sum import reference as partial_sum
 from sametoken.kernels.recurrent.row_by_row import RowByRowPass
 from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule

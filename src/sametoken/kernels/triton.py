@@ -32,16 +32,15 @@ from sametoken.kernels.gemm.tuning import (
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
-    CommittedTokens,
     Cuts,
     LayerKV,
-    LogitsRules,
     Norm,
     QKNorm,
     RotaryTable,
     SampledRows,
 )
 from sametoken.kernels.logits_rules import triton as logits_rules
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.partial_sum import triton as partial_sum
 from sametoken.kernels.recurrent import triton as recurrent

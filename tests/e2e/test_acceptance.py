@@ -67,7 +67,7 @@ class LookaheadDrafter:
 
     def _forward(self, token_ids, following, rows) -> list[int]:
         """Keys hold a row's own token, values the one after it."""
-        layer = self.kv_caches[0].layer(0)
+        layer = self.kv_caches[0].kv(0)
         block_size = layer.keys.shape[2]
         at = rows.kv_slots // block_size, 0, rows.kv_slots % block_size, 0
         layer.keys[at], layer.values[at] = token_ids.double(), following.double()

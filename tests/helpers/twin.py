@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from helpers.checkpoints import VOCAB, write_checkpoint
-from helpers.harness import CPU, Shape, build, request, run
+from helpers.harness import CPU, Shape, allocate, build, request, run
 from helpers.hybrids import twin_config, twin_tensors
 from helpers.spoilt import Spoilt, make_stream
 from sametoken.drafters.coupling import Coupling
@@ -16,7 +16,6 @@ from sametoken.kernels.interface import Kernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
-from sametoken.state.kv_cache import KVCache
 
 # Token 0 begins every prompt; lengths are around the edges of chunks, which are of 8.
 PROMPTS = (
@@ -77,12 +76,7 @@ class Twin:
 
     def _drafter(self, parts) -> EagleDrafter:
         shape = parts.shape
-        kv = KVCache.allocate(
-            self.head.kv_spec,
-            num_blocks=shape.num_blocks,
-            block_size=shape.block_size,
-            device=CPU,
-        )
+        kv = allocate(self.head.caches, shape, shape.num_drafts)
         coupling = Coupling(parts.kernels.sample, parts.table)
         return EagleDrafter(self.head, kv, shape.num_drafts, coupling)
 

@@ -24,6 +24,7 @@ from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.shared import SharedDrafter
 from sametoken.engine.state_writer import StateWriter, _Sequence
 from sametoken.kernels.logits_rules.reference import apply_rules
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
 from sametoken.kernels.step import compact, reference
 from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.step.types import LayoutTable, StepInputs
@@ -34,7 +35,6 @@ from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.prefix_cache import block_keys
 from sametoken.state import commit
-from sametoken.state.recurrent import RowByRowPass
 from sametoken.verification.grammar import Cursor, SlotGrammars
 
 SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
@@ -407,10 +407,10 @@ def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
     """It goes on from the state of its last window's first position."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
+    def mutant(self, part, *rest):
         if part.num_rows == 1:
             part = replace(part, num_folded=0, num_lasting=1)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -419,12 +419,12 @@ def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
     """All that is pending is folded, as if every draft had been accepted."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
+    def mutant(self, part, *rest):
         if not part.starts:
-            pending = int(self.cache.num_pending[part.slot])
+            pending = int(self.folded.num_pending[part.slot])
             more = pending - part.num_folded
             part = replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -433,10 +433,10 @@ def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
     """The next request's first row goes on from the last one's state."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
-        if part.starts and self.cache.position[part.slot] > 0:
+    def mutant(self, part, *rest):
+        if part.starts and self.folded.position[part.slot] > 0:
             part = replace(part, starts=False)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 

@@ -123,11 +123,5 @@ def measure_memory(
         max_num_seqs=config.max_num_seqs,
         weights=target.weights_bytes,
         draft_weights=drafter.weights_bytes,
-        request=RequestMemory.of(
-            config.num_drafts,
-            target.kv_spec,
-            target.recurrent_spec,
-            drafter.kv_spec,
-            drafter.recurrent_spec,
-        ),
+        request=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
     )

@@ -11,15 +11,17 @@ from sametoken.kernels.embedding import reference as embedding_reference
 from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts.reference import SeparateExperts
 from sametoken.kernels.interface import (
-    CommittedTokens,
+    AttentionRows,
     Cuts,
     Kernels,
-    LogitsRules,
     Norm,
     SampledRows,
 )
 from sametoken.kernels.logits_rules import reference as logits_rules
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 from sametoken.kernels.partial_sum import reference as partial_sum
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.kernels.sampling.keys import make_keys
 from sametoken.kernels.truncation import reference as truncation
 from sametoken.kernels.weight import UnquantizedWeight, Weight
@@ -53,6 +55,12 @@ class ComposedKernels:
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Every rule runs."""
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        return RowByRowPass.begin(rows, folded)
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else states[rows]

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
+from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.kernels.weight import Experts, UnquantizedWeight, Weight
 
 
@@ -190,38 +192,6 @@ class SampledRows:
     offsets: Tensor
 
 
-class CommittedTokens(Protocol):
-    """Committed tokens by slot, as ``state.sequences.Sequences`` holds them."""
-
-    @property
-    def token_ids(self) -> Tensor: ...
-
-    @property
-    def prompt_len(self) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsRules:
-    """What changes logits by token id or by history, by slot. Few slots have any.
-
-    Attributes:
-        edits: the host's: by slot, for those that mask or bias tokens, the row of integers on
-            the device that says so (``kernels.logits_rules.layout``).
-        edit_addresses: [S] int64, where that row lies in memory; 0 for none.
-        counters: the host's: by slot, for those with penalties, a number below S of its own.
-        counter_of: [S] int64, the same; -1 for none.
-        repetition, frequency, presence: [S] fp32; 1, 0 and 0 change nothing.
-    """
-
-    edits: dict[int, Tensor]
-    edit_addresses: Tensor
-    counters: dict[int, int]
-    counter_of: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-
-
 class Kernels(Protocol):
     """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
 
@@ -333,6 +303,23 @@ class Kernels(Protocol):
 
         KV is walked in splits of fixed size anchored at position 0, merged in order, so
         decode, verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Refuse a recurrent rule that this bundle cannot run, before weights are loaded.
+
+        Raises:
+            UnsupportedError: naming it.
+        """
+        ...
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        """Find what a pass over ``rows`` folds, runs and leaves pending, from positions alone.
+
+        Raises:
+            InvariantError: a slot's rows do not follow on what is folded and pending; a GPU
+                gives NaN for them instead.
         """
         ...
 

@@ -32,18 +32,19 @@ from sametoken.kernels.gemm.tuning import (
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
-    CommittedTokens,
     Cuts,
     LayerKV,
-    LogitsRules,
     Norm,
     QKNorm,
     RotaryTable,
     SampledRows,
 )
 from sametoken.kernels.logits_rules import triton as logits_rules
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.partial_sum import triton as partial_sum
+from sametoken.kernels.recurrent import triton as recurrent
+from sametoken.kernels.recurrent.rule import Folded, RecurrentRule
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.kernels.weight import UnquantizedWeight, Weight
@@ -171,6 +172,12 @@ class TritonKernels:
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
         return attention.attention(q, shape, rows, kv)
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        recurrent.require_rule(rule)
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> recurrent.TritonPass:
+        return recurrent.TritonPass.begin(rows, folded)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules

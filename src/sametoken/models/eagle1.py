@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.kernels.cache_types import PagedKV
 from sametoken.kernels.interface import AttentionRows, Kernels
 from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.attention import Attention
@@ -29,7 +30,7 @@ from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.eagle import HeadStates
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,12 @@ class Eagle1Head:
         return self.fc.nbytes + sum(layers)
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """KV of the layers, in the dtype of their weights."""
+    def caches(self) -> tuple[PagedKV, ...]:
+        """KV of every layer, in the dtype of its weights."""
         first = self.layers[0]
         shape, dtype = first.attention.shape, first.post_attention_norm.weight.dtype
-        return KVSpec(len(self.layers), shape.num_kv_heads, shape.head_dim, dtype)
+        cache = PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype)
+        return (cache,) * len(self.layers)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
@@ -95,7 +97,7 @@ class Eagle1Head:
         token_ids: Tensor,
         hidden: Tensor,
         rows: AttentionRows,
-        kv: KVCache,
+        cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
@@ -105,7 +107,7 @@ class Eagle1Head:
             x = residual if layer.input_norm is None else layer.input_norm(residual)
             # A row's output in a layer is the next one's KV.
             wanted = kept if index + 1 == len(self.layers) else None
-            attended = layer.attention(x, rows, kv.layer(index), wanted)
+            attended = layer.attention(x, rows, cache.kv(index), wanted)
             x, residual = layer.post_attention_norm.add(
                 attended, self.kernels.take_rows(residual, wanted)
             )

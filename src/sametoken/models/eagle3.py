@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.kernels.cache_types import PagedKV
 from sametoken.kernels.interface import AttentionRows, Kernels
 from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.attention import Attention
@@ -31,7 +32,7 @@ from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.eagle import HeadStates
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,10 @@ class Eagle3Head:
         return self.fc.nbytes + self.attention.nbytes + self.mlp.nbytes
 
     @property
-    def kv_spec(self) -> KVSpec:
+    def caches(self) -> tuple[PagedKV, ...]:
         """KV of the one layer, in the dtype of its weights."""
-        shape = self.attention.shape
-        return KVSpec(1, shape.num_kv_heads, shape.head_dim, self.norm.weight.dtype)
+        shape, dtype = self.attention.shape, self.norm.weight.dtype
+        return (PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype),)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, combined."""
@@ -120,14 +121,14 @@ class Eagle3Head:
         token_ids: Tensor,
         hidden: Tensor,
         rows: AttentionRows,
-        kv: KVCache,
+        cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
         both = self.kernels.embed_beside(
             token_ids, self.embedding, self.input_layernorm, hidden, self.hidden_norm
         )
-        attended = self.attention(both, rows, kv.layer(0), kept)
+        attended = self.attention(both, rows, cache.kv(0), kept)
         residual = hidden
         if self.config.norm_before_residual:
             residual = both[:, hidden.shape[1] :].contiguous()

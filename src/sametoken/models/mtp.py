@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.kernels.cache_types import PagedKV
 from sametoken.kernels.interface import AttentionRows, Kernels
 from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.linear import Linear
@@ -29,7 +30,7 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.eagle import HeadStates
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class MTPHead:
     Attributes:
         embedding: [V, hidden], the target's own.
         lm_head: [V', hidden], likewise; V' is V, or as many as ``token_ids`` has.
-        kv_spec: KV of the one layer.
+        caches: KV of the one layer.
         token_ids: [V'] int64, ascending, all that it proposes; None: every token.
     """
 
@@ -51,7 +52,7 @@ class MTPHead:
     layer: DecoderLayer
     norm: RMSNorm
     lm_head: Weight
-    kv_spec: KVSpec
+    caches: tuple[PagedKV, ...]
     token_ids: Tensor | None = None
 
     @property
@@ -68,7 +69,7 @@ class MTPHead:
         token_ids: Tensor,
         hidden: Tensor,
         rows: AttentionRows,
-        kv: KVCache,
+        cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
@@ -77,7 +78,7 @@ class MTPHead:
         )
         residual = self.fc(both)
         layer = self.layer
-        attended = layer.attention(layer.input_norm(residual), rows, kv.layer(0), kept)
+        attended = layer.attention(layer.input_norm(residual), rows, cache.kv(0), kept)
         x, residual = layer.post_attention_norm.add(
             attended, self.kernels.take_rows(residual, kept)
         )

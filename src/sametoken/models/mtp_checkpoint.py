@@ -24,7 +24,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.kernels.interface import Kernels
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer
+from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer, attention_cache
 from sametoken.models.dummy import dummy_reader
 from sametoken.models.eagle_checkpoint import SharedWeights, load_lm_head, require_sizes
 from sametoken.models.huggingface import SafetensorsSource
@@ -39,7 +39,6 @@ from sametoken.models.mtp import MTPHead
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.models.settings import Settings
 from sametoken.models.weights import Part, WeightReader
-from sametoken.state.kv_cache import KVSpec
 
 PREFIX = "mtp"
 _ANOTHER_METHOD = "another speculative method"
@@ -100,7 +99,7 @@ class MTPCheckpoint:
             layer=_load_layer(config, reader, max_positions),
             norm=load_norm(config, reader, f"{PREFIX}.norm"),
             lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
-            kv_spec=KVSpec(1, config.num_kv_heads, config.head_dim, dtype),
+            caches=(attention_cache(config, dtype),),
             token_ids=token_ids,
         )
         reader.require_all_read(allowed=DERIVED_TENSORS)

@@ -80,7 +80,7 @@ def test_a_config_alone_makes_the_model_of_a_real_checkpoint_s_size(tmp_path, ar
     if architecture == "LlamaForCausalLM" and not tied:
         real = load_model(write_llama(tmp_path / "real", **changes), **OPTIONS)
         assert dummy.weights_bytes == real.weights_bytes
-        assert dummy.kv_spec == real.kv_spec
+        assert dummy.caches == real.caches
 
 
 def test_biases_that_the_config_asks_for_exist(tmp_path):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.composed import ComposedKernels
-from sametoken.kernels.gated_delta_rule.layout import SlotRows
-from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows
+from sametoken.kernels.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.kernels.native.library import NativeLibrary, load_library
 from sametoken.kernels.native.memory import WeightMemory
+from sametoken.kernels.native.recurrent import NativePass
+from sametoken.kernels.recurrent.rule import Folded, LayerMemory, RawRows
 from sametoken.kernels.weight import Weight
 
 MAX_HEAD_DIM = 1024
@@ -267,22 +266,24 @@ class NativeKernels(ComposedKernels):
             raise MemoryError(f"no memory to sample {count} rows")
         return out
 
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
+        return NativePass.begin(rows, folded, self.gated_delta)
+
     def gated_delta(
-        self, parts: Tensor, spec: Any, params: Any, raw: RawRows, memory: LayerMemory
+        self, parts: Tensor, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory
     ) -> Tensor:
         """Convolution and gated delta rule of a pass's rows, folded rows first: [T, Hv * Dv].
 
         Args:
             parts: each slot's part in the pass, from ``part_table``.
-            spec: the layer's sizes, a ``state.recurrent.RecurrentSpec``.
-            params: its weights, a ``state.recurrent.GatedDeltaParams``.
+            params: the layer's weights.
             raw: the pass's rows as projected.
             memory: what the slots keep in this layer; the states are advanced, the rest replaced.
         """
-        width = spec.num_value_heads * spec.value_dim
-        out = torch.empty((raw.qkv.shape[0], width), dtype=raw.qkv.dtype)
+        rule = params.rule
+        out = torch.empty((raw.mixed.shape[0], rule.out_features), dtype=raw.mixed.dtype)
         _require(memory.states, torch.float32)
-        for kept in (memory.history, memory.pending_qkv, memory.pending_gates):
+        for kept in (memory.history, memory.pending_mixed, memory.pending_gates):
             _require(kept, out.dtype)
         weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
         # Named, so that what had to be copied outlives the call.
@@ -292,19 +293,18 @@ class NativeKernels(ComposedKernels):
             len(parts),
             memory.states.data_ptr(),
             memory.history.data_ptr(),
-            memory.pending_qkv.data_ptr(),
+            memory.pending_mixed.data_ptr(),
             memory.pending_gates.data_ptr(),
-            raw.qkv.data_ptr(),
-            raw.a.data_ptr(),
-            raw.b.data_ptr(),
+            raw.mixed.data_ptr(),
+            *(part.data_ptr() for part in raw.gates),
             *raw.strides,
             *(None if w is None else w.data_ptr() for w in floats),
             out.data_ptr(),
-            spec.num_key_heads,
-            spec.num_value_heads,
-            spec.key_dim,
-            spec.value_dim,
-            spec.conv_kernel,
+            rule.num_key_heads,
+            rule.num_value_heads,
+            rule.key_dim,
+            rule.value_dim,
+            rule.conv_kernel,
             memory.max_pending,
             _is_bf16(out),
         )
@@ -328,16 +328,6 @@ class NativeKernels(ComposedKernels):
             _norm_is_bf16(weight, x),
         )
         return out
-
-
-def part_table(parts: Sequence[SlotRows]) -> Tensor:
-    """[P, 7] int64: parts of a pass in the order of their rows, as gated_delta.c reads them."""
-    table, rows_before = [], 0
-    for part in parts:
-        counts = (part.first_row, part.num_rows, part.num_folded, part.num_lasting)
-        table.append((part.slot, int(part.starts), *counts, rows_before))
-        rows_before += part.num_folded + part.num_rows
-    return torch.tensor(table, dtype=torch.int64).view(-1, 7)
 
 
 def _is_bf16(x: Tensor) -> bool:

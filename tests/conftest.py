@@ -17,12 +17,26 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from helpers import interpreter
+from helpers.static_steps import CHOICE
 from sametoken.kernels.gated_delta_rule import prepare
 
 if not torch.cuda.is_available():
     interpreter.install()
     # A program without a row takes as long as others there: few, each with several rows.
     prepare._PROGRAMS = 16
+
+
+def pytest_generate_tests(metafunc):
+    """A test that uses ``layouts`` runs in compact and static ones, unless one is chosen."""
+    if "layouts" in metafunc.fixturenames and CHOICE not in os.environ:
+        metafunc.parametrize("layouts", ["compact", "static"], indirect=True)
+
+
+@pytest.fixture
+def layouts(request, monkeypatch) -> None:
+    """Of the steps of engines that test helpers build."""
+    if hasattr(request, "param"):
+        monkeypatch.setenv(CHOICE, request.param)
 
 
 @pytest.hookimpl(trylast=True)

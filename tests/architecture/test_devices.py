@@ -17,7 +17,6 @@ ALLOWED = {
     ("runner/layout_ring.py", "LayoutRing.allocate"): "a GPU reads pinned memory by itself",
     ("runner/process_group.py", "ProcessGroup.__init__"): "each device has its own library",
     ("state/host_copy.py", "HostCopy.of"): "a copy from a GPU lands later",
-    ("state/recurrent.py", "_select_pass"): "the one choice for recurrent state",
     ("state/upload.py", "upload"): "to a GPU through pinned memory",
     ("state/upload.py", "to_host"): "from a GPU to pinned memory",
     ("verification/grammar.py", "_permissive"): "masks are pinned where they may travel",

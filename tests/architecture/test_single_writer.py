@@ -28,12 +28,12 @@ HOST = {
 REFERENCE = {
     ("kernels/step/reference.py", "commit"): {"token_ids", "num_tokens", "num_computed"},
     ("kernels/step/reference.py", "publish"): {"draft_ids", "num_drafts"},
-    ("state/recurrent.py", "_settle"): RECURRENT,
+    ("kernels/recurrent/row_by_row.py", "RowByRowPass.finish"): RECURRENT,
 }
 TRITON = {
     ("kernels/step/triton_rows.py", "commit_row"): {"token_ids", "num_tokens", "num_computed"},
     ("kernels/step/triton_commit.py", "_publish_kernel"): {"draft_ids", "num_drafts"},
-    ("kernels/gated_delta_rule/runs.py", "_plan_runs_kernel"): RECURRENT,
+    ("kernels/recurrent/runs.py", "_plan_runs_kernel"): RECURRENT,
 }
 WRITERS = HOST | REFERENCE | TRITON
 #: Pointers named like the fields of ``Drafts``, which these kernels make.
@@ -102,10 +102,16 @@ class WriterCheck(ast.NodeVisitor):
         self.generic_visit(node)
         for target in node.targets:
             self._store(target)
-            if isinstance(target, ast.Name):
-                self._aliases.pop(target.id, None)
-                if shared := self._field(node.value):
-                    self._aliases[target.id] = shared
+            self._name(target, node.value)
+
+    def _name(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, other in zip(target.elts, value.elts, strict=False):
+                self._name(one, other)
+        elif isinstance(target, ast.Name):
+            self._aliases.pop(target.id, None)
+            if shared := self._field(value):
+                self._aliases[target.id] = shared
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.generic_visit(node)
@@ -212,6 +218,7 @@ def test_the_step_alone_commits_and_publishes():
         ("s.block_table.view(-1)[at] = 7", "block_table"),
         ("table = s.block_table\ntable[slot] = 7", "block_table"),
         ("row = s.token_ids[2, 1:]\nrow.fill_(0)", "token_ids"),
+        ("slots, held = x.slots, s.num_pending\nheld[slots] = 0", "num_pending"),
         ("torch.add(a, b, out=s.num_tokens)", "num_tokens"),
         ("tl.store(num_tokens + slot, value, mask)", "num_tokens"),
         ("tl.atomic_add(num_computed + slot, 1)", "num_computed"),

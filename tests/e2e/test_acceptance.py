@@ -10,26 +10,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.harness import CPU, Shape, build, draft_model, request
+from helpers.harness import Shape, allocate, build, draft_model, request
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
 from sametoken.core.outputs import SpeculationMetrics
-from sametoken.drafters.base import NoDrafter
+from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.state.kv_cache import KVCache, KVSpec
+
+pytestmark = pytest.mark.usefixtures("layouts")
 
 VOCAB = 11
 K = 3
 MODEL = ToyModel(VOCAB)
 PROMPTS = ((1, 2, 3), (5,) * 11, tuple(range(10)), (1, 2, 3, 4, 5), (7, 0, 7), (2,) * 17)
 MAX_TOKENS = 24
-
-
-def allocate(parts, spec: KVSpec) -> KVCache:
-    return KVCache.allocate(
-        spec, num_blocks=parts.shape.num_blocks, block_size=parts.shape.block_size, device=CPU
-    )
 
 
 def self_drafter(parts):
@@ -52,32 +47,27 @@ class LookaheadDrafter:
     lookahead_tokens = 1
 
     def __init__(self, parts) -> None:
-        self.kv_caches = (allocate(parts, MODEL.kv_spec),)
+        self.kv_caches = (allocate(MODEL.caches, parts.shape, parts.shape.num_drafts),)
         self.coupling = Coupling(parts.kernels.sample, parts.table)
 
     def propose(self, context):
-        live = context.live_rows()
-        slots, positions = context.x.rows.slots[live], context.x.rows.positions[live]
-        rows = context.rows_at(slots, positions)
-        following = context.tokens_at(slots, positions + 1)
-        states = self._forward(context.x.token_ids[live], following, rows)
+        live = context.catch_up()
+        own = context.kernels.take_rows(context.x.token_ids, live.source)
+        states = self._forward(own, live.token_ids, live.rows)
 
-        drafts = NoDrafter().propose(context)
-        sampling = context.samples.nonzero().squeeze(1)
-        last_rows = (context.end - context.start).cumsum(0) - 1
-        for b in sampling.tolist():
-            state, position = states[int(last_rows[b])], int(context.end[b])
-            for i in range(context.max_num_drafts):
-                position += 1
-                token = self._choose(state, context.slots[b : b + 1], position)
-                drafts.draft_ids[b, i] = token
+        chains, k = live.chains, context.max_num_drafts
+        tokens = torch.zeros(k, len(chains.last), dtype=torch.int64)
+        for at, row in enumerate(chains.last.tolist()):
+            state, position = states[row], int(chains.following[at])
+            for i in range(k):
+                token = self._choose(state, chains.rows.slots[at : at + 1], position + i)
+                tokens[i, at] = token
                 state = extended(state, token)
-            drafts.num_drafts[b] = context.max_num_drafts
-        return drafts
+        return drafts_of(context, chains, list(tokens))
 
     def _forward(self, token_ids, following, rows) -> list[int]:
         """Keys hold a row's own token, values the one after it."""
-        layer = self.kv_caches[0].layer(0)
+        layer = self.kv_caches[0].kv(0)
         block_size = layer.keys.shape[2]
         at = rows.kv_slots // block_size, 0, rows.kv_slots % block_size, 0
         layer.keys[at], layer.values[at] = token_ids.double(), following.double()
@@ -161,6 +151,28 @@ def test_preemption_costs_no_acceptance(kind, monkeypatch):
     total = measure(core, items)
     assert swapped
     assert total.accepted_per_position == total.offered_per_position
+
+
+def test_a_slot_s_next_request_has_no_drafts_at_first(monkeypatch):
+    """What a drafter had ready for the slot's former request is not the next one's."""
+    core = build(MODEL, Shape(num_drafts=K, max_num_seqs=1), make_drafter=self_drafter)
+    proposed, admitting = {True: set(), False: set()}, {}
+    plan, settle = core.scheduler.plan, core.scheduler.settle
+
+    def planned():
+        made = plan()
+        if made is not None:
+            admitting[made.step_id] = bool(made.admissions)
+        return made
+
+    def settled(result):
+        proposed[admitting[result.step_id]] |= {row.num_proposed for row in result.rows}
+        return settle(result)
+
+    monkeypatch.setattr(core.scheduler, "plan", planned)
+    monkeypatch.setattr(core.scheduler, "settle", settled)
+    measure(core, [request(f"r{i}", (1, 2, i), max_tokens=6) for i in range(4)])
+    assert proposed == {True: {0}, False: {K}}
 
 
 class Counting(ToyModel):

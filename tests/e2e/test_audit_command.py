@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from helpers.browser import chromium, needs_chromium
 from helpers.chat_model import write_chat_model
+from helpers.serving import accept_one_more
 from sametoken.cli.main import app
-from sametoken.verification.keyed import KeyedVerifier
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
 SMALL = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "300", "--dataset", "random")
@@ -41,13 +39,7 @@ def test_a_clean_engine_exits_with_0(model, tmp_path):
 
 
 def test_a_corrupt_engine_exits_with_1(model, monkeypatch):
-    judge = KeyedVerifier.judge
-
-    def one_draft_too_many(self, logits, x):
-        verdict = judge(self, logits, x)
-        return replace(verdict, num_accepted=torch.minimum(verdict.num_accepted + 1, x.num_drafts))
-
-    monkeypatch.setattr(KeyedVerifier, "judge", one_draft_too_many)
+    accept_one_more(monkeypatch)
     result = audit(model, *SMALL, "--speculative-config", NGRAM, "--no-diagnose")
     assert result.exit_code == 1, result.output
     assert "corrupted" in result.stdout

@@ -6,7 +6,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from helpers.harness import CPU, build
 from helpers.hybrid_toy import HybridToy
@@ -79,22 +78,9 @@ def stale_rows_in_the_chain(patch: pytest.MonkeyPatch) -> None:
     advanced, kept = DraftContext.advanced, {}
 
     def mutant(self, chains):
-        return kept.setdefault(len(chains.owner), advanced(self, chains))
+        return kept.setdefault(len(chains.last), advanced(self, chains))
 
     patch.setattr(DraftContext, "advanced", mutant)
-
-
-def lengths_are_trimmed_twice(patch: pytest.MonkeyPatch) -> None:
-    """The rejected drafts are taken off once more, as far as the step's own rows reach."""
-    live_rows = DraftContext.live_rows
-
-    def mutant(self):
-        rows = live_rows(self)
-        rejected = catalogue.optimistic_end(self.x) - self.end
-        self.end.copy_(torch.maximum(self.end - rejected, self.start))
-        return rows
-
-    patch.setattr(DraftContext, "live_rows", mutant)
 
 
 def another_models_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -122,7 +108,7 @@ def test_the_clean_engine_passes(tmp_path):
     [
         (catalogue.newest_token_is_read_at_the_optimistic_length, STALE_LENGTHS),
         (catalogue.end_counts_rejected_drafts, STALE_LENGTHS),
-        (lengths_are_trimmed_twice, STALE_LENGTHS),
+        (catalogue.lengths_are_trimmed_in_place, STALE_LENGTHS),
         (stale_rows_in_the_chain, BEYOND_FIRST),
         (another_models_drafts, OTHER_DRAFTER),
     ],

@@ -28,6 +28,7 @@ from sametoken.errors import (
     SametokenError,
     UnsupportedError,
 )
+from sametoken.runner.step import Step
 
 SIZES = {
     "skip_tokenizer_init": True,
@@ -300,7 +301,7 @@ class Poisoning(ToyModel):
 
     def forward(self, token_ids, rows, kv):
         hidden = super().forward(token_ids, rows, kv)
-        entries = kv.layer(0).keys[:, 0, :, 0]
+        entries = kv.kv(0).keys[:, 0, :, 0]
         for i, (slot, position) in enumerate(
             zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
         ):
@@ -345,15 +346,16 @@ def test_nan_logits_are_reported_to_the_user(llm, monkeypatch):
     """A NaN in one row of the logits is the error of that row's request."""
     prompts = [{"prompt_token_ids": [3, 4, 5]}, {"prompt_token_ids": [6, 7]}]
     expected = llm.generate(prompts[:1], GREEDY)[0].outputs[0]
-    judge = type(llm._engine._runner.verifier).judge
+    verify = Step._verify
 
-    def poisoned(self, logits, x):
-        ill = x.num_tokens[x.logits_owner] % 2 == 0
-        if len(x.slots) == 2:
-            logits[ill & (x.slots[x.logits_owner] == x.slots[1])] = torch.nan
-        return judge(self, logits, x)
+    def poisoned(self, computed):
+        slots, rows = computed.x.slots, computed.x.sampled
+        ill = (rows.positions - rows.offsets) % 2 == 1
+        if len(slots) == 2:
+            computed.logits[ill & (rows.slots == slots[1])] = torch.nan
+        return verify(self, computed)
 
-    monkeypatch.setattr(type(llm._engine._runner.verifier), "judge", poisoned)
+    monkeypatch.setattr(Step, "_verify", poisoned)
     good, bad = llm.generate(prompts, GREEDY)
     assert good.outputs[0].token_ids == expected.token_ids
     assert bad.outputs[0].finish_reason == "error"
@@ -369,7 +371,7 @@ def test_a_step_that_fails_ends_the_engine_and_later_calls_say_so(target):
     def fail(*args):
         raise MemoryError("no memory for logits")
 
-    llm._engine._runner.model.compute_logits = fail
+    llm._engine._runner.step.model.compute_logits = fail
     cause = r"a step failed: MemoryError\('no memory for logits'\)"
     refused(EngineDeadError, cause, "restart", llm.generate, prompt, GREEDY)
     cause = r"the engine stopped after MemoryError\('no memory for logits'\)"

@@ -16,6 +16,8 @@ from helpers.harness import ScriptedDrafter, Shape, build, draft_model, request,
 from helpers.toy import ToyModel
 from sametoken.drafters.ngram import NgramDrafter
 
+pytestmark = pytest.mark.usefixtures("layouts")
+
 VOCAB, SEEDS = 5, 1500
 MODEL = ToyModel(VOCAB)
 OTHER = ToyModel(VOCAB, salt=2)

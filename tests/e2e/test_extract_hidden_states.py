@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.forward import Bench
+from helpers.static_steps import in_steps
 from sametoken import LLM, SamplingParams
 from sametoken.cli.main import app
 from sametoken.config import EngineConfig
@@ -140,10 +141,13 @@ def check(path, directory, outputs, layers=(2, 2, 1), dtype=torch.float32) -> No
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_states_are_those_of_a_plain_forward_pass(target, tmp_path, steps_in_flight, temperature):
+@pytest.mark.parametrize(("temperature", "steps"), [(0.0, "compact"), (0.9, "static")])
+def test_states_are_those_of_a_plain_forward_pass(
+    target, tmp_path, steps_in_flight, temperature, steps
+):
     plain = generate(engine(target), temperature=temperature)
     llm = engine(target, tmp_path, steps_in_flight=steps_in_flight)
+    llm._engine._runner = in_steps(llm._engine._runner, steps)
     outputs = generate(llm, temperature=temperature)
     assert all_tokens(outputs) == all_tokens(plain)
     check(target, tmp_path, outputs)
@@ -177,8 +181,11 @@ def test_preempted_requests_and_small_shards(target, tmp_path, monkeypatch, step
     assert len(ranges) > len(set(ranges)), "no sequence is spread over shards"
 
 
-def test_a_hybrid_s_states(hybrid, tmp_path):
-    outputs = generate(engine(hybrid, tmp_path, layers=(1, 4)), PROMPTS[:3])
+@pytest.mark.parametrize("steps", ["compact", "static"])
+def test_a_hybrid_s_states(hybrid, tmp_path, steps):
+    llm = engine(hybrid, tmp_path, layers=(1, 4))
+    llm._engine._runner = in_steps(llm._engine._runner, steps)
+    outputs = generate(llm, PROMPTS[:3])
     check(hybrid, tmp_path, outputs, (1, 4))
 
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfi
 from transformers.utils import logging as transformers_logging
 
 from helpers.harness import request, run
+from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.kernels.select import CHOICE
@@ -87,10 +88,10 @@ def test_no_drafter_changes_a_token(checkpoint, dtype, kernels, temperature, mon
     plain = run(build(checkpoint, dtype=dtype), requests(temperature))
     ngram = speculative("ngram", 12, prompt_lookup_min=1, prompt_lookup_max=3)
     draft_model = speculative("draft_model", 3, model=str(checkpoint))
-    for config in (ngram, draft_model):
-        drafted = run(
-            build(checkpoint, dtype=dtype, speculative_config=config), requests(temperature)
-        )
+    for config, steps in ((ngram, "compact"), (ngram, "static"), (draft_model, "static")):
+        core = build(checkpoint, dtype=dtype, speculative_config=config)
+        core._runner = in_steps(core._runner, steps)
+        drafted = run(core, requests(temperature))
         assert drafted.tokens == plain.tokens
         assert drafted.offered > 0
     assert drafted.accepted == drafted.offered, "the target as its own draft model is right"
@@ -99,10 +100,10 @@ def test_no_drafter_changes_a_token(checkpoint, dtype, kernels, temperature, mon
 def test_it_says_that_prefix_caching_is_off_and_counts_its_memory(checkpoint):
     told = []
     core = build(checkpoint, told.append, speculative_config=speculative("ngram", 5))
-    resolved, cache = core.resolved, core._runner.kv.recurrent
+    resolved, cache = core.resolved, core._runner.step.kv
     assert not resolved.config.enable_prefix_caching
     assert resolved.reasons["enable_prefix_caching"].startswith("off: ")
     assert any("enable_prefix_caching" in text for text in told)
-    assert resolved.recurrent_bytes == cache.nbytes
-    assert cache.pending_qkv.shape[2] == 5
-    assert core._runner.kv.memory.shape[0] == SIZES["layer_types"].count(FULL)
+    assert resolved.recurrent_bytes == cache.slots_nbytes
+    assert cache.folded.max_pending == 5
+    assert {len(memory) for memory in cache.blocks} == {SIZES["layer_types"].count(FULL)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from itertools import cycle
 
 import pytest
 
@@ -18,6 +19,7 @@ from helpers.hybrids import (
     without_mtp,
     write_hybrid,
 )
+from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
@@ -46,7 +48,7 @@ def twin(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("twin"), config, twin_tensors(config, seed=6))
 
 
-def build(path, k: int = 0, **options):
+def build(path, k: int = 0, steps: str = "compact", **options):
     spec = options.pop("speculative_config", None)
     if k:
         spec = {"method": "mtp", "num_speculative_tokens": k} | (spec or {})
@@ -60,7 +62,9 @@ def build(path, k: int = 0, **options):
         "kv_cache_memory_bytes": 2**20,
         "speculative_config": spec,
     } | options
-    return build_engine(EngineConfig.from_options(**options))
+    core = build_engine(EngineConfig.from_options(**options))
+    core._runner = in_steps(core._runner, steps)
+    return core
 
 
 def requests():
@@ -76,31 +80,31 @@ def plain(path, dtype: str = "float32") -> dict[str, list[int]]:
     return run(build(path, dtype=dtype), requests()).tokens
 
 
-@pytest.mark.parametrize("k", range(1, 9))
-def test_no_number_of_drafts_changes_a_token(dense, k):
-    drafted = run(build(dense, k), requests())
+@pytest.mark.parametrize(("k", "steps"), zip(range(1, 9), cycle(("static", "compact"))))
+def test_no_number_of_drafts_changes_a_token(dense, k, steps):
+    drafted = run(build(dense, k, steps), requests())
     assert drafted.tokens == plain(dense)
     assert drafted.offered > 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_neither_do_experts_nor_another_dtype(checkpoint, dtype):
-    drafted = run(build(checkpoint, 3, dtype=dtype), requests())
+@pytest.mark.parametrize(("dtype", "steps"), [("float32", "compact"), ("bfloat16", "static")])
+def test_neither_do_experts_nor_another_dtype(checkpoint, dtype, steps):
+    drafted = run(build(checkpoint, 3, steps, dtype=dtype), requests())
     assert drafted.tokens == plain(checkpoint, dtype)
     assert drafted.offered > 0
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [8, 16])
-def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight, chunk):
-    core = build(dense, 4, steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)
+@pytest.mark.parametrize(("chunk", "steps"), [(8, "static"), (16, "compact")])
+def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight, chunk, steps):
+    core = build(dense, 4, steps, steps_in_flight=steps_in_flight, prefill_chunk_size=chunk)
     assert run(core, requests()).tokens == plain(dense)
 
 
-@pytest.mark.parametrize("k", range(1, 9))
-def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k):
+@pytest.mark.parametrize(("k", "steps"), zip(range(1, 9), cycle(("compact", "static"))))
+def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
     """Through chunks and steps in flight, by greedy requests and sampled ones."""
-    drafted = run(build(twin, k, steps_in_flight=1 + k % 3), requests())
+    drafted = run(build(twin, k, steps, steps_in_flight=1 + k % 3), requests())
     assert drafted.tokens == plain(twin)
     assert drafted.accepted == drafted.offered > 0
 

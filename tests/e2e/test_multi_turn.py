@@ -52,17 +52,17 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("steps_in_flight", [1, 3])
+@pytest.mark.parametrize(("steps_in_flight", "steps"), [(1, "static"), (3, "compact")])
 @pytest.mark.parametrize("method", ["none", "ngram", "self", "other", "eagle3"])
 def test_every_turn_is_that_of_a_cold_engine(
-    target, drafters, method, steps_in_flight, temperature
+    target, drafters, method, steps_in_flight, steps, temperature
 ):
     options = {"speculative_config": drafters[method], "steps_in_flight": steps_in_flight}
     options |= OPTIONS
     turns = check_turns(
         Talk(OPENING, REPLIES, MAX_TOKENS, BLOCK_SIZE, temperature),
-        hot=start(target, **options),
-        cold=lambda: start(target, enable_prefix_caching=False, **options),
+        hot=start(target, steps, **options),
+        cold=lambda: start(target, steps, enable_prefix_caching=False, **options),
         plain=lambda: start(target, enable_prefix_caching=False, **OPTIONS),
     )
     for turn in turns:

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench
 from helpers.hybrids import merged_experts
+from helpers.rows import ragged_rows
 from sametoken.errors import UnsupportedError
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import select_kernels
@@ -285,10 +286,8 @@ def test_a_row_has_the_same_bits_in_every_company(tmp_path, dtype):
 def run_both(bench: Bench, first: tuple[list[int], int], second: tuple[list[int], int]):
     """Logits of rows of slot 0 and of slot 1, computed in one pass."""
     token_ids = torch.tensor(first[0] + second[0])
-    slots = torch.tensor([0] * len(first[0]) + [1] * len(second[0]))
-    positions = [*range(first[1], first[1] + len(first[0]))]
-    positions += range(second[1], second[1] + len(second[0]))
-    rows = bench.sequences.rows_at(slots, torch.tensor(positions))
+    runs = [(slot, start, len(ids)) for slot, (ids, start) in enumerate((first, second))]
+    rows = ragged_rows(runs, bench.sequences.block_table, bench.sequences.block_size)
     return bench.model.compute_logits(bench.model.forward(token_ids, rows, bench.kv).last)
 
 

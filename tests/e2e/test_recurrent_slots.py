@@ -3,63 +3,75 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import pytest
 import torch
 
-from helpers.harness import CPU, Parts, ScriptedDrafter, Shape, build, request, run
+from helpers.harness import Parts, ScriptedDrafter, Shape, allocate, build, request, run
 from helpers.hybrid_toy import HybridToy
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.state.kv_cache import KVCache
-from sametoken.state.recurrent import RecurrentCache
+
+pytestmark = pytest.mark.usefixtures("layouts")
 
 SHAPE = Shape(prefix_caching=False, cache_emitted=False)
+REFERENCE, NATIVE = ReferenceKernels(), NativeKernels()
+MAX_TOKENS = 20
 TIGHT = replace(SHAPE, num_blocks=14)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], [5] * 17, [6, 1], [7, 7, 2, 9, 4, 4, 4]]
 
 
-def requests(max_tokens: int = 20, **params):
+def requests(**params):
     return [
-        request(f"r{i}", prompt, max_tokens=max_tokens, seed=i, **params)
+        request(f"r{i}", prompt, max_tokens=MAX_TOKENS, seed=i, **params)
         for i, prompt in enumerate(PROMPTS)
     ]
 
 
-def alone(item, shape: Shape = SHAPE) -> list[int]:
-    """A request's tokens in an engine that has never run another."""
-    return run(build(HybridToy(), shape), [item]).tokens[item.request_id]
+@lru_cache
+def continuation(prompt: tuple[int, ...], temperature: float, seed: int, kernels=REFERENCE):
+    """Tokens in an engine that has never run another request, some more than are asked for."""
+    item = request("x", prompt, max_tokens=40, temperature=temperature, seed=seed)
+    shape = replace(SHAPE, max_num_seqs=1)
+    core = build(HybridToy(kernels=kernels), shape, kernels=kernels, steps="compact")
+    return run(core, [item]).tokens["x"]
 
 
-def oracle(admission) -> list[int]:
-    """What a scripted drafter is told: the plain continuation, and some tokens beyond it."""
-    item = request("x", admission.prompt_token_ids, max_tokens=40)
-    return alone(replace(item, params=admission.params), replace(SHAPE, max_num_seqs=1))
+def alone(items, kernels=REFERENCE) -> dict[str, list[int]]:
+    return {item.request_id: oracle(item, kernels)[:MAX_TOKENS] for item in items}
+
+
+def oracle(asked, kernels=REFERENCE) -> list[int]:
+    params = asked.params
+    return continuation(asked.prompt_token_ids, params.temperature, params.seed, kernels)
 
 
 def test_a_slot_s_next_request_sees_nothing_of_the_last():
-    shape = replace(SHAPE, max_num_seqs=1)
-    core = build(HybridToy(), shape)
-    items = requests()
-    assert run(core, items).tokens == {item.request_id: alone(item) for item in items}
+    core = build(HybridToy(), replace(SHAPE, max_num_seqs=1))
+    assert run(core, requests()).tokens == alone(requests())
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 3])
+@pytest.mark.parametrize(
+    ("steps_in_flight", "temperature", "kernels"),
+    [(1, 0.0, REFERENCE), (3, 0.9, NATIVE)],
+    ids=["greedy", "sampled"],
+)
 @pytest.mark.parametrize("script", ["right", "wrong", "alternating", "empty", "mixed"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_drafts_leave_every_token_alone(script, steps_in_flight, temperature):
+def test_drafts_leave_every_token_alone(script, steps_in_flight, temperature, kernels):
     shape = replace(SHAPE, steps_in_flight=steps_in_flight)
     items = requests(temperature=temperature)
     core = build(
-        HybridToy(),
+        HybridToy(kernels=kernels),
         shape,
         make_drafter=lambda parts: ScriptedDrafter(parts, script),
-        oracle=oracle,
+        oracle=lambda admitted: oracle(admitted, kernels),
+        kernels=kernels,
     )
     drafted = run(core, items)
-    assert drafted.tokens == {item.request_id: alone(item) for item in items}
+    assert drafted.tokens == alone(items, kernels)
     assert drafted.offered
     assert (drafted.accepted > 0) == (script != "wrong")
 
@@ -87,25 +99,14 @@ def test_preempted_requests_go_on_from_the_state_of_their_slot(steps_in_flight):
 
     watched = core._runner.swap
     core._runner = replace(core._runner, swap=Watch())
-    assert run(core, items).tokens == {item.request_id: alone(item) for item in items}
+    assert run(core, items).tokens == alone(items)
     assert moved, "nothing was preempted"
 
 
 def self_drafter(parts: Parts, model: HybridToy, k: int) -> DraftModelDrafter:
     """The target as its own draft model, with recurrent state of its own."""
-    shape = parts.shape
-    cache = RecurrentCache.allocate(
-        model.recurrent_spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU
-    )
-    cache.states.fill_(float("nan"))
-    kv = KVCache.allocate(
-        model.kv_spec,
-        num_blocks=shape.num_blocks,
-        block_size=shape.block_size,
-        device=CPU,
-        recurrent=cache,
-    )
-    return DraftModelDrafter(model, kv, k, Coupling(parts.kernels.sample, parts.table))
+    cache = allocate(model.caches, parts.shape, k)
+    return DraftModelDrafter(model, cache, k, Coupling(parts.kernels.sample, parts.table))
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -115,25 +116,25 @@ def test_a_hybrid_that_drafts_for_itself_is_always_right(k, temperature):
     items = requests(temperature=temperature)
     core = build(HybridToy(), shape, make_drafter=lambda parts: self_drafter(parts, HybridToy(), k))
     drafted = run(core, items)
-    assert drafted.tokens == {item.request_id: alone(item) for item in items}
+    assert drafted.tokens == alone(items)
     assert drafted.accepted == drafted.offered > 0
 
 
-@pytest.mark.parametrize("kernels", [NativeKernels(), ReferenceKernels()], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernels", [NATIVE, REFERENCE], ids=lambda kernels: kernels.name)
 def test_logits_of_accepted_rows_have_the_bits_of_plain_decoding(kernels):
-    item = request("r", PROMPTS[1], max_tokens=20)
-    plain = build(HybridToy(), SHAPE, kernels=kernels)
+    item = request("r", PROMPTS[1], max_tokens=MAX_TOKENS)
+    plain = build(HybridToy(kernels=kernels), SHAPE, kernels=kernels)
     run(plain, [item])
     drafted = build(
-        HybridToy(),
+        HybridToy(kernels=kernels),
         SHAPE,
         kernels=kernels,
         make_drafter=lambda parts: ScriptedDrafter(parts, "mixed"),
         oracle=oracle,
     )
     run(drafted, [item])
-    true = {position: row for _, position, row in plain._runner.verifier.accepted_logits}
-    rows = drafted._runner.verifier.accepted_logits
+    true = {position: row for _, position, row in plain.accepted_logits}
+    rows = drafted.accepted_logits
     compared = [torch.equal(row, true[position]) for _, position, row in rows if position in true]
     assert all(compared)
     assert len(compared) >= 20

@@ -6,8 +6,6 @@ it. Every row is compared by ``torch.equal``, keyed by request and position.
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -21,6 +19,7 @@ from helpers.checkpoints import (
 )
 from helpers.harness import Ran, collect, request
 from helpers.recorded import RecordedLogits
+from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 
@@ -33,7 +32,9 @@ PROMPTS = {
 }
 
 
-def run_engine(target, prompts, temperature: float, **options) -> tuple[Ran, RecordedLogits]:
+def run_engine(
+    target, prompts, temperature: float, steps: str = "compact", **options
+) -> tuple[Ran, RecordedLogits]:
     options = {
         "max_model_len": 64,
         "max_num_seqs": 4,
@@ -42,8 +43,8 @@ def run_engine(target, prompts, temperature: float, **options) -> tuple[Ran, Rec
         "block_size": 8,
     } | options
     core = build_engine(EngineConfig.from_options(model=str(target), **options))
-    recorded = RecordedLogits(core._runner.verifier)
-    core._runner = dataclasses.replace(core._runner, verifier=recorded)
+    recorded = RecordedLogits()
+    core._runner = in_steps(recorded.runner(core._runner), steps)
     ran, limits = Ran(), {}
     for i, prompt in enumerate(prompts):
         item = request(
@@ -90,11 +91,12 @@ def test_accepted_rows_have_the_bits_of_plain_decoding(
         )
         truth |= alone.rows
         tokens.append(ran.tokens["r0"])
-    for steps_in_flight in (1, 3):
+    for steps_in_flight, steps in ((1, "compact"), (3, "static")):
         ran, recorded = run_engine(
             target,
             PROMPTS.values(),
             temperature,
+            steps,
             dtype=dtype,
             speculative_config=drafters[method],
             steps_in_flight=steps_in_flight,

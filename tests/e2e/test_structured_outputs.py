@@ -54,7 +54,8 @@ def ask(name: str, prompt, case: int, max_tokens: int = LONGEST):
 @lru_cache
 def alone(prompt: tuple[int, ...], case: int) -> tuple[int, ...]:
     """The request by itself: no speculation, one step at a time."""
-    core = build(model(), Shape(max_num_seqs=1, prefix_caching=False, **SHAPE))
+    shape = Shape(max_num_seqs=1, prefix_caching=False, **SHAPE)
+    core = build(model(), shape, steps="compact")
     ran = run(core, [ask("alone", prompt, case, LONGEST + BEYOND)])
     return tuple(ran.tokens["alone"])
 
@@ -112,6 +113,7 @@ def is_of_form(text: str, structured: StructuredOutputs) -> bool:
     return re.fullmatch(rf"\({{{depth}}}([a-z]{{1,6}}|10)\){{{depth}}}", text) is not None
 
 
+@pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize(
     ("kind", "steps_in_flight"),
     [

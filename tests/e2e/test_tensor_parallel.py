@@ -142,8 +142,10 @@ def test_logits_are_near_those_of_one_rank_and_not_the_same(files):
 def _recorded(found, core):
     """Raw logits of the first emitted token of every prompt."""
     leading = core._runner
-    runner = getattr(leading, "_inner", leading)
-    recorded = RecordedLogits(runner.verifier)
-    object.__setattr__(runner, "verifier", recorded)
+    recorded = RecordedLogits()
+    if hasattr(leading, "_inner"):
+        leading._inner = recorded.runner(leading._inner)
+    else:
+        core._runner = recorded.runner(leading)
     drive(core)
     found |= {where: row for where, row in recorded.rows.items() if where[1] == len(where[0])}

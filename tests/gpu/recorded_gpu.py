@@ -1,17 +1,19 @@
-"""The raw logits of every emitted token, from eager verbs and out of replayed graphs alike."""
+"""The raw logits of every emitted token, from eager steps and out of replayed graphs alike."""
 
 from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 from helpers.harness import run
-from helpers.recorded import RecordedLogits
+from helpers.recorded import watched
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
+from sametoken.engine.build_gpu import MOST_ROWS
 from sametoken.engine.core import EngineCore
-from sametoken.runner.runner import StepRunner
+from sametoken.runner.runner import EagerLauncher
 
 # Of any run here: the longest takes some 6,000.
 MAX_STEPS = 20_000
@@ -29,45 +31,35 @@ class Recording:
     accepted: int = 0
 
 
-class GraphTap:
-    """Copies the logits that each replayed graph has computed.
+class Tap:
+    """Copies the logits of each step between its halves, before anything is done to them."""
 
-    A graph computes at fixed addresses: what is held of its capture is where every replay
-    leaves its logits, for as long as somebody holds it.
-    """
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[int, ...]] = {}
+        self._copies = []
 
-    def __init__(self, monkeypatch) -> None:
-        # Triton is part of CUDA builds of torch alone.
-        from sametoken.runner.graphs import StepGraphs
+    def runner(self, runner):
+        """The runner, tapped."""
+        tap, processing = self, watched(runner.processing, self._admit)
 
-        self.prompts: dict[int, tuple[int, ...]] = {}
-        self._held, self._latest, self._copies = {}, (), []
-        capture, replay = StepGraphs._capture, StepGraphs._replay
-        run_forward = StepGraphs._forward
+        class Tapped(type(processing)):
+            def of_step(self, layout, buffer):
+                return _Between(super().of_step(layout, buffer), tap)
 
-        def forward(graphs, *arguments):
-            computed = run_forward(graphs, *arguments)
-            # A copy, for rules and truncation are written into the logits.
-            self._latest = (computed.logits.clone(), computed.slots, computed.positions)
-            return computed
+        values = {one.name: getattr(processing, one.name) for one in dataclasses.fields(processing)}
+        return dataclasses.replace(runner, processing=Tapped(**values))
 
-        def captured(graphs, bucket, *rest):
-            step = capture(graphs, bucket, *rest)
-            self._held[bucket] = self._latest
-            return step
+    def _admit(self, admission) -> None:
+        self._prompts[admission.slot] = admission.prompt_token_ids
 
-        def replayed(graphs, bucket, *rest):
-            outcome = replay(graphs, bucket, *rest)
-            # Steps run in order: a position's last copy is from the step that emitted it.
-            self._copies.append((dict(self.prompts), *(t.clone() for t in self._held[bucket])))
-            return outcome
-
-        monkeypatch.setattr(StepGraphs, "_forward", forward)
-        monkeypatch.setattr(StepGraphs, "_capture", captured)
-        monkeypatch.setattr(StepGraphs, "_replay", replayed)
+    def copy(self, computed) -> None:
+        at = computed.x.sampled
+        copies = (one.clone() for one in (computed.logits, at.slots, at.positions))
+        self._copies.append((dict(self._prompts), *copies))
 
     def rows(self) -> Rows:
         found = {}
+        # Steps run in order: a position's last copy is from the step that emitted it.
         for prompts, logits, slots, positions in self._copies:
             for row, where in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
                 if where[0] in prompts:
@@ -75,18 +67,29 @@ class GraphTap:
         return found
 
 
-def record(items, monkeypatch=None, **options) -> Recording:
-    """Answer requests of different prompts; with ``monkeypatch`` graphs are recorded too."""
+@dataclasses.dataclass
+class _Between:
+    inner: object
+    tap: Tap
+
+    def look(self) -> None:
+        self.inner.look()
+
+    def process(self, computed) -> None:
+        self.tap.copy(computed)
+        self.inner.process(computed)
+
+    def score(self, tokens) -> None:
+        self.inner.score(tokens)
+
+
+def record(items, **options) -> Recording:
+    """Answer requests of different prompts."""
     assert len({item.prompt_token_ids for item in items}) == len(items)
-    tap = GraphTap(monkeypatch) if monkeypatch else None
-    core = build_engine(EngineConfig.from_options(**options))
-    verifier = _recorded(core)
-    if tap is not None:
-        tap.prompts = verifier.prompts
+    core, tap = build_engine(EngineConfig.from_options(**options)), Tap()
+    core._runner = tap.runner(core._runner)
     found = drive(core, items)
-    if tap is not None:
-        found.rows |= tap.rows()
-    found.rows |= verifier.rows
+    found.rows = tap.rows()
     return found
 
 
@@ -96,11 +99,13 @@ def drive(core: EngineCore, items) -> Recording:
     return Recording(ran.tokens, {}, ran.offered, ran.accepted)
 
 
-def _recorded(core: EngineCore) -> RecordedLogits:
-    runner = core._runner
-    is_eager = isinstance(runner, StepRunner)
-    eager = runner if is_eager else runner.eager
-    verifier = RecordedLogits(eager.verifier)
-    eager = dataclasses.replace(eager, verifier=verifier)
-    core._runner = eager if is_eager else dataclasses.replace(runner, eager=eager)
-    return verifier
+def windows_must_be_captured(patch: pytest.MonkeyPatch) -> None:
+    """A step of windows alone that runs without a graph fails."""
+    run_eagerly = EagerLauncher.run
+
+    def run(self, layout, *rest):
+        shape = layout.shape
+        assert not shape.all_sampled or shape.num_rows > MOST_ROWS, shape
+        run_eagerly(self, layout, *rest)
+
+    patch.setattr(EagerLauncher, "run", run)

@@ -28,13 +28,10 @@ def truth(files):
 @pytest.mark.parametrize(
     "method", ["plain", "ngram", "self", "other", "eagle3", "suffix", "cascade"]
 )
-def test_logits_of_emitted_tokens_are_those_of_plain_decoding(
-    files, truth, method, eager, monkeypatch
-):
+def test_logits_of_emitted_tokens_are_those_of_plain_decoding(files, truth, method, eager):
     items = list(requests(COUNT, MAX_TOKENS))
     found = record(
         items,
-        monkeypatch,
         model=str(files["target"]),
         speculative_config=speculation(files)[method],
         **OPTIONS | {"max_num_seqs": 7, "enforce_eager": eager},

@@ -1,18 +1,18 @@
-"""Captured steps: no wait for the device, no stale plan, acceptance as in eager mode."""
+"""Captured steps: no wait for the device, no stale layout, acceptance as in eager mode."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
-from sametoken.runner.plan_ring import PlanRing
+from recorded_gpu import windows_must_be_captured
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import EngineDeadError, InvariantError, StaleInputsError
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.graphs import StepGraphs
-from sametoken.runner.runner import StepRunner
+from sametoken.runner.layout_ring import LayoutRing
 
 MAX_TOKENS = 64
 
@@ -33,7 +33,7 @@ def build(files, method: str, **options):
 
 
 def plain_requests(count: int):
-    """Requests whose logits need no processing, so that every step is captured."""
+    """Requests whose logits need no processing."""
     return [item for item in requests(count, MAX_TOKENS) if item.params.top_p == 1]
 
 
@@ -82,8 +82,7 @@ def test_acceptance_by_position_is_that_of_eager_mode(files, method, kind):
     items = REQUESTS[kind](16)
     core = build(files, method)
     with pytest.MonkeyPatch.context() as patch:
-        # Every step of these requests is a graph's.
-        patch.setattr(StepRunner, "run_rows", None)
+        windows_must_be_captured(patch)
         graph_tokens, graph = drive(core, items)
     eager_tokens, eager = drive(build(files, method, enforce_eager=True), items)
     assert graph_tokens == eager_tokens
@@ -94,15 +93,13 @@ def test_acceptance_by_position_is_that_of_eager_mode(files, method, kind):
         assert sum(place[1] for place in graph) == offered
 
 
-def test_a_replay_of_another_steps_plan_is_refused(files, monkeypatch):
+def test_a_replay_of_another_steps_layout_is_refused(files, monkeypatch):
     """The class of vllm#38311: metadata of an earlier step inside the graph."""
     replay, first = StepGraphs._replay, {}
 
-    def stale(self, bucket, rows, between):
-        known = first.setdefault((bucket, len(rows)), rows)
-        places = [row[-1] for row in rows]
-        rows = [(*row[:-1], at) for row, at in zip(known, places, strict=True)]
-        replay(self, bucket, rows, between)
+    def stale(self, shape, layout, *rest):
+        known = first.setdefault((shape, layout.shape.num_windows, len(layout.slots)), layout)
+        replay(self, shape, known, *rest)
 
     core = build(files, "other")
     monkeypatch.setattr(StepGraphs, "_replay", stale)
@@ -111,9 +108,9 @@ def test_a_replay_of_another_steps_plan_is_refused(files, monkeypatch):
     assert isinstance(dead.value.__cause__, StaleInputsError)
 
 
-def test_a_replay_without_a_plan_is_refused(files, monkeypatch):
+def test_a_replay_without_a_layout_is_refused(files, monkeypatch):
     core = build(files, "other")
-    monkeypatch.setattr(PlanRing, "write", lambda self, rows, batch: None)
+    monkeypatch.setattr(LayoutRing, "write", lambda self, table: None)
     with pytest.raises(EngineDeadError) as dead:
         drive(core, plain_requests(4))
     assert isinstance(dead.value.__cause__, StaleInputsError | InvariantError)
@@ -123,7 +120,7 @@ def test_a_copy_read_in_flight_is_refused(files, monkeypatch):
     """The class of vllm#38556: the host reads before the copy has landed."""
 
     def at_once(self):
-        result = self.buffer.read(self.plan, self.order)
+        result = self.buffer.read(self.plan)
         self.ring.release(self.buffer)
         return result
 

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 from gpu_files import OPTIONS, cut_requests, requests, speculation, write_files
-from recorded_gpu import Recording, drive
+from recorded_gpu import Recording, drive, windows_must_be_captured
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.runner.runner import StepRunner
 
 MAX_TOKENS = 96
 
@@ -83,9 +82,9 @@ def test_cuts_decide_tokens(files, cut_truth):
 @pytest.mark.parametrize("max_num_seqs", [1, 5, 14])
 @pytest.mark.parametrize("method", ["plain", "ngram", "other", "eagle3"])
 def test_the_same_tokens_under_cuts(files, cut_truth, method, max_num_seqs, eager, monkeypatch):
-    """In graph mode no request may fall back on the eager verbs."""
+    """In graph mode no step of windows alone may run without a graph."""
     if not eager:
-        monkeypatch.setattr(StepRunner, "run_rows", None)
+        windows_must_be_captured(monkeypatch)
     count = 7 if max_num_seqs == 1 else 14
     tokens, ran = generate(
         files, method, count, cut_requests, max_num_seqs=max_num_seqs, enforce_eager=eager

@@ -129,12 +129,12 @@ def test_plain_batches_give_the_same_ids(written, name, eager):
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
-def test_fp32_logits_are_those_of_the_reference(written, eager, monkeypatch):
+def test_fp32_logits_are_those_of_the_reference(written, eager):
     """To within fp32 arithmetic in another order; TF32 products would be ten times as far off."""
     target, dtype, _, truth = written("fp32")
     (item,) = plain_items()[8:9]
     options = OPTIONS | {"dtype": dtype, "enforce_eager": eager, "max_num_seqs": 2}
-    found = record([item], monkeypatch, model=str(target), **options)
+    found = record([item], model=str(target), **options)
     prompt, tokens = item.prompt_token_ids, truth[item.request_id]
     model = load_model(
         target, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=640

@@ -61,7 +61,7 @@ def test_every_turn_is_that_of_a_cold_engine(files, plain, method, eager):
 
 @pytest.mark.parametrize("method", ["plain", "self"])
 def test_logprobs_after_a_hit_are_those_of_a_cold_engine(files, plain, method):
-    """The KV of both prompt and answer was written by graphs; its readers run eagerly."""
+    """The KV of both prompt and answer was written by graphs."""
     spec = speculation(files)[method]
     hot = start(files["target"], **TALK_OPTIONS, speculative_config=spec)
     words = talk(0.8)

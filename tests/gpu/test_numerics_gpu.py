@@ -80,11 +80,10 @@ def plain_items(count: int):
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("method", ["plain", "ngram"])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-def test_random_models(tmp_path, architecture, method, eager, monkeypatch):
+def test_random_models(tmp_path, architecture, method, eager):
     files, items = write_files(tmp_path, architecture), plain_items(12)
     found = record(
         items,
-        monkeypatch,
         model=str(files["target"]),
         speculative_config=speculation(files)[method],
         **OPTIONS | {"max_num_seqs": 4, "enforce_eager": eager},
@@ -105,12 +104,11 @@ def test_one_wrong_token_is_far_above_the_bound(tmp_path, architecture):
 
 @pytest.mark.skipif(not SMOLLM2, reason="SAMETOKEN_SMOLLM2 does not name the GGUF file")
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
-def test_smollm2(eager, monkeypatch):
+def test_smollm2(eager):
     prompt = tuple(map(int, QUESTION.split()))
     items = [request("short", prompt, MAX_TOKENS), request("long", prompt * 20, MAX_TOKENS)]
     found = record(
         items,
-        monkeypatch,
         model=SMOLLM2,
         **OPTIONS | {"max_num_seqs": 2, "enforce_eager": eager},
     )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from helpers.ruled import Ruled, check_rows, greedy, make_scene, random_request
-from sametoken.core.plan import Admission
+from sametoken.core.layout import NO_REQUESTS, TABLE_ROWS, StepLayout, StepShape
+from sametoken.core.plan import Admission, PlanRow, StepPlan
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
@@ -22,10 +23,6 @@ from sametoken.kernels.interface import (
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
-
-from sametoken.kernels.commit.triton import judge_and_commit, publish
-from sametoken.kernels.draft_rows.triton import take
-from sametoken.kernels.stage.triton import stage_windows
 
 from sametoken.kernels.activation import reference as activation_reference
 from sametoken.kernels.activation.triton import silu_mul
@@ -39,6 +36,9 @@ from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.sampling import reference as sampling_reference
 from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.step import triton as ops
+from sametoken.kernels.step.types import LayoutTable
+from sametoken.kernels.triton import TritonKernels
 from sametoken.kernels.truncation import reference as truncation_reference
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.layers.norm import RMSNorm
@@ -124,7 +124,7 @@ def test_embed_beside(width, norm_dtype):
 def test_rows_taken(width):
     states = noise(ROWS, width)
     for rows in (torch.arange(0, ROWS, 7, device="cuda"), torch.tensor([383, 0, 0], device="cuda")):
-        assert torch.equal(take(rows, states), states[rows])
+        assert torch.equal(TritonKernels().take_rows(states, rows), states[rows])
 
 
 def rope_scene(shape: AttentionShape) -> tuple[torch.Tensor, RotaryTable, AttentionRows, QKNorm]:
@@ -395,7 +395,7 @@ VOCABULARY, K, SLOTS = 3000, 4, 6
 
 
 class ToyLoop:
-    """A decode step on a target that knows the last token alone, with static plan buffers."""
+    """A decode step on a target that knows the last token alone, with a static layout table."""
 
     def __init__(self, k: int) -> None:
         self.k = k
@@ -414,19 +414,23 @@ class ToyLoop:
         self.sequences.token_ids[:SLOTS, 0] = torch.arange(SLOTS, device="cuda")
         self.temperature = torch.tensor([0.0, 0.2, 0.5, 1.0, 0.0, 0.7, 0.0], device="cuda")
         self.seeds = torch.arange(SLOTS + 1, device="cuda") + 100
-        self.slots = torch.full((SLOTS + 2,), SLOTS, device="cuda")
+        requests, rows = SLOTS + 2, (SLOTS + 2) * (k + 1)
+        self.shape = StepShape(requests, rows, rows, requests, k + 1, k + 1)
+        table = torch.empty(TABLE_ROWS, self.shape.table_width, dtype=torch.int64, device="cuda")
+        self.layout = LayoutTable(table, self.shape)
+        self.lay_out(NO_REQUESTS)
         self.accepted = torch.zeros((), dtype=torch.int64, device="cuda")
 
+    def lay_out(self, layout: StepLayout) -> None:
+        self.layout.table.copy_(torch.tensor(layout.table(self.shape, SLOTS, 0)))
+
     def step(self) -> None:
-        live = self.slots != SLOTS
-        limit = torch.full_like(self.slots, self.k)
-        x = stage_windows(self.sequences, self.slots, limit, live, self.k + 1)
+        x = ops.prepare_inputs(self.sequences, self.layout)
         logits = self.table[x.token_ids]
-        keys = sampling.window_keys(
-            logits, self.temperature, self.seeds, x.rows.slots, x.rows.positions
-        )
-        judgement, lengths = judge_and_commit(self.sequences, keys, x, self.k + 1)
-        self.accepted += judgement.num_accepted.sum()
+        keys = sampling.token_keys(logits, self.temperature, self.seeds, x.sampled)
+        verdict = ops.verify(keys, x)
+        lengths = ops.commit(self.sequences, x, verdict.num_accepted, verdict.next_token)
+        self.accepted += verdict.num_accepted.sum()
         if self.k:
             drafts = lookup(
                 self.sequences.token_ids,
@@ -436,7 +440,7 @@ class ToyLoop:
                 max_length=3,
                 k=self.k,
             )
-            publish(self.sequences, x, *drafts)
+            ops.publish(self.sequences, x, *drafts)
 
     def run(self, batches: list[list[int]]) -> None:
         """Capture one step on padding alone, then replay it for every batch."""
@@ -445,9 +449,9 @@ class ToyLoop:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
-        for batch in batches:
-            padding = [SLOTS] * (SLOTS + 2 - len(batch))
-            self.slots.copy_(torch.tensor([*batch, *padding]))
+        for step_id, batch in enumerate(batches):
+            rows = tuple(PlanRow(slot, 1, self.k, True) for slot in batch)
+            self.lay_out(StepLayout.of(StepPlan(step_id, rows=rows)))
             graph.replay()
         torch.cuda.synchronize()
 

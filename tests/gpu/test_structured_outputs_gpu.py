@@ -1,4 +1,4 @@
-"""Grammars on a GPU: masked rows run eagerly beside graphs, and the tokens stay the same."""
+"""Grammars on a GPU: masks are made beside the graphs, and the tokens stay the same."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Row:
 class Said:
     """A target whose logits are given by slot and position, and else by a function of the token."""
 
-    kv_spec = recurrent_spec = None
+    caches = ()
 
     def __init__(self, vocab_size: int, by_token: Callable[[Tensor], Tensor] | None) -> None:
         self.config = toy_config(vocab_size)

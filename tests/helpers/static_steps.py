@@ -13,7 +13,7 @@ from sametoken.kernels.step import compact, reference
 from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.models.base import HiddenStates
-from sametoken.runner.runner import EagerLauncher
+from sametoken.runner.runner import EagerLauncher, StepRunner
 from sametoken.runner.step import Step
 
 #: compact: as a CPU engine; static: the reference in static shapes, dead rows poisoned; kernels:
@@ -60,8 +60,6 @@ class Poisoned:
 class StaticLauncher(EagerLauncher):
     """Requests, rows and sampled rows have room for more, as in a captured shape."""
 
-    launches = 0
-
     def run(self, layout, first_place, between):
         super().run(layout, first_place, between)
         sequences = self.step.sequences
@@ -69,9 +67,8 @@ class StaticLauncher(EagerLauncher):
             assert not fact[sequences.reserved_slot].any(), "padding has committed"
 
     def _padded(self, shape):
-        StaticLauncher.launches += 1
-        # Requests without rows then begin behind the last row, or before some that are dead.
-        rows = shape.num_rows + 3 * (StaticLauncher.launches % 2)
+        # Requests without rows begin behind the last row, or before some that are dead.
+        rows = shape.num_rows + 3 * (shape.num_rows % 2)
         chunks = shape.num_chunks + (shape.num_chunks > 0)
         return replace(
             shape,
@@ -90,10 +87,8 @@ def launcher_of(step: Step, kind: str) -> EagerLauncher:
     return StaticLauncher(replace(step, model=poisoned))
 
 
-def in_steps(core, kind: str | None = None):
-    """An engine as a user builds it, its steps run in one of ``STEPS``."""
+def in_steps(runner: StepRunner, kind: str | None = None) -> StepRunner:
+    """The runner of an engine as a user builds it, its steps in one of ``STEPS``."""
     kind = kind or chosen_steps()
-    runner = core._runner
     step = replace(runner.step, ops=STEPS[kind])
-    core._runner = replace(runner, step=step, launcher=launcher_of(step, kind))
-    return core
+    return replace(runner, step=step, launcher=launcher_of(step, kind))

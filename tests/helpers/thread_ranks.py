@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 import torch
 
 import sametoken.engine.build as build
+from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.core import EngineCore
 from sametoken.runner.stream import ImmediateStream, LaggingStream
@@ -163,7 +164,7 @@ class ThreadRanks:
 
 class _Leading:
     def __init__(self, ranks: ThreadRanks, inner) -> None:
-        self._ranks, self._inner = ranks, inner
+        self._ranks, self._inner = ranks, in_steps(inner)
         self.num_swaps = 0
 
     def submit(self, plan):
@@ -175,7 +176,7 @@ class _Leading:
 def _follow(config: EngineConfig, rank: _Following, meeting: Meeting) -> None:
     # What goes wrong here is raised where rank 0 waits.
     with suppress(Exception), meeting.running():
-        runner = build.build_follower(config, rank)
+        runner = in_steps(build.build_follower(config, rank))
         while (plan := rank.take()) is not None:
             runner.submit(plan).discard()
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from helpers.recorded import RecordedLogits
+from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.core.outputs import RequestOutput
 from sametoken.core.sampling_params import SamplingParams
@@ -28,8 +29,11 @@ class Front(NamedTuple):
     recorded: RecordedLogits | None
 
 
-def start(target, **options) -> Front:
+def start(target, steps: str | None = None, **options) -> Front:
+    """An engine, its steps in one of ``STEPS`` if that is named."""
     core = build_engine(EngineConfig.from_options(model=str(target), **options))
+    if steps is not None:
+        core._runner = in_steps(core._runner, steps)
     recorded = None
     if isinstance(core._runner.launcher, EagerLauncher):
         recorded = RecordedLogits()

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 
 from helpers.harness import request
+from helpers.static_steps import in_steps
 from helpers.thread_ranks import engine_over_threads
 from sametoken.config import EngineConfig
 from sametoken.core.request import EngineRequest
@@ -77,6 +78,8 @@ def answer(target, speculation=None, items=None, **options) -> Answers:
     """What an engine says whose ranks, if there are several, are threads."""
     config = config_of(target, speculation, **options)
     if config.tensor_parallel_size == 1:
-        return drive(build_engine(config), items)
+        core = build_engine(config)
+        core._runner = in_steps(core._runner)
+        return drive(core, items)
     with engine_over_threads(config) as (core, _):
         return drive(core, items)

@@ -10,32 +10,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from sametoken.core.layout import DRAFT_LIMIT, PLACE, STEP_ID
 from sametoken.core.length_bound import LenBound
-from sametoken.drafters import token_map
 from sametoken.drafters.cascade import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.shared import SharedDrafter
 from sametoken.engine.state_writer import StateWriter, _Sequence
 from sametoken.kernels.logits_rules.reference import apply_rules
-from sametoken.runner import async_output, step
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.step import compact, reference
+from sametoken.kernels.step import triton as in_triton
+from sametoken.kernels.step.types import LayoutTable, StepInputs
+from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
-from sametoken.runner.launch import EagerLaunch, EagerLauncher
+from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.prefix_cache import block_keys
 from sametoken.state import commit
-from sametoken.state.inputs import StepInputs
-from sametoken.state.recurrent import RowByRowPass
 from sametoken.verification.grammar import Cursor, SlotGrammars
-from sametoken.verification.keyed import KeyedVerifier
-from sametoken.verification.shared import SharedVerifier
 
 SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
+FEW = "tests/e2e/test_same_tokens.py::test_few_requests"
 TWO_RANKS = "tests/e2e/test_tensor_parallel.py::test_the_same_tokens"
 ACCEPTANCE = (
     "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
@@ -73,6 +76,11 @@ EXTRACTED = (
     "::test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not"
 )
 TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
+FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
+STATIC = ("static", "kernels")
+ALL = ("compact", *STATIC)
+#: Of tests that run no step.
+HOST = ("compact",)
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -86,6 +94,7 @@ class Mutant:
         test: the test that must fail.
         oracle: what catches it: "tokens"; "acceptance"; "position", a check of what one row
             reads (unwritten KV is poisoned); or "guard", a check of the engine itself.
+        steps: layouts of steps in which the mutant's code runs (``helpers.static_steps``).
     """
 
     name: str
@@ -93,6 +102,7 @@ class Mutant:
     plant: Callable[[pytest.MonkeyPatch], None]
     test: str
     oracle: str
+    steps: tuple[str, ...] = ("compact", "static")
 
 
 def substitute(patch: pytest.MonkeyPatch, original: Any, mutant: Any) -> None:
@@ -102,6 +112,28 @@ def substitute(patch: pytest.MonkeyPatch, original: Any, mutant: Any) -> None:
             for attribute, value in list(vars(module).items()):
                 if value is original:
                     patch.setattr(module, attribute, mutant)
+
+
+def in_every_program(
+    patch: pytest.MonkeyPatch,
+    name: str,
+    make: Callable[[Callable], Callable],
+    programs: tuple[Any, ...] = (compact, reference, in_triton),
+) -> None:
+    """Make a mutant of each program of an operation of the step."""
+    for program in programs:
+        patch.setattr(program, name, make(getattr(program, name)))
+
+
+def with_inputs(
+    patch: pytest.MonkeyPatch, change: Callable[[StepInputs, LayoutTable], StepInputs]
+) -> None:
+    """Change the inputs of every step."""
+
+    def make(prepare):
+        return lambda sequences, layout: change(prepare(sequences, layout), layout)
+
+    in_every_program(patch, "prepare_inputs", make)
 
 
 def optimistic_end(x: StepInputs) -> torch.Tensor:
@@ -128,35 +160,45 @@ def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
 
 def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     """Where nothing is committed yet, if a draft was rejected."""
-    tokens_at = DraftContext.tokens_at
+    catch_up = DraftContext.catch_up
 
-    def mutant(self, slots, positions):
-        ends = zip(self.slots.tolist(), self.end.tolist(), strict=True)
-        optimistic = dict(zip(ends, optimistic_end(self.x).tolist(), strict=True))
-        places = zip(slots.tolist(), positions.tolist(), strict=True)
-        read = [optimistic.get(place, place[1]) for place in places]
-        return tokens_at(self, slots, torch.tensor(read, dtype=torch.int64))
+    def mutant(self):
+        found = catch_up(self)
+        owner = slice(None) if found.chains.owner is None else found.chains.owner
+        token_ids = found.token_ids.clone()
+        newest = self.tokens_at(self.slots[owner], optimistic_end(self.x)[owner])
+        token_ids[found.chains.last] = newest.clamp(min=0)
+        return replace(found, token_ids=token_ids)
 
-    patch.setattr(DraftContext, "tokens_at", mutant)
+    patch.setattr(DraftContext, "catch_up", mutant)
 
 
 def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
-    def mutant(x, hidden, start, end, num_tokens, sequences):
+    def mutant(*, x, end, **others):
         end = torch.where(x.samples, optimistic_end(x), end)
-        return DraftContext(x, hidden, start, end, num_tokens, sequences)
+        return DraftContext(x=x, end=end, **others)
 
     patch.setattr(step, "DraftContext", mutant)
 
 
 def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftContext, "live_rows", lambda self: torch.arange(len(self.x.row_owner)))
+    """Rejected ones too, with some token wherever there is none; chains go on from the last."""
 
+    def make(catch_up):
+        def mutant(sequences, x, end, *, with_newest):
+            all_rows = torch.where(x.samples, optimistic_end(x), end)
+            found = catch_up(sequences, x, all_rows, with_newest=with_newest)
+            chains = catch_up(sequences, x, end, with_newest=with_newest).chains
+            return replace(
+                found,
+                token_ids=found.token_ids.clamp(min=0),
+                chains=replace(chains, last=found.chains.last),
+            )
 
-def rejected_rows_reach_the_head(patch: pytest.MonkeyPatch) -> None:
-    """With some token wherever the bench has put one that no vocabulary holds."""
-    live_rows_are_all_rows(patch)
-    tokens_at = DraftContext.tokens_at
-    patch.setattr(DraftContext, "tokens_at", lambda *args: tokens_at(*args).clamp(min=0))
+        return mutant
+
+    # The compact program takes the reference's rows.
+    in_every_program(patch, "catch_up", make, (reference, in_triton))
 
 
 def rows_past_the_end_are_recorded(patch: pytest.MonkeyPatch) -> None:
@@ -175,15 +217,16 @@ def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
 
 
 def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
-    """The rejected drafts are taken off once more, in the tensor that others read after."""
-    live_rows = DraftContext.live_rows
+    """The rejected drafts are taken off once more, but for the step's first row."""
+    catch_up = DraftContext.catch_up
 
     def mutant(self):
-        rows = live_rows(self)
-        self.end.sub_(optimistic_end(self.x) - self.end)
-        return rows
+        rejected = optimistic_end(self.x) - self.end
+        first = torch.minimum(self.x.num_computed + 1, self.end)
+        self.end.copy_(torch.maximum(self.end - rejected, first))
+        return catch_up(self)
 
-    patch.setattr(DraftContext, "live_rows", mutant)
+    patch.setattr(DraftContext, "catch_up", mutant)
 
 
 def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -201,23 +244,35 @@ def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
-    original = commit.commit
+    def make(commit):
+        return lambda sequences, x, _, next_token: commit(sequences, x, x.num_drafts, next_token)
 
-    def mutant(sequences, x, num_accepted, next_token):
-        return original(sequences, x, x.num_drafts, next_token)
-
-    substitute(patch, original, mutant)
+    in_every_program(patch, "commit", make)
 
 
 def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
-    original = commit.commit
+    def make(commit):
+        def mutant(sequences, x, num_accepted, next_token):
+            lengths = commit(sequences, x, num_accepted, next_token)
+            sequences.num_computed[x.slots] = optimistic_end(x)
+            return lengths
 
-    def mutant(sequences, x, num_accepted, next_token):
-        lengths = original(sequences, x, num_accepted, next_token)
-        sequences.num_computed[x.slots] = optimistic_end(x)
-        return lengths
+        return mutant
 
-    substitute(patch, original, mutant)
+    in_every_program(patch, "commit", make)
+
+
+def padding_commits(patch: pytest.MonkeyPatch) -> None:
+    """A row of padding counts as one that samples."""
+
+    def make(commit):
+        def mutant(sequences, x, num_accepted, next_token):
+            samples = x.samples | (x.slots == sequences.reserved_slot)
+            return commit(sequences, replace(x, samples=samples), num_accepted, next_token)
+
+        return mutant
+
+    in_every_program(patch, "commit", make)
 
 
 def a_slot_keeps_its_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -235,7 +290,7 @@ def a_slot_keeps_its_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_at_once(self: PendingOutput) -> Any:
-    result = self.buffer.read(self.plan, self.order)
+    result = self.buffer.read(self.plan)
     self.ring.release(self.buffer)
     return result
 
@@ -251,10 +306,10 @@ def copy_is_read_in_flight_unchecked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostBuffer, "clear", lambda self: None)
     read = HostBuffer.read
 
-    def mutant(self, plan, order):
+    def mutant(self, plan):
         with pytest.MonkeyPatch.context() as unchecked:
-            unchecked.setattr(async_output, "_require_verdict_of", lambda step_id, found: None)
-            return read(self, plan, order)
+            unchecked.setattr(async_output, "_require_result_of", lambda step_id, found: None)
+            return read(self, plan)
 
     patch.setattr(HostBuffer, "read", mutant)
 
@@ -267,31 +322,82 @@ def all_steps_share_a_buffer(patch: pytest.MonkeyPatch) -> None:
 # Inputs
 
 
-def inputs_are_replayed(patch: pytest.MonkeyPatch) -> None:
+def inputs_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> None:
     """As a graph does that keeps the tensors of the step it was captured in."""
-    kept: dict[tuple[int, ...], StepInputs] = {}
+    kept: dict[Any, StepInputs] = {}
 
-    def mutant(self, plan, x):
-        x = kept.setdefault((len(x.token_ids), len(x.logits_indices)), x)
-        x.require_step(plan.step_id)
-        return EagerLaunch(x)
+    def replay(x, layout):
+        former = replace(kept.setdefault(layout.shape, x), places=x.places)
+        return former if checked else replace(former, step_ids=x.step_ids)
 
-    patch.setattr(EagerLauncher, "load", mutant)
+    with_inputs(patch, replay)
 
 
-def inputs_are_replayed_unchecked(patch: pytest.MonkeyPatch) -> None:
-    inputs_are_replayed(patch)
-    patch.setattr(StepInputs, "require_step", lambda self, step_id: None)
+def layouts_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> None:
+    """Rows lie where those of an earlier step with as many rows did."""
+    kept: dict[Any, torch.Tensor] = {}
+
+    def mutant(table, shape):
+        former = kept.setdefault(shape, table).clone()
+        fresh = (PLACE,) if checked else (PLACE, STEP_ID)
+        former[fresh, :] = table[fresh, :]
+        return LayoutTable(former, shape)
+
+    patch.setattr(runner, "LayoutTable", mutant)
+
+
+def windows_of_another_layout_are_delivered(patch: pytest.MonkeyPatch) -> None:
+    """What is right on the device is told from where an earlier step's windows lay."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def make(deliver):
+        def mutant(x, verdict, results):
+            starts = kept.setdefault(len(x.slots), x.window_starts.clone())
+            inside = starts.clamp(max=max(len(verdict.tokens) - 1, 0))
+            deliver(replace(x, window_starts=inside), verdict, results)
+
+        return mutant
+
+    in_every_program(patch, "deliver", make)
+
+
+def limits_are_taken_for_drafts(patch: pytest.MonkeyPatch) -> None:
+    """A window has as many drafts as the layout has room for: dead rows are judged."""
+
+    def judge_dead_rows(x, layout):
+        return replace(x, num_drafts=layout.row(DRAFT_LIMIT) * x.samples)
+
+    with_inputs(patch, judge_dead_rows)
+
+
+def slots_tell_what_a_former_step_proposed(patch: pytest.MonkeyPatch) -> None:
+    proposed: dict[int, int] = {}
+
+    def former(x, layout):
+        slots, now = x.slots.tolist(), x.num_proposed.tolist()
+        before = [proposed.get(slot, count) for slot, count in zip(slots, now, strict=True)]
+        proposed.update(zip(slots, now, strict=True))
+        return replace(x, num_proposed=torch.tensor(before))
+
+    with_inputs(patch, former)
 
 
 def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
     """Positions and addresses of an earlier step with as many rows."""
-    rows_at, kept = DraftContext.rows_at, {}
+    kept: dict[Any, Any] = {}
 
-    def mutant(self, slots, *where, **options):
-        return kept.setdefault(len(slots), rows_at(self, slots, *where, **options))
+    def replayed(name):
+        find = getattr(DraftContext, name)
 
-    patch.setattr(DraftContext, "rows_at", mutant)
+        def mutant(self, *chains):
+            found = find(self, *chains)
+            key = name, len(found.rows.slots)
+            return replace(found, rows=kept.setdefault(key, found.rows))
+
+        patch.setattr(DraftContext, name, mutant)
+
+    for name in ("catch_up", "catch_up_with_newest", "advanced"):
+        replayed(name)
 
 
 # Recurrent state
@@ -301,10 +407,10 @@ def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
     """It goes on from the state of its last window's first position."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
+    def mutant(self, part, *rest):
         if part.num_rows == 1:
             part = replace(part, num_folded=0, num_lasting=1)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -313,12 +419,12 @@ def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
     """All that is pending is folded, as if every draft had been accepted."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
+    def mutant(self, part, *rest):
         if not part.starts:
-            pending = int(self.cache.num_pending[part.slot])
+            pending = int(self.folded.num_pending[part.slot])
             more = pending - part.num_folded
             part = replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -327,10 +433,10 @@ def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
     """The next request's first row goes on from the last one's state."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
-        if part.starts and self.cache.position[part.slot] > 0:
+    def mutant(self, part, *rest):
+        if part.starts and self.folded.position[part.slot] > 0:
             part = replace(part, starts=False)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -339,13 +445,15 @@ def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
-    judge = KeyedVerifier.judge
+    verify = Step._verify
 
-    def mutant(self, logits, x):
-        rows = replace(x.rows, positions=torch.full_like(x.rows.positions, x.step_id))
-        return judge(self, logits, replace(x, rows=rows))
+    def mutant(self, computed):
+        x = computed.x
+        positions = torch.full_like(x.sampled.positions, int(x.step_ids[0]))
+        x = replace(x, sampled=replace(x.sampled, positions=positions))
+        return verify(self, replace(computed, x=x))
 
-    patch.setattr(KeyedVerifier, "judge", mutant)
+    patch.setattr(Step, "_verify", mutant)
 
 
 def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
@@ -400,12 +508,12 @@ def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
-    whole = token_map.over_token_map
+    load = MTPCheckpoint.load
 
-    def mutant(head, token_ids, kernels):
-        return replace(whole(head, token_ids, kernels), token_ids=None)
+    def mutant(self, shared, **options):
+        return replace(load(self, shared, **options), token_ids=None)
 
-    substitute(patch, whole, mutant)
+    patch.setattr(MTPCheckpoint, "load", mutant)
 
 
 # KV of drafters
@@ -417,7 +525,8 @@ def a_cascade_s_model_misses_turns(patch: pytest.MonkeyPatch) -> None:
 
     def mutant(self, context):
         first = self._lookup.propose(context)
-        return first if bool(first.num_drafts.all()) else propose(self, context)
+        live = context.slots != context.sequences.reserved_slot
+        return first if bool(first.num_drafts[live].all()) else propose(self, context)
 
     patch.setattr(CascadeDrafter, "propose", mutant)
 
@@ -431,21 +540,17 @@ def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
 
 def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
     """The token after a prefill chunk, which is the prompt's next one."""
-    tokens_at = DraftContext.tokens_at
+    catch_up = DraftContext.catch_up
 
-    def mutant(self, slots, positions):
-        edges = {
-            (slot, end)
-            for slot, end, samples in zip(
-                self.slots.tolist(), self.end.tolist(), self.samples.tolist(), strict=True
-            )
-            if not samples
-        }
-        places = zip(slots.tolist(), positions.tolist(), strict=True)
+    def mutant(self):
+        found = catch_up(self)
+        ends = zip(self.slots.tolist(), self.end.tolist(), self.samples.tolist(), strict=True)
+        edges = {(slot, end - 1) for slot, end, samples in ends if not samples}
+        places = zip(found.rows.slots.tolist(), found.rows.positions.tolist(), strict=True)
         at_edge = torch.tensor([place in edges for place in places], dtype=torch.bool)
-        return tokens_at(self, slots, positions).masked_fill(at_edge, 0)
+        return replace(found, token_ids=found.token_ids.masked_fill(at_edge, 0))
 
-    patch.setattr(DraftContext, "tokens_at", mutant)
+    patch.setattr(DraftContext, "catch_up", mutant)
 
 
 def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -466,15 +571,15 @@ def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
-    judge = SharedVerifier.judge
+    verify = Step._verify
 
-    def mutant(self, logits, x):
-        verdict = judge(self, logits, x)
-        if self._parallel.rank == 0:
+    def mutant(self, computed):
+        verdict = verify(self, computed)
+        if self.parallel.rank == 0:
             return verdict
         return replace(verdict, next_token=(verdict.next_token + 1) % 7)
 
-    patch.setattr(SharedVerifier, "judge", mutant)
+    patch.setattr(Step, "_verify", mutant)
 
 
 MUTANTS = (
@@ -484,6 +589,7 @@ MUTANTS = (
         exact_is_the_upper_bound,
         "tests/unit/core/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
         "guard",
+        HOST,
     ),
     Mutant(
         "backup-token-from-optimistic-length",
@@ -510,8 +616,9 @@ MUTANTS = (
         "host-copy-read-in-flight-unchecked",
         "vllm#38556",
         copy_is_read_in_flight_unchecked,
-        f"{SAME_TOKENS}[right-3]",
+        f"{FEW}[right]",
         "tokens",
+        ALL,
     ),
     Mutant(
         "one-host-buffer-for-all-steps",
@@ -538,15 +645,40 @@ MUTANTS = (
         "stale-inputs-replayed",
         "vllm#38311",
         inputs_are_replayed,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "guard",
+        ALL,
     ),
     Mutant(
         "stale-inputs-replayed-unchecked",
         "vllm#38311",
-        inputs_are_replayed_unchecked,
-        f"{SAME_TOKENS}[right-1]",
+        partial(inputs_are_replayed, checked=False),
+        f"{FEW}[right]",
         "position",
+        ALL,
+    ),
+    Mutant(
+        "stale-layout-replayed",
+        "vllm#38311",
+        layouts_are_replayed,
+        f"{FEW}[right]",
+        "guard",
+        ALL,
+    ),
+    Mutant(
+        "stale-layout-replayed-unchecked",
+        "vllm#38311",
+        partial(layouts_are_replayed, checked=False),
+        f"{SAME_TOKENS}[right-1]",
+        "guard",
+    ),
+    Mutant(
+        "windows-of-another-layout",
+        "vllm#38311",
+        windows_of_another_layout_are_delivered,
+        f"{FEW}[mixed]",
+        "tokens",
+        ALL,
     ),
     Mutant(
         "stale-attention-metadata-of-the-drafter",
@@ -579,16 +711,17 @@ MUTANTS = (
     Mutant(
         "rows-of-an-eagle-head-not-trimmed",
         "tokenspeed#318",
-        rejected_rows_reach_the_head,
+        live_rows_are_all_rows,
         EAGLE_HEAD,
         "position",
+        ALL,
     ),
     Mutant(
         "drafter-lengths-trimmed-in-place",
         "tokenspeed#318",
         lengths_are_trimmed_in_place,
         f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-        "acceptance",
+        "position",
     ),
     Mutant(
         "lengths-of-an-mtp-module-not-trimmed",
@@ -607,7 +740,7 @@ MUTANTS = (
     Mutant(
         "rows-of-an-mtp-module-not-trimmed",
         "tokenspeed#318",
-        rejected_rows_reach_the_head,
+        live_rows_are_all_rows,
         MTP_MODULE,
         "position",
     ),
@@ -616,28 +749,55 @@ MUTANTS = (
         "tokenspeed#318",
         positions_are_advanced_in_place,
         f"{ACCEPTANCE}[self-1-late-0.0]",
-        "acceptance",
+        "position",
     ),
     Mutant(
         "rejected-drafts-committed",
         "the law: one truth",
         rejected_drafts_are_committed,
-        f"{SAME_TOKENS}[wrong-1]",
+        f"{FEW}[wrong]",
         "position",
+        ALL,
     ),
     Mutant(
         "kv-of-rejected-drafts-addressable",
         "the law: one truth",
         rejected_kv_counts_as_computed,
-        f"{SAME_TOKENS}[wrong-1]",
+        f"{FEW}[wrong]",
         "position",
+        ALL,
+    ),
+    Mutant(
+        "padding-committed",
+        "the law: one truth",
+        padding_commits,
+        f"{FEW}[right]",
+        "position",
+        ("static",),
+    ),
+    Mutant(
+        "dead-rows-judged",
+        "the law: one truth",
+        limits_are_taken_for_drafts,
+        f"{FEW}[empty]",
+        "acceptance",
+        STATIC,
     ),
     Mutant(
         "drafts-of-a-former-request",
         "vllm#39273",
         a_slot_keeps_its_drafts,
-        "tests/unit/state/test_stage_commit.py::test_admission_clears_the_former_request",
-        "position",
+        FORMER_DRAFTS,
+        "acceptance",
+        ALL,
+    ),
+    Mutant(
+        "count-of-drafts-of-a-former-request",
+        "vllm#39273",
+        slots_tell_what_a_former_step_proposed,
+        FORMER_DRAFTS,
+        "acceptance",
+        ALL,
     ),
     Mutant(
         "slot-0-read-on-a-zero-draft-step",
@@ -664,15 +824,17 @@ MUTANTS = (
         "noise-keyed-by-step-instead-of-position",
         "the law: keyed sampling",
         noise_is_keyed_by_step,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "tokens",
+        ALL,
     ),
     Mutant(
         "penalties-without-the-rows-own-prefix",
         "the law: sampling",
         penalties_see_committed_tokens_alone,
-        f"{SAME_TOKENS}[right-1]",
+        f"{FEW}[right]",
         "tokens",
+        ALL,
     ),
     Mutant(
         "grammar-mask-of-the-first-row-for-all",
@@ -722,6 +884,7 @@ MUTANTS = (
         a_chunk_ends_in_a_placeholder,
         EAGLE_HEAD,
         "position",
+        ALL,
     ),
     Mutant(
         "chunk-edge-placeholder-under-an-mtp-module",
@@ -744,6 +907,7 @@ MUTANTS = (
         rows_past_the_end_are_recorded,
         EXTRACTED,
         "position",
+        HOST,
     ),
     Mutant(
         "rows-in-flight-extracted",
@@ -751,6 +915,7 @@ MUTANTS = (
         rows_in_flight_are_recorded,
         EXTRACTED,
         "guard",
+        HOST,
     ),
     Mutant(
         "columns-of-a-token-map-taken-for-tokens",

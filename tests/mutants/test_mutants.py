@@ -1,4 +1,7 @@
-"""Every planted bug makes the test fail that is named beside it; unplanted, that test passes."""
+"""Every planted bug makes the test fail that is named beside it, in every layout of steps.
+
+Unplanted, that test passes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from mutants.catalogue import MUTANTS
+from helpers.static_steps import CHOICE
+from mutants.catalogue import MUTANTS, Mutant
 from sametoken.errors import InvariantError
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +38,8 @@ class Record:
         self.raised.append(call.excinfo.value)
 
 
-def run_test(test: str) -> Record:
-    """Run one test in this process.
+def run_test(test: str, steps: str) -> Record:
+    """Run one test in this process, its steps in one of ``helpers.static_steps.STEPS``.
 
     Its module and the helpers are loaded anew, so that they import what is planted, and
     are gone afterwards, so that no other test does.
@@ -44,7 +48,8 @@ def run_test(test: str) -> Record:
     record = Record()
     loaded = _taken_out(path)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+            patch.setenv(CHOICE, steps)
             pytest.main([str(ROOT / test), f"--rootdir={ROOT}", *OPTIONS], plugins=[record])
     finally:
         _taken_out(path)
@@ -58,8 +63,8 @@ def _taken_out(path: str) -> dict[str, ModuleType]:
 
 
 @lru_cache
-def passes(test: str) -> bool:
-    record = run_test(test)
+def passes(test: str, steps: str) -> bool:
+    record = run_test(test, steps)
     return record.num_passed == 1 and not record.raised
 
 
@@ -76,18 +81,22 @@ def caught_by(oracle: str, raised: BaseException) -> bool:
     return any(isinstance(error, wanted) for error in causes(raised))
 
 
-def of_one_process(mutant) -> object:
+def of_one_process(mutant: Mutant, steps: str) -> object:
     """A parameter; mutants of one test run together, for it runs once without any."""
     test = mutant.test.rpartition("::")[2].partition("[")[0]
-    return pytest.param(mutant, id=mutant.name, marks=pytest.mark.xdist_group(test))
+    group = pytest.mark.xdist_group(f"{test} {steps}")
+    return pytest.param(mutant, steps, id=f"{mutant.name}-{steps}", marks=group)
 
 
-@pytest.mark.parametrize("mutant", map(of_one_process, MUTANTS))
-def test_its_test_fails(mutant):
-    assert passes(mutant.test), f"{mutant.test} fails without any mutant"
+CASES = [of_one_process(mutant, steps) for mutant in MUTANTS for steps in mutant.steps]
+
+
+@pytest.mark.parametrize(("mutant", "steps"), CASES)
+def test_its_test_fails(mutant, steps):
+    assert passes(mutant.test, steps), f"{mutant.test} fails without any mutant"
     with pytest.MonkeyPatch.context() as patch:
         mutant.plant(patch)
-        record = run_test(mutant.test)
+        record = run_test(mutant.test, steps)
     assert record.num_passed == 0, f"{mutant.test} does not notice"
     (raised,) = record.raised
     assert caught_by(mutant.oracle, raised), causes(raised)

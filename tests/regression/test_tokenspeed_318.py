@@ -14,6 +14,8 @@ from helpers.harness import run
 from helpers.spoilt import measure_spoilt
 from helpers.twin import Twin, twin_requests
 
+pytestmark = pytest.mark.usefixtures("layouts")
+
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_rejected_drafts_leave_nothing_in_the_module_s_rows(tmp_path, k):

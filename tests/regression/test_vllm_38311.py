@@ -13,6 +13,8 @@ from helpers.harness import run
 from helpers.spoilt import measure
 from helpers.twin import Twin, twin_requests
 
+pytestmark = pytest.mark.usefixtures("layouts")
+
 K = 5
 
 

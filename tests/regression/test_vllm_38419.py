@@ -13,6 +13,8 @@ import pytest
 from helpers.spoilt import measure_spoilt
 from helpers.twin import Twin, twin_requests
 
+pytestmark = pytest.mark.usefixtures("layouts")
+
 K = 3
 
 

@@ -13,6 +13,8 @@ import pytest
 from helpers.harness import run
 from helpers.twin import Twin, twin_requests
 
+pytestmark = pytest.mark.usefixtures("layouts")
+
 
 @pytest.mark.parametrize("device", ["late", "ahead"])
 def test_requests_come_and_go_while_results_are_on_their_way(tmp_path, device):

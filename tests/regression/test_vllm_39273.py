@@ -75,6 +75,7 @@ def run_watched(core, requests, limit: int) -> Watched:
     return watched
 
 
+@pytest.mark.usefixtures("layouts")
 def test_a_step_without_drafts_after_accepted_drafts():
     limit = 120
     model = HybridToy(pull=9.0)

@@ -23,6 +23,7 @@ from helpers.hybrids import write_hybrid
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.errors import ConfigError, EngineDeadError, NumericalError, RequestError
+from sametoken.runner.step import Step
 
 SIZES = {
     "skip_tokenizer_init": True,
@@ -389,14 +390,15 @@ def test_prompt_logprobs_of_a_failed_request_do_not_show_its_chunks(
     for chunk in (8, 16):
         sizes = SIZES | {"prefill_chunk_size": chunk, "steps_in_flight": steps_in_flight}
         llm = LLM(models["dense"], **sizes)
-        judge = type(llm._engine._runner.verifier).judge
+        verify = Step._verify
 
-        def poisoned(self, logits, x, judge=judge):
-            logits[x.num_tokens[x.logits_owner] == 30] = torch.nan
-            return judge(self, logits, x)
+        def poisoned(self, computed, verify=verify):
+            rows = computed.x.sampled
+            computed.logits[rows.positions - rows.offsets == 29] = torch.nan
+            return verify(self, computed)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(llm._engine._runner.verifier), "judge", poisoned)
+            patch.setattr(Step, "_verify", poisoned)
             bad, good = llm.generate(prompts, params)
         assert isinstance(bad.outputs[0].error, NumericalError)
         reported.append(bad.prompt_logprobs)
@@ -526,7 +528,7 @@ def test_memory_that_the_machine_does_not_give_is_an_error_of_the_options(models
         def refuse(*args, error=error, **options):
             raise error
 
-        monkeypatch.setattr("sametoken.engine.build.KVCache.allocate", refuse)
+        monkeypatch.setattr("sametoken.engine.build.ModelCache.allocate", refuse)
         with pytest.raises(ConfigError, match="does not fit the memory"):
             LLM(models["dense"], **SIZES)
     monkeypatch.setattr("sametoken.engine.build.load_model", lambda *_, **__: 1 // 0)

@@ -44,7 +44,7 @@ def record(writer, name: str, num_rows: int, first: int = 0) -> None:
     states = torch.full((num_rows, len(LAYERS) * HIDDEN), float(first))
     slots = torch.zeros_like(positions)
     tokens = positions + first
-    writer._rows.put(CommittedRows(1, slots, positions, tokens, tokens + 1, states))
+    writer._rows.put(CommittedRows(torch.tensor([1]), slots, positions, tokens, tokens + 1, states))
     admission = Admission(0, (first,), 0, SamplingParams(seed=0), request_id=name)
     writer.launch(StepPlan(1, admissions=(admission,), rows=(PlanRow(0, 1, 0, True),)))
     writer.settle(StepResult(1, (RowResult(0, 0, 0, (1,)),)))

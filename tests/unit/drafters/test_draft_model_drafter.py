@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from helpers.drafting import BLOCK_SIZE, Bench
+from helpers.drafting import BLOCK_SIZE, Bench, requests_of
 from helpers.toy import ToyModel, toy_config
 from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
 from sametoken.errors import DrafterMismatchError
@@ -19,7 +19,7 @@ VOCAB = 11
 def bench_of(k: int, seed: int, drafter_model: ToyModel | None = None, **options) -> Bench:
     bench = Bench(ToyModel(VOCAB), k, seed=seed, **options)
     model = drafter_model or ToyModel(VOCAB)
-    cache = bench.allocate(model.kv_spec)
+    cache = bench.allocate(model.caches)
     bench.drafter = DraftModelDrafter(model, cache, k, bench.coupling)
     return bench
 
@@ -45,7 +45,7 @@ def test_a_drafter_equal_to_its_target_is_always_right(k, temperature):
     bench = bench_of(k, seed=k, temperature=temperature)
 
     def check(context, drafts):
-        for b, slot in enumerate(context.slots.tolist()):
+        for b, slot in requests_of(context):
             if context.samples[b]:
                 assert int(drafts.num_drafts[b]) == k
                 assert drafts.draft_ids[b].tolist() == continuation(bench, slot)
@@ -67,7 +67,8 @@ def test_its_kv_holds_the_committed_token_at_every_computed_position(salt):
 
     def check(context, drafts):
         (cache,) = bench.drafter.kv_caches
-        for slot, end in zip(context.slots.tolist(), context.end.tolist(), strict=True):
+        for b, slot in requests_of(context):
+            end = int(context.end[b])
             keys = bench.cached(cache, slot, end)[0, 0, :, 0, 0]
             assert keys.tolist() == bench.tokens(slot)[:end]
 
@@ -82,13 +83,13 @@ def test_it_writes_no_further_than_it_says():
 
     def check(context, drafts):
         (cache,) = bench.drafter.kv_caches
-        for b, slot in enumerate(context.slots.tolist()):
+        for b, slot in requests_of(context):
             written = int(context.end[b])
             if context.samples[b]:
                 written = int(context.num_tokens[b]) + k - 1
             blocks = torch.tensor(bench.blocks[slot])
             where = torch.arange(len(blocks) * BLOCK_SIZE)
-            keys = cache.memory[0, 0, blocks[where // BLOCK_SIZE], 0, where % BLOCK_SIZE, 0]
+            keys = cache.kv(0).keys[blocks[where // BLOCK_SIZE], 0, where % BLOCK_SIZE, 0]
             assert not keys[:written].isnan().any()
             assert keys[written:].isnan().all()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.drafting import NOT_A_TOKEN, Bench
+from helpers.drafting import NOT_A_TOKEN, Bench, requests_of
 from helpers.toy import ToyModel
 from sametoken.drafters.ngram import NgramDrafter
 
@@ -28,7 +28,7 @@ def test_drafts_follow_the_slots_own_committed_tokens(k, shortest, longest):
     def check(context, drafts):
         nonlocal found
         assert NOT_A_TOKEN not in drafts.draft_ids
-        for b, slot in enumerate(context.slots.tolist()):
+        for b, slot in requests_of(context):
             count = int(drafts.num_drafts[b])
             found += count
             if context.samples[b]:

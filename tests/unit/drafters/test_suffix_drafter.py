@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.drafting import CPU, MAX_LEN, NOT_A_TOKEN, Bench
+from helpers.drafting import CPU, MAX_LEN, NOT_A_TOKEN, Bench, requests_of
 from helpers.suffixes import Options, slow_search
 from helpers.toy import ToyModel
 from sametoken.drafters.suffix import SuffixDrafter
@@ -41,7 +41,7 @@ def test_drafts_follow_committed_tokens(options, num_texts):
         others = [[] for _ in range(num_texts)]
         for index, text in enumerate(bench.kept if num_texts else []):
             others[index % num_texts] = text
-        for b, slot in enumerate(context.slots.tolist()):
+        for b, slot in requests_of(context):
             count = int(drafts.num_drafts[b])
             found += count
             if context.samples[b]:

@@ -48,7 +48,12 @@ class Device:
         states = [state(self.requests[slot], position) for slot, position in places]
         self.writer._rows.put(
             CommittedRows(
-                self.step_id, slots, positions, positions, positions + 1, torch.stack(states)
+                torch.tensor([self.step_id]),
+                slots,
+                positions,
+                positions,
+                positions + 1,
+                torch.stack(states),
             )
         )
         self.writer.launch(StepPlan(self.step_id, admissions=admissions, rows=plan_rows))

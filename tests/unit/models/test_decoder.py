@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench
+from helpers.rows import ragged_rows
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import select_kernels
 from sametoken.models.loader import load_model
@@ -84,9 +85,8 @@ def test_chunks_and_company_do_not_change_a_bit(theirs_and_path, kernels, dtype)
     assert whole.dtype == torch.float32
 
     shared = Bench(model, num_slots=3)
-    positions = torch.arange(len(PROMPT)).repeat(2)
-    slots = torch.tensor([0, 2]).repeat_interleave(len(PROMPT))
-    rows = shared.rows_at(slots, positions)
+    runs = [(slot, 0, len(PROMPT)) for slot in (0, 2)]
+    rows = ragged_rows(runs, shared.sequences.block_table, shared.sequences.block_size)
     other = [(token + 1) % 50 for token in PROMPT]
     hidden = model.forward(torch.tensor(other + PROMPT), rows, shared.kv)
     assert torch.equal(model.compute_logits(hidden.last)[len(PROMPT) :], whole)

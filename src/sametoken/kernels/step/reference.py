@@ -60,6 +60,11 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         draft = (offset - num_query[owner]).clamp(0, sequences.max_num_drafts - 1)
         token_ids = torch.where(is_query, token_ids, sequences.draft_ids[row_slots, draft])
     rows = rows_at(sequences, row_slots, positions, layout.runs, live & is_query)
+    sampled = (
+        SampledRows(None, row_slots, positions, token_ids, offset)
+        if layout.shape.all_sampled
+        else _sampled(sequences, layout, num_query, rows, token_ids)
+    )
     return StepInputs(
         step_ids=layout.row(columns.STEP_ID),
         places=layout.row(columns.PLACE),
@@ -74,7 +79,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         window_starts=window_starts,
         token_ids=token_ids,
         rows=rows,
-        sampled=_sampled(sequences, layout, num_query, rows, token_ids),
+        sampled=sampled,
         max_num_drafts=sequences.max_num_drafts,
     )
 
@@ -89,10 +94,8 @@ def _owners(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def _sampled(
     sequences: Sequences, layout: LayoutTable, num_query: Tensor, rows: AttentionRows, ids: Tensor
 ) -> SampledRows:
-    """Where the rows whose logits are judged stand."""
+    """Where the rows whose logits are judged stand, if that is not every row."""
     owner, offset = _owners(layout.starts(columns.WINDOW_START), layout.shape.num_sampled)
-    if layout.shape.all_sampled:
-        return SampledRows(None, rows.slots, rows.positions, ids, offset)
     first = layout.starts(columns.ROW_START) + num_query - 1
     index = (first[owner] + offset).clamp(max=layout.shape.num_rows - 1)
     is_padding = owner == layout.shape.num_requests

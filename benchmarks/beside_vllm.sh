@@ -4,7 +4,7 @@
 #   MODELS=DIR benchmarks/beside_vllm.sh OUTDIR CONFIG...
 #
 # CONFIG: plain, eagle3, ngram3, ngram5: Qwen3-8B; q35, q35mtp3: Qwen3.5-9B without and with its
-# MTP module; eagle3fp8, q35mtp3fp8: with the head in eight bits; q35mtp3fp8map: which also has a
+# MTP module; eagle3fp8, q35mtp3fp8: with the head in fp8; q35mtp3fp8map: which also has a
 # token map, of 65,536 tokens; smol, smolng: SmolLM2 without and with n-gram drafts, at one request.
 # MODELS holds qwen3-8b/, eagle3-qwen3-8b/ and qwen35-9b/, each with the config.json of the model:
 # weights are random there, and drafts of eagle3 and q35mtp3 are accepted at given rates, so only

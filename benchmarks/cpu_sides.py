@@ -22,12 +22,10 @@ BANDWIDTH_BYTES = 1 << 30
 BANDWIDTH_PASSES = 12
 PROFILED = 5
 OTHER_KERNELS = (
-    "embedding",
     "rms_norm",
     "add_rms_norm",
     "rope_and_cache",
     "attention",
-    "silu_mul",
     "sample",
 )
 
@@ -190,22 +188,22 @@ def read_bandwidth() -> dict[str, float]:
     """GB/s at which all threads read 1 GiB in large pages, by method: the best of passes."""
     import torch
 
-    from sametoken.kernels.native.bundle import NativeKernels, PanelWeight
+    from sametoken.kernels.native.bundle import PanelWeight
     from sametoken.kernels.native.library import load_library
     from sametoken.kernels.native.memory import WeightMemory
 
     library = load_library()
     memory = WeightMemory(library.prefer_large_pages, BANDWIDTH_BYTES).take(BANDWIDTH_BYTES)
     memory.fill_(1)
-    kernels, features = NativeKernels(library), 512
+    features = 512
     columns = BANDWIDTH_BYTES // (2 * features)
-    panels = PanelWeight(memory, memory.data_ptr(), columns, features, torch.bfloat16)
+    panels = PanelWeight(library, memory, memory.data_ptr(), columns, features, torch.bfloat16)
     x = torch.ones(1, features, dtype=torch.bfloat16)
     halves, floats = memory.view(torch.int64).view(2, -1), memory.view(torch.float32)
     methods: dict[str, Callable[[], object]] = {
         "torch.sum of int64": lambda: halves.sum(1),
         "torch.sum of float32": floats.sum,
-        "native product, 1 row": lambda: kernels.linear(x, panels),
+        "native product, 1 row": lambda: panels.matmul(x),
     }
     fastest = dict.fromkeys(methods, float("inf"))
     for _ in range(BANDWIDTH_PASSES):
@@ -228,15 +226,16 @@ class Profile:
 
     def patch(self) -> None:
         from sametoken.engine.core import EngineCore
-        from sametoken.kernels.native.bundle import NativeKernels
+        from sametoken.kernels.native import bundle
         from sametoken.runner.step import StepRunner
 
         self._wrap(EngineCore, "step", lambda args: ("engine step", 0))
         self._wrap(StepRunner, "submit", lambda args: ("runner step", 0))
-        for op in ("linear", "logits"):
-            self._wrap(NativeKernels, op, _product_label)
+        self._wrap(bundle.PanelWeight, "matmul", _product_label)
+        self._wrap(bundle.PanelWeight, "rows", lambda args: ("embedding", 0))
+        self._wrap(bundle, "silu_mul", lambda args: ("silu_mul", 0))
         for op in OTHER_KERNELS:
-            self._wrap(NativeKernels, op, lambda args, op=op: (op, 0))
+            self._wrap(bundle.NativeKernels, op, lambda args, op=op: (op, 0))
 
     def _wrap(self, owner: Any, name: str, label: Callable[[Any], tuple[str, int]]) -> None:
         function = getattr(owner, name)
@@ -254,7 +253,7 @@ class Profile:
 
 
 def _product_label(args: Any) -> tuple[str, int]:
-    weight = args[2]
+    weight = args[0]
     return f"product {weight.out_features} x {weight.in_features}", weight.nbytes
 
 

@@ -194,16 +194,8 @@ def run_case(
     ]
     print(f"  ms saved when left out: {', '.join(costs)}", flush=True)
     for role, shape in ROLES.items():
-        table = with_choice(table, shape, chain.rows, best[role])
+        table = table.replaced(shape, row_bucket(chain.rows), best[role])
     return table, best["attention"]
-
-
-def with_choice(table: TuningTable, shape: GemmShape, rows: int, config: GemmConfig) -> TuningTable:
-    table = table.replaced(shape, row_bucket(rows), config)
-    if shape.epilogue == "none":
-        added = dataclasses.replace(shape, epilogue="add")
-        table = table.replaced(added, row_bucket(rows), config)
-    return table
 
 
 def tune_head(table: TuningTable, row_counts: list[int]) -> TuningTable:
@@ -211,7 +203,7 @@ def tune_head(table: TuningTable, row_counts: list[int]) -> TuningTable:
     print(f"\n{HEADER}")
     for shape in SHAPES["eagle3"]:
         for rows, config in tune_shape(shape, row_counts).items():
-            table = with_choice(table, shape, rows, config)
+            table = table.replaced(shape, row_bucket(rows), config)
     return table
 
 

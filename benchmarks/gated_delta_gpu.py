@@ -24,18 +24,15 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
+from sametoken.kernels.cache_types import Recurrent
 from sametoken.kernels.gated_delta_rule.prepare import prepare
-from sametoken.kernels.gated_delta_rule.triton import (
-    LayerMemory,
-    RawRows,
-    RuleTile,
-    advance,
-    advance_prepared,
-    plan_runs,
-)
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.gated_delta_rule.triton import RuleTile, advance, advance_prepared
 from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.kernels.overlap import overlapped, release_next, wait
-from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+from sametoken.kernels.recurrent.rule import LayerMemory, RawRows
+from sametoken.kernels.recurrent.runs import plan_runs
+from sametoken.state.caches import ModelCache
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
 CHANNELS, LAYERS, REPLAYS = 8192, 24, 20
@@ -136,66 +133,67 @@ class Layers:
     def __init__(self, case: Case) -> None:
         self.case, drafts = case, 0 if case.prefill else case.rows - 1
         assert case.folded <= drafts
-        self.spec = RecurrentSpec(
-            case.layers, **HEADS, conv_kernel=4, conv_channels=CHANNELS, dtype=torch.bfloat16
+        rule = GatedDelta(**HEADS, conv_kernel=4)
+        self.cache = ModelCache.allocate(
+            (Recurrent(rule, torch.bfloat16),) * case.layers,
+            num_blocks=0,
+            block_size=1,
+            max_num_seqs=case.batch,
+            num_drafts=drafts,
+            device=torch.device("cuda"),
         )
-        self.cache = RecurrentCache.allocate(
-            self.spec, max_num_seqs=case.batch, num_drafts=drafts, device=torch.device("cuda")
-        )
+        self.folded = self.cache.folded
         slots = torch.arange(case.batch, device="cuda").repeat_interleave(case.rows)
         place = torch.arange(case.rows, device="cuda").repeat(case.batch)
         committed = place < (case.rows if case.prefill else 1)
         before = 512
-        self.start = torch.full_like(self.cache.position, before)
-        self.pending = torch.full_like(self.cache.num_pending, drafts)
+        self.start = torch.full_like(self.folded.position, before)
+        self.pending = torch.full_like(self.folded.num_pending, drafts)
         positions = before + case.folded + place
         runs = RowRuns.even(case.batch, case.rows)
         self.rows = AttentionRows(positions, slots, slots, slots[None], runs, committed)
         width = CHANNELS + 4096 + 64
         projected = torch.randn(len(slots), width, device="cuda").bfloat16()
         qkv, _, b, a = projected.split((CHANNELS, 4096, 32, 32), dim=-1)
-        self.raw = RawRows(qkv, a, b)
+        self.raw = RawRows(qkv, (a, b))
         weight = torch.randn(4, CHANNELS, device="cuda").bfloat16()
         heads = torch.randn(2, 32, device="cuda")
-        self.params = GatedDeltaParams(heads[0] - 3, heads[1], weight, None)
+        self.params = GatedDeltaParams(rule, heads[0] - 3, heads[1], weight, None)
         self.reset()
 
     def reset(self) -> Layers:
         """The same memory again, and a plan of the pass, which every replay finds again."""
         generator = torch.Generator("cuda").manual_seed(0)
-        cache = self.cache
-        cache.states.zero_()
-        for held in (cache.history, cache.pending_qkv, cache.pending_gates):
+        states, *raw_rows = self.cache.slots
+        states.zero_()
+        for held in raw_rows:
             held.normal_(generator=generator)
-        cache.position.copy_(self.start)
-        cache.num_pending.copy_(self.pending)
-        most = cache.pending_qkv.shape[2]
-        self.runs = plan_runs(self.rows, cache.position, cache.num_pending, most)
+        self.folded.position.copy_(self.start)
+        self.folded.num_pending.copy_(self.pending)
+        self.runs = plan_runs(self.rows, self.folded)
         return self
 
     def memory(self, layer: int) -> LayerMemory:
-        cache = self.cache
-        held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
-        return LayerMemory(*(one[layer] for one in held))
+        return self.cache.layers[layer]
 
     def whole(self, tile: RuleTile) -> torch.Tensor:
         """Every layer prepares its rows and runs them."""
         for layer in range(self.case.layers):
             memory = self.memory(layer)
-            out = advance(self.runs, self.spec, self.params, self.raw, memory, tile)
+            out = advance(self.runs, self.params, self.raw, memory, tile)
         return out
 
     def rule(self, tile: RuleTile) -> torch.Tensor:
         """Every layer runs rows that are prepared once."""
-        prepared = prepare(self.runs, self.spec, self.params, self.raw, self.memory(0))
+        prepared = prepare(self.runs, self.params, self.raw, self.memory(0))
         for layer in range(self.case.layers):
             memory = self.memory(layer)
-            out = advance_prepared(self.runs, self.spec, prepared, self.raw, memory, tile)
+            out = advance_prepared(self.runs, self.params.rule, prepared, self.raw, memory, tile)
         return out
 
     def copy(self) -> None:
         for layer in range(self.case.layers):
-            copy_in_place(self.cache.states[layer, : self.case.batch])
+            copy_in_place(self.cache.layers[layer].states[: self.case.batch])
 
 
 def require_equal_rule(layers: Layers) -> None:

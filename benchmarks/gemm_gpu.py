@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -287,14 +286,6 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
     return chosen
 
 
-def with_copies(shape: GemmShape, chosen: dict[int, GemmConfig]) -> TuningTable:
-    """Choices of a plain product serve its residual form too, which only adds a store's work."""
-    entries = {shape: chosen}
-    if shape.epilogue == "none":
-        entries[replace(shape, epilogue="add")] = chosen
-    return TuningTable(entries)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     folder = os.environ.get("OUT", ".")
@@ -323,7 +314,7 @@ def main() -> None:
     entries = {}
     out = options.out or Path(folder) / table_name(name)
     for shape in shapes:
-        entries.update(with_copies(shape, tune_shape(shape, rows)).entries)
+        entries[shape] = tune_shape(shape, rows)
         out.write_text(TuningTable(entries).to_json())
     print(f"wrote {out} after {time.time() - begun:.0f} s")
 

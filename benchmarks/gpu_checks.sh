@@ -12,7 +12,7 @@
 #   attention gemm small  kernels beside their references; small has the graphs too
 #   hybrid      models with recurrent layers
 #   bits numerics engines  logits by bits and beside fp32, chats of several turns, other engines
-#   states      hidden states, grammars, draft logits in eight bits
+#   states      hidden states, grammars, draft heads in fp8
 #   sanitizer   memcheck and racecheck
 # PYTHON names the interpreter. Exit status: 0 if every part that ran went well,
 # 1 if one did not, 2 for wrong arguments, 3 without a GPU.
@@ -83,7 +83,7 @@ tests bits 300 tests/gpu/test_bits_gpu.py &
 tests numerics 300 tests/gpu/test_numerics_gpu.py tests/gpu/test_multi_turn_gpu.py &
 tests engines 300 tests/gpu/test_more_engines_gpu.py &
 others="tests/gpu/test_extract_gpu.py tests/gpu/test_structured_outputs_gpu.py"
-tests states 300 $others tests/gpu/test_eight_bit_gpu.py &
+tests states 300 $others tests/gpu/test_fp8_gpu.py &
 OUT=$out part sanitizer 420 benchmarks/sanitizer.sh &
 wait
 

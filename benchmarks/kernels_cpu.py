@@ -18,9 +18,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RotaryTable
-from sametoken.kernels.native.bundle import NativeKernels
-from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+from sametoken.kernels.cache_types import Recurrent
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.interface import (
+    AttentionRows,
+    AttentionShape,
+    Kernels,
+    LayerKV,
+    RotaryTable,
+)
+from sametoken.kernels.native.bundle import NativeKernels, silu_mul
+from sametoken.kernels.native.library import load_library
+from sametoken.kernels.recurrent.rule import RawRows
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.state.caches import ModelCache
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, BLOCK = 30, 576, 1536, 49152, 16
 MAX_ROWS = 1024
@@ -32,7 +43,7 @@ LINEARS = {
     "down": (HIDDEN, INTERMEDIATE),
 }
 
-RECURRENT = RecurrentSpec(8, 16, 32, 128, 128, 4, 8192, torch.bfloat16)
+NUM_RECURRENT, RECURRENT = 8, Recurrent(GatedDelta(16, 32, 128, 128, 4), torch.bfloat16)
 
 #: Operations of one layer (or of the end of a step) by name, each taking the layer's index.
 Operations = Mapping[str, Callable[[int], object]]
@@ -78,6 +89,7 @@ class Model:
 
     def native_layer(self, rows: int) -> Operations:
         kernels, packed, where = self.kernels, self.packed, self.window(rows)
+        library = load_library()
         x, residual = torch.randn(2, rows, HIDDEN).bfloat16()
         qkv = torch.randn(rows, LINEARS["qkv"][0]).bfloat16()
         q = torch.randn(rows, SHAPE.num_heads, SHAPE.head_dim).bfloat16()
@@ -85,16 +97,16 @@ class Model:
         gate_up = torch.randn(rows, 2 * INTERMEDIATE).bfloat16()
         return {
             "add_rms_norm": lambda _: kernels.add_rms_norm(x, residual, self.norm, 1e-5),
-            "qkv": lambda i: kernels.linear(x, packed["qkv"][i]),
+            "qkv": lambda i: packed["qkv"][i].matmul(x),
             "rope_and_cache": lambda i: kernels.rope_and_cache(
                 qkv, SHAPE, self.rotary, where, self.kv[i], None
             ),
             "attention": lambda i: kernels.attention(q, SHAPE, where, self.kv[i]),
-            "o": lambda i: kernels.linear(x, packed["o"][i]),
+            "o": lambda i: packed["o"][i].matmul(x),
             "add_rms_norm 2": lambda _: kernels.add_rms_norm(x, residual, self.norm, 1e-5),
-            "gate_up": lambda i: kernels.linear(x, packed["gate_up"][i]),
-            "silu_mul": lambda _: kernels.silu_mul(gate_up),
-            "down": lambda i: kernels.linear(wide, packed["down"][i]),
+            "gate_up": lambda i: packed["gate_up"][i].matmul(x),
+            "silu_mul": lambda _: silu_mul(library, gate_up),
+            "down": lambda i: packed["down"][i].matmul(wide),
         }
 
     def native_ends(self, rows: int) -> Operations:
@@ -103,8 +115,8 @@ class Model:
         logits, seeds = torch.randn(rows, VOCABULARY), torch.arange(rows)
         greedy, warm = torch.zeros(rows), torch.ones(rows)
         return {
-            "embedding": lambda _: kernels.embedding(token_ids, self.packed_head),
-            "lm_head": lambda _: kernels.logits(x, self.packed_head),
+            "embedding": lambda _: self.packed_head.rows(token_ids),
+            "lm_head": lambda _: self.packed_head.matmul(x, out_dtype=torch.float32),
             "sample T=0": lambda _: kernels.sample(logits, greedy, seeds, positions),
             "sample T=1": lambda _: kernels.sample(logits, warm, seeds, positions),
         }
@@ -170,29 +182,37 @@ def table(model: Model, rows: int, passes: int) -> None:
     print(f"{'step, greedy':54}{step * 1e3:10.2f}")
 
 
-def gated_delta(kernels: NativeKernels | None, rows: int) -> Callable[[int], object]:
-    """A layer's pass over so many committed rows of a slot; None: in PyTorch."""
-    spec, cpu = RECURRENT, torch.device("cpu")
-    heads, channels = spec.num_value_heads, spec.conv_channels
-    conv = torch.randn(spec.conv_kernel, channels).bfloat16()
-    params = GatedDeltaParams(torch.randn(heads), torch.randn(heads), conv, None)
-    cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=0, device=cpu, kernels=kernels)
+def gated_delta(kernels: Kernels, rows: int) -> Callable[[int], object]:
+    """A layer's pass over so many committed rows of a slot."""
+    rule = RECURRENT.rule
+    heads, channels = rule.num_value_heads, rule.conv_channels
+    conv = torch.randn(rule.conv_kernel, channels).bfloat16()
+    params = GatedDeltaParams(rule, torch.randn(heads), torch.randn(heads), conv, None)
+    cache = ModelCache.allocate(
+        (RECURRENT,) * NUM_RECURRENT,
+        num_blocks=0,
+        block_size=1,
+        max_num_seqs=1,
+        num_drafts=0,
+        device=torch.device("cpu"),
+    )
+    assert cache.folded is not None
     # Not from position 0 on: there no state would be read.
-    cache.position.fill_(1)
+    cache.folded.position.fill_(1)
     qkv, a, b = (
         torch.randn(rows, channels + 2 * heads).bfloat16().split((channels, heads, heads), 1)
     )
     positions = torch.arange(1, rows + 1)
-    running = cache.begin(AttentionRows(positions, positions * 0, positions, positions[None]))
-    return lambda layer: running.run(layer, qkv, a, b, params)
+    at = AttentionRows(positions, positions * 0, positions, positions[None])
+    running, raw = kernels.begin_pass(at, cache.folded), RawRows(qkv, (a, b))
+    return lambda layer: running.run(params, raw, cache.layers[layer])
 
 
 def recurrent_table(kernels: NativeKernels, row_counts: list[int], passes: int) -> None:
-    layers = RECURRENT.num_layers
     print("\nGated DeltaNet, Qwen3.5-9B\nrows      us/call  us/row  torch us/row")
     for rows in row_counts:
-        native = measure({"": gated_delta(kernels, rows)}, layers, passes)[""] * 1e6
-        reference = measure({"": gated_delta(None, rows)}, 1, 2)[""] * 1e6
+        native = measure({"": gated_delta(kernels, rows)}, NUM_RECURRENT, passes)[""] * 1e6
+        reference = measure({"": gated_delta(ReferenceKernels(), rows)}, 1, 2)[""] * 1e6
         print(f"{rows:<8}{native:9.0f}{native / rows:8.1f}{reference / rows:14.1f}")
 
 

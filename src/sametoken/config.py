@@ -72,7 +72,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = option(1.0, "suffix: drafts for a matched token")
     suffix_decoding_min_token_prob: float = option(0.1, "suffix: share of matches to agree, 0..1")
     quantization: str | None = option(
-        None, "eagle, eagle3 or mtp on a GPU: fp8 keeps the head's matrices in eight bits"
+        None, "eagle, eagle3 or mtp on a GPU: fp8 keeps the head's matrices as float8 e4m3"
     )
     token_map: str | None = option(
         None, "eagle, eagle3 or mtp: JSON list of the only tokens that the head may propose"

@@ -1,4 +1,4 @@
-"""One choice of operations at start-up: nothing else asks which device it is on, or needs Triton."""
+"""Operations are chosen once: nothing else asks which device it is on, or needs Triton."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ ALLOWED = {
     ("runner/layout_ring.py", "LayoutRing.allocate"): "a GPU reads pinned memory by itself",
     ("runner/process_group.py", "ProcessGroup.__init__"): "each device has its own library",
     ("state/host_copy.py", "HostCopy.of"): "a copy from a GPU lands later",
-    ("state/recurrent.py", "_select_pass"): "the one choice for recurrent state",
     ("state/upload.py", "upload"): "to a GPU through pinned memory",
     ("state/upload.py", "to_host"): "from a GPU to pinned memory",
     ("verification/grammar.py", "_permissive"): "masks are pinned where they may travel",
@@ -45,7 +44,9 @@ class AsksForDevice(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.generic_visit(node)
         of_device = ast.unparse(node.value).rpartition(".")[2].endswith("device")
-        if node.attr in ("is_cuda", "is_cpu", "is_available") or (node.attr == "type" and of_device):
+        if node.attr in ("is_cuda", "is_cpu", "is_available") or (
+            node.attr == "type" and of_device
+        ):
             self.found.add(".".join(self._scope))
 
 
@@ -103,7 +104,9 @@ def test_the_operations_of_a_step_name_the_types_they_take():
     """Where a device's truth goes in as ``Any``, the type checker sees no wrong field."""
     vague = {}
     for path in sorted((PACKAGE / "kernels" / "step").glob("*.py")):
-        names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+        names = {
+            node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
+        }
         if "Any" in names:
             vague[path.name] = "Any"
     assert vague == {}
@@ -121,7 +124,9 @@ def test_the_operations_of_a_step_name_the_types_they_take():
     ],
 )
 def test_planted_questions_are_found(statement, asks):
-    assert asks_in(f"class C:\n    def f(self):\n        {statement}") == ({"C.f"} if asks else set())
+    assert asks_in(f"class C:\n    def f(self):\n        {statement}") == (
+        {"C.f"} if asks else set()
+    )
 
 
 def test_imports_are_followed():

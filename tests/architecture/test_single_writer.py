@@ -28,12 +28,12 @@ HOST = {
 REFERENCE = {
     ("kernels/step/reference.py", "commit"): {"token_ids", "num_tokens", "num_computed"},
     ("kernels/step/reference.py", "publish"): {"draft_ids", "num_drafts"},
-    ("state/recurrent.py", "_settle"): RECURRENT,
+    ("kernels/recurrent/row_by_row.py", "RowByRowPass.finish"): RECURRENT,
 }
 TRITON = {
     ("kernels/step/triton_rows.py", "commit_row"): {"token_ids", "num_tokens", "num_computed"},
     ("kernels/step/triton_commit.py", "_publish_kernel"): {"draft_ids", "num_drafts"},
-    ("kernels/gated_delta_rule/runs.py", "_plan_runs_kernel"): RECURRENT,
+    ("kernels/recurrent/runs.py", "_plan_runs_kernel"): RECURRENT,
 }
 WRITERS = HOST | REFERENCE | TRITON
 #: Pointers named like the fields of ``Drafts``, which these kernels make.
@@ -102,10 +102,16 @@ class WriterCheck(ast.NodeVisitor):
         self.generic_visit(node)
         for target in node.targets:
             self._store(target)
-            if isinstance(target, ast.Name):
-                self._aliases.pop(target.id, None)
-                if shared := self._field(node.value):
-                    self._aliases[target.id] = shared
+            self._name(target, node.value)
+
+    def _name(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, other in zip(target.elts, value.elts, strict=False):
+                self._name(one, other)
+        elif isinstance(target, ast.Name):
+            self._aliases.pop(target.id, None)
+            if shared := self._field(value):
+                self._aliases[target.id] = shared
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.generic_visit(node)
@@ -159,33 +165,42 @@ def test_a_device_has_one_writer_of_each_field():
         assert sorted(fields) == sorted(FIELDS - {"block_table"})
 
 
-def calls_of(source: str, names: frozenset[str]) -> set[tuple[str, str]]:
-    """Which functions call a method of one of these names."""
-    found = set()
-    for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                    if node.func.attr in names:
-                        found.add((function.name, node.func.attr))
-    return found
+VERBS = frozenset(("commit", "publish"))
+
+
+def calls_of(tree: ast.Module) -> set[tuple[str, str]]:
+    """Which functions call a method that is named like a verb."""
+    return {
+        (function.name, node.func.attr)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in VERBS
+    }
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Which verbs a module takes from the operations of a step."""
+    return {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("sametoken.kernels.step")
+        for alias in node.names
+    } & VERBS
 
 
 def test_the_step_alone_commits_and_publishes():
     """By ``StepOps``; what a host writes is held by the import contract "Only the step"."""
-    verbs, found = frozenset(("commit", "publish")), {}
+    calls = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if calls := calls_of(path.read_text(), verbs):
-            found[name] = calls
-        imported = [
-            alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sametoken.kernels.step")
-            for alias in node.names
-        ]
-        assert not verbs & {*imported} or name.startswith("kernels/step/"), name
-    assert found == {"runner/step.py": {("settle", "commit"), ("settle", "publish")}}
+        name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+        assert not imports_of(tree) or name.startswith("kernels/step/"), name
+        if found := calls_of(tree):
+            calls[name] = found
+    assert calls == {"runner/step.py": {("settle", verb) for verb in VERBS}}
 
 
 @pytest.mark.parametrize(
@@ -203,6 +218,7 @@ def test_the_step_alone_commits_and_publishes():
         ("s.block_table.view(-1)[at] = 7", "block_table"),
         ("table = s.block_table\ntable[slot] = 7", "block_table"),
         ("row = s.token_ids[2, 1:]\nrow.fill_(0)", "token_ids"),
+        ("slots, held = x.slots, s.num_pending\nheld[slots] = 0", "num_pending"),
         ("torch.add(a, b, out=s.num_tokens)", "num_tokens"),
         ("tl.store(num_tokens + slot, value, mask)", "num_tokens"),
         ("tl.atomic_add(num_computed + slot, 1)", "num_computed"),

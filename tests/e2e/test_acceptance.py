@@ -10,14 +10,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.harness import CPU, Shape, build, draft_model, request
+from helpers.harness import Shape, allocate, build, draft_model, request
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
 from sametoken.core.outputs import SpeculationMetrics
 from sametoken.drafters.chain import drafts_of
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.state.kv_cache import KVCache, KVSpec
 
 pytestmark = pytest.mark.usefixtures("layouts")
 
@@ -26,12 +25,6 @@ K = 3
 MODEL = ToyModel(VOCAB)
 PROMPTS = ((1, 2, 3), (5,) * 11, tuple(range(10)), (1, 2, 3, 4, 5), (7, 0, 7), (2,) * 17)
 MAX_TOKENS = 24
-
-
-def allocate(parts, spec: KVSpec) -> KVCache:
-    return KVCache.allocate(
-        spec, num_blocks=parts.shape.num_blocks, block_size=parts.shape.block_size, device=CPU
-    )
 
 
 def self_drafter(parts):
@@ -54,7 +47,7 @@ class LookaheadDrafter:
     lookahead_tokens = 1
 
     def __init__(self, parts) -> None:
-        self.kv_caches = (allocate(parts, MODEL.kv_spec),)
+        self.kv_caches = (allocate(MODEL.caches, parts.shape, parts.shape.num_drafts),)
         self.coupling = Coupling(parts.kernels.sample, parts.table)
 
     def propose(self, context):
@@ -74,7 +67,7 @@ class LookaheadDrafter:
 
     def _forward(self, token_ids, following, rows) -> list[int]:
         """Keys hold a row's own token, values the one after it."""
-        layer = self.kv_caches[0].layer(0)
+        layer = self.kv_caches[0].kv(0)
         block_size = layer.keys.shape[2]
         at = rows.kv_slots // block_size, 0, rows.kv_slots % block_size, 0
         layer.keys[at], layer.values[at] = token_ids.double(), following.double()

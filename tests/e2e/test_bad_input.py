@@ -301,7 +301,7 @@ class Poisoning(ToyModel):
 
     def forward(self, token_ids, rows, kv):
         hidden = super().forward(token_ids, rows, kv)
-        entries = kv.layer(0).keys[:, 0, :, 0]
+        entries = kv.kv(0).keys[:, 0, :, 0]
         for i, (slot, position) in enumerate(
             zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)
         ):

@@ -100,10 +100,10 @@ def test_no_drafter_changes_a_token(checkpoint, dtype, kernels, temperature, mon
 def test_it_says_that_prefix_caching_is_off_and_counts_its_memory(checkpoint):
     told = []
     core = build(checkpoint, told.append, speculative_config=speculative("ngram", 5))
-    resolved, cache = core.resolved, core._runner.step.kv.recurrent
+    resolved, cache = core.resolved, core._runner.step.kv
     assert not resolved.config.enable_prefix_caching
     assert resolved.reasons["enable_prefix_caching"].startswith("off: ")
     assert any("enable_prefix_caching" in text for text in told)
-    assert resolved.recurrent_bytes == cache.nbytes
-    assert cache.pending_qkv.shape[2] == 5
-    assert core._runner.step.kv.memory.shape[0] == SIZES["layer_types"].count(FULL)
+    assert resolved.recurrent_bytes == cache.slots_nbytes
+    assert cache.folded.max_pending == 5
+    assert {len(memory) for memory in cache.blocks} == {SIZES["layer_types"].count(FULL)}

@@ -1,4 +1,4 @@
-"""Draft heads in eight bits: the same tokens, and drafts nearly as good."""
+"""Draft heads in fp8: the same tokens, and drafts nearly as good."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from helpers.harness import run
 from helpers.packed import packed_in
 from helpers.twin import Twin, twin_requests
-from sametoken.kernels.gemm.eight_bit import EightBitWeight
+from sametoken.kernels.gemm.fp8 import Fp8Weight
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -15,7 +15,7 @@ from sametoken.kernels.gemm.eight_bit import EightBitWeight
 def test_a_quantized_twin_changes_no_token_and_is_mostly_right(tmp_path, k, seed):
     """The module as it is would be right always."""
     twin = Twin(tmp_path, seed, quantized=True)
-    weights = [name for name, one in packed_in(twin.head) if isinstance(one, EightBitWeight)]
+    weights = [name for name, one in packed_in(twin.head) if isinstance(one, Fp8Weight)]
     assert len(weights) == 6
     ran = run(twin.engine(k), twin_requests())
     assert ran.tokens == twin.plain(twin_requests())

@@ -8,14 +8,12 @@ from functools import lru_cache
 import pytest
 import torch
 
-from helpers.harness import CPU, Parts, ScriptedDrafter, Shape, build, request, run
+from helpers.harness import Parts, ScriptedDrafter, Shape, allocate, build, request, run
 from helpers.hybrid_toy import HybridToy
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.state.kv_cache import KVCache
-from sametoken.state.recurrent import RecurrentCache
 
 pytestmark = pytest.mark.usefixtures("layouts")
 
@@ -38,7 +36,8 @@ def continuation(prompt: tuple[int, ...], temperature: float, seed: int, kernels
     """Tokens in an engine that has never run another request, some more than are asked for."""
     item = request("x", prompt, max_tokens=40, temperature=temperature, seed=seed)
     shape = replace(SHAPE, max_num_seqs=1)
-    return run(build(HybridToy(), shape, kernels=kernels, steps="compact"), [item]).tokens["x"]
+    core = build(HybridToy(kernels=kernels), shape, kernels=kernels, steps="compact")
+    return run(core, [item]).tokens["x"]
 
 
 def alone(items, kernels=REFERENCE) -> dict[str, list[int]]:
@@ -65,7 +64,7 @@ def test_drafts_leave_every_token_alone(script, steps_in_flight, temperature, ke
     shape = replace(SHAPE, steps_in_flight=steps_in_flight)
     items = requests(temperature=temperature)
     core = build(
-        HybridToy(),
+        HybridToy(kernels=kernels),
         shape,
         make_drafter=lambda parts: ScriptedDrafter(parts, script),
         oracle=lambda admitted: oracle(admitted, kernels),
@@ -106,19 +105,8 @@ def test_preempted_requests_go_on_from_the_state_of_their_slot(steps_in_flight):
 
 def self_drafter(parts: Parts, model: HybridToy, k: int) -> DraftModelDrafter:
     """The target as its own draft model, with recurrent state of its own."""
-    shape = parts.shape
-    cache = RecurrentCache.allocate(
-        model.recurrent_spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU
-    )
-    cache.states.fill_(float("nan"))
-    kv = KVCache.allocate(
-        model.kv_spec,
-        num_blocks=shape.num_blocks,
-        block_size=shape.block_size,
-        device=CPU,
-        recurrent=cache,
-    )
-    return DraftModelDrafter(model, kv, k, Coupling(parts.kernels.sample, parts.table))
+    cache = allocate(model.caches, parts.shape, k)
+    return DraftModelDrafter(model, cache, k, Coupling(parts.kernels.sample, parts.table))
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -135,10 +123,10 @@ def test_a_hybrid_that_drafts_for_itself_is_always_right(k, temperature):
 @pytest.mark.parametrize("kernels", [NATIVE, REFERENCE], ids=lambda kernels: kernels.name)
 def test_logits_of_accepted_rows_have_the_bits_of_plain_decoding(kernels):
     item = request("r", PROMPTS[1], max_tokens=MAX_TOKENS)
-    plain = build(HybridToy(), SHAPE, kernels=kernels)
+    plain = build(HybridToy(kernels=kernels), SHAPE, kernels=kernels)
     run(plain, [item])
     drafted = build(
-        HybridToy(),
+        HybridToy(kernels=kernels),
         SHAPE,
         kernels=kernels,
         make_drafter=lambda parts: ScriptedDrafter(parts, "mixed"),

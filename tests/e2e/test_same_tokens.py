@@ -230,7 +230,9 @@ def test_few_requests(kind, monkeypatch):
     """By the Triton kernels of a step and of choices, which the interpreter runs slowly."""
     monkeypatch.setenv(CHOICE, os.environ.get(CHOICE, "kernels"))
     prompts = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 4, 5), (4,))
-    asked = [(prompt, params, 6 + params) for prompt, params in zip(prompts, (0, 2, 4), strict=True)]
+    asked = [
+        (prompt, params, 6 + params) for prompt, params in zip(prompts, (0, 2, 4), strict=True)
+    ]
     truth = {(prompt, params): list(alone(prompt, params)) for prompt, params, _ in asked}
     core = build(
         MODEL,

@@ -35,11 +35,11 @@ def requests():
     items = []
     for i, (structured, params) in enumerate(ASKED):
         name, prompt = f"r{i}", [40 + i * j % 7 for j in range(1 + 5 * i)]
-        params = params | {"seed": i, "max_tokens": MAX_TOKENS}
+        asked = params | {"seed": i, "max_tokens": MAX_TOKENS}
         if structured is None:
-            items.append(request(name, prompt, **params))
+            items.append(request(name, prompt, **asked))
         else:
-            items.append(structured_request(name, prompt, structured, **params))
+            items.append(structured_request(name, prompt, structured, **asked))
     items[-1] = replace(items[-1], grammar=SlowGrammar(items[-1].grammar))
     return items
 

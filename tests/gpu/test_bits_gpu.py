@@ -28,9 +28,7 @@ def truth(files):
 @pytest.mark.parametrize(
     "method", ["plain", "ngram", "self", "other", "eagle3", "suffix", "cascade"]
 )
-def test_logits_of_emitted_tokens_are_those_of_plain_decoding(
-    files, truth, method, eager
-):
+def test_logits_of_emitted_tokens_are_those_of_plain_decoding(files, truth, method, eager):
     items = list(requests(COUNT, MAX_TOKENS))
     found = record(
         items,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.kernels.gemm import triton as gemm
+from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.gemm.selfcheck import check_gemm
-from sametoken.kernels.gemm.triton import DeviceWeight, product
+from sametoken.kernels.gemm.triton import product
 from sametoken.kernels.gemm.tuning import (
     CANONICAL,
     ROW_BUCKETS,
@@ -17,6 +17,7 @@ from sametoken.kernels.gemm.tuning import (
     TuningTable,
     default_config,
 )
+from sametoken.kernels.triton import DeviceWeight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +44,7 @@ CONFIGS = [
     TritonConfig(64, 64, 64, num_warps=4, num_stages=8, tma=True),
     TritonConfig(128, 64, 128, num_warps=4, num_stages=3, tma=True),
 ]
-EPILOGUES = ["none", "bias", "silu_mul", "add", "logits"]
+EPILOGUES = ["none", "bias", "silu_mul", "logits"]
 ROW_COUNTS = [1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 65, 100, 128, 200, 256, 300, 511, 512]
 
 
@@ -52,22 +53,13 @@ def normal(*shape, dtype=torch.bfloat16, seed=0):
     return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
 
-def operands(epilogue, rows, features, dtype=torch.bfloat16):
-    if epilogue == "bias":
-        return normal(features, dtype=dtype, seed=2)
-    return normal(rows, features, dtype=dtype, seed=2) if epilogue == "add" else None
+def bias_of(epilogue, features, dtype=torch.bfloat16):
+    return normal(features, dtype=dtype, seed=2) if epilogue == "bias" else None
 
 
-def first_rows(operand, rows):
-    return operand[:rows] if operand is not None and operand.dim() == 2 else operand
-
-
-def by_canonical(x, matrix, epilogue, operand):
-    parts = []
-    for at in range(0, len(x), 16):
-        part = operand[at : at + 16] if epilogue == "add" else operand
-        parts.append(product(CANONICAL, x[at : at + 16], matrix, epilogue, part))
-    return torch.cat(parts)
+def by_canonical(x, matrix, epilogue, bias):
+    parts = [x[at : at + 16] for at in range(0, len(x), 16)]
+    return torch.cat([product(CANONICAL, part, matrix, epilogue, bias) for part in parts])
 
 
 @pytest.mark.parametrize(
@@ -78,11 +70,11 @@ def by_canonical(x, matrix, epilogue, operand):
 )
 def test_every_kernel_and_row_count_gives_the_same_rows(features, depth, epilogue, dtype):
     x, matrix = normal(512, depth, dtype=dtype), normal(features, depth, dtype=dtype, seed=1)
-    operand = operands(epilogue, 512, features, dtype)
-    expected = by_canonical(x, matrix, epilogue, operand)
+    bias = bias_of(epilogue, features, dtype)
+    expected = by_canonical(x, matrix, epilogue, bias)
     for config in CONFIGS:
         for rows in ROW_COUNTS:
-            out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
+            out = product(config, x[:rows], matrix, epilogue, bias)
             assert torch.equal(out, expected[:rows]), (config, rows)
 
 
@@ -90,11 +82,11 @@ def test_every_kernel_and_row_count_gives_the_same_rows(features, depth, epilogu
 @pytest.mark.parametrize("features", [576, 4096])
 def test_defaults_of_every_bucket_give_the_same_rows(features, epilogue):
     x, matrix = normal(2048, 1024), normal(features, 1024, seed=1)
-    operand = operands(epilogue, 2048, features)
-    expected = by_canonical(x, matrix, epilogue, operand)
+    bias = bias_of(epilogue, features)
+    expected = by_canonical(x, matrix, epilogue, bias)
     for rows in ROW_BUCKETS:
         config = default_config(GemmShape(features, 1024, epilogue), rows)
-        out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
+        out = product(config, x[:rows], matrix, epilogue, bias)
         assert torch.equal(out, expected[:rows]), config
 
 
@@ -113,11 +105,11 @@ def test_a_row_cannot_tell_its_place_or_its_company(config):
 def test_close_to_float64(dtype):
     x, matrix = normal(40, 1544, dtype=dtype), normal(400, 1544, dtype=dtype, seed=1)
     exact = x.double() @ matrix.double().T
-    table = TuningTable()
-    out = gemm.linear(x, DeviceWeight(matrix), table=table)
+    weight = DeviceWeight(matrix, TuningTable())
+    out = weight.matmul(x)
     tolerance = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}[dtype]
     assert (out.double() - exact).norm() / exact.norm() < tolerance
-    full = gemm.logits(x, DeviceWeight(matrix), table=table)
+    full = weight.matmul(x, out_dtype=torch.float32)
     assert full.dtype == torch.float32
     # The matrix unit cuts its sums off where float32 arithmetic rounds: up to 2**-24 of the sum
     # for each of K / 16 additions of a block of products.
@@ -127,30 +119,23 @@ def test_close_to_float64(dtype):
 
 def test_float32_rows_are_equal_too():
     x, matrix = normal(130, 576, dtype=torch.float32), normal(192, 576, dtype=torch.float32)
-    weight, table = DeviceWeight(matrix), TuningTable()
-    everything = gemm.linear(x, weight, table=table)
+    weight = DeviceWeight(matrix, TuningTable())
+    everything = weight.matmul(x)
     for rows in (1, 5, 16, 64, 130):
-        assert torch.equal(gemm.linear(x[:rows], weight, table=table), everything[:rows])
+        assert torch.equal(weight.matmul(x[:rows]), everything[:rows])
 
 
 def test_fused_epilogues_equal_the_unfused_path():
     x, matrix = normal(70, 1024), normal(2 * 704, 1024, seed=1)
-    weight, table = DeviceWeight(matrix), TuningTable()
-    residual = normal(70, 2 * 704, seed=3)
+    weight = DeviceWeight(matrix, TuningTable())
     for rows in (1, 4, 30, 70):
-        stored = gemm.linear(x[:rows], weight, table=table)
-        assert torch.equal(
-            gemm.linear_silu_mul(x[:rows], weight, table=table), gemm.silu_mul(stored)
-        )
-        assert torch.equal(
-            gemm.linear_add(x[:rows], weight, residual[:rows], table=table),
-            stored + residual[:rows],
-        )
+        stored = weight.matmul(x[:rows])
+        assert torch.equal(weight.gated_matmul(x[:rows]), silu_mul(stored))
 
 
 @pytest.mark.parametrize(
     ("features", "depth", "epilogue"),
-    [(6144, 4096, "none"), (24576, 4096, "silu_mul"), (4096, 4096, "add"), (4096, 12288, "none")],
+    [(6144, 4096, "none"), (24576, 4096, "silu_mul"), (4096, 4096, "none"), (4096, 12288, "none")],
 )
 def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
     matrix = normal(features, depth, seed=1)
@@ -160,12 +145,12 @@ def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
     checked, report = check_gemm(matrix, epilogue, table, counts)
     assert report.num_row_counts == len(counts)
     refused = {refusal.bucket for refusal in report.refused}
-    x, operand = normal(2048, depth), operands(epilogue, 2048, features)
-    expected = by_canonical(x, matrix, epilogue, operand)
+    x, bias = normal(2048, depth), bias_of(epilogue, features)
+    expected = by_canonical(x, matrix, epilogue, bias)
     for rows in counts:
         config = checked.choose(shape, rows)
         assert isinstance(config, CublasConfig) or refused
-        out = product(config, x[:rows], matrix, epilogue, first_rows(operand, rows))
+        out = product(config, x[:rows], matrix, epilogue, bias)
         assert torch.equal(out, expected[:rows]), (config, rows)
 
 

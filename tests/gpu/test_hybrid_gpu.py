@@ -7,7 +7,6 @@ row form in PyTorch.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,28 +14,26 @@ from gpu_files import OPTIONS, requests, write_hybrid_target
 from recorded_gpu import Recording, drive
 
 from helpers.hybrids import FULL, LINEAR, hybrid_config
+from helpers.recurrent import Slots
 from helpers.rows import runs_of
 from sametoken.config import EngineConfig
 from sametoken.drafters import build as drafters
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
+from sametoken.kernels.cache_types import Recurrent
 from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts import triton as experts
 from sametoken.kernels.experts.triton import StackedExperts
-from sametoken.kernels.gemm.reference import PlainWeight
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.kernels.interface import AttentionRows, RowRuns
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.recurrent.triton import TritonPass
+from sametoken.kernels.reference import PlainWeight
 from sametoken.runner.swap import SwapStore
-from sametoken.state.recurrent import (
-    GatedDeltaParams,
-    RecurrentCache,
-    RecurrentSpec,
-    RowByRowPass,
-)
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
-SPEC = RecurrentSpec(2, **HEADS, conv_kernel=4, conv_channels=8192, dtype=torch.bfloat16)
+RULE, NUM_LAYERS, DTYPE = GatedDelta(**HEADS, conv_kernel=4), 2, torch.bfloat16
 SIZES = {
     "vocab_size": 1500,
     "hidden_size": 256,
@@ -76,13 +73,13 @@ def layer_params(layer: int) -> GatedDeltaParams:
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=CUDA).to(dtype)
 
-    heads = SPEC.num_value_heads
-    weight = random(SPEC.conv_kernel, SPEC.conv_channels, dtype=SPEC.dtype)
+    heads = RULE.num_value_heads
+    weight = random(RULE.conv_kernel, RULE.conv_channels, dtype=DTYPE)
     # A slow decay: what was folded once is seen for long.
-    return GatedDeltaParams(random(heads) - 3, random(heads), weight, None)
+    return GatedDeltaParams(RULE, random(heads) - 3, random(heads), weight, None)
 
 
-WIDTHS = (SPEC.conv_channels, SPEC.num_value_heads * SPEC.value_dim, *[SPEC.num_value_heads] * 2)
+WIDTHS = (RULE.conv_channels, RULE.out_features, *RULE.gate_sizes)
 
 
 @functools.cache
@@ -97,15 +94,19 @@ def raw_rows(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return qkv, a, b
 
 
-def poisoned(num_seqs: int, num_drafts: int) -> RecurrentCache:
-    cache = RecurrentCache.allocate(SPEC, max_num_seqs=num_seqs, num_drafts=num_drafts, device=CUDA)
-    for held in (cache.states, cache.history, cache.pending_qkv, cache.pending_gates):
-        held.fill_(float("nan"))
-    return cache
+def poisoned(num_seqs: int, num_drafts: int, begin_pass=TritonPass.begin) -> Slots:
+    return Slots(
+        Recurrent(RULE, DTYPE),
+        num_drafts,
+        num_slots=num_seqs,
+        num_layers=NUM_LAYERS,
+        begin_pass=begin_pass,
+        device=CUDA,
+    )
 
 
 def run(
-    cache: RecurrentCache,
+    cache: Slots,
     rows: list[tuple[int, int, int, bool] | None],
     runs: RowRuns | None = None,
 ):
@@ -120,7 +121,7 @@ def run(
     at = AttentionRows(positions, slots, slots, slots[None], runs, committed.bool())
     running = cache.begin(at)
     raw = raw_rows(tokens)
-    out = torch.stack([running.run(i, *raw, layer_params(i)) for i in range(SPEC.num_layers)])
+    out = torch.stack([cache.run(running, i, layer_params(i), *raw) for i in range(NUM_LAYERS)])
     running.finish()
     return out
 
@@ -136,7 +137,7 @@ def sequence():
 
 def test_rows_are_those_of_the_reference(sequence):
     tokens, out, cache = sequence
-    oracle = replace(poisoned(1, 0), open_pass=RowByRowPass.begin)
+    oracle = poisoned(1, 0, RowByRowPass.begin)
     expected = run(oracle, [(0, p, token, True) for p, token in enumerate(tokens)])
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
     torch.testing.assert_close(cache.states[:, 0], oracle.states[:, 0], rtol=1e-3, atol=1e-4)
@@ -227,11 +228,11 @@ def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
         even = RowRuns.even(2, width)
         at = AttentionRows(positions, slots, slots, slots[None], even, committed.bool())
         running, raw = cache.begin(at), raw_rows(ids)
-        out = torch.stack([running.run(i, *raw, params) for i, params in enumerate(weights)])
+        out = torch.stack([cache.run(running, i, params, *raw) for i, params in enumerate(weights)])
         running.finish()
         return out
 
-    weights = [layer_params(i) for i in range(SPEC.num_layers)]
+    weights = [layer_params(i) for i in range(NUM_LAYERS)]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         passed()
@@ -271,8 +272,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
     separate = experts_reference.SeparateExperts(
         *([PlainWeight(one) for one in each] for each in (stacked.gate_up, stacked.down))
     )
-    kernels = ReferenceKernels()
-    expected = experts_reference.mix(kernels, x[:9], separate, chosen[:9], weights[:9])
+    expected = separate(x[:9], chosen[:9], weights[:9])
     torch.testing.assert_close(whole[:9], expected, rtol=2e-2, atol=1e-2)
     for rows in (1, 2, 17, 64, 256, 257):
         ids, parts = experts.route(logits[:rows].clone(), 8, True)

@@ -38,8 +38,8 @@ from sametoken.kernels.sampling import reference as sampling_reference
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.step import triton as ops
 from sametoken.kernels.step.types import LayoutTable
-from sametoken.kernels.truncation import reference as truncation_reference
 from sametoken.kernels.triton import TritonKernels
+from sametoken.kernels.truncation import reference as truncation_reference
 from sametoken.kernels.truncation import triton as truncation
 from sametoken.layers.norm import RMSNorm
 from sametoken.state.sampling import SamplingTable

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from helpers.recorded import noted
+from helpers.recurrent import poison
 from helpers.static_steps import STEPS, chosen_steps, launcher_of
 from sametoken.core.layout import StepLayout
 from sametoken.core.plan import Admission, BlockAssignment, PlanRow, StepPlan
@@ -23,8 +24,8 @@ from sametoken.drafters.coupling import Coupling
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.step.types import NUM_COUNTS
 from sametoken.runner.step import Step
+from sametoken.state.caches import ModelCache
 from sametoken.state.commit import admit, assign_blocks
-from sametoken.state.kv_cache import KVCache, KVSpec
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 
@@ -72,19 +73,23 @@ class Bench:
             device=CPU,
         )
         self.table = SamplingTable.allocate(self.num_slots, CPU)
-        self.kv = self.allocate(self.target.kv_spec)
+        self.kv = self.allocate(self.target.caches)
         self.coupling = Coupling(self.kernels.sample, self.table)
         width = NUM_COUNTS + self.k + 1
         self.results = torch.zeros(self.num_slots, width, dtype=torch.int64)
         self.blocks = {}
         self.step_id = 0
 
-    def allocate(self, spec: KVSpec) -> KVCache:
-        cache = KVCache.allocate(
-            spec, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, device=CPU
+    def allocate(self, caches) -> ModelCache:
+        cache = ModelCache.allocate(
+            caches,
+            num_blocks=self.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=self.num_slots,
+            num_drafts=self.k,
+            device=CPU,
         )
-        cache.memory.fill_(float("nan"))
-        return cache
+        return poison(cache)
 
     def admit(self, slot: int, prompt: list[int], cached: tuple[int, ...] = ()) -> None:
         """Give a slot to a request: after cached blocks, random ones that nobody holds."""
@@ -101,12 +106,12 @@ class Bench:
     def tokens(self, slot: int) -> list[int]:
         return self.sequences.token_ids[slot, : int(self.sequences.num_tokens[slot])].tolist()
 
-    def cached(self, cache: KVCache, slot: int, stop: int) -> torch.Tensor:
+    def cached(self, cache: ModelCache, slot: int, stop: int) -> torch.Tensor:
         """KV of positions below ``stop``: [layers, 2, stop, heads, head_dim], a copy."""
         where = torch.arange(stop)
         blocks = torch.tensor(self.blocks[slot])[where // BLOCK_SIZE]
-        found = cache.memory[:, :, blocks, :, where % BLOCK_SIZE]
-        return found.permute(1, 2, 0, 3, 4).clone()
+        found = [memory[:, blocks, :, where % BLOCK_SIZE] for memory in cache.blocks]
+        return torch.stack(found, dim=1).permute(2, 1, 0, 3, 4).clone()
 
     def run(self, steps: int, vocab: int, check: Callable[[DraftContext, Drafts], None]) -> None:
         """Random steps: chunked prompts, mixed draft limits, slots taken up again."""
@@ -175,7 +180,8 @@ class Bench:
             blocks = torch.tensor(self.blocks[slot])
             where = torch.arange(int(context.x.num_computed[b]), MAX_LEN)
             for cache in self.drafter.kv_caches:
-                cache.memory[:, :, blocks[where // BLOCK_SIZE], :, where % BLOCK_SIZE] = torch.nan
+                for memory in cache.blocks:
+                    memory[:, blocks[where // BLOCK_SIZE], :, where % BLOCK_SIZE] = torch.nan
 
     def spoilt(self, context: DraftContext, drafts: Drafts, vocab: int) -> Drafts:
         """The drafts, some of them with a wrong token at a random place."""

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from helpers.recurrent import poison
 from sametoken.kernels.interface import AttentionRows
 from sametoken.kernels.step.reference import rows_at
 from sametoken.models.base import HiddenStates
-from sametoken.state.kv_cache import KVCache
-from sametoken.state.recurrent import RecurrentCache
+from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import Sequences
 
 CPU = torch.device("cpu")
-
-
-def recurrent_cache(model, num_slots: int) -> RecurrentCache | None:
-    """Recurrent state full of NaN, if the model has any."""
-    spec = model.recurrent_spec
-    if spec is None:
-        return None
-    cache = RecurrentCache.allocate(
-        spec, max_num_seqs=num_slots, num_drafts=0, device=CPU, kernels=model.kernels
-    )
-    cache.states.fill_(float("nan"))
-    cache.history.fill_(float("nan"))
-    return cache
 
 
 class Bench:
@@ -34,14 +21,15 @@ class Bench:
         per_slot = -(-max_len // block_size)
         num_blocks = num_slots * per_slot
         self.model = model
-        self.kv = KVCache.allocate(
-            model.kv_spec,
+        cache = ModelCache.allocate(
+            model.caches,
             num_blocks=num_blocks,
             block_size=block_size,
+            max_num_seqs=num_slots,
+            num_drafts=0,
             device=CPU,
-            recurrent=recurrent_cache(model, num_slots),
         )
-        self.kv.memory.fill_(float("nan"))
+        self.kv = poison(cache)
         self.sequences = Sequences.allocate(
             max_num_seqs=num_slots,
             max_len=max_len,

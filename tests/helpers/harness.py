@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from helpers.recorded import emitted_rows, noted, watched
+from helpers.recurrent import poison
 from helpers.static_steps import STEPS, chosen_steps, launcher_of
 from sametoken.core.plan import Admission
 from sametoken.core.request import EngineRequest
@@ -27,9 +28,8 @@ from sametoken.runner.stream import ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.state.caches import ModelCache
 from sametoken.state.history import NO_HISTORY, TokenHistory
-from sametoken.state.kv_cache import KVCache
-from sametoken.state.recurrent import RecurrentCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.grammar import SlotGrammars
@@ -68,7 +68,7 @@ class Parts:
 class ScriptedDrafter:
     """Proposes right or wrong tokens by a script: it knows what each slot will emit."""
 
-    kv_caches: tuple[KVCache, ...] = ()
+    kv_caches: tuple[ModelCache, ...] = ()
     lookahead_slots = 0
     lookahead_tokens = 0
 
@@ -109,12 +109,7 @@ class ScriptedDrafter:
 
 def draft_model(parts: Parts, model) -> DraftModelDrafter:
     """A drafter that runs ``model`` over KV of its own, coupled with the target's noise."""
-    kv = KVCache.allocate(
-        model.kv_spec,
-        num_blocks=parts.shape.num_blocks,
-        block_size=parts.shape.block_size,
-        device=CPU,
-    )
+    kv = allocate(model.caches, parts.shape, parts.shape.num_drafts)
     coupling = Coupling(parts.kernels.sample, parts.table)
     return DraftModelDrafter(model, kv, parts.shape.num_drafts, coupling)
 
@@ -146,9 +141,9 @@ def build(
     table = SamplingTable.allocate(shape.max_num_seqs, CPU)
     parts = Parts(sequences, table, kernels, shape)
     drafter = make_drafter(parts) if make_drafter else NoDrafter()
-    kv = _poisoned_kv(model, shape, k, kernels)
+    kv = allocate(model.caches, shape, k)
     for cache in drafter.kv_caches:
-        cache.memory.fill_(float("nan"))
+        poison(cache)
     limits = SchedulerLimits(
         max_num_seqs=shape.max_num_seqs,
         max_num_batched_tokens=shape.max_num_batched_tokens,
@@ -204,24 +199,17 @@ def build(
     return core
 
 
-def _poisoned_kv(model, shape: Shape, k: int, kernels) -> KVCache:
-    """The target's KV and recurrent state, full of NaN."""
-    spec = model.recurrent_spec
-    kv = KVCache.allocate(
-        model.kv_spec,
+def allocate(caches, shape: Shape, k: int) -> ModelCache:
+    """What layers keep in an engine of that shape, full of NaN."""
+    cache = ModelCache.allocate(
+        caches,
         num_blocks=shape.num_blocks,
         block_size=shape.block_size,
+        max_num_seqs=shape.max_num_seqs,
+        num_drafts=k,
         device=CPU,
-        recurrent=spec
-        and RecurrentCache.allocate(
-            spec, max_num_seqs=shape.max_num_seqs, num_drafts=k, device=CPU, kernels=kernels
-        ),
     )
-    kv.memory.fill_(float("nan"))
-    if spec is not None:
-        kv.recurrent.states.fill_(float("nan"))
-        kv.recurrent.history.fill_(float("nan"))
-    return kv
+    return poison(cache)
 
 
 def request(

@@ -7,14 +7,14 @@ import torch
 from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench, requests_of
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.kernels.interface import AttentionRows
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 ONE_SLOT = torch.tensor([list(range(MAX_LEN // BLOCK_SIZE))])
 
 
 def head_bench(target, head, k: int, **options) -> Bench:
     bench = Bench(target, k, **options)
-    bench.drafter = EagleDrafter(head, bench.allocate(head.kv_spec), k, bench.coupling)
+    bench.drafter = EagleDrafter(head, bench.allocate(head.caches), k, bench.coupling)
     return bench
 
 
@@ -62,19 +62,26 @@ def alone(first: int, count: int) -> AttentionRows:
     return AttentionRows(positions, torch.zeros_like(positions), positions, ONE_SLOT)
 
 
-def fresh_kv(spec: KVSpec) -> KVCache:
-    num_blocks = ONE_SLOT.shape[1]
-    return KVCache.allocate(spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, device=CPU)
+def fresh(caches) -> ModelCache:
+    return ModelCache.allocate(
+        caches,
+        num_blocks=ONE_SLOT.shape[1],
+        block_size=BLOCK_SIZE,
+        max_num_seqs=1,
+        num_drafts=0,
+        device=CPU,
+    )
 
 
 def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool, vocab: int):
     """KV below ``end`` and k drafts, by one pass over the committed tokens of one slot."""
     committed = torch.tensor(bench.tokens(slot))
-    target_kv, kv = fresh_kv(bench.target.kv_spec), fresh_kv(head.kv_spec)
+    target_kv, kv = fresh(bench.target.caches), fresh(head.caches)
     hidden = bench.target.forward(committed[:end], alone(0, end), target_kv)
     given = head.target_states(hidden, torch.arange(end))
     states = head.forward(committed[1 : end + 1], given, alone(0, end), kv)
-    found = kv.memory[:, :, :-1].permute(0, 1, 2, 4, 3, 5).flatten(2, 3)[:, :, :end].clone()
+    found = torch.stack(kv.blocks, dim=1)[:, :, :-1].permute(0, 1, 2, 4, 3, 5)
+    found = found.flatten(2, 3)[:, :, :end].clone()
     drafts: list[int] = []
     while samples and len(drafts) < bench.k:
         position = end + len(drafts)

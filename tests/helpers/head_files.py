@@ -67,7 +67,7 @@ class HeadFiles:
         )
         loaded = load_drafter(replace(self.spec, **changes), self.target, placement)
         bench = Bench(self.target, 3, spoil=0.0)
-        bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+        bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
         return bench
 
     def head(self, kernels: ReferenceKernels | None = None, **changes: Any) -> Any:

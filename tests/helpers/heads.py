@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from helpers.checkpoints import HIDDEN, VOCAB
+from helpers.recurrent import poison
 from helpers.rows import ragged_rows
 from sametoken.kernels.interface import AttentionRows, Kernels
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 CPU = torch.device("cpu")
 KERNELS = ReferenceKernels()
@@ -34,10 +35,16 @@ def rows_of_one_slot(first: int, count: int) -> AttentionRows:
     return ragged_rows([(0, first, count)], torch.tensor([[2, 0, 3, 1], [4, 4, 4, 4]]), BLOCK_SIZE)
 
 
-def empty_kv(head) -> KVCache:
-    cache = KVCache.allocate(head.kv_spec, num_blocks=4, block_size=BLOCK_SIZE, device=CPU)
-    cache.memory.fill_(float("nan"))
-    return cache
+def empty_kv(head) -> ModelCache:
+    cache = ModelCache.allocate(
+        head.caches,
+        num_blocks=4,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=1,
+        num_drafts=0,
+        device=CPU,
+    )
+    return poison(cache)
 
 
 def require_kept_rows_alone(head, vocab_size: int, hidden_size: int) -> None:
@@ -52,4 +59,5 @@ def require_kept_rows_alone(head, vocab_size: int, hidden_size: int) -> None:
         states = head.forward(token_ids, hidden.clone(), rows_of_one_slot(0, 7), kv, kept)
         assert torch.equal(states.last, whole.last[kept])
         assert torch.equal(states.feedback, whole.feedback[kept])
-        assert torch.equal(kv.memory.nan_to_num(7.0), whole_kv.memory.nan_to_num(7.0))
+        for memory, whole_memory in zip(kv.blocks, whole_kv.blocks, strict=True):
+            assert torch.equal(memory.nan_to_num(7.0), whole_memory.nan_to_num(7.0))

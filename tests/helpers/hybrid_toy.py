@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from helpers.toy import toy_config
+from sametoken.kernels.cache_types import PagedKV, Recurrent
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.recurrent.rule import RawRows
+from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.base import HiddenStates
-from sametoken.state.kv_cache import KVSpec
-from sametoken.state.recurrent import GatedDeltaParams, RecurrentSpec
 
 HIDDEN = 12
 
@@ -18,20 +20,18 @@ class HybridToy:
     Args:
         pull: how much each token prefers one successor. Strong, outputs repeat, so that
             n-grams are found; the state makes them deviate.
+        kernels: what runs the recurrent layers.
     """
 
-    def __init__(self, vocab_size: int = 11, pull: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int = 11, pull: float = 0.0, seed: int = 0, kernels=None
+    ) -> None:
         self.config = toy_config(vocab_size)
-        self.kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
-        self.recurrent_spec = RecurrentSpec(
-            num_layers=2,
-            num_key_heads=1,
-            num_value_heads=2,
-            key_dim=4,
-            value_dim=4,
-            conv_kernel=4,
-            conv_channels=16,
-        )
+        rule = GatedDelta(1, 2, key_dim=4, value_dim=4, conv_kernel=4)
+        # The last layer keeps KV for swaps to move, and does nothing else.
+        kv = PagedKV(1, 1, 1, torch.float32)
+        self.caches = (*(Recurrent(rule, torch.float32),) * 2, kv)
+        self.kernels = kernels or ReferenceKernels()
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape):
@@ -42,7 +42,9 @@ class HybridToy:
             (
                 random(16 + 4, HIDDEN),
                 # A slow decay: what was folded once is seen for long.
-                GatedDeltaParams(random(2) - 3, random(2), random(16, 4).t().contiguous(), None),
+                GatedDeltaParams(
+                    rule, random(2) - 3, random(2), random(16, 4).t().contiguous(), None
+                ),
                 random(HIDDEN, 8),
             )
             for _ in range(2)
@@ -50,24 +52,25 @@ class HybridToy:
         self._head = random(vocab_size, HIDDEN)
         self._pull = pull * torch.eye(vocab_size)[torch.randperm(vocab_size, generator=generator)]
 
-    def forward(self, token_ids, rows, kv):
-        running = kv.recurrent.begin(rows)
+    def forward(self, token_ids, rows, cache):
+        running = self.kernels.begin_pass(rows, cache.folded)
         x = self._embedding[token_ids]
         for index, (projection, params, output) in enumerate(self._layers):
-            qkv, a, b = _rowwise(x, projection).split((16, 2, 2), dim=-1)
-            x = x + _rowwise(running.run(index, qkv, a, b, params), output)
+            qkv, a, b = rowwise(x, projection).split((16, 2, 2), dim=-1)
+            mixed = running.run(params, RawRows(qkv, (a, b)), cache.layers[index])
+            x = x + rowwise(mixed, output)
         running.finish()
         # The last column says which successor is preferred.
         last = torch.cat((x, token_ids[:, None].float()), dim=1)
         return HiddenStates(last, last)
 
     def compute_logits(self, hidden):
-        return _rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].nan_to_num().long()]
+        return rowwise(hidden[:, :-1], self._head) + self._pull[hidden[:, -1].nan_to_num().long()]
 
     def compute_rank_logits(self, hidden):
         return self.compute_logits(hidden)
 
 
-def _rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def rowwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     rows = [(weight * row).sum(dim=-1) for row in x]
     return torch.stack(rows) if rows else x.new_empty(0, weight.shape[0])

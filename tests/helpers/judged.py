@@ -59,7 +59,7 @@ class Row:
 class Said:
     """A target whose logits are given by slot and position, and else by a function of the token."""
 
-    kv_spec = recurrent_spec = None
+    caches = ()
 
     def __init__(self, vocab_size: int, by_token: Callable[[Tensor], Tensor] | None) -> None:
         self.config = toy_config(vocab_size)
@@ -193,9 +193,7 @@ class Case:
                 index += 1
 
 
-def case_of(
-    rows: Sequence[Row], slots: Sequence[int] | None = None, spare_slots: int = 2
-) -> Case:
+def case_of(rows: Sequence[Row], slots: Sequence[int] | None = None, spare_slots: int = 2) -> Case:
     """Commit the rows' tokens to their slots, descending unless given; windows come first."""
     rows = sorted(rows, key=lambda row: row.num_query > 1 or not row.samples)
     count = len(rows) + spare_slots

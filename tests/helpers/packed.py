@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.gemm.reference import PlainWeight
-
-Weight = PlainWeight | EightBitWeight
+from sametoken.kernels.gemm.reference import MatrixWeight
 
 
-def packed_in(part: Any, name: str = "") -> Iterator[tuple[str, Weight]]:
+def packed_in(part: Any, name: str = "") -> Iterator[tuple[str, MatrixWeight]]:
     """Every packed weight with its dotted name, in order."""
-    if isinstance(part, Weight):
+    if isinstance(part, MatrixWeight):
         yield name, part
     elif isinstance(part, tuple):
         for index, one in enumerate(part):

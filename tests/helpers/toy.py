@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from sametoken.kernels.cache_types import PagedKV
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.state.kv_cache import KVSpec
 
 MODULUS = 1_000_003
 
@@ -39,16 +39,14 @@ def toy_config(vocab_size: int, max_positions: int = 512) -> ModelConfig:
 class ToyModel:
     """``CausalLM`` over float64; greedy continuations are chaotic in the whole prefix."""
 
-    recurrent_spec = None
-
     def __init__(self, vocab_size: int = 11, salt: int = 1) -> None:
         self.config = toy_config(vocab_size)
-        self.kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float64)
+        self.caches = (PagedKV(1, 1, 1, torch.float64),)
         self.salt = salt
         self.seen: list[tuple[int, ...]] = []
 
     def forward(self, token_ids, rows, kv):
-        layer = kv.layer(0)
+        layer = kv.kv(0)
         block_size = layer.keys.shape[2]
         flat = layer.keys[:, 0, :, 0]
         flat[rows.kv_slots // block_size, rows.kv_slots % block_size] = token_ids.double()

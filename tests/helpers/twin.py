@@ -7,18 +7,15 @@ from collections.abc import Callable
 import torch
 
 from helpers.checkpoints import VOCAB, write_checkpoint
-from helpers.harness import CPU, Shape, build, request, run
+from helpers.harness import CPU, Shape, allocate, build, request, run
 from helpers.hybrids import twin_config, twin_tensors
 from helpers.spoilt import Spoilt, make_stream
-from sametoken.drafters import token_map
 from sametoken.drafters.coupling import Coupling
 from sametoken.drafters.eagle import EagleDrafter
-from sametoken.drafters.quantized import in_eight_bits
 from sametoken.kernels.interface import Kernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
-from sametoken.state.kv_cache import KVCache
 
 # Token 0 begins every prompt; lengths are around the edges of chunks, which are of 8.
 PROMPTS = (
@@ -64,12 +61,10 @@ class Twin:
             "max_positions": 96,
         }
         self.target = load_model(directory, **options)
-        self.head = MTPCheckpoint(directory).load(self.target, **options)
-        if token_ids is not None:
-            # By its module, where a test may plant another.
-            self.head = token_map.over_token_map(self.head, torch.tensor(token_ids), kernels)
-        if quantized:
-            self.head = in_eight_bits(self.head, kernels)
+        mapped = None if token_ids is None else torch.tensor(token_ids)
+        self.head = MTPCheckpoint(directory).load(
+            self.target, **options, token_ids=mapped, quantize_fp8=quantized
+        )
 
     def engine(self, k: int, *, steps_in_flight: int = 1, spoil: bool = False, device="late"):
         make: Callable = self._spoilt if spoil else self._drafter
@@ -81,12 +76,7 @@ class Twin:
 
     def _drafter(self, parts) -> EagleDrafter:
         shape = parts.shape
-        kv = KVCache.allocate(
-            self.head.kv_spec,
-            num_blocks=shape.num_blocks,
-            block_size=shape.block_size,
-            device=CPU,
-        )
+        kv = allocate(self.head.caches, shape, shape.num_drafts)
         coupling = Coupling(parts.kernels.sample, parts.table)
         return EagleDrafter(self.head, kv, shape.num_drafts, coupling)
 

@@ -18,23 +18,23 @@ import torch
 
 from sametoken.core.layout import DRAFT_LIMIT, PLACE, STEP_ID
 from sametoken.core.length_bound import LenBound
-from sametoken.drafters import token_map
 from sametoken.drafters.cascade import CascadeDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.shared import SharedDrafter
 from sametoken.engine.state_writer import StateWriter, _Sequence
 from sametoken.kernels.logits_rules.reference import apply_rules
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
 from sametoken.kernels.step import compact, reference
 from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.step.types import LayoutTable, StepInputs
+from sametoken.models.mtp_checkpoint import MTPCheckpoint
 from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.prefix_cache import block_keys
 from sametoken.state import commit
-from sametoken.state.recurrent import RowByRowPass
 from sametoken.verification.grammar import Cursor, SlotGrammars
 
 SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
@@ -410,10 +410,10 @@ def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
     """It goes on from the state of its last window's first position."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
+    def mutant(self, part, *rest):
         if part.num_rows == 1:
             part = replace(part, num_folded=0, num_lasting=1)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -422,12 +422,12 @@ def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
     """All that is pending is folded, as if every draft had been accepted."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
+    def mutant(self, part, *rest):
         if not part.starts:
-            pending = int(self.cache.num_pending[part.slot])
+            pending = int(self.folded.num_pending[part.slot])
             more = pending - part.num_folded
             part = replace(part, num_folded=pending, num_lasting=part.num_lasting + more)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -436,10 +436,10 @@ def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
     """The next request's first row goes on from the last one's state."""
     run_slot = RowByRowPass._run_slot
 
-    def mutant(self, layer, part, qkv, *rest):
-        if part.starts and self.cache.position[part.slot] > 0:
+    def mutant(self, part, *rest):
+        if part.starts and self.folded.position[part.slot] > 0:
             part = replace(part, starts=False)
-        return run_slot(self, layer, part, qkv, *rest)
+        return run_slot(self, part, *rest)
 
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
@@ -511,12 +511,12 @@ def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
 
 
 def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
-    whole = token_map.over_token_map
+    load = MTPCheckpoint.load
 
-    def mutant(head, token_ids, kernels):
-        return replace(whole(head, token_ids, kernels), token_ids=None)
+    def mutant(self, shared, **options):
+        return replace(load(self, shared, **options), token_ids=None)
 
-    substitute(patch, whole, mutant)
+    patch.setattr(MTPCheckpoint, "load", mutant)
 
 
 # KV of drafters

@@ -528,7 +528,7 @@ def test_memory_that_the_machine_does_not_give_is_an_error_of_the_options(models
         def refuse(*args, error=error, **options):
             raise error
 
-        monkeypatch.setattr("sametoken.engine.build.KVCache.allocate", refuse)
+        monkeypatch.setattr("sametoken.engine.build.ModelCache.allocate", refuse)
         with pytest.raises(ConfigError, match="does not fit the memory"):
             LLM(models["dense"], **SIZES)
     monkeypatch.setattr("sametoken.engine.build.load_model", lambda *_, **__: 1 // 0)

@@ -5,14 +5,12 @@ Both are built of tensors that have shapes and no memory, by the code that loads
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.build import Placement, load_drafter, require_drafter_fits
@@ -23,9 +21,6 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
-from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.gemm.reference import PlainWeight
-from sametoken.kernels.interface import PackedWeight
 from sametoken.kernels.ngram import reference as ngram
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import Backend
@@ -51,7 +46,7 @@ class Memory:
         block_size: tokens of a KV block.
         max_model_len, max_num_seqs: the longest request, and how many run at once.
         weights, draft_weights: matrices; what the drafter shares with the target is the
-            target's, and a copy in eight bits of that the drafter's.
+            target's, and a copy in fp8 of that the drafter's.
         request: what one request takes.
     """
 
@@ -113,10 +108,10 @@ def measure_memory(
     dtype, _ = resolve_dtype(config, architecture.dtype)
     longest = resolve_max_model_len(config, architecture)
     require_drafter_fits(spec, architecture, longest)
-    kernels, draft_kernels = _CountingKernels(), _CountingKernels()
+    kernels = ReferenceKernels()
     reader = dummy_reader(path, kernels, dtype, _SHAPES_ONLY)
     target = model_class(architecture.architecture)(architecture, reader, max_positions=1)
-    backend = Backend(draft_kernels, compact, ngram.lookup, suffix.search)
+    backend = Backend(kernels, compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, _SHAPES_ONLY, longest, 1, DUMMY, Path(path))
     drafter = load_drafter(spec, target, placement)
     return Memory(
@@ -126,34 +121,7 @@ def measure_memory(
         block_size=config.block_size,
         max_model_len=longest,
         max_num_seqs=config.max_num_seqs,
-        weights=kernels.num_bytes,
-        draft_weights=draft_kernels.num_bytes,
-        request=RequestMemory.of(
-            config.num_drafts,
-            target.kv_spec,
-            target.recurrent_spec,
-            drafter.kv_spec,
-            drafter.recurrent_spec,
-        ),
+        weights=target.weights_bytes,
+        draft_weights=drafter.weights_bytes,
+        request=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
     )
-
-
-class _CountingKernels(ReferenceKernels):
-    """Adds up what is packed and still there: some gives way to its copy in eight bits."""
-
-    def __init__(self) -> None:
-        self._packed: list[tuple[weakref.ref[Tensor], int]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for matrix, size in self._packed if matrix() is not None)
-
-    def pack(self, weight: Tensor) -> PlainWeight:
-        packed = super().pack(weight)
-        self._packed.append((weakref.ref(packed.matrix), packed.nbytes))
-        return packed
-
-    def eight_bit(self, weight: PackedWeight) -> EightBitWeight:
-        copy = super().eight_bit(weight)
-        self._packed.append((weakref.ref(copy.matrix), copy.nbytes))
-        return copy

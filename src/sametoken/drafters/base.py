@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sametoken.drafters.context import DraftContext
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Drafter(Protocol):
             cache keys cover that many more tokens.
     """
 
-    kv_caches: tuple[KVCache, ...]
+    kv_caches: tuple[ModelCache, ...]
     lookahead_slots: int
     lookahead_tokens: int
 
@@ -52,7 +52,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding: the same step with k = 0."""
 
-    kv_caches: tuple[KVCache, ...] = ()
+    kv_caches: tuple[ModelCache, ...] = ()
     lookahead_slots = 0
     lookahead_tokens = 0
 

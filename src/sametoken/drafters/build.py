@@ -17,10 +17,10 @@ from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.extract import extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.drafters.quantized import in_eight_bits
 from sametoken.drafters.suffix import SuffixDrafter
-from sametoken.drafters.token_map import over_token_map, read_token_map
+from sametoken.drafters.token_map import read_token_map
 from sametoken.errors import ConfigError, InvariantError, UnsupportedError
+from sametoken.kernels.cache_types import LayerCache
 from sametoken.kernels.select import Backend
 from sametoken.kernels.suffix.layout import Limits
 from sametoken.models.base import CausalLM, ModelConfig
@@ -30,9 +30,8 @@ from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.eagle_checkpoint import HeadCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.state.caches import ModelCache
 from sametoken.state.history import NO_HISTORY, TokenHistory
-from sametoken.state.kv_cache import KVCache, KVSpec
-from sametoken.state.recurrent import RecurrentSpec
 
 _Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint
 
@@ -47,23 +46,23 @@ _HISTORY_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter whose weights are in memory and whose KV is not allocated yet.
+    """A drafter whose weights are in memory and whose memory is not allocated yet.
 
     Attributes:
-        kv_spec: what one block of its KV holds; None if it has no KV.
-        recurrent_spec: what one slot of its recurrent state holds; None if it has none.
+        caches: what each of its layers keeps; none without a model.
         lookahead_slots: as the drafter's own, known before it is attached.
         history: texts of earlier requests that it reads; whoever admits requests keeps it.
+        weights_bytes: bytes of its matrices, but for those that are the target's.
     """
 
-    kv_spec: KVSpec | None
+    caches: tuple[LayerCache, ...]
     lookahead_slots: int
-    _attach: Callable[[KVCache | None, Coupling], Drafter]
-    recurrent_spec: RecurrentSpec | None = None
+    _attach: Callable[[ModelCache | None, Coupling], Drafter]
     history: TokenHistory = NO_HISTORY
+    weights_bytes: int = 0
 
-    def attach(self, kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
-        """The drafter over KV memory of ``kv_spec``; None if there is no spec."""
+    def attach(self, kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
+        """The drafter over memory for ``caches``; None if there are none."""
         return self._attach(kv_cache, coupling)
 
 
@@ -144,17 +143,17 @@ def load_drafter(
         DrafterMismatchError: the drafter does not fit the target.
     """
     if spec is None or spec.method == EXTRACT:
-        return LoadedDrafter(None, 0, lambda kv_cache, coupling: NoDrafter())
+        return LoadedDrafter((), 0, lambda kv_cache, coupling: NoDrafter())
     if spec.method in LOOKUPS:
         drafter, history = _lookup(spec.method, spec, placement, min_match=1)
-        return LoadedDrafter(None, 0, lambda kv_cache, coupling: drafter, history=history)
+        return LoadedDrafter((), 0, lambda kv_cache, coupling: drafter, history=history)
     load = _load_draft_model if spec.method == "draft_model" else _load_head
     model = load(spec, target, placement)
     if spec.cascade is None:
         return model
     lookup, history = _lookup(spec.cascade, spec, placement, min_match=spec.cascade_min_match)
 
-    def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
+    def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return CascadeDrafter(lookup, model.attach(kv_cache, coupling))
 
     return replace(model, _attach=attach, history=history)
@@ -197,10 +196,10 @@ def _load_draft_model(
     )
     require_fit(model.config, target.config, placement.max_model_len)
 
-    def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
+    def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return DraftModelDrafter(model, _given(kv_cache), k, coupling)
 
-    return LoadedDrafter(model.kv_spec, k - 1, attach, model.recurrent_spec)
+    return LoadedDrafter(model.caches, k - 1, attach, weights_bytes=model.weights_bytes)
 
 
 def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
@@ -211,23 +210,26 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
             "use another speculative method",
         )
     checkpoint = _fitting_head(spec, target.config, placement.target_path, placement.load_format)
+    token_ids = None
+    if spec.token_map is not None:
+        token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
+        token_ids = token_ids.to(placement.device)
     head = checkpoint.load(
         target,
         kernels=placement.backend.model,
         dtype=placement.dtype,
         device=placement.device,
         max_positions=placement.max_positions,
+        token_ids=token_ids,
+        quantize_fp8=spec.quantization is not None,
     )
-    if spec.token_map is not None:
-        token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
-        head = over_token_map(head, token_ids.to(placement.device), placement.backend.model)
-    if spec.quantization is not None:
-        head = in_eight_bits(head, placement.backend.model)
 
-    def attach(kv_cache: KVCache | None, coupling: Coupling) -> Drafter:
+    def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
         return EagleDrafter(head, _given(kv_cache), k, coupling)
 
-    return LoadedDrafter(head.kv_spec, max(k - 2, 0), attach)
+    shared = {id(target.embedding), id(target.head)}
+    own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
+    return LoadedDrafter(head.caches, max(k - 2, 0), attach, weights_bytes=head.nbytes + sum(own))
 
 
 def _fitting_head(
@@ -250,7 +252,7 @@ def _require_whole_vocabulary(checkpoint: _Checkpoint) -> None:
         )
 
 
-def _given(kv_cache: KVCache | None) -> KVCache:
+def _given(kv_cache: ModelCache | None) -> ModelCache:
     if kv_cache is None:
-        raise InvariantError("a drafter with KV was attached without KV memory")
+        raise InvariantError("a drafter that keeps KV was attached without memory")
     return kv_cache

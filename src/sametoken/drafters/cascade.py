@@ -8,7 +8,7 @@ import torch
 
 from sametoken.drafters.base import Drafter, Drafts
 from sametoken.drafters.context import DraftContext
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 
 class CascadeDrafter:
@@ -26,7 +26,7 @@ class CascadeDrafter:
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
         self._lookup = lookup
         self._model = model
-        self.kv_caches: tuple[KVCache, ...] = model.kv_caches
+        self.kv_caches: tuple[ModelCache, ...] = model.kv_caches
         self.lookahead_slots = model.lookahead_slots
         self.lookahead_tokens = model.lookahead_tokens
 

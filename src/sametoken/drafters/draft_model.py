@@ -11,7 +11,7 @@ from sametoken.drafters.coupling import Coupling
 from sametoken.errors import DrafterMismatchError
 from sametoken.kernels.step.types import Chains
 from sametoken.models.base import CausalLM, ModelConfig
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 
 class DraftModelDrafter:
@@ -36,8 +36,8 @@ class DraftModelDrafter:
 
     lookahead_tokens = 0
 
-    def __init__(self, model: CausalLM, kv_cache: KVCache, k: int, coupling: Coupling) -> None:
-        self.kv_caches: tuple[KVCache, ...] = (kv_cache,)
+    def __init__(self, model: CausalLM, kv_cache: ModelCache, k: int, coupling: Coupling) -> None:
+        self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
         # Drafts 1 .. k - 1 are run in their turn, at num_tokens and above.
         self.lookahead_slots = k - 1
         self._model = model

@@ -10,7 +10,7 @@ from sametoken.drafters.context import DraftContext
 from sametoken.drafters.coupling import Coupling
 from sametoken.kernels.step.types import Chains
 from sametoken.models.eagle import EagleHead
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 
 class EagleDrafter:
@@ -33,8 +33,8 @@ class EagleDrafter:
 
     lookahead_tokens = 1
 
-    def __init__(self, head: EagleHead, kv_cache: KVCache, k: int, coupling: Coupling) -> None:
-        self.kv_caches: tuple[KVCache, ...] = (kv_cache,)
+    def __init__(self, head: EagleHead, kv_cache: ModelCache, k: int, coupling: Coupling) -> None:
+        self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
         # Drafts 1 .. k - 1 are run in their turn, the first of them at num_tokens - 1.
         self.lookahead_slots = max(k - 2, 0)
         self._head = head

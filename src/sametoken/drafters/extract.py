@@ -11,7 +11,7 @@ from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter, Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.errors import ConfigError
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ExtractDrafter:
     """
 
     def __init__(self, inner: Drafter, sink: RowSink) -> None:
-        self.kv_caches: tuple[KVCache, ...] = inner.kv_caches
+        self.kv_caches: tuple[ModelCache, ...] = inner.kv_caches
         self.lookahead_slots = inner.lookahead_slots
         self.lookahead_tokens = inner.lookahead_tokens
         self._inner = inner

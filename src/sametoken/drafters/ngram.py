@@ -11,7 +11,7 @@ from torch import Tensor
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.kernels.ngram import reference
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 Lookup = Callable[..., tuple[Tensor, Tensor]]
 
@@ -26,7 +26,7 @@ class NgramDrafter:
         lookup: the kernel that searches.
     """
 
-    kv_caches: tuple[KVCache, ...] = ()
+    kv_caches: tuple[ModelCache, ...] = ()
     lookahead_slots = 0
     lookahead_tokens = 0
 

@@ -7,7 +7,7 @@ import torch
 from sametoken.drafters.base import Drafter, Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.layers.parallel import TensorParallel
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 
 
 class SharedDrafter:
@@ -19,7 +19,7 @@ class SharedDrafter:
     """
 
     def __init__(self, inner: Drafter, parallel: TensorParallel) -> None:
-        self.kv_caches: tuple[KVCache, ...] = inner.kv_caches
+        self.kv_caches: tuple[ModelCache, ...] = inner.kv_caches
         self.lookahead_slots = inner.lookahead_slots
         self.lookahead_tokens = inner.lookahead_tokens
         self._inner = inner

@@ -12,8 +12,8 @@ from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.kernels.suffix import reference
 from sametoken.kernels.suffix.layout import Earlier, Limits
+from sametoken.state.caches import ModelCache
 from sametoken.state.history import TokenHistory
-from sametoken.state.kv_cache import KVCache
 
 Search = Callable[..., tuple[Tensor, Tensor]]
 
@@ -27,7 +27,7 @@ class SuffixDrafter:
         search: the kernel that searches.
     """
 
-    kv_caches: tuple[KVCache, ...] = ()
+    kv_caches: tuple[ModelCache, ...] = ()
     lookahead_slots = 0
     lookahead_tokens = 0
 

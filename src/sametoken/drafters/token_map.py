@@ -6,16 +6,13 @@ of its tokens (FR-Spec: Zhao et al., arXiv:2502.14856). The target reads its own
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from sametoken.core.files import read_json
-from sametoken.drafters.quantized import Head
 from sametoken.errors import ConfigError
-from sametoken.kernels.interface import Kernels
 
 _REMEDY = "give a JSON list of token ids, as `sametoken train token-map` writes it"
 
@@ -49,16 +46,3 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
     if token_ids.shape[0] != len(found):
         raise ConfigError(f"the token map {path} names a token twice", _REMEDY)
     return token_ids
-
-
-def over_token_map(head: Head, token_ids: Tensor, kernels: Kernels) -> Head:
-    """A copy that proposes these tokens alone.
-
-    Args:
-        head: one over the target's whole vocabulary.
-        token_ids: [V'] int64, ascending, where the head's weights are.
-        kernels: the bundle that runs the head.
-    """
-    assert head.token_ids is None
-    rows = kernels.pack(kernels.embedding(token_ids, head.lm_head))
-    return replace(head, lm_head=rows, token_ids=token_ids)

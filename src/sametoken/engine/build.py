@@ -42,6 +42,7 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.errors import ConfigError
+from sametoken.kernels.cache_types import LayerCache, bytes_per_block, bytes_per_slot
 from sametoken.kernels.select import Backend, select_backend
 from sametoken.kernels.step.types import Chances
 from sametoken.models.base import ModelConfig
@@ -57,8 +58,7 @@ from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
-from sametoken.state.kv_cache import KVCache, KVSpec
-from sametoken.state.recurrent import RecurrentCache, RecurrentSpec
+from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.verification.grammar import SlotGrammars
@@ -173,7 +173,7 @@ def _say_nothing(text: str) -> None:
 def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) -> StepRunner:
     resolved, memory, backend = loaded.resolved, loaded.memory, loaded.backend
     config, device = resolved.config, resolved.device
-    kv = _allocate_kv(loaded, loaded.target.kv_spec, loaded.target.recurrent_spec)
+    kv = _allocate(loaded, loaded.target.caches)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
         max_len=memory.max_model_len + config.num_drafts + 1,
@@ -262,10 +262,9 @@ def _load(
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
     layers = asked.aux_layers if ranks.parallel.rank == 0 else ()
     max_len = resolve_max_model_len(config, architecture)
-    own_kv = model_class(architecture.architecture).kv_spec_of(
-        architecture, dtype, ranks.parallel.size
-    )
-    max_positions = reachable_positions(config, own_kv, device, max_len) + config.num_drafts + 1
+    declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
+    own = tuple(cache.divided(ranks.parallel.size) for cache in declared)
+    max_positions = reachable_positions(config, own, device, max_len) + config.num_drafts + 1
     backend = select_backend(device)
     target = load_model(
         path,
@@ -281,18 +280,15 @@ def _load(
         backend, dtype, device, max_len, max_positions, config.draft_load_format, path
     )
     drafter = load_drafter(spec, target, placement)
-    recurrent = tuple(s for s in (target.recurrent_spec, drafter.recurrent_spec) if s is not None)
-    config, recurrent_reasons = resolve_recurrent(config, recurrent)
+    caches = (*target.caches, *drafter.caches)
+    config, recurrent_reasons = resolve_recurrent(config, caches)
     off_reasons = asked.reasons | recurrent_reasons
     for name, reason in off_reasons.items():
         announce(f"{name} is {reason}")
-    specs = (target.kv_spec, *((drafter.kv_spec,) if drafter.kv_spec else ()))
-    recurrent_bytes = (config.max_num_seqs + 1) * sum(
-        one.bytes_per_slot(config.num_drafts) for one in recurrent
-    )
+    recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(caches, config.num_drafts)
     budget = ranks.least(resolve_kv_bytes(config, device, recurrent_bytes))
-    memory = ranks.same(plan_memory(config, architecture, specs, drafter.lookahead_slots, budget))
-    block_bytes = sum(one.bytes_per_block(config.block_size) for one in specs)
+    memory = ranks.same(plan_memory(config, architecture, caches, drafter.lookahead_slots, budget))
+    block_bytes = bytes_per_block(caches, config.block_size)
     resolved = ResolvedConfig(
         config=config,
         model_path=path,
@@ -306,13 +302,7 @@ def _load(
         weights_bytes=target.weights_bytes,
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
-        request_memory=RequestMemory.of(
-            config.num_drafts,
-            target.kv_spec,
-            target.recurrent_spec,
-            drafter.kv_spec,
-            drafter.recurrent_spec,
-        ),
+        request_memory=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
     )
     require_memory(resolved)
     return _Loaded(target, drafter, backend, memory, resolved, extraction)
@@ -328,30 +318,22 @@ def _require_room(config: EngineConfig) -> None:
         )
 
 
-def _allocate_kv(loaded: _Loaded, spec: KVSpec, recurrent: RecurrentSpec | None) -> KVCache:
-    config, device = loaded.resolved.config, loaded.resolved.device
-    cache = None
-    if recurrent is not None:
-        cache = RecurrentCache.allocate(
-            recurrent,
-            max_num_seqs=config.max_num_seqs,
-            num_drafts=config.num_drafts,
-            device=device,
-            kernels=loaded.backend.model,
-        )
-    return KVCache.allocate(
-        spec,
+def _allocate(loaded: _Loaded, caches: tuple[LayerCache, ...]) -> ModelCache:
+    config = loaded.resolved.config
+    return ModelCache.allocate(
+        caches,
         num_blocks=loaded.memory.num_kv_blocks,
         block_size=config.block_size,
-        device=device,
-        recurrent=cache,
+        max_num_seqs=config.max_num_seqs,
+        num_drafts=config.num_drafts,
+        device=loaded.resolved.device,
     )
 
 
 def _attach_drafter(loaded: _Loaded, table: SamplingTable) -> Drafter:
-    spec = loaded.drafter.kv_spec
-    kv = _allocate_kv(loaded, spec, loaded.drafter.recurrent_spec) if spec else None
-    return loaded.drafter.attach(kv, Coupling(loaded.backend.model.sample, table))
+    caches = loaded.drafter.caches
+    cache = _allocate(loaded, caches) if caches else None
+    return loaded.drafter.attach(cache, Coupling(loaded.backend.model.sample, table))
 
 
 def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sametoken.state.kv_cache import KVSpec
-from sametoken.state.recurrent import RecurrentSpec
+from sametoken.kernels.cache_types import LayerCache, bytes_per_block, bytes_per_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +31,18 @@ class RequestMemory:
     def of(
         cls,
         num_drafts: int,
-        kv: KVSpec,
-        recurrent: RecurrentSpec | None,
-        draft_kv: KVSpec | None,
-        draft_recurrent: RecurrentSpec | None,
+        target: tuple[LayerCache, ...],
+        drafter: tuple[LayerCache, ...] = (),
     ) -> RequestMemory:
-        """From what the target and the drafter need per block and per slot."""
+        """From what the layers of the target and of the drafter keep."""
+        state = bytes_per_slot(target, 0)
         return cls(
             num_drafts=num_drafts,
-            kv_per_token=kv.bytes_per_block(1),
-            recurrent_state=recurrent.state_bytes_per_slot if recurrent else 0,
-            pending=recurrent.pending_bytes_per_slot(num_drafts) if recurrent else 0,
-            draft_kv_per_token=draft_kv.bytes_per_block(1) if draft_kv else 0,
-            draft_recurrent=draft_recurrent.bytes_per_slot(num_drafts) if draft_recurrent else 0,
+            kv_per_token=bytes_per_block(target, 1),
+            recurrent_state=state,
+            pending=bytes_per_slot(target, num_drafts) - state,
+            draft_kv_per_token=bytes_per_block(drafter, 1),
+            draft_recurrent=bytes_per_slot(drafter, num_drafts),
         )
 
     @property

@@ -12,10 +12,9 @@ import torch
 from sametoken.config import EXTRACT, EngineConfig
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.kernels.cache_types import LayerCache, bytes_per_block, bytes_per_slot
 from sametoken.models.base import ModelConfig
 from sametoken.models.tensor_parallel import require_divisible
-from sametoken.state.kv_cache import KVSpec
-from sametoken.state.recurrent import RecurrentSpec
 
 CPU_KV_BYTES = 2**30
 
@@ -135,7 +134,7 @@ def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def require_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuse draft heads in eight bits where no kernel runs them.
+    """Refuse draft heads in fp8 where no kernel runs them.
 
     Raises:
         UnsupportedError: naming the device, or what its GPU lacks.
@@ -215,17 +214,17 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def reachable_positions(
-    config: EngineConfig, spec: KVSpec, device: torch.device, max_len: int
+    config: EngineConfig, caches: tuple[LayerCache, ...], device: torch.device, max_len: int
 ) -> int:
     """How long a request can become at most, known before weights are loaded: tables end there.
 
     Args:
         config: what was asked, sizes decided.
-        spec: the target's KV.
+        caches: what the target's layers keep.
         device: where the engine runs.
         max_len: as ``resolve_max_model_len`` says.
     """
-    block_bytes = spec.bytes_per_block(config.block_size)
+    block_bytes = bytes_per_block(caches, config.block_size)
     if config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
     elif block_bytes:
@@ -259,15 +258,15 @@ def resolve_extraction(
 
 
 def resolve_recurrent(
-    config: EngineConfig, specs: tuple[RecurrentSpec, ...]
+    config: EngineConfig, caches: tuple[LayerCache, ...]
 ) -> tuple[EngineConfig, dict[str, str]]:
     """What recurrent state rules out is off, with the reason.
 
     Args:
         config: what was asked.
-        specs: recurrent state of the target and of a drafter; empty for dense models.
+        caches: what the layers of the target and of a drafter keep.
     """
-    if not specs or not config.enable_prefix_caching:
+    if not bytes_per_slot(caches, 0) or not config.enable_prefix_caching:
         return config, {}
     why = "off: a prefix's blocks hold KV, not the recurrent state at its end"
     return replace(config, enable_prefix_caching=False), {"enable_prefix_caching": why}
@@ -276,7 +275,7 @@ def resolve_recurrent(
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
-    specs: tuple[KVSpec, ...],
+    caches: tuple[LayerCache, ...],
     extra_tokens: int,
     budget: int,
 ) -> MemoryPlan:
@@ -285,9 +284,9 @@ def plan_memory(
     Args:
         config: what was asked.
         model: the target's architecture.
-        budget: KV memory in bytes.
-        specs: KV of the target and of a drafter that has some.
+        caches: what the layers of the target and of a drafter keep.
         extra_tokens: positions beyond a request's length that drafts may occupy.
+        budget: KV memory in bytes.
 
     Raises:
         ConfigError: one request of ``max_model_len`` tokens does not fit.
@@ -301,7 +300,7 @@ def plan_memory(
             "the model's longest position" if max_len == claim else f"of {claim} that it claims"
         )
     most_useful = config.max_num_seqs * -(-(max_len + extra_tokens) // block_size)
-    block_bytes = sum(spec.bytes_per_block(block_size) for spec in specs)
+    block_bytes = bytes_per_block(caches, block_size)
     if not block_bytes:
         # A model without any attention has no KV. Blocks cost nothing, and cache nothing.
         num_blocks = min(config.num_kv_blocks or most_useful, most_useful)

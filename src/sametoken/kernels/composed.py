@@ -11,19 +11,20 @@ from sametoken.kernels.embedding import reference as embedding_reference
 from sametoken.kernels.experts import reference as experts_reference
 from sametoken.kernels.experts.reference import SeparateExperts
 from sametoken.kernels.interface import (
-    CommittedTokens,
+    AttentionRows,
     Cuts,
     Kernels,
-    LogitsRules,
     Norm,
-    PackedExperts,
-    PackedWeight,
     SampledRows,
 )
 from sametoken.kernels.logits_rules import reference as logits_rules
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 from sametoken.kernels.partial_sum import reference as partial_sum
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.kernels.sampling.keys import make_keys
 from sametoken.kernels.truncation import reference as truncation
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 
 
 class ComposedKernels:
@@ -32,7 +33,7 @@ class ComposedKernels:
     def embed_beside(
         self: Kernels,
         token_ids: Tensor,
-        embedding: PackedWeight,
+        embedding: UnquantizedWeight,
         embedding_norm: Norm,
         hidden: Tensor,
         hidden_norm: Norm,
@@ -41,23 +42,11 @@ class ComposedKernels:
             self, token_ids, embedding, embedding_norm, hidden, hidden_norm
         )
 
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
-    ) -> SeparateExperts:
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
         return SeparateExperts(tuple(gate_up), tuple(down))
 
     def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
         return experts_reference.route(logits, top_k, normalise)
-
-    def mix_experts(
-        self: Kernels, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix(self, x, experts, chosen, weights)
-
-    def mix_expert_parts(
-        self: Kernels, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        return experts_reference.mix_parts(self, x, experts, chosen, weights)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
@@ -66,6 +55,12 @@ class ComposedKernels:
 
     def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         truncation.truncate(logits, slots, cuts)
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Every rule runs."""
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        return RowByRowPass.begin(rows, folded)
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else states[rows]

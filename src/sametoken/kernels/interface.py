@@ -15,6 +15,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
+from sametoken.kernels.recurrent.rule import Folded, RecurrentPass, RecurrentRule
+from sametoken.kernels.weight import Experts, UnquantizedWeight, Weight
+
 
 class RunGroup(NamedTuple):
     """Adjacent runs that are launched together: ``num_runs`` from run ``first`` on."""
@@ -188,62 +192,6 @@ class SampledRows:
     offsets: Tensor
 
 
-class CommittedTokens(Protocol):
-    """Committed tokens by slot, as ``state.sequences.Sequences`` holds them."""
-
-    @property
-    def token_ids(self) -> Tensor: ...
-
-    @property
-    def prompt_len(self) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class LogitsRules:
-    """What changes logits by token id or by history, by slot. Few slots have any.
-
-    Attributes:
-        edits: the host's: by slot, for those that mask or bias tokens, the row of integers on
-            the device that says so (``kernels.logits_rules.layout``).
-        edit_addresses: [S] int64, where that row lies in memory; 0 for none.
-        counters: the host's: by slot, for those with penalties, a number below S of its own.
-        counter_of: [S] int64, the same; -1 for none.
-        repetition, frequency, presence: [S] fp32; 1, 0 and 0 change nothing.
-    """
-
-    edits: dict[int, Tensor]
-    edit_addresses: Tensor
-    counters: dict[int, int]
-    counter_of: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-
-
-class PackedWeight(Protocol):
-    """A linear or embedding weight in the layout its kernels want.
-
-    Holds the only copy of the weight; ``out_features`` is N and ``in_features`` is K of
-    the checkpoint's [N, K] matrix.
-    """
-
-    @property
-    def out_features(self) -> int: ...
-
-    @property
-    def in_features(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-class PackedExperts(Protocol):
-    """The matrices of a layer's experts in the layout their kernels want."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
 class Kernels(Protocol):
     """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
 
@@ -262,30 +210,8 @@ class Kernels(Protocol):
         """
         ...
 
-    def pack(self, weight: Tensor) -> PackedWeight:
+    def pack(self, weight: Tensor) -> UnquantizedWeight:
         """Take over a [N, K] weight; the caller drops its own reference."""
-        ...
-
-    def eight_bit(self, weight: PackedWeight) -> PackedWeight:
-        """A copy in eight bits for draft heads: no token of the target may come of one.
-
-        ``linear``, ``gated_linear`` and ``logits`` take it, and round activations likewise.
-
-        Raises:
-            UnsupportedError: this bundle has no products with such weights.
-        """
-        ...
-
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype."""
-        ...
-
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """``x @ weight.T``: [L, K] -> [L, V] fp32."""
-        ...
-
-    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
-        """Rows of the weight: [T] int64 -> [T, K]."""
         ...
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
@@ -312,14 +238,14 @@ class Kernels(Protocol):
     def embed_beside(
         self,
         token_ids: Tensor,
-        embedding: PackedWeight,
+        embedding: UnquantizedWeight,
         embedding_norm: Norm,
         hidden: Tensor,
         hidden_norm: Norm,
     ) -> Tensor:
         """Normed embeddings beside normed hidden states: [T] int64 and [T, H] -> [T, 2H].
 
-        Each half has the bits of ``rms_norm``; the left one is of ``embedding(token_ids)``.
+        Each half has the bits of ``rms_norm``; the left one is of ``embedding.rows(token_ids)``.
         """
         ...
 
@@ -343,16 +269,7 @@ class Kernels(Protocol):
         """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
         ...
 
-    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """``silu(gate) * up`` of [T, 2I] = [gate | up] = ``linear(x, weight)`` -> [T, I].
-
-        Gate and up are rounded to x's dtype before the product.
-        """
-        ...
-
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
-    ) -> PackedExperts:
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
         """Take over E experts' [gate | up] and down; the caller drops its own references."""
         ...
 
@@ -361,25 +278,6 @@ class Kernels(Protocol):
 
         Weights are softmax probabilities, divided by their sum if ``normalise``, rounded to
         the dtype of ``logits``. Of equal ones the lowest id comes first.
-        """
-        ...
-
-    def mix_experts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        """Weighted sum of ``linear(gated_linear(x, gate_up), down)`` of each row's experts.
-
-        Added in fp32, in an order that the row alone decides, and rounded once: [T, H] ->
-        [T, H]. ``chosen`` and ``weights`` as ``route`` gives them.
-        """
-        ...
-
-    def mix_expert_parts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        """``mix_experts`` of a part of every expert's inner features: [T, H] -> [T, H] fp32.
-
-        Nothing is rounded after the gated products, so that parts can be added first.
         """
         ...
 
@@ -405,6 +303,23 @@ class Kernels(Protocol):
 
         KV is walked in splits of fixed size anchored at position 0, merged in order, so
         decode, verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Refuse a recurrent rule that this bundle cannot run, before weights are loaded.
+
+        Raises:
+            UnsupportedError: naming it.
+        """
+        ...
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        """Find what a pass over ``rows`` folds, runs and leaves pending, from positions alone.
+
+        Raises:
+            InvariantError: a slot's rows do not follow on what is folded and pending; a GPU
+                gives NaN for them instead.
         """
         ...
 

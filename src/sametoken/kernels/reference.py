@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sametoken.kernels.activation import reference as activation
 from sametoken.kernels.attention import reference as attention
 from sametoken.kernels.composed import ComposedKernels
-from sametoken.kernels.gemm import eight_bit
 from sametoken.kernels.gemm import reference as gemm
-from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.gemm.reference import PlainWeight
+from sametoken.kernels.gemm.fp8 import Fp8Weight, quantize
+from sametoken.kernels.gemm.reference import MatrixWeight
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
     LayerKV,
-    PackedWeight,
     QKNorm,
     RotaryTable,
 )
 from sametoken.kernels.norm_rope import reference as norm_rope
 from sametoken.kernels.sampling import reference as sampling
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight(MatrixWeight):
+    """A weight as the checkpoint has it, as an ``UnquantizedWeight``."""
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if out_dtype is None:
+            return gemm.product(x, self.matrix, bias)
+        return gemm.product_fp32(x, self.matrix).to(out_dtype)
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return activation.silu_mul(self.matmul(x))
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.matrix)
+
+    def quantize_fp8(self) -> Fp8Weight:
+        return Fp8Weight(*quantize(self.matrix))
 
 
 class ReferenceKernels(ComposedKernels):
@@ -34,22 +57,6 @@ class ReferenceKernels(ComposedKernels):
     def pack(self, weight: Tensor) -> PlainWeight:
         return PlainWeight(weight.contiguous())
 
-    def eight_bit(self, weight: PackedWeight) -> EightBitWeight:
-        return eight_bit.quantize(_own(weight).matrix)
-
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, EightBitWeight):
-            return eight_bit.linear(x, weight, bias)
-        return gemm.linear(x, _own(weight), bias)
-
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        if isinstance(weight, EightBitWeight):
-            return eight_bit.logits(x, weight)
-        return gemm.logits(x, _own(weight))
-
-    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
-        return gemm.embedding(token_ids, _own(weight))
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)
 
@@ -61,14 +68,8 @@ class ReferenceKernels(ComposedKernels):
     ) -> tuple[Tensor, Tensor]:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return activation.silu_mul(gate_up)
-
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return activation.sigmoid_mul(x, gate)
-
-    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return self.silu_mul(self.linear(x, weight))
 
     def rope_and_cache(
         self,
@@ -96,8 +97,3 @@ class ReferenceKernels(ComposedKernels):
         slots: Tensor | None = None,
     ) -> Tensor:
         return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)
-
-
-def _own(weight: PackedWeight) -> PlainWeight:
-    assert isinstance(weight, PlainWeight), f"packed by another bundle: {type(weight).__name__}"
-    return weight

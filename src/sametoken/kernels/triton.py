@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,33 +15,71 @@ from sametoken.kernels.attention import triton as attention
 from sametoken.kernels.embedding import triton as embedding_triton
 from sametoken.kernels.experts import triton as experts_triton
 from sametoken.kernels.experts.triton import StackedExperts
-from sametoken.kernels.gemm import eight_bit_triton
-from sametoken.kernels.gemm import triton as gemm
-from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
+from sametoken.kernels.gemm.fp8 import quantize
+from sametoken.kernels.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.kernels.gemm.proof import ProvenTable
+from sametoken.kernels.gemm.reference import MatrixWeight
 from sametoken.kernels.gemm.selfcheck import GemmReport
-from sametoken.kernels.gemm.tuning import TuningTable, load_table
+from sametoken.kernels.gemm.triton import epilogue_of, product
+from sametoken.kernels.gemm.tuning import (
+    FLOAT32,
+    Epilogue,
+    GemmChooser,
+    GemmShape,
+    TuningTable,
+    load_table,
+)
 from sametoken.kernels.interface import (
     AttentionRows,
     AttentionShape,
-    CommittedTokens,
     Cuts,
     LayerKV,
-    LogitsRules,
     Norm,
-    PackedExperts,
-    PackedWeight,
     QKNorm,
     RotaryTable,
     SampledRows,
 )
 from sametoken.kernels.logits_rules import triton as logits_rules
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 from sametoken.kernels.norm_rope import triton as norm_rope
 from sametoken.kernels.partial_sum import triton as partial_sum
+from sametoken.kernels.recurrent import triton as recurrent
+from sametoken.kernels.recurrent.rule import Folded, RecurrentRule
 from sametoken.kernels.sampling import triton as sampling
 from sametoken.kernels.truncation import triton as truncation
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeight(MatrixWeight):
+    """A weight on the GPU as the checkpoint has it, as an ``UnquantizedWeight``.
+
+    Attributes:
+        table: which kernel serves which row count.
+    """
+
+    table: GemmChooser
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self._product(x, epilogue_of(bias, out_dtype), bias)
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return self._product(x, "silu_mul")
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return embedding_triton.embedding(token_ids, self.matrix)
+
+    def quantize_fp8(self) -> Fp8DeviceWeight:
+        return Fp8DeviceWeight(*quantize(self.matrix))
+
+    def _product(self, x: Tensor, epilogue: Epilogue, bias: Tensor | None = None) -> Tensor:
+        shape = GemmShape(self.out_features, self.in_features, epilogue)
+        config = FLOAT32 if x.dtype == torch.float32 else self.table.choose(shape, x.shape[0])
+        return product(config, x, self.matrix, epilogue, bias)
 
 
 class TritonKernels:
@@ -73,34 +112,13 @@ class TritonKernels:
                 f"head_dim {shape.head_dim} is above {MAX_HEAD_DIM}", "use device 'cpu'"
             )
 
-    def pack(self, weight: Tensor) -> gemm.DeviceWeight:
+    def pack(self, weight: Tensor) -> DeviceWeight:
         matrix = weight.contiguous()
         self._matrices.setdefault(tuple(matrix.shape), matrix)
-        return gemm.DeviceWeight(matrix)
-
-    def eight_bit(self, weight: PackedWeight) -> EightBitWeight:
-        return quantize(_own(weight).matrix)
-
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, EightBitWeight):
-            return eight_bit_triton.linear(x, weight, bias)
-        return gemm.linear(x, _own(weight), bias, table=self.table)
-
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        if isinstance(weight, EightBitWeight):
-            return eight_bit_triton.logits(x, weight)
-        return gemm.logits(x, _own(weight), table=self.table)
-
-    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        if isinstance(weight, EightBitWeight):
-            return eight_bit_triton.linear_silu_mul(x, weight)
-        return gemm.linear_silu_mul(x, _own(weight), table=self.table)
+        return DeviceWeight(matrix, self.table)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return activation.sigmoid_mul(x, gate)
-
-    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
-        return embedding_triton.embedding(token_ids, _own(weight).matrix)
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else embedding_triton.embedding(rows, states)
@@ -113,7 +131,7 @@ class TritonKernels:
     def embed_beside(
         self,
         token_ids: Tensor,
-        embedding: PackedWeight,
+        embedding: UnquantizedWeight,
         embedding_norm: Norm,
         hidden: Tensor,
         hidden_norm: Norm,
@@ -132,26 +150,12 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
 
-    def pack_experts(
-        self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]
-    ) -> StackedExperts:
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> StackedExperts:
         stacks = (torch.stack([_own(one).matrix for one in each]) for each in (gate_up, down))
         return StackedExperts(*stacks)
 
     def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
         return experts_triton.route(logits, top_k, normalise)
-
-    def mix_experts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        assert isinstance(experts, StackedExperts)
-        return experts_triton.mix(x, experts, chosen, weights)
-
-    def mix_expert_parts(
-        self, x: Tensor, experts: PackedExperts, chosen: Tensor, weights: Tensor
-    ) -> Tensor:
-        assert isinstance(experts, StackedExperts)
-        return experts_triton.mix(x, experts, chosen, weights, torch.float32)
 
     def rope_and_cache(
         self,
@@ -168,6 +172,12 @@ class TritonKernels:
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
         return attention.attention(q, shape, rows, kv)
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        recurrent.require_rule(rule)
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> recurrent.TritonPass:
+        return recurrent.TritonPass.begin(rows, folded)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
@@ -194,6 +204,6 @@ class TritonKernels:
         return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)
 
 
-def _own(weight: PackedWeight) -> gemm.DeviceWeight:
-    assert isinstance(weight, gemm.DeviceWeight), f"packed by {type(weight).__name__}"
+def _own(weight: Weight) -> DeviceWeight:
+    assert isinstance(weight, DeviceWeight), f"packed by {type(weight).__name__}"
     return weight

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels, PackedWeight
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import Weight
 from sametoken.layers.parallel import TensorParallel
 
 
@@ -15,7 +17,7 @@ class Projection(Protocol):
     """[T, in_features] -> [T, out_features] in the dtype of the input."""
 
     @property
-    def weight(self) -> PackedWeight:
+    def weight(self) -> Weight:
         """What of the weight is on this rank."""
         ...
 
@@ -36,13 +38,12 @@ class Linear:
     Of a weight that is split over ranks along its output, this rank's part.
     """
 
-    kernels: Kernels
-    weight: PackedWeight
+    weight: Weight
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
-        return self.kernels.linear(x, self.weight, self.bias)
+        return self.weight.matmul(x, self.bias)
 
     @property
     def nbytes(self) -> int:
@@ -64,13 +65,12 @@ class RowParallelLinear:
 
     kernels: Kernels
     parallel: TensorParallel
-    weight: PackedWeight
+    weight: Weight
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features / size], this rank's, to the whole [T, out_features]."""
-        # Of the kernels' products, that of logits alone leaves its fp32 sums unrounded.
-        partial = self.kernels.logits(x, self.weight)
+        partial = self.weight.matmul(x, out_dtype=torch.float32)
         return self.kernels.partial_sum(self.parallel.gather(partial), x.dtype, self.bias)
 
     @property

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels
 from sametoken.layers.linear import Linear, Projection
 
 
@@ -14,13 +13,12 @@ from sametoken.layers.linear import Linear, Projection
 class GatedMLP:
     """``down(silu(gate(x)) * up(x))`` with gate and up fused into [gate | up], without biases."""
 
-    kernels: Kernels
     gate_up: Linear
     down: Projection
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.down(self.kernels.gated_linear(x, self.gate_up.weight))
+        return self.down(self.gate_up.weight.gated_matmul(x))
 
     @property
     def nbytes(self) -> int:

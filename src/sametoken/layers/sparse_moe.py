@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels, PackedExperts
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import Experts
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.parallel import TensorParallel
-
-
-class Experts(Protocol):
-    """MLPs of which each row runs some: [T, hidden] to their weighted sum, [T, hidden]."""
-
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """``chosen`` and ``weights`` as ``Kernels.route`` gives them."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrices on this rank."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class WholeExperts:
-    """All of every expert."""
-
-    kernels: Kernels
-    experts: PackedExperts
-
-    def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """[T, hidden] -> [T, hidden] in the dtype of ``x``."""
-        return self.kernels.mix_experts(x, self.experts, chosen, weights)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all experts."""
-        return self.experts.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +24,11 @@ class DividedExperts:
 
     kernels: Kernels
     parallel: TensorParallel
-    experts: PackedExperts
+    experts: Experts
 
     def __call__(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden] in the dtype of ``x``, the same bits on every rank."""
-        part = self.kernels.mix_expert_parts(x, self.experts, chosen, weights)
+        part = self.experts(x, chosen, weights, torch.float32)
         return self.kernels.partial_sum(self.parallel.gather(part), x.dtype)
 
     @property
@@ -72,7 +43,7 @@ class SparseMoE:
 
     Attributes:
         router: projection to one logit per expert, whole on every rank.
-        experts: MLPs of which each row runs some.
+        experts: MLPs of which each row runs some, all of every one or this rank's part.
         top_k: experts per row.
         normalise: whether the weights of a row's experts are divided by their sum.
         shared: the expert of every row.
@@ -81,7 +52,7 @@ class SparseMoE:
 
     kernels: Kernels
     router: Linear
-    experts: Experts
+    experts: Experts | DividedExperts
     top_k: int
     normalise: bool
     shared: GatedMLP
@@ -91,15 +62,11 @@ class SparseMoE:
         """[T, hidden] -> [T, hidden]."""
         shared = self.shared(x)
         gate = self.shared_gate(x).expand_as(shared).contiguous()
-        return self._routed(x) + self.kernels.sigmoid_mul(shared, gate)
+        chosen, weights = self.kernels.route(self.router(x), self.top_k, self.normalise)
+        return self.experts(x, chosen, weights) + self.kernels.sigmoid_mul(shared, gate)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all experts and of the router."""
         mlps = self.experts.nbytes + self.shared.nbytes
         return mlps + self.router.nbytes + self.shared_gate.nbytes
-
-    def _routed(self, x: Tensor) -> Tensor:
-        """The weighted sum of every row's experts."""
-        chosen, weights = self.kernels.route(self.router(x), self.top_k, self.normalise)
-        return self.experts(x, chosen, weights)

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.kernels.cache_types import LayerCache
 from sametoken.kernels.interface import AttentionRows
-from sametoken.state.kv_cache import KVCache, KVSpec
-from sametoken.state.recurrent import RecurrentSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +59,18 @@ class HiddenStates:
 
 
 class CausalLM(Protocol):
-    """A decoder whose forward pass runs flat rows over paged KV.
+    """A decoder whose forward pass runs flat rows over what its layers keep.
 
     Attributes:
         config: the architecture.
-        kv_spec: what one block of its KV holds.
-        recurrent_spec: what one slot of its recurrent state holds; None if it has none.
+        caches: what each layer keeps, on this rank.
     """
 
     config: ModelConfig
-    kv_spec: KVSpec
-    recurrent_spec: RecurrentSpec | None
+    caches: tuple[LayerCache, ...]
 
-    def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
-        """[T] ids to hidden states; writes the rows' KV and reads their slots'."""
+    def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
+        """[T] ids to hidden states; writes what the rows leave and reads their slots'."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -11,14 +11,9 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.kernels.interface import (
-    AttentionRows,
-    AttentionShape,
-    Kernels,
-    PackedWeight,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.kernels.cache_types import LayerCache, PagedKV, Recurrent
+from sametoken.kernels.interface import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
+from sametoken.kernels.weight import UnquantizedWeight
 from sametoken.layers.attention import Attention
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
@@ -27,8 +22,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.settings import Settings
 from sametoken.models.weights import Part, Split, WeightReader
-from sametoken.state.kv_cache import KVCache, KVSpec
-from sametoken.state.recurrent import RecurrentSpec
+from sametoken.state.caches import ModelCache
 
 HEAD = "lm_head.weight"
 # Tables that old checkpoints carry although they follow from the config.
@@ -84,7 +78,7 @@ class Decoder:
         embedding: token embeddings, whole on every rank.
         head: the projection to logits, or this rank's rows of it; with tied embeddings and one
             rank the same object as ``embedding``.
-        recurrent_spec: what one slot of recurrent state holds; None without such layers.
+        caches: what each layer keeps, on this rank.
         layer_types: those of a config's ``layer_types`` that the class runs.
         unused_prefixes: beginnings of tensor names that the class has no use for.
 
@@ -94,7 +88,6 @@ class Decoder:
         UnsupportedError: the config asks for arithmetic that is not implemented.
     """
 
-    recurrent_spec: RecurrentSpec | None = None
     layer_types: ClassVar[frozenset[str]] = frozenset((_FULL,))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
 
@@ -113,7 +106,11 @@ class Decoder:
                 f"use indices from 0 to {config.num_layers}",
             )
         self.config = config
-        self.kv_spec = self.kv_spec_of(config, weights.dtype, weights.parallel.size)
+        self._declared = self.caches_of(config, weights.dtype, weights.source.location)
+        self.caches = tuple(cache.divided(weights.parallel.size) for cache in self._declared)
+        for cache in self.caches:
+            if isinstance(cache, Recurrent):
+                weights.kernels.require_rule(cache.rule)
         self.kernels: Kernels = weights.kernels
         self._parallel = weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
@@ -124,9 +121,7 @@ class Decoder:
             max_positions=max_positions,
             device=weights.device,
         )
-        windows = sliding_windows(config, weights.source.location)
-        # A window that no row reaches the end of costs nothing.
-        self._windows = [w if w and w < max_positions else None for w in windows]
+        self._max_positions = max_positions
         self._prefix = self.tensor_prefix(weights)
         vocabulary = Part(self._embedding_name, config.vocab_size)
         self.embedding = weights.packed(config.hidden_size, vocabulary)
@@ -149,22 +144,30 @@ class Decoder:
             "intermediate_size": config.intermediate_size,
         }
 
-    @staticmethod
-    def kv_spec_of(config: ModelConfig, dtype: torch.dtype, num_ranks: int) -> KVSpec:
-        """What a rank's KV holds, as far as the config says it; known before weights are."""
-        num_heads = config.num_kv_heads // num_ranks
-        return KVSpec(config.num_layers, num_heads, config.head_dim, dtype)
+    @classmethod
+    def caches_of(
+        cls, config: ModelConfig, dtype: torch.dtype, location: str
+    ) -> tuple[LayerCache, ...]:
+        """What each layer keeps, over all ranks; known before weights are.
+
+        Raises:
+            CheckpointError: a size is missing or impossible.
+        """
+        if _SLIDING not in cls.layer_types:
+            return (attention_cache(config, dtype),) * config.num_layers
+        windows = sliding_windows(config, location)
+        return tuple(attention_cache(config, dtype, window) for window in windows)
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
         """The norm of q and k of the attention block at ``prefix``; most have none."""
         return None
 
-    def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
-        """[T] ids to hidden states; writes the rows' KV and reads their slots'."""
+    def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
+        """[T] ids to hidden states; writes what the rows leave and reads their slots'."""
 
         def attend(index: int, x: Tensor) -> Tensor:
-            return self._layers[index].attention(x, rows, kv.layer(index))
+            return self._layers[index].attention(x, rows, cache.layers[index])
 
         return self._run_layers(token_ids, attend)
 
@@ -172,7 +175,7 @@ class Decoder:
         self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> HiddenStates:
         """[T] ids through all layers, ``attend`` being what mixes rows in the layer of an index."""
-        residual = self.kernels.embedding(token_ids, self.embedding)
+        residual = self.embedding.rows(token_ids)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
@@ -190,9 +193,9 @@ class Decoder:
 
     def compute_rank_logits(self, hidden: Tensor) -> Tensor:
         """[L, hidden] to this rank's columns of the logits, [L, V / size] fp32."""
-        return self.kernels.logits(hidden, self.head)
+        return self.head.matmul(hidden, out_dtype=torch.float32)
 
-    def whole_head(self) -> PackedWeight:
+    def whole_head(self) -> UnquantizedWeight:
         """The head with all its rows, for a rank that drafts by it.
 
         A rank with a part of it reads the whole from the checkpoint, unless that is tied to the
@@ -228,11 +231,15 @@ class Decoder:
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
         config, prefix = self.config, f"{self._prefix}.layers.{index}"
-        attention, window = f"{prefix}.self_attn", self._windows[index]
+        attention, cache = f"{prefix}.self_attn", self._declared[index]
+        assert isinstance(cache, PagedKV)
+        if cache.window is not None and cache.window >= self._max_positions:
+            # A window that no row reaches the end of costs nothing.
+            cache = replace(cache, window=None)
         qk_norm = self.load_qk_norm(config, weights, attention)
         return DecoderLayer(
             self._load_norm(weights, f"{prefix}.input_layernorm"),
-            load_attention(config, weights, attention, rotary, qk_norm, sliding_window=window),
+            load_attention(config, weights, attention, rotary, qk_norm, cache=cache),
             self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
             load_mlp(config, weights, f"{prefix}.mlp"),
         )
@@ -241,7 +248,7 @@ class Decoder:
         weight = weights.vector(f"{name}.weight", self.config.hidden_size)
         return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
 
-    def _load_head(self, weights: WeightReader) -> PackedWeight:
+    def _load_head(self, weights: WeightReader) -> UnquantizedWeight:
         name = HEAD
         if self.config.tie_word_embeddings:
             if HEAD in weights:
@@ -261,7 +268,7 @@ def load_attention(
     qk_norm: QKNorm | None = None,
     *,
     in_features: int | None = None,
-    sliding_window: int | None = None,
+    cache: PagedKV | None = None,
 ) -> Attention:
     """The attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
 
@@ -272,9 +279,9 @@ def load_attention(
         rotary: the model's table.
         qk_norm: the norm of q and k, if there is one.
         in_features: width of the block's input; default the hidden size.
-        sliding_window: positions that a row sees at most.
+        cache: what the layer keeps; default ``attention_cache``.
     """
-    whole, shape = attention_shapes(config, weights, sliding_window)
+    whole, shape = attention_shapes(config, weights, cache)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
         Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
@@ -287,18 +294,24 @@ def load_attention(
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
 
 
+def attention_cache(config: ModelConfig, dtype: torch.dtype, window: int | None = None) -> PagedKV:
+    """What a layer of attention keeps, over all ranks."""
+    return PagedKV(config.num_kv_heads, config.head_dim, config.head_dim, dtype, window)
+
+
 def attention_shapes(
-    config: ModelConfig, weights: WeightReader, sliding_window: int | None = None
+    config: ModelConfig, weights: WeightReader, cache: PagedKV | None = None
 ) -> tuple[AttentionShape, AttentionShape]:
     """Of an attention block as a whole, and on this rank.
 
     Raises:
         UnsupportedError: the kernels cannot run it.
     """
-    size = weights.parallel.size
-    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    whole = AttentionShape(heads, kv_heads, dim, sliding_window)
-    shape = AttentionShape(heads // size, kv_heads // size, dim, sliding_window)
+    size, heads = weights.parallel.size, config.num_heads
+    cache = cache or attention_cache(config, weights.dtype)
+    own = cache.divided(size)
+    whole = AttentionShape(heads, cache.num_kv_heads, cache.k_dim, cache.window)
+    shape = AttentionShape(heads // size, own.num_kv_heads, own.k_dim, own.window)
     weights.kernels.require(shape)
     return whole, shape
 
@@ -316,7 +329,7 @@ def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -
         Part(f"{prefix}.up_proj", size, split=Split.ROWS),
     )
     down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
-    return GatedMLP(weights.kernels, gate_up, down)
+    return GatedMLP(gate_up, down)
 
 
 def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:

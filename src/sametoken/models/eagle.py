@@ -7,9 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sametoken.kernels.cache_types import LayerCache
 from sametoken.kernels.interface import AttentionRows
 from sametoken.models.base import HiddenStates
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class EagleHead(Protocol):
     """A draft head: row p holds the token at p + 1 and a state of p, and predicts p + 2."""
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """What one block of its KV holds."""
+    def caches(self) -> tuple[LayerCache, ...]:
+        """What each of its layers keeps."""
         ...
 
     @property
@@ -55,7 +56,7 @@ class EagleHead(Protocol):
         token_ids: Tensor,
         hidden: Tensor,
         rows: AttentionRows,
-        kv: KVCache,
+        cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs.
@@ -65,7 +66,7 @@ class EagleHead(Protocol):
             hidden: [T, hidden]; of a row at position p, the target's state at p or the
                 head's own ``feedback`` of p - 1. Its memory may be reused.
             rows: where the rows stand.
-            kv: the head's KV.
+            cache: what the head keeps.
             kept: [R] int64, the rows whose states are wanted; the others are run for their KV
                 alone. None: all.
         """

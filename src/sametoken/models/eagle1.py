@@ -21,14 +21,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.kernels.cache_types import PagedKV
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.eagle import HeadStates
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +68,25 @@ class Eagle1Head:
     """
 
     kernels: Kernels
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
     fc: Linear
     layers: tuple[Eagle1Layer, ...]
-    lm_head: PackedWeight
+    lm_head: Weight
     token_ids: Tensor | None = None
 
     @property
-    def kv_spec(self) -> KVSpec:
-        """KV of the layers, in the dtype of their weights."""
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        layers = (layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
+        return self.fc.nbytes + sum(layers)
+
+    @property
+    def caches(self) -> tuple[PagedKV, ...]:
+        """KV of every layer, in the dtype of its weights."""
         first = self.layers[0]
         shape, dtype = first.attention.shape, first.post_attention_norm.weight.dtype
-        return KVSpec(len(self.layers), shape.num_kv_heads, shape.head_dim, dtype)
+        cache = PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype)
+        return (cache,) * len(self.layers)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
@@ -88,17 +97,17 @@ class Eagle1Head:
         token_ids: Tensor,
         hidden: Tensor,
         rows: AttentionRows,
-        kv: KVCache,
+        cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
-        embedded = self.kernels.embedding(token_ids, self.embedding)
+        embedded = self.embedding.rows(token_ids)
         residual = self.fc(torch.cat((embedded, hidden), dim=1))
         for index, layer in enumerate(self.layers):
             x = residual if layer.input_norm is None else layer.input_norm(residual)
             # A row's output in a layer is the next one's KV.
             wanted = kept if index + 1 == len(self.layers) else None
-            attended = layer.attention(x, rows, kv.layer(index), wanted)
+            attended = layer.attention(x, rows, cache.kv(index), wanted)
             x, residual = layer.post_attention_norm.add(
                 attended, self.kernels.take_rows(residual, wanted)
             )
@@ -107,4 +116,4 @@ class Eagle1Head:
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, V'] fp32."""
-        return self.kernels.logits(last, self.lm_head)
+        return self.lm_head.matmul(last, out_dtype=torch.float32)

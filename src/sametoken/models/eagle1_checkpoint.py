@@ -23,6 +23,7 @@ from reprlib import repr as short
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sametoken.errors import UnsupportedError
 from sametoken.kernels.interface import Kernels, RotaryTable
@@ -33,6 +34,7 @@ from sametoken.models.eagle1 import Eagle1Config, Eagle1Head, Eagle1Layer
 from sametoken.models.eagle_checkpoint import (
     UNUSED_TENSORS,
     SharedWeights,
+    load_lm_head,
     load_norm,
     open_head,
     own_or_shared,
@@ -78,15 +80,25 @@ class Eagle1Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        token_ids: Tensor | None = None,
+        quantize_fp8: bool = False,
     ) -> Eagle1Head:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
-        reader = open_head(self._directory, kernels, dtype, device, load_format=self._load_format)
+        reader = open_head(
+            self._directory,
+            kernels,
+            dtype,
+            device,
+            load_format=self._load_format,
+            quantize_fp8=quantize_fp8,
+        )
         layer = self.config.layer
         vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
         rotary = rotary_table(
             layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=device
         )
         fc_bias = self.config.fc_bias or "fc.bias" in reader
+        whole = own_or_shared(reader, "lm_head", vocab_size, hidden_size, shared.whole_head)
         head = Eagle1Head(
             kernels=kernels,
             embedding=own_or_shared(
@@ -94,7 +106,8 @@ class Eagle1Checkpoint:
             ),
             fc=reader.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
             layers=tuple(_load_layer(reader, layer, i, rotary) for i in range(layer.num_layers)),
-            lm_head=own_or_shared(reader, "lm_head", vocab_size, hidden_size, shared.whole_head),
+            lm_head=load_lm_head(reader, whole, token_ids),
+            token_ids=token_ids,
         )
         reader.require_all_read(allowed=UNUSED_TENSORS)
         return head

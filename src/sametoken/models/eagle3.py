@@ -23,14 +23,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.kernels.cache_types import PagedKV
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.attention import Attention
 from sametoken.layers.linear import Linear
 from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.eagle import HeadStates
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Eagle3Head:
 
     config: Eagle3Config
     kernels: Kernels
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
     aux_norms: tuple[RMSNorm, ...]
     fc: Linear
     input_layernorm: RMSNorm
@@ -88,14 +90,19 @@ class Eagle3Head:
     post_attention_layernorm: RMSNorm
     mlp: GatedMLP
     norm: RMSNorm
-    lm_head: PackedWeight
+    lm_head: Weight
     token_ids: Tensor | None
 
     @property
-    def kv_spec(self) -> KVSpec:
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        return self.fc.nbytes + self.attention.nbytes + self.mlp.nbytes
+
+    @property
+    def caches(self) -> tuple[PagedKV, ...]:
         """KV of the one layer, in the dtype of its weights."""
-        shape = self.attention.shape
-        return KVSpec(1, shape.num_kv_heads, shape.head_dim, self.norm.weight.dtype)
+        shape, dtype = self.attention.shape, self.norm.weight.dtype
+        return (PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype),)
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's auxiliary states, combined."""
@@ -114,14 +121,14 @@ class Eagle3Head:
         token_ids: Tensor,
         hidden: Tensor,
         rows: AttentionRows,
-        kv: KVCache,
+        cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
         both = self.kernels.embed_beside(
             token_ids, self.embedding, self.input_layernorm, hidden, self.hidden_norm
         )
-        attended = self.attention(both, rows, kv.layer(0), kept)
+        attended = self.attention(both, rows, cache.kv(0), kept)
         residual = hidden
         if self.config.norm_before_residual:
             residual = both[:, hidden.shape[1] :].contiguous()
@@ -132,4 +139,4 @@ class Eagle3Head:
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, draft vocabulary] fp32."""
-        return self.kernels.logits(last, self.lm_head)
+        return self.lm_head.matmul(last, out_dtype=torch.float32)

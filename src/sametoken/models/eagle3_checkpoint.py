@@ -43,6 +43,7 @@ from sametoken.models.eagle_checkpoint import (
     LAYER,
     UNUSED_TENSORS,
     SharedWeights,
+    load_lm_head,
     load_norm,
     open_head,
     own_or_shared,
@@ -96,6 +97,8 @@ class Eagle3Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        token_ids: Tensor | None = None,
+        quantize_fp8: bool = False,
     ) -> Eagle3Head:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
         config, layer = self.config, self.config.layer
@@ -107,9 +110,16 @@ class Eagle3Checkpoint:
             dtype,
             device,
             load_format=self._load_format,
+            quantize_fp8=quantize_fp8,
             optional=own_head,
         )
-        token_ids = self._token_ids()
+        own_ids, places = self._token_ids(), None
+        if own_ids is not None:
+            assert token_ids is None
+            places, own_ids = _ranks(own_ids), own_ids.sort().values.to(device)
+        whole = own_or_shared(
+            reader, "lm_head", draft_vocab_size, hidden_size, shared.whole_head, places
+        )
         head = Eagle3Head(
             config=config,
             kernels=kernels,
@@ -124,15 +134,8 @@ class Eagle3Checkpoint:
             post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
             mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
             norm=load_norm(reader, "norm", layer),
-            lm_head=own_or_shared(
-                reader,
-                "lm_head",
-                draft_vocab_size,
-                hidden_size,
-                shared.whole_head,
-                None if token_ids is None else _ranks(token_ids),
-            ),
-            token_ids=None if token_ids is None else token_ids.sort().values.to(device),
+            lm_head=load_lm_head(reader, whole, token_ids),
+            token_ids=own_ids if token_ids is None else token_ids,
         )
         reader.require_all_read(allowed=UNUSED_TENSORS)
         return head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, Protocol
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.kernels.interface import Kernels, PackedWeight
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
@@ -38,9 +40,9 @@ _RENAMED = (
 class SharedWeights(Protocol):
     """What a head may take from its target: two packed weights [V, hidden]."""
 
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
 
-    def whole_head(self) -> PackedWeight:
+    def whole_head(self) -> UnquantizedWeight:
         """All rows of the target's lm_head; reads them if this rank does not hold them."""
         ...
 
@@ -72,6 +74,8 @@ class HeadCheckpoint(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        token_ids: Tensor | None = None,
+        quantize_fp8: bool = False,
     ) -> EagleHead:
         """Read the weights; what the head lacks of embedding and lm_head is the target's.
 
@@ -81,6 +85,9 @@ class HeadCheckpoint(Protocol):
             dtype: what every weight is converted to.
             device: where every weight goes.
             max_positions: rows of the rotary table.
+            token_ids: [V'] int64, ascending, on the device: all that the head is to propose, if
+                it has no such list of its own.
+            quantize_fp8: whether all projections but those of a mixture of experts become fp8.
 
         Raises:
             CheckpointError: a tensor is missing or has another shape than the config wants.
@@ -170,9 +177,9 @@ def own_or_shared(
     name: str,
     rows: int,
     hidden_size: int,
-    share: Callable[[], PackedWeight],
+    share: Callable[[], UnquantizedWeight],
     places: Tensor | None = None,
-) -> PackedWeight:
+) -> UnquantizedWeight:
     """The [rows, hidden_size] weight ``name`` if the head has it, else what ``share`` returns.
 
     ``places`` is that of ``Part``, for a weight of the head's own.
@@ -192,6 +199,15 @@ def own_or_shared(
     return shared
 
 
+def load_lm_head(
+    reader: WeightReader, whole: UnquantizedWeight, token_ids: Tensor | None
+) -> Weight:
+    """The projection to the logits of the given tokens, or of all; ``whole`` stays as it is."""
+    if token_ids is not None:
+        whole = reader.kernels.pack(whole.rows(token_ids))
+    return reader.projection(whole)
+
+
 def open_head(
     directory: Path,
     kernels: Kernels,
@@ -199,19 +215,22 @@ def open_head(
     device: torch.device,
     *,
     load_format: str,
+    quantize_fp8: bool,
     optional: Collection[str] = (),
 ) -> WeightReader:
     """A reader of a head's tensors, or under "dummy" of random ones.
 
     Args:
         directory: the head's.
-        kernels, dtype, device: as in ``HeadCheckpoint.load``.
+        kernels, dtype, device, quantize_fp8: as in ``HeadCheckpoint.load``.
         load_format: "auto" or "dummy".
         optional: what a dummy head holds among the tensors that heads may share or lack.
     """
     if load_format == DUMMY:
-        return dummy_reader(directory, kernels, dtype, device, optional)
-    return WeightReader(HeadSource(directory), kernels, dtype, device)
+        reader = dummy_reader(directory, kernels, dtype, device, optional)
+    else:
+        reader = WeightReader(HeadSource(directory), kernels, dtype, device)
+    return replace(reader, quantize_fp8=quantize_fp8)
 
 
 class HeadSource:

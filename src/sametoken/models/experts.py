@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from sametoken.kernels.interface import PackedExperts
-from sametoken.layers.sparse_moe import DividedExperts, Experts, SparseMoE, WholeExperts
+from dataclasses import replace
+
+from sametoken.kernels.weight import Experts
+from sametoken.layers.sparse_moe import DividedExperts, SparseMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import load_gated_mlp
 from sametoken.models.settings import MAX_EXPERTS, Settings
@@ -13,9 +15,12 @@ from sametoken.models.weights import Part, Split, WeightReader
 def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
     """The mixture of experts at ``prefix``; ranks divide the inner features of every expert.
 
+    None of it is quantized.
+
     Raises:
         CheckpointError: a size is missing or impossible.
     """
+    weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
     num_experts = settings.integer("num_experts", most=MAX_EXPERTS)
     top_k = settings.integer("num_experts_per_tok")
@@ -32,16 +37,16 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
     )
 
 
-def _load_experts(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Experts:
+def _load_experts(
+    settings: Settings, weights: WeightReader, prefix: str, hidden: int
+) -> Experts | DividedExperts:
     experts = _packed_experts(settings, weights, prefix, hidden)
     if weights.parallel.size == 1:
-        return WholeExperts(weights.kernels, experts)
+        return experts
     return DividedExperts(weights.kernels, weights.parallel, experts)
 
 
-def _packed_experts(
-    settings: Settings, weights: WeightReader, prefix: str, hidden: int
-) -> PackedExperts:
+def _packed_experts(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Experts:
     count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
     if f"{prefix}.gate_up_proj" in weights:
         fused = Part(f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, runs=(size, size))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import ClassVar
 
@@ -12,29 +11,29 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError
+from sametoken.kernels.cache_types import LayerCache, Recurrent
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.kernels.interface import AttentionRows, AttentionShape, QKNorm, RotaryTable
 from sametoken.layers.gated_attention import GatedAttention
 from sametoken.layers.gated_delta_net import GatedDeltaNet
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.decoder import Block, Decoder, DecoderLayer, attention_shapes, load_mlp
+from sametoken.models.decoder import (
+    Block,
+    Decoder,
+    DecoderLayer,
+    attention_cache,
+    attention_shapes,
+    load_mlp,
+)
 from sametoken.models.experts import load_sparse_moe
 from sametoken.models.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.weights import Part, Split, WeightReader
-from sametoken.state.kv_cache import KVCache, KVSpec
-from sametoken.state.recurrent import GatedDeltaParams, RecurrentSpec
+from sametoken.state.caches import ModelCache
 
 FULL, LINEAR = "full_attention", "linear_attention"
 TEXT_PREFIX = "model.language_model"
-
-
-@dataclass(frozen=True, slots=True)
-class _Mixer:
-    """A layer's kind, and its index among the layers of that kind."""
-
-    is_linear: bool
-    index: int
 
 
 class HybridDecoder(Decoder, ABC):
@@ -48,21 +47,6 @@ class HybridDecoder(Decoder, ABC):
     layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
     unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightReader,
-        *,
-        max_positions: int,
-        aux_layers: tuple[int, ...] = (),
-    ) -> None:
-        location = weights.source.location
-        self._whole_spec = recurrent_spec(config, weights.dtype, location)
-        self._mixers = _mixers(config, location)
-        super().__init__(config, weights, max_positions=max_positions, aux_layers=aux_layers)
-        if self._whole_spec.num_layers:
-            self.recurrent_spec = self._whole_spec.divided(weights.parallel.size)
-
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
         """The decoder's own, or what it is called inside a model that also sees."""
@@ -72,12 +56,12 @@ class HybridDecoder(Decoder, ABC):
     @staticmethod
     @abstractmethod
     def load_projection(
-        spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
+        rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
         """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``.
 
         Args:
-            spec: head counts of all ranks together, which divide them.
+            rule: head counts of all ranks together, which divide them.
             weights: where tensors come from.
             prefix: what the block's tensor names begin with.
             in_features: width of the block's input.
@@ -90,7 +74,7 @@ class HybridDecoder(Decoder, ABC):
         sizes = Decoder.divided_sizes(config)
         dense_size = sizes.pop("intermediate_size")
         settings = Settings(config.extra, config.architecture)
-        if any(mixer.is_linear for mixer in _mixers(config, settings.location)):
+        if LINEAR in _mixers(config, settings.location):
             sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
         sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
         if not all(sparse):
@@ -100,22 +84,24 @@ class HybridDecoder(Decoder, ABC):
                 sizes[key] = settings.integer(key)
         return sizes
 
-    @staticmethod
-    def kv_spec_of(config: ModelConfig, dtype: torch.dtype, num_ranks: int) -> KVSpec:
-        """As ``Decoder.kv_spec_of``: only layers of full attention have KV."""
-        num_full = sum(not mixer.is_linear for mixer in _mixers(config, config.architecture))
-        spec = Decoder.kv_spec_of(config, dtype, num_ranks)
-        return replace(spec, num_layers=num_full)
+    @classmethod
+    def caches_of(
+        cls, config: ModelConfig, dtype: torch.dtype, location: str
+    ) -> tuple[LayerCache, ...]:
+        """As ``Decoder.caches_of``."""
+        attention = attention_cache(config, dtype)
+        recurrent = Recurrent(gated_delta_rule(config, location), dtype)
+        kinds = _mixers(config, location)
+        return tuple(recurrent if kind == LINEAR else attention for kind in kinds)
 
-    def forward(self, token_ids: Tensor, rows: AttentionRows, kv: KVCache) -> HiddenStates:
+    def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
         """[T] ids to hidden states; advances the rows' slots and writes their KV."""
-        step = kv.recurrent.begin(rows) if kv.recurrent else None
+        step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
 
         def mix(index: int, x: Tensor) -> Tensor:
-            mixer, block = self._mixers[index], self._layers[index].attention
-            if mixer.is_linear:
-                return block(x, step, mixer.index)
-            return block(x, rows, kv.layer(mixer.index))
+            is_recurrent = isinstance(self.caches[index], Recurrent)
+            how = step if is_recurrent else rows
+            return self._layers[index].attention(x, how, cache.layers[index])
 
         hidden = self._run_layers(token_ids, mix)
         if step is not None:
@@ -123,10 +109,11 @@ class HybridDecoder(Decoder, ABC):
         return hidden
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
-        prefix = f"{self._prefix}.layers.{index}"
+        prefix, cache = f"{self._prefix}.layers.{index}", self._declared[index]
         mixer: Block
-        if self._mixers[index].is_linear:
-            mixer = self._load_gated_delta_net(weights, f"{prefix}.linear_attn")
+        if isinstance(cache, Recurrent):
+            assert isinstance(cache.rule, GatedDelta)
+            mixer = self._load_gated_delta_net(weights, f"{prefix}.linear_attn", cache.rule)
         else:
             mixer = load_gated_attention(self.config, weights, f"{prefix}.self_attn", rotary)
         return DecoderLayer(
@@ -139,32 +126,33 @@ class HybridDecoder(Decoder, ABC):
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         return load_norm(self.config, weights, name)
 
-    def _load_gated_delta_net(self, weights: WeightReader, prefix: str) -> GatedDeltaNet:
-        spec, hidden = self._whole_spec, self.config.hidden_size
-        out_part = Part(f"{prefix}.out_proj", hidden)
+    def _load_gated_delta_net(
+        self, weights: WeightReader, prefix: str, rule: GatedDelta
+    ) -> GatedDeltaNet:
+        hidden = self.config.hidden_size
         return GatedDeltaNet(
             kernels=self.kernels,
-            spec=spec.divided(weights.parallel.size),
-            projection=self.load_projection(spec, weights, prefix, hidden),
-            params=_load_params(spec, weights, prefix),
-            norm_weight=weights.vector(f"{prefix}.norm.weight", spec.value_dim),
+            projection=self.load_projection(rule, weights, prefix, hidden),
+            params=_load_params(rule, weights, prefix),
+            norm_weight=weights.vector(f"{prefix}.norm.weight", rule.value_dim),
             eps=self.config.rms_norm_eps,
-            output=weights.row_parallel(spec.num_value_heads * spec.value_dim, out_part),
+            output=weights.row_parallel(rule.out_features, Part(f"{prefix}.out_proj", hidden)),
         )
 
 
-def _load_params(spec: RecurrentSpec, weights: WeightReader, prefix: str) -> GatedDeltaParams:
+def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedDeltaParams:
     """Weights of the convolution, and of the gates in fp32; ranks divide them with their heads."""
-    heads, channels, rows = spec.num_value_heads, spec.conv_channels, Split.ROWS
-    conv = Part(f"{prefix}.conv1d.weight", channels, split=rows, runs=spec.qkv_sizes)
+    heads, channels, rows = rule.num_value_heads, rule.conv_channels, Split.ROWS
+    conv = Part(f"{prefix}.conv1d.weight", channels, split=rows, runs=rule.qkv_sizes)
 
     def by_head(name: str) -> Tensor:
         return weights.tensor(Part(f"{prefix}.{name}", heads, split=rows), dtype=torch.float32)
 
     return GatedDeltaParams(
+        rule.divided(weights.parallel.size),
         A_log=by_head("A_log"),
         dt_bias=by_head("dt_bias"),
-        conv_weight=weights.tensor(conv, (1, spec.conv_kernel)).squeeze(1).t().contiguous(),
+        conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
         conv_bias=None,
     )
 
@@ -204,8 +192,8 @@ def load_layer_mlp(config: ModelConfig, weights: WeightReader, prefix: str, inde
     return load(config, weights, prefix)
 
 
-def recurrent_spec(config: ModelConfig, dtype: torch.dtype, location: str) -> RecurrentSpec:
-    """What the config's Gated DeltaNet layers need per slot.
+def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
+    """Sizes of the config's Gated DeltaNet layers.
 
     Raises:
         CheckpointError: a size is missing or impossible.
@@ -220,19 +208,12 @@ def recurrent_spec(config: ModelConfig, dtype: torch.dtype, location: str) -> Re
             f"{location}: {value_heads} value heads over {key_heads} key heads are not possible",
             "compare with the original checkpoint's",
         )
-    return RecurrentSpec(
-        num_layers=sum(mixer.is_linear for mixer in _mixers(config, location)),
-        num_key_heads=key_heads,
-        num_value_heads=value_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        conv_kernel=settings.integer("conv_kernel_dim"),
-        conv_channels=2 * key_heads * key_dim + value_heads * value_dim,
-        dtype=dtype,
-    )
+    kernel = settings.integer("conv_kernel_dim")
+    return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel)
 
 
-def _mixers(config: ModelConfig, location: str) -> tuple[_Mixer, ...]:
+def _mixers(config: ModelConfig, location: str) -> tuple[str, ...]:
+    """Every layer's kind, ``FULL`` or ``LINEAR``."""
     settings = Settings(config.extra, location)
     interval = settings.integer("full_attention_interval", 4)
     implied = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(config.num_layers)]
@@ -242,7 +223,7 @@ def _mixers(config: ModelConfig, location: str) -> tuple[_Mixer, ...]:
             f"{location}: layer_types={short(types)} does not name {config.num_layers} layers",
             "compare with the original checkpoint's",
         )
-    return tuple(_Mixer(kind == LINEAR, types[:i].count(kind)) for i, kind in enumerate(types))
+    return types
 
 
 def _is_sparse(config: ModelConfig, index: int) -> bool:

@@ -19,15 +19,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import AttentionRows, Kernels, PackedWeight
+from sametoken.kernels.cache_types import PagedKV
+from sametoken.kernels.interface import AttentionRows, Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates
 from sametoken.models.decoder import DecoderLayer
 from sametoken.models.eagle import HeadStates
-from sametoken.state.kv_cache import KVCache, KVSpec
+from sametoken.state.caches import ModelCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +40,25 @@ class MTPHead:
     Attributes:
         embedding: [V, hidden], the target's own.
         lm_head: [V', hidden], likewise; V' is V, or as many as ``token_ids`` has.
-        kv_spec: KV of the one layer.
+        caches: KV of the one layer.
         token_ids: [V'] int64, ascending, all that it proposes; None: every token.
     """
 
     kernels: Kernels
-    embedding: PackedWeight
+    embedding: UnquantizedWeight
     embedding_norm: RMSNorm
     hidden_norm: RMSNorm
     fc: Linear
     layer: DecoderLayer
     norm: RMSNorm
-    lm_head: PackedWeight
-    kv_spec: KVSpec
+    lm_head: Weight
+    caches: tuple[PagedKV, ...]
     token_ids: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        return self.fc.nbytes + self.layer.nbytes
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
         """The target's states after its final norm; ``forward`` only reads them."""
@@ -61,7 +69,7 @@ class MTPHead:
         token_ids: Tensor,
         hidden: Tensor,
         rows: AttentionRows,
-        kv: KVCache,
+        cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
         """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
@@ -70,7 +78,7 @@ class MTPHead:
         )
         residual = self.fc(both)
         layer = self.layer
-        attended = layer.attention(layer.input_norm(residual), rows, kv.layer(0), kept)
+        attended = layer.attention(layer.input_norm(residual), rows, cache.kv(0), kept)
         x, residual = layer.post_attention_norm.add(
             attended, self.kernels.take_rows(residual, kept)
         )
@@ -79,4 +87,4 @@ class MTPHead:
 
     def compute_logits(self, last: Tensor) -> Tensor:
         """[R, hidden] to [R, V'] fp32."""
-        return self.kernels.logits(last, self.lm_head)
+        return self.lm_head.matmul(last, out_dtype=torch.float32)

@@ -12,19 +12,21 @@ count of Qwen3-Next from ``num_nextn_predict_layers``. No count means one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
 
 import torch
+from torch import Tensor
 
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.kernels.interface import Kernels
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer
+from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer, attention_cache
 from sametoken.models.dummy import dummy_reader
-from sametoken.models.eagle_checkpoint import SharedWeights, require_sizes
+from sametoken.models.eagle_checkpoint import SharedWeights, load_lm_head, require_sizes
 from sametoken.models.huggingface import SafetensorsSource
 from sametoken.models.hybrid import (
     HybridDecoder,
@@ -37,7 +39,6 @@ from sametoken.models.mtp import MTPHead
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.models.settings import Settings
 from sametoken.models.weights import Part, WeightReader
-from sametoken.state.kv_cache import KVSpec
 
 PREFIX = "mtp"
 _ANOTHER_METHOD = "another speculative method"
@@ -79,6 +80,8 @@ class MTPCheckpoint:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        token_ids: Tensor | None = None,
+        quantize_fp8: bool = False,
     ) -> MTPHead:
         """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
         config = self.config
@@ -86,6 +89,7 @@ class MTPCheckpoint:
             reader = dummy_reader(self._directory, kernels, dtype, device)
         else:
             reader = WeightReader(self._open_tensors(), kernels, dtype, device)
+        reader = replace(reader, quantize_fp8=quantize_fp8)
         head = MTPHead(
             kernels=kernels,
             embedding=shared.embedding,
@@ -94,8 +98,9 @@ class MTPCheckpoint:
             fc=reader.linear(2 * config.hidden_size, Part(f"{PREFIX}.fc", config.hidden_size)),
             layer=_load_layer(config, reader, max_positions),
             norm=load_norm(config, reader, f"{PREFIX}.norm"),
-            lm_head=shared.whole_head(),
-            kv_spec=KVSpec(1, config.num_kv_heads, config.head_dim, dtype),
+            lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
+            caches=(attention_cache(config, dtype),),
+            token_ids=token_ids,
         )
         reader.require_all_read(allowed=DERIVED_TENSORS)
         return head

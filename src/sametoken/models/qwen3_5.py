@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta
 from sametoken.layers.linear import Linear
 from sametoken.models.hybrid import HybridDecoder
 from sametoken.models.weights import Part, Split, WeightReader
-from sametoken.state.recurrent import RecurrentSpec
 
 
 class Qwen3_5ForCausalLM(HybridDecoder):
@@ -13,15 +13,15 @@ class Qwen3_5ForCausalLM(HybridDecoder):
 
     @staticmethod
     def load_projection(
-        spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
+        rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
         """As ``HybridDecoder.load_projection``."""
-        heads, rows = spec.num_value_heads, Split.ROWS
+        heads, rows = rule.num_value_heads, Split.ROWS
         qkv = f"{prefix}.in_proj_qkv"
         return weights.linear(
             in_features,
-            Part(qkv, spec.conv_channels, split=rows, runs=spec.qkv_sizes),
-            Part(f"{prefix}.in_proj_z", heads * spec.value_dim, split=rows),
+            Part(qkv, rule.conv_channels, split=rows, runs=rule.qkv_sizes),
+            Part(f"{prefix}.in_proj_z", rule.out_features, split=rows),
             Part(f"{prefix}.in_proj_b", heads, split=rows),
             Part(f"{prefix}.in_proj_a", heads, split=rows),
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta
 from sametoken.layers.linear import Linear
 from sametoken.models.hybrid import HybridDecoder
 from sametoken.models.weights import Part, Split, WeightReader
-from sametoken.state.recurrent import RecurrentSpec
 
 
 class Qwen3NextForCausalLM(HybridDecoder):
@@ -16,13 +16,13 @@ class Qwen3NextForCausalLM(HybridDecoder):
 
     @staticmethod
     def load_projection(
-        spec: RecurrentSpec, weights: WeightReader, prefix: str, in_features: int
+        rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
         """As ``HybridDecoder.load_projection``."""
         size = weights.parallel.size
-        groups, ratio = spec.num_key_heads // size, spec.num_value_heads // spec.num_key_heads
-        values = ratio * spec.value_dim
-        qkvz = _regrouped(groups, (spec.key_dim, spec.key_dim, values, values))
+        groups, ratio = rule.num_key_heads // size, rule.num_value_heads // rule.num_key_heads
+        values = ratio * rule.value_dim
+        qkvz = _regrouped(groups, (rule.key_dim, rule.key_dim, values, values))
         ba = _regrouped(groups, (ratio, ratio))
         return weights.linear(
             in_features,

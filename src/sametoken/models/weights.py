@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.kernels.interface import Kernels, PackedWeight
+from sametoken.kernels.interface import Kernels
+from sametoken.kernels.weight import UnquantizedWeight, Weight
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import ALONE, TensorParallel
 
@@ -138,6 +139,7 @@ class WeightReader:
         dtype: what every weight is converted to.
         device: where every weight goes.
         parallel: the ranks that divide split tensors among them.
+        quantize_fp8: whether projections become fp8: of draft heads, never of a target.
     """
 
     source: TensorSource
@@ -145,6 +147,7 @@ class WeightReader:
     dtype: torch.dtype
     device: torch.device
     parallel: TensorParallel = ALONE
+    quantize_fp8: bool = False
     _read: set[str] = field(default_factory=set)
 
     def __contains__(self, name: str) -> bool:
@@ -160,14 +163,14 @@ class WeightReader:
         """A [part.rows, *row_shape] tensor as it is, in ``dtype``, by default the reader's."""
         return self._filled((part,), row_shape, dtype)
 
-    def packed_stack(self, count: int, in_features: int, part: Part) -> list[PackedWeight]:
+    def packed_stack(self, count: int, in_features: int, part: Part) -> list[Weight]:
         """Each matrix of a [count, part.rows, in_features] tensor, packed by itself.
 
         Ranks divide every matrix as ``part`` says.
         """
         self._require_shape(part.name, (count, part.rows, in_features))
         share = self._share(part, (in_features,))
-        packed: list[PackedWeight] = []
+        packed: list[Weight] = []
         for chunk in self.source.chunks(part.name):
             for matrix in chunk:
                 own = self._empty((share,), (in_features,))
@@ -177,7 +180,7 @@ class WeightReader:
         self._read.add(part.name)
         return packed
 
-    def packed(self, in_features: int, *parts: Part) -> PackedWeight:
+    def packed(self, in_features: int, *parts: Part) -> UnquantizedWeight:
         """The parts stacked into one [sum of rows, in_features] weight.
 
         Raises:
@@ -186,21 +189,25 @@ class WeightReader:
         """
         return self.kernels.pack(self._filled(parts, (in_features,)))
 
+    def projection(self, weight: UnquantizedWeight) -> Weight:
+        """The form in which the reader's projections are kept; may be a copy in fp8."""
+        return weight.quantize_fp8() if self.quantize_fp8 else weight
+
     def linear(self, in_features: int, *parts: Part, bias: bool = False) -> Linear:
         """A projection fused of ``parts``, named without their ``.weight`` and ``.bias``."""
         weights = (replace(part, name=f"{part.name}.weight") for part in parts)
-        weight = self.packed(in_features, *weights)
+        weight = self.projection(self.packed(in_features, *weights))
         if not bias:
-            return Linear(self.kernels, weight)
+            return Linear(weight)
         biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
-        return Linear(self.kernels, weight, self._filled(biases))
+        return Linear(weight, self._filled(biases))
 
     def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
         """A projection whose input the ranks divide among them; its output is whole."""
         if self.parallel.size == 1:
             return self.linear(in_features, part, bias=bias)
         split = replace(part, name=f"{part.name}.weight", split=Split.COLUMNS)
-        weight = self.packed(in_features, split)
+        weight = self.projection(self.packed(in_features, split))
         added = self.vector(f"{part.name}.bias", part.rows) if bias else None
         return RowParallelLinear(self.kernels, self.parallel, weight, added)
 

@@ -14,7 +14,7 @@ from sametoken.kernels.step.ops import StepOps
 from sametoken.kernels.step.types import Chances, LayoutTable, StepInputs, VerifyResult
 from sametoken.layers.parallel import ALONE, TensorParallel
 from sametoken.models.base import CausalLM, HiddenStates
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 
@@ -51,7 +51,7 @@ class Step:
 
     sequences: Sequences
     model: CausalLM
-    kv: KVCache
+    kv: ModelCache
     kernels: Kernels
     ops: StepOps
     table: SamplingTable

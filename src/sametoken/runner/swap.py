@@ -1,23 +1,26 @@
-"""KV of preempted requests in host memory."""
+"""Blocks of preempted requests in host memory."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from sametoken.core.plan import StepPlan, SwapIn, SwapOut
-from sametoken.state.kv_cache import KVCache
+from sametoken.state.caches import ModelCache
 from sametoken.state.upload import to_device, to_host, upload
 
 
 class SwapStore:
-    """Moves a slot's blocks out of and back into every KV cache, in stream order."""
+    """Moves a slot's blocks out of and back into every cache, in stream order.
 
-    def __init__(self, caches: tuple[KVCache, ...]) -> None:
-        self._caches = caches
+    What is kept by slot stays: a preempted request keeps its slot.
+    """
+
+    def __init__(self, caches: tuple[ModelCache, ...]) -> None:
+        self._memory = tuple(tensor for cache in caches for tensor in cache.blocks)
         self._saved: dict[str, list[Tensor]] = {}
 
     def move_out(self, plan: StepPlan) -> None:
-        """Apply a plan's swap-outs, then forget the KV of requests that ended meanwhile."""
+        """Apply a plan's swap-outs, then forget the blocks of requests that ended meanwhile."""
         for swap in plan.swap_outs:
             self._save(swap)
         for key in plan.discarded_swaps:
@@ -30,11 +33,11 @@ class SwapStore:
 
     def _save(self, swap: SwapOut) -> None:
         self._saved[swap.key] = [
-            to_host(cache.read_blocks(upload(swap.block_ids, cache.memory.device)))
-            for cache in self._caches
+            to_host(memory.index_select(1, upload(swap.block_ids, memory.device)))
+            for memory in self._memory
         ]
 
     def _restore(self, swap: SwapIn) -> None:
-        for cache, saved in zip(self._caches, self._saved.pop(swap.key), strict=True):
-            device = cache.memory.device
-            cache.write_blocks(upload(swap.block_ids, device), to_device(saved, device))
+        for memory, saved in zip(self._memory, self._saved.pop(swap.key), strict=True):
+            block_ids = upload(swap.block_ids, memory.device)
+            memory.index_copy_(1, block_ids, to_device(saved, memory.device))

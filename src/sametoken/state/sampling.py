@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sametoken.core.plan import Admission
 from sametoken.errors import InvariantError
-from sametoken.kernels.interface import Cuts, LogitsRules
+from sametoken.kernels.interface import Cuts
 from sametoken.kernels.logits_rules.layout import Edits
+from sametoken.kernels.logits_rules.types import LogitsRules
 from sametoken.state.upload import upload
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from sametoken.errors import UnsupportedError
 from sametoken.kernels.interface import RotaryTable
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.hybrid import FULL, LINEAR, recurrent_spec
+from sametoken.models.hybrid import FULL, LINEAR, gated_delta_rule
 from sametoken.train.layers import (
     Attention,
     DeltaSizes,
@@ -210,7 +210,7 @@ def layer_kinds(config: ModelConfig) -> list[str]:
 
 
 def _delta_sizes(config: ModelConfig) -> DeltaSizes:
-    spec = recurrent_spec(config, torch.float32, config.architecture)
+    rule = gated_delta_rule(config, config.architecture)
     return DeltaSizes(
-        spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim, spec.conv_kernel
+        rule.num_key_heads, rule.num_value_heads, rule.key_dim, rule.value_dim, rule.conv_kernel
     )

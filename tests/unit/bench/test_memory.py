@@ -14,7 +14,6 @@ from helpers.packed import packed_in
 from sametoken.bench import memory
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
-from sametoken.drafters.quantized import in_eight_bits
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
 from sametoken.kernels.reference import ReferenceKernels
@@ -149,7 +148,7 @@ def test_a_quantized_head_s_matrices_are_all_the_drafter_s(tmp_path, method):
     options["device"] = torch.device("cpu")
     target = load_model(Path(path), **options, load_format="dummy")
     checkpoint = HEADS[method](Path(spec.get("model", path)), load_format="dummy")
-    head = in_eight_bits(checkpoint.load(target, **options), options["kernels"])
+    head = checkpoint.load(target, **options, quantize_fp8=True)
     held = [weight for name, weight in packed_in(head) if name != "embedding"]
     plain = measure_memory(config(path, spec))
     found = measure_memory(config(path, spec | {"quantization": "fp8"}))
@@ -161,7 +160,7 @@ def test_a_quantized_head_s_matrices_are_all_the_drafter_s(tmp_path, method):
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
 def test_of_a_head_with_a_token_map_its_rows_are_counted(tmp_path, method, quantization):
-    """Beside the target's own head, or in place of its copy in eight bits."""
+    """Beside the target's own head, or in place of its copy in fp8."""
     path, spec = cases(tmp_path)[method]
     spec = spec | ({"quantization": quantization} if quantization else {})
     (tmp_path / "map.json").write_text("[1, 2, 3, 5, 8]")

@@ -115,13 +115,13 @@ def test_recurrent_state_is_read_and_written_and_attention_layers_alone_have_kv(
     )
     core = build_engine(config)
     traffic, kv = step_traffic(core.resolved), core._runner.step.kv
-    states = kv.recurrent.states[:, 0].nbytes + kv.recurrent.history[:, 0].nbytes
+    state, history, *raw_rows = [memory[:, 0].nbytes for memory in kv.slots]
+    states, pending = state + history, sum(raw_rows)
     models = 2 if drafts_itself else 1
-    pending = kv.recurrent.pending_qkv[:, 0].nbytes + kv.recurrent.pending_gates[:, 0].nbytes
     further = 3 * (states + pending) if drafts_itself else 0
     assert traffic.recurrent_per_request == 2 * states + further
     assert traffic.step_bytes(0, 3) - traffic.step_bytes(0, 1) == 2 * (2 * states + further)
-    per_token = kv.memory.nbytes // (5 * core.resolved.config.block_size)
+    per_token = sum(memory.nbytes for memory in kv.blocks) // (5 * core.resolved.config.block_size)
     assert traffic.kv_per_token == per_token * (1 + 2 * (models - 1))
 
 

@@ -62,7 +62,7 @@ def target_directory(tmp_path):
 def test_methods_without_weights(target_directory, spec, kind):
     target = load_target(target_directory)
     loaded = load_drafter(spec, target, PLACEMENT)
-    assert loaded.kv_spec is None
+    assert loaded.caches == ()
     assert isinstance(loaded.attach(None, Bench(target, 1).coupling), kind)
     assert required_aux_layers(spec, target.config) == ()
 
@@ -72,7 +72,7 @@ def test_a_model_drafts_perfectly_for_itself(target_directory, temperature):
     target = load_target(target_directory)
     bench = Bench(target, 3, seed=1, temperature=temperature, spoil=0.0)
     loaded = load_drafter(spec_of("draft_model", target_directory), target, PLACEMENT)
-    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
     assert isinstance(bench.drafter, DraftModelDrafter)
     assert bench.drafter.lookahead_slots == loaded.lookahead_slots
     bench.run(15, VOCAB, lambda context, drafts: None)
@@ -93,7 +93,7 @@ def test_an_eagle_head(tmp_path, target_directory, method, wanted, k):
     target = load_target(target_directory, layers)
     loaded = load_drafter(spec, target, PLACEMENT)
     bench = Bench(target, k)
-    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
     assert isinstance(bench.drafter, EagleDrafter)
     assert bench.drafter.lookahead_slots == loaded.lookahead_slots
     bench.run(5, VOCAB, lambda context, drafts: None)
@@ -107,7 +107,7 @@ def test_a_module_in_the_target_s_own_checkpoint(tmp_path, k):
     target = load_target(directory)
     loaded = load_drafter(spec, target, dataclasses.replace(PLACEMENT, target_path=directory))
     bench = Bench(target, k)
-    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
     assert isinstance(bench.drafter, EagleDrafter)
     assert bench.drafter.lookahead_slots == loaded.lookahead_slots
     bench.run(5, VOCAB, lambda context, drafts: None)
@@ -117,7 +117,7 @@ def test_a_module_in_the_target_s_own_checkpoint(tmp_path, k):
 def test_suffix_decoding_and_the_texts_it_reads(target_directory, cached):
     spec = dataclasses.replace(spec_of("suffix"), suffix_decoding_max_cached_requests=cached)
     loaded = load_drafter(spec, load_target(target_directory), PLACEMENT)
-    assert loaded.kv_spec is None
+    assert loaded.caches == ()
     assert loaded.history.texts.shape == (cached, MAX_LEN)
     bench = Bench(load_target(target_directory), 3)
     bench.drafter = loaded.attach(None, bench.coupling)
@@ -140,7 +140,7 @@ def test_a_cascade_before_a_model(tmp_path, target_directory, method, cascade, c
     loaded = load_drafter(spec, target, PLACEMENT)
     assert loaded.history.texts.shape[0] == cached
     bench = Bench(target, 6)
-    bench.drafter = loaded.attach(bench.allocate(loaded.kv_spec), bench.coupling)
+    bench.drafter = loaded.attach(bench.allocate(loaded.caches), bench.coupling)
     assert isinstance(bench.drafter, CascadeDrafter)
     assert bench.drafter.lookahead_slots == loaded.lookahead_slots <= 2
     bench.run(8, VOCAB, lambda context, drafts: None)
@@ -198,6 +198,6 @@ def test_a_drafter_may_have_dummy_weights(tmp_path, target_directory, method):
     spec = spec_of(method, tmp_path)
     target = load_target(target_directory, required_aux_layers(spec, read_config(target_directory)))
     placement = dataclasses.replace(PLACEMENT, load_format="dummy")
-    assert load_drafter(spec, target, placement).kv_spec is not None
+    assert load_drafter(spec, target, placement).caches
     with pytest.raises(CheckpointError, match="no safetensors"):
         load_drafter(spec, target, PLACEMENT)

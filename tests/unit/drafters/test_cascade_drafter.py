@@ -27,7 +27,7 @@ class CountingModel(ToyModel):
 def build(k: int, own: int, lookup: str, **options):
     bench = Bench(ToyModel(VOCAB), k, seed=own, **options)
     model = CountingModel(VOCAB)
-    drafter = DraftModelDrafter(model, bench.allocate(model.kv_spec), own, bench.coupling)
+    drafter = DraftModelDrafter(model, bench.allocate(model.caches), own, bench.coupling)
     if lookup == "ngram":
         first = NgramDrafter(k, 2, 4)
     else:

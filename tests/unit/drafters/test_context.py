@@ -53,7 +53,7 @@ def load(directory, kind: str):
 def make_bench(target, model, kind: str, **options) -> Bench:
     bench = Bench(target, **options)
     make = DraftModelDrafter if kind == "draft_model" else EagleDrafter
-    bench.drafter = make(model, bench.allocate(model.kv_spec), bench.k, bench.coupling)
+    bench.drafter = make(model, bench.allocate(model.caches), bench.k, bench.coupling)
     return bench
 
 

@@ -19,7 +19,7 @@ VOCAB = 11
 def bench_of(k: int, seed: int, drafter_model: ToyModel | None = None, **options) -> Bench:
     bench = Bench(ToyModel(VOCAB), k, seed=seed, **options)
     model = drafter_model or ToyModel(VOCAB)
-    cache = bench.allocate(model.kv_spec)
+    cache = bench.allocate(model.caches)
     bench.drafter = DraftModelDrafter(model, cache, k, bench.coupling)
     return bench
 
@@ -89,7 +89,7 @@ def test_it_writes_no_further_than_it_says():
                 written = int(context.num_tokens[b]) + k - 1
             blocks = torch.tensor(bench.blocks[slot])
             where = torch.arange(len(blocks) * BLOCK_SIZE)
-            keys = cache.memory[0, 0, blocks[where // BLOCK_SIZE], 0, where % BLOCK_SIZE, 0]
+            keys = cache.kv(0).keys[blocks[where // BLOCK_SIZE], 0, where % BLOCK_SIZE, 0]
             assert not keys[:written].isnan().any()
             assert keys[written:].isnan().all()
 

@@ -21,12 +21,12 @@ from helpers.head_drafting import (
     check_lookahead_slots,
     head_bench,
 )
+from sametoken.kernels.cache_types import PagedKV
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.base import HiddenStates
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import load_model
-from sametoken.state.kv_cache import KVSpec
 
 KERNELS = ReferenceKernels()
 OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": MAX_LEN}
@@ -72,7 +72,7 @@ class MarkovTarget:
     """A target whose next token is a function of its last one alone: ``successor``."""
 
     def __init__(self, successor: torch.Tensor) -> None:
-        self.kv_spec = KVSpec(1, 1, 1, torch.float32)
+        self.caches = (PagedKV(1, 1, 1, torch.float32),)
         self.successor = successor
         self.embedding = KERNELS.pack(torch.eye(len(successor)))
         self.head = KERNELS.pack(torch.eye(len(successor)))

@@ -1,4 +1,4 @@
-"""Which matrices of a draft head are in eight bits, and what becomes of the others."""
+"""Which matrices of a draft head become fp8, and what becomes of the others."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from helpers.checkpoints import HIDDEN, VOCAB
 from helpers.head_files import HeadFiles
 from helpers.packed import packed_in
-from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.gemm.reference import PlainWeight
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.gemm.fp8 import Fp8Weight
+from sametoken.kernels.reference import PlainWeight, ReferenceKernels
 
 HEADS = ("eagle", "eagle3", "mtp", "mtp with experts")
 EMBEDDING = {"embedding"}
@@ -48,13 +47,13 @@ def which(request) -> str:
     return request.param
 
 
-def test_all_projections_of_a_head_are_in_eight_bits_and_nothing_else(tmp_path, which):
+def test_all_projections_of_a_head_become_fp8_and_nothing_else(tmp_path, which):
     files = HeadFiles(tmp_path, which)
     plain = files.head()
     head = files.head(quantization="fp8")
     before, after = dict(packed_in(plain)), dict(packed_in(head))
     assert before.keys() == after.keys() >= PROJECTIONS[which] | EMBEDDING
-    rounded = {name for name, weight in after.items() if isinstance(weight, EightBitWeight)}
+    rounded = {name for name, weight in after.items() if isinstance(weight, Fp8Weight)}
     assert rounded == PROJECTIONS[which]
     mixture = before.keys() - rounded - EMBEDDING
     assert bool(mixture) == (which == "mtp with experts")
@@ -89,7 +88,7 @@ def test_a_quantized_head_drafts(tmp_path, which):
     assert 0.005 < (got - exact).norm() / exact.norm() < 0.06
 
 
-def test_matrices_of_which_there_are_eight_bits_leave_memory(tmp_path, which):
+def test_matrices_that_became_fp8_leave_memory(tmp_path, which):
     files = HeadFiles(tmp_path, which)
     kernels = Recording()
     head = files.head(kernels, quantization="fp8")

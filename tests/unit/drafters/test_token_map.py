@@ -15,7 +15,7 @@ from helpers.head_files import HeadFiles
 from sametoken.drafters.build import require_drafter_fits, required_aux_layers
 from sametoken.drafters.token_map import read_token_map
 from sametoken.errors import ConfigError
-from sametoken.kernels.gemm.eight_bit import EightBitWeight
+from sametoken.kernels.gemm.fp8 import Fp8Weight
 from sametoken.models.loader import read_config
 
 HEADS = ("eagle", "eagle3", "mtp")
@@ -55,7 +55,7 @@ def test_its_rows_are_those_of_the_tokens_in_the_map(tmp_path, method, quantizat
     whole = files.head(quantization=quantization, token_map=None)
     assert head.token_ids.tolist() == sorted(SOME)
     assert whole.token_ids is None
-    assert isinstance(head.lm_head, EightBitWeight) == (quantization is not None)
+    assert isinstance(head.lm_head, Fp8Weight) == (quantization is not None)
     rows, all_rows = head.lm_head.matrix.float(), whole.lm_head.matrix.float()
     assert torch.equal(rows, all_rows[sorted(SOME)])
     if quantization:

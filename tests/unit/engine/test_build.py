@@ -50,7 +50,9 @@ def test_memory_is_accounted_for(target):
         step = core._runner.step
         caches = (step.kv, *step.drafter.kv_caches)
         assert len(caches) == models
-        assert core.resolved.kv_bytes == sum(cache.memory.nbytes for cache in caches)
+        assert core.resolved.kv_bytes == sum(
+            memory.nbytes for cache in caches for memory in cache.blocks
+        )
         for cache in caches:
             assert cache.reserved_block == core.resolved.num_kv_blocks
     assert plain.resolved.weights_bytes > 0
@@ -71,7 +73,7 @@ def test_an_eagle3_head_is_attached_over_kv_of_its_own(target, tmp_path):
     head = write_safeailab(tmp_path / "head", head_tensors())
     core = build(target, **speculative("eagle3", 3, head))
     (cache,) = core._runner.step.drafter.kv_caches
-    assert cache.memory.shape[0] == 1
+    assert len(cache.layers) == 1
     ran = run(core, [request("r", tuple(range(10)), 8)])
     assert len(ran.tokens["r"]) == 8
     assert ran.offered > 0

@@ -10,12 +10,12 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.summary import explanation
-from sametoken.state.kv_cache import KVSpec
-from sametoken.state.recurrent import RecurrentSpec
+from sametoken.kernels.cache_types import LatentKV, PagedKV, Recurrent
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta
 
-KV = KVSpec(2, 3, 5, torch.float32)
-DRAFT_KV = KVSpec(1, 3, 5, torch.float32)
-RECURRENT = RecurrentSpec(2, 1, 2, 4, 4, 4, 16, torch.bfloat16)
+DRAFT_KV = (PagedKV(3, 5, 5, torch.float32),)
+KV = 2 * DRAFT_KV
+RECURRENT = 2 * (Recurrent(GatedDelta(1, 2, 4, 4, 4), torch.bfloat16),)
 HYBRID = {
     "architectures": ["Qwen3_5ForCausalLM"],
     "dtype": "float32",
@@ -35,7 +35,7 @@ HYBRID = {
 
 
 def test_bytes_are_those_of_every_cache():
-    memory = RequestMemory.of(6, KV, RECURRENT, DRAFT_KV, RECURRENT)
+    memory = RequestMemory.of(6, (*RECURRENT, *KV), (*DRAFT_KV, *RECURRENT))
     assert memory.kv_per_token == 2 * 2 * 3 * 5 * 4
     assert memory.draft_kv_per_token == memory.kv_per_token // 2
     assert memory.recurrent_state == 2 * (4 * 2 * 4 * 4 + 2 * 3 * 16)
@@ -48,9 +48,16 @@ def test_bytes_are_those_of_every_cache():
 
 
 def test_a_dense_model_without_speculation_has_kv_alone():
-    memory = RequestMemory.of(0, KV, None, None, None)
+    memory = RequestMemory.of(0, KV)
     assert memory.total(7) == memory.plain(7) == 7 * memory.kv_per_token
     assert memory.speculation(7) == memory.pending == 0
+
+
+def test_a_latent_is_one_vector_a_token_and_values_may_be_wider_than_keys():
+    memory = RequestMemory.of(
+        0, (LatentKV(512, 64, torch.bfloat16), PagedKV(2, 24, 8, torch.float32))
+    )
+    assert memory.kv_per_token == 2 * (512 + 64) + 4 * 2 * (24 + 8)
 
 
 def test_the_start_up_report_shows_what_drafts_cost_and_would_cost(tmp_path):

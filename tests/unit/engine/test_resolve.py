@@ -25,24 +25,24 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.state.kv_cache import KVSpec
-from sametoken.state.recurrent import RecurrentSpec
+from sametoken.kernels.cache_types import LayerCache, PagedKV, Recurrent, bytes_per_block
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta
 
 MODEL = toy_config(11, max_positions=512)
 BLOCK = 16
 CPU = torch.device("cpu")
 # 2 (keys, values) * 2 layers * 4 heads * 16 tokens * 8 elements * 2 bytes
-SPEC = KVSpec(num_layers=2, num_kv_heads=4, head_dim=8, dtype=torch.bfloat16)
+KV = (PagedKV(4, 8, 8, torch.bfloat16),) * 2
 BLOCK_BYTES = 4096
 
 
-def plan(extra_tokens: int = 0, specs: tuple[KVSpec, ...] = (SPEC,), model=MODEL, **options):
+def plan(extra_tokens: int = 0, caches: tuple[LayerCache, ...] = KV, model=MODEL, **options):
     config = EngineConfig(**{"block_size": BLOCK, "max_num_seqs": 4} | options)
-    return plan_memory(config, model, specs, extra_tokens, resolve_kv_bytes(config, CPU))
+    return plan_memory(config, model, caches, extra_tokens, resolve_kv_bytes(config, CPU))
 
 
 def test_a_block_costs_what_the_tests_count_with():
-    assert SPEC.bytes_per_block(BLOCK) == BLOCK_BYTES
+    assert bytes_per_block(KV, BLOCK) == BLOCK_BYTES
 
 
 @pytest.mark.parametrize("asked", ["auto", "cpu"])
@@ -123,8 +123,7 @@ def test_the_budget_limits_the_blocks():
 
 
 def test_a_drafter_s_kv_comes_out_of_the_same_budget():
-    drafter = KVSpec(num_layers=1, num_kv_heads=4, head_dim=8, dtype=torch.bfloat16)
-    memory = plan(specs=(SPEC, drafter), kv_cache_memory_bytes=60 * BLOCK_BYTES)
+    memory = plan(caches=(*KV, KV[0]), kv_cache_memory_bytes=60 * BLOCK_BYTES)
     assert memory.num_kv_blocks == 40
 
 
@@ -162,7 +161,7 @@ def test_a_short_model_needs_no_more_than_it_has():
     assert plan(model=short).num_kv_blocks == 4 * 2
 
 
-RECURRENT = (RecurrentSpec(1, 1, 2, 4, 4, 4, 16),)
+RECURRENT = (*KV, Recurrent(GatedDelta(1, 2, 4, 4, 4), torch.float32))
 
 
 def test_recurrent_state_turns_prefix_caching_off_and_says_why():
@@ -177,7 +176,7 @@ def test_what_is_off_already_needs_no_reason():
 
 
 def test_dense_models_keep_prefix_caching():
-    assert resolve_recurrent(EngineConfig(), ()) == (EngineConfig(), {})
+    assert resolve_recurrent(EngineConfig(), KV) == (EngineConfig(), {})
 
 
 def test_recurrent_state_comes_out_of_what_a_gpu_leaves_for_kv(monkeypatch):
@@ -215,8 +214,7 @@ def test_quantized_heads_are_refused_elsewhere(monkeypatch):
 
 
 def test_a_model_without_attention_has_as_many_blocks_as_are_useful():
-    none = dataclasses.replace(SPEC, num_layers=0)
-    assert plan(specs=(none,)).num_kv_blocks == 4 * 512 // BLOCK
+    assert plan(caches=()).num_kv_blocks == 4 * 512 // BLOCK
 
 
 def sized(num_kv_blocks: int, recurrent_bytes: int = 0, **options) -> ResolvedConfig:
@@ -258,9 +256,8 @@ def test_on_a_gpu_what_is_free_is_what_fits(monkeypatch):
 
 
 def test_blocks_that_hold_nothing_are_as_many_as_requests_can_use():
-    none = KVSpec(num_layers=0, num_kv_heads=1, head_dim=8, dtype=torch.bfloat16)
     for asked in (None, 2**31):
-        assert plan(specs=(none,), num_kv_blocks=asked).num_kv_blocks == 4 * 512 // BLOCK
+        assert plan(caches=(), num_kv_blocks=asked).num_kv_blocks == 4 * 512 // BLOCK
 
 
 @pytest.mark.parametrize(
@@ -289,4 +286,4 @@ def test_no_claim_leads_beyond_what_angles_are_exact_for():
 )
 def test_tables_end_where_memory_does(options, found):
     config = EngineConfig(block_size=16, **options)
-    assert reachable_positions(config, SPEC, torch.device("cpu"), 512) == found
+    assert reachable_positions(config, KV, torch.device("cpu"), 512) == found

@@ -9,9 +9,7 @@ from sametoken.kernels.experts import reference
 from sametoken.kernels.experts import triton as experts
 from sametoken.kernels.experts.reference import SeparateExperts
 from sametoken.kernels.experts.triton import StackedExperts
-from sametoken.kernels.gemm.tuning import load_table
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.triton import TritonKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ReferenceKernels()
@@ -69,7 +67,7 @@ def test_mix(rows, count, top_k, hidden, inner, dtype):
     stacked = StackedExperts(gate_up, down)
     actual = experts.mix(x, stacked, chosen, weights)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
-    expected = reference.mix(KERNELS, x.cpu(), separate, chosen.cpu(), weights.cpu())
+    expected = separate(x.cpu(), chosen.cpu(), weights.cpu())
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(5)).to(DEVICE)
@@ -84,16 +82,15 @@ def test_a_part_of_the_experts_is_not_rounded():
     gate_up, down = matrices(3, 33, 20, torch.float16)
     x, logits = noise(7, 33, seed=3, dtype=torch.float16), noise(7, 3, seed=4, dtype=torch.float16)
     chosen, weights = experts.route(logits, 2, True)
-    kernels = TritonKernels(load_table("another device"))
     stacked = StackedExperts(gate_up, down)
-    actual = kernels.mix_expert_parts(x, stacked, chosen, weights)
+    actual = stacked(x, chosen, weights, torch.float32)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
-    expected = KERNELS.mix_expert_parts(x.cpu(), separate, chosen.cpu(), weights.cpu())
+    expected = separate(x.cpu(), chosen.cpu(), weights.cpu(), torch.float32)
     assert expected.dtype == torch.float32
     # Gates and ups alone may have been rounded apart.
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=2e-4)
     assert not torch.equal(actual, actual.half().float())
-    alone = kernels.mix_expert_parts(x[-1:].clone(), stacked, chosen[-1:], weights[-1:])
+    alone = stacked(x[-1:].clone(), chosen[-1:], weights[-1:], torch.float32)
     assert torch.equal(alone, actual[-1:])
 
 

@@ -17,7 +17,7 @@ from sametoken.kernels.gemm.tuning import (
     table_name,
 )
 
-SHAPE = GemmShape(4096, 4096, "add")
+SHAPE = GemmShape(4096, 4096, "bias")
 CONFIG = TritonConfig(16, 32, 256, 4, 3, tma=True)
 
 
@@ -81,9 +81,9 @@ def test_a_device_without_a_table_gets_an_empty_one(tmp_path):
         "{",
         '{"a": 1}',
         '[{"out_features": 1, "in_features": 1, "epilogue": "tanh", "choices": {}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"5": "cublas"}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"4": "mkl"}}]',
-        '[{"out_features": 1, "in_features": 1, "epilogue": "add", "choices": {"4":'
+        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"5": "cublas"}}]',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4": "mkl"}}]',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4":'
         ' {"block_rows": 16, "block_features": 64, "block_depth": 64, "num_warps": 4,'
         ' "num_stages": 3, "release": "soon"}}}]',
     ],

@@ -281,7 +281,8 @@ def test_the_oracle_knows_a_wrong_row():
 def test_it_compiles_for_a_gpu(tmp_path):
     """Products are not fused with sums, and what is stored is looked at behind a barrier."""
     code = """
-from sametoken.kernels.interface import LogitsRules, SampledRows
+from sametoken.kernels.interface import SampledRows
+from sametoken.kernels.logits_rules.types import LogitsRules
 from sametoken.kernels.logits_rules.triton import apply_rules
 
 class Committed:

@@ -10,8 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.kernels.activation import reference as activation
 from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
-from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.kernels.native.bundle import NativeKernels, silu_mul
+from sametoken.kernels.native.library import load_library
 from sametoken.kernels.reference import ReferenceKernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
@@ -47,22 +49,23 @@ def assert_close(found, wanted, *, fp32=1e-5):
 
 @few
 @given(counts, st.integers(1, 130), st.integers(1, 130), dtypes, st.booleans(), seeds)
-def test_linear_and_logits(t, n, k, dtype, with_bias, seed):
+def test_matmul(t, n, k, dtype, with_bias, seed):
     x, weight = normal(t, k, dtype=dtype, seed=seed), normal(n, k, dtype=dtype, seed=seed + 1)
     weight /= k**0.5
     bias = normal(n, dtype=dtype, seed=seed + 2) if with_bias else None
     packed, plain = native.pack(weight), reference.pack(weight)
     assert (packed.out_features, packed.in_features) == (n, k)
-    assert_close(native.linear(x, packed, bias), reference.linear(x, plain, bias))
-    assert_close(native.logits(x, packed), reference.logits(x, plain))
+    assert_close(packed.matmul(x, bias), plain.matmul(x, bias))
+    sums = [one.matmul(x, out_dtype=FP32) for one in (packed, plain)]
+    assert_close(*sums)
 
 
 @few
 @given(counts, st.integers(1, 130), st.integers(1, 130), dtypes, seeds)
-def test_embedding_reads_the_packed_weight(t, n, k, dtype, seed):
+def test_rows_are_read_from_the_packed_weight(t, n, k, dtype, seed):
     weight = normal(n, k, dtype=dtype, seed=seed)
     ids = torch.randint(0, n, (t,), generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(native.embedding(ids, native.pack(weight)), weight[ids])
+    assert torch.equal(native.pack(weight).rows(ids), weight[ids])
 
 
 def test_a_packed_weight_is_the_only_copy():
@@ -71,9 +74,9 @@ def test_a_packed_weight_is_the_only_copy():
 
 
 @pytest.mark.parametrize("token_id", [-1, 7])
-def test_embedding_refuses_ids_outside_the_vocabulary(token_id):
+def test_rows_refuse_ids_outside_the_vocabulary(token_id):
     with pytest.raises(InvariantError, match=r"vocabulary 0\.\.6"):
-        native.embedding(torch.tensor([0, token_id]), native.pack(normal(7, 4, dtype=FP32)))
+        native.pack(normal(7, 4, dtype=FP32)).rows(torch.tensor([0, token_id]))
 
 
 @few
@@ -92,7 +95,7 @@ def test_norms(t, h, dtype, seed):
 @given(counts, st.integers(1, 300), dtypes, st.sampled_from([1.0, 30.0]), seeds)
 def test_silu_mul(t, size, dtype, spread, seed):
     gate_up = normal(t, 2 * size, dtype=dtype, seed=seed) * spread
-    assert_close(native.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(silu_mul(load_library(), gate_up), activation.silu_mul(gate_up))
 
 
 @few
@@ -135,7 +138,7 @@ def test_fp32_weights_of_norms_are_not_rounded(kernels):
 def test_silu_mul_saturates_as_the_reference():
     gate = torch.tensor([[-3e38, -1e3, -88.0, -0.0, 0.0, 88.0, 1e3, 3e38, float("nan")]])
     gate_up = torch.cat((gate, torch.ones_like(gate)), dim=1)
-    found, wanted = native.silu_mul(gate_up), reference.silu_mul(gate_up)
+    found, wanted = silu_mul(load_library(), gate_up), activation.silu_mul(gate_up)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-37, equal_nan=True)
 
 
@@ -213,8 +216,8 @@ def test_no_rows_give_no_rows(make_scene):
     weight = normal(5, 8, dtype=FP32)
     for kernels in (native, reference):
         packed = kernels.pack(weight)
-        assert kernels.linear(x, packed).shape == (0, 5)
-        assert kernels.logits(x, packed).shape == (0, 5)
+        assert packed.matmul(x).shape == (0, 5)
+        assert packed.matmul(x, out_dtype=FP32).shape == (0, 5)
         assert kernels.attention(q, shape, rows, scene.kv).shape == (0, 16)
 
 
@@ -292,7 +295,7 @@ def test_native_refuses_what_would_read_wrong_memory():
     weight = native.pack(normal(6, 8, dtype=FP32))
     for x in (torch.zeros(2, 8, dtype=BF16), torch.zeros(8, 2).T, torch.zeros(2, 7)):
         with pytest.raises(InvariantError):
-            native.linear(x, weight)
+            weight.matmul(x)
     with pytest.raises(UnsupportedError, match="float16"):
         native.pack(torch.zeros(2, 2, dtype=torch.float16))
     kv = LayerKV(*torch.zeros(2, 1, 1, 1, 12))

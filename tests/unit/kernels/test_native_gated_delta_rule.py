@@ -9,17 +9,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.recurrent import Slots
 from sametoken.errors import InvariantError
+from sametoken.kernels.cache_types import Recurrent
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.kernels.interface import AttentionRows
 from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.kernels.native.recurrent import NativePass
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.recurrent.rule import RawRows
 from sametoken.kernels.reference import ReferenceKernels
-from sametoken.state.recurrent import (
-    GatedDeltaParams,
-    NativePass,
-    RecurrentCache,
-    RecurrentSpec,
-    RowByRowPass,
-)
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "one_thread")
 native, reference = NativeKernels(), ReferenceKernels()
@@ -35,31 +34,25 @@ few = settings(
 )
 
 
-def spec_of(heads=(2, 4), sizes=(24, 40), taps=4, dtype=FP32) -> RecurrentSpec:
-    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
-    return RecurrentSpec(1, *heads, *sizes, taps, channels, dtype)
+def spec_of(heads=(2, 4), sizes=(24, 40), taps=4, dtype=FP32) -> Recurrent:
+    return Recurrent(GatedDelta(*heads, *sizes, taps), dtype)
 
 
-def params_of(spec: RecurrentSpec, bias: bool = False) -> GatedDeltaParams:
-    generator = torch.Generator().manual_seed(spec.conv_channels)
+def params_of(spec: Recurrent, bias: bool = False) -> GatedDeltaParams:
+    rule = spec.rule
+    generator = torch.Generator().manual_seed(rule.conv_channels)
 
     def random(*shape, dtype=FP32):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    heads, channels = spec.num_value_heads, spec.conv_channels
-    weight = random(spec.conv_kernel, channels, dtype=spec.dtype)
+    heads, channels = rule.num_value_heads, rule.conv_channels
+    weight = random(rule.conv_kernel, channels, dtype=spec.dtype)
     shift = random(channels, dtype=spec.dtype) if bias else None
-    return GatedDeltaParams(random(heads), random(heads), weight, shift)
+    return GatedDeltaParams(rule, random(heads), random(heads), weight, shift)
 
 
-def empty(spec: RecurrentSpec, num_drafts: int, kernels=native) -> RecurrentCache:
-    cache = RecurrentCache.allocate(
-        spec, max_num_seqs=SLOTS, num_drafts=num_drafts, device=CPU, kernels=kernels
-    )
-    # What nobody has written must not matter.
-    for held in (cache.states, cache.history, cache.pending_qkv, cache.pending_gates):
-        held.fill_(float("nan"))
-    return cache
+def empty(spec: Recurrent, num_drafts: int, kernels=native) -> Slots:
+    return Slots(spec, num_drafts, num_slots=SLOTS, begin_pass=kernels.begin_pass)
 
 
 @dataclass(frozen=True)
@@ -73,20 +66,20 @@ class Part:
     seed: int = 0
 
 
-def raw_rows(part: Part, spec: RecurrentSpec) -> torch.Tensor:
+def raw_rows(part: Part, spec: Recurrent) -> torch.Tensor:
     """Committed rows are a function of slot and position alone; drafts also of the seed."""
-    heads, rows = spec.num_value_heads, []
+    rows, width = [], spec.rule.conv_channels + sum(spec.rule.gate_sizes) + 3
     for i in range(part.num_committed + part.num_drafts):
         seed = 1000 * part.slot + part.first + i
         seed += 10**6 * part.seed if i >= part.num_committed else 0
         generator = torch.Generator().manual_seed(seed)
-        rows.append(torch.randn(spec.conv_channels + 2 * heads + 3, generator=generator))
+        rows.append(torch.randn(width, generator=generator))
     return torch.stack(rows).to(spec.dtype)
 
 
-def run(cache: RecurrentCache, parts: list[Part], params: GatedDeltaParams) -> list[torch.Tensor]:
+def run(cache: Slots, parts: list[Part], params: GatedDeltaParams) -> list[torch.Tensor]:
     """One pass; the rows of qkv, a and b are parts of a wider projection."""
-    spec = cache.spec
+    spec = cache.declared
     counts = [part.num_committed + part.num_drafts for part in parts]
     slots = [part.slot for part, n in zip(parts, counts, strict=True) for _ in range(n)]
     positions = [part.first + i for part, n in zip(parts, counts, strict=True) for i in range(n)]
@@ -95,16 +88,16 @@ def run(cache: RecurrentCache, parts: list[Part], params: GatedDeltaParams) -> l
     ]
     slot, position = torch.tensor(slots), torch.tensor(positions)
     rows = AttentionRows(position, slot, slot, slot[None], committed=torch.tensor(committed))
-    heads = spec.num_value_heads
+    heads = spec.rule.num_value_heads
     raw = torch.cat([raw_rows(part, spec) for part in parts])
-    qkv, _, a, b = raw.split((spec.conv_channels, 3, heads, heads), dim=-1)
+    qkv, _, a, b = raw.split((spec.rule.conv_channels, 3, heads, heads), dim=-1)
     running = cache.begin(rows)
-    out = running.run(0, qkv, a, b, params)
+    out = cache.run(running, 0, params, qkv, a, b)
     running.finish()
     return list(out.split(counts))
 
 
-def assert_same(cache: RecurrentCache, other: RecurrentCache, slot: int) -> None:
+def assert_same(cache: Slots, other: Slots, slot: int) -> None:
     for name in ("states", "history"):
         assert torch.equal(getattr(cache, name)[:, slot], getattr(other, name)[:, slot])
 
@@ -112,8 +105,7 @@ def assert_same(cache: RecurrentCache, other: RecurrentCache, slot: int) -> None
 def test_the_bundle_decides_which_pass_is_opened():
     rows = AttentionRows(*(torch.zeros(1, dtype=torch.int64),) * 3, torch.zeros(1, 1))
     assert isinstance(empty(spec_of(), 0, native).begin(rows), NativePass)
-    for kernels in (reference, None):
-        assert isinstance(empty(spec_of(), 0, kernels).begin(rows), RowByRowPass)
+    assert isinstance(empty(spec_of(), 0, reference).begin(rows), RowByRowPass)
 
 
 @few
@@ -147,7 +139,7 @@ def test_rows_states_and_what_is_kept_are_the_references(
         torch.testing.assert_close(own.states[:, 1], plain.states[:, 1], rtol=1e-5, atol=1e-5)
         pending = slice(0, int(plain.num_pending[1]))
         assert torch.equal(own.history[:, 1], plain.history[:, 1])
-        for name in ("pending_qkv", "pending_gates"):
+        for name in ("pending_mixed", "pending_gates"):
             held, kept = (getattr(cache, name)[:, 1, pending] for cache in caches)
             assert torch.equal(held, kept)
         assert torch.equal(own.position, plain.position)
@@ -159,9 +151,8 @@ def test_rows_states_and_what_is_kept_are_the_references(
 def test_gates_at_their_ends(spread):
     """Decay of nearly one and of zero; beta of zero and of one."""
     spec = spec_of()
-    params = GatedDeltaParams(
-        torch.ones(4), torch.full((4,), spread), torch.ones(4, spec.conv_channels), None
-    )
+    weight = torch.ones(4, spec.rule.conv_channels)
+    params = GatedDeltaParams(spec.rule, torch.ones(4), torch.full((4,), spread), weight, None)
     part = Part(0, 0, 6)
     found, wanted = (run(empty(spec, 0, k), [part], params)[0] for k in (native, reference))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -197,12 +188,12 @@ def test_bits_do_not_depend_on_windows_and_on_what_is_pending(spec, accepted):
     (window,) = run(cache, [Part(0, first, 1, 6, seed)], params)
     # The plain run commits the same inputs row by row.
     raw = raw_rows(Part(0, first, 1, 6, seed), spec)
-    heads = spec.num_value_heads
+    heads = spec.rule.num_value_heads
     for i in range(accepted + 1):
         at = torch.tensor([first + i])
         running = plain.begin(AttentionRows(at, at * 0, at, at[None]))
-        qkv, _, a, b = raw[i : i + 1].split((spec.conv_channels, 3, heads, heads), dim=-1)
-        assert torch.equal(running.run(0, qkv, a, b, params)[0], window[i])
+        qkv, _, a, b = raw[i : i + 1].split((spec.rule.conv_channels, 3, heads, heads), dim=-1)
+        assert torch.equal(plain.run(running, 0, params, qkv, a, b)[0], window[i])
         running.finish()
     following = Part(0, first + accepted + 1, 1)
     assert torch.equal(run(cache, [following], params)[0], run(plain, [following], params)[0])
@@ -233,9 +224,10 @@ def test_slots_are_taken_in_several_batches_where_their_rows_are_many():
 
 def test_memory_of_another_dtype_or_with_gaps_is_refused():
     cache, params = empty(spec_of(), 0), params_of(spec_of())
-    wrong = replace(cache, states=cache.states.double())
+    rows = AttentionRows(*(torch.zeros(1, dtype=torch.int64),) * 3, torch.zeros(1, 1))
+    mixed, a, b = torch.zeros(1, 264).split((256, 4, 4), dim=-1)
+    raw, layer = RawRows(mixed, (a, b)), cache.layer(0)
     with pytest.raises(InvariantError, match=r"wants contiguous torch\.float32"):
-        run(wrong, [Part(0, 0, 1)], params)
-    wrong = replace(cache, states=cache.states.mT)
+        cache.begin(rows).run(params, raw, replace(layer, states=layer.states.double()))
     with pytest.raises(AssertionError):
-        run(wrong, [Part(0, 0, 1)], params)
+        replace(layer, states=layer.states.mT)

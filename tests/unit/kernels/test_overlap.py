@@ -15,9 +15,10 @@ from helpers.compiled import compile_launches
 RELEASE, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 OVERLAP = """
 from sametoken.kernels.attention import triton as attention
-from sametoken.kernels.gated_delta_rule import prepare, runs
+from sametoken.kernels.gated_delta_rule import prepare
 from sametoken.kernels.gated_delta_rule import triton as gated_delta_rule
 from sametoken.kernels.norm_rope import triton as norm_rope
+from sametoken.kernels.recurrent import runs
 from sametoken.kernels.step import triton_drafts, triton_inputs
 writers = (triton_drafts, triton_inputs)
 for module in (attention, gated_delta_rule, norm_rope, prepare, runs, *writers):
@@ -62,21 +63,26 @@ RECURRENT = (
     OVERLAP
     + """
 from sametoken.kernels.interface import AttentionRows, RowRuns
-from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+from sametoken.kernels.cache_types import Recurrent
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.recurrent.rule import RawRows
+from sametoken.state.caches import ModelCache
 
 def zeros(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)
 
-spec = RecurrentSpec(1, 1, 2, 128, 128, 4, 512, torch.bfloat16)
-cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=3, device=torch.device("cpu"))
+rule = GatedDelta(1, 2, 128, 128, 4)
+cache = ModelCache.allocate(
+    [Recurrent(rule, torch.bfloat16)], num_blocks=0, block_size=1, max_num_seqs=1, num_drafts=3,
+    device=torch.device("cpu"),
+)
 rows = torch.arange(4)
 at = AttentionRows(rows, rows * 0, rows, rows[None], RowRuns.even(1, 4), rows < 1)
-plan = runs.plan_runs(at, cache.position, cache.num_pending, 3)
-held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
-memory = gated_delta_rule.LayerMemory(*(one[0] for one in held))
-raw = gated_delta_rule.RawRows(zeros(4, 512), zeros(4, 2), zeros(4, 2))
-params = GatedDeltaParams(zeros(2), zeros(2), zeros(4, 512), None)
-gated_delta_rule.advance(plan, spec, params, raw, memory)
+plan = runs.plan_runs(at, cache.folded)
+(memory,) = cache.layers
+raw = RawRows(zeros(4, 512), (zeros(4, 2), zeros(4, 2)))
+params = GatedDeltaParams(rule, zeros(2), zeros(2), zeros(4, 512), None)
+gated_delta_rule.advance(plan, params, raw, memory)
 """
 )
 PRODUCT = """

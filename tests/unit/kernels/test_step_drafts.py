@@ -127,7 +127,9 @@ def test_chunks_longer_than_a_program_s_block(num_query, with_newest):
 def test_a_step_of_full_windows_in_a_captured_shape_of_more_requests(with_newest):
     """No dead row lies behind the last request's: padding has none of its own to take."""
     held = Slot(9, 8, (1, 2, 3))
-    check(Scene((held,), (row_of(0, held, 1, 3),), 3, StepShape(4, 4, 4, 4, 4, 4)), [2], with_newest)
+    check(
+        Scene((held,), (row_of(0, held, 1, 3),), 3, StepShape(4, 4, 4, 4, 4, 4)), [2], with_newest
+    )
 
 
 def test_more_chains_than_one_program_advances():
@@ -175,7 +177,8 @@ for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
         )
         rows = batch * (k + 1)
         for shape in (
-            StepShape(batch, rows, rows, batch, k + 1, k + 1), StepShape(batch, 512, batch, 1, 1, 512)
+            StepShape(batch, rows, rows, batch, k + 1, k + 1),
+            StepShape(batch, 512, batch, 1, 1, 512),
         ):
             table = torch.zeros(TABLE_ROWS, shape.table_width, dtype=torch.int64)
             x = triton_inputs.prepare_inputs(sequences, LayoutTable(table, shape))

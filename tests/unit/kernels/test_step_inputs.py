@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,7 +155,9 @@ def test_a_window_of_many_drafts():
 @pytest.mark.parametrize("stale", [NUM_QUERY, SLOT])
 def test_padding_sleeps_whichever_way_it_is_named(stale, ops):
     """The reserved slot with another request's counts, or a request's slot with none."""
-    scene = Scene((Slot(9, 8, (1, 2)),) * 3, (row_of(0, Slot(9, 8, (1, 2)), 1, 2),), 2, (1, 0, 3, 3))
+    scene = Scene(
+        (Slot(9, 8, (1, 2)),) * 3, (row_of(0, Slot(9, 8, (1, 2)), 1, 2),), 2, (1, 0, 3, 3)
+    )
     sequences = scene.sequences()
     layout = scene.table(sequences)
     if stale == SLOT:

@@ -7,10 +7,8 @@ import torch
 
 from helpers.compiled import compile_launches
 from sametoken.kernels.embedding.triton import embed_beside, embedding
-from sametoken.kernels.gemm import reference
-from sametoken.kernels.gemm.reference import PlainWeight
 from sametoken.kernels.norm_rope.triton import rms_norm
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.kernels.reference import PlainWeight, ReferenceKernels
 from sametoken.layers.norm import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +30,7 @@ def test_embedding(width, dtype):
     matrix = torch.randn(VOCAB, width, generator=torch.Generator().manual_seed(0))
     matrix = matrix.to(DEVICE, dtype)
     token_ids = torch.tensor([10, 0, 3, 3], device=DEVICE)
-    expected = reference.embedding(token_ids, PlainWeight(matrix))
+    expected = PlainWeight(matrix).rows(token_ids)
     assert torch.equal(embedding(token_ids, matrix), expected)
     # Rows of states are taken alike.
     assert torch.equal(expected, KERNELS.take_rows(matrix, token_ids))

@@ -11,58 +11,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.compiled import compile_launches
+from helpers.recurrent import Slots
 from helpers.rows import runs_of
 from sametoken.errors import InvariantError
+from sametoken.kernels.cache_types import Recurrent
 from sametoken.kernels.gated_delta_rule import triton as triton_rule
 from sametoken.kernels.gated_delta_rule.keep import num_keepers
-from sametoken.kernels.gated_delta_rule.layout import slot_rows
-from sametoken.kernels.gated_delta_rule.triton import (
-    LayerMemory,
-    RawRows,
-    RuleTile,
-    advance,
-    plan_runs,
-)
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.gated_delta_rule.triton import RuleTile, advance
 from sametoken.kernels.interface import AttentionRows, RowRuns
-from sametoken.state.recurrent import (
-    GatedDeltaParams,
-    RecurrentCache,
-    RecurrentSpec,
-    RowByRowPass,
-)
-from sametoken.state.recurrent_device import DevicePass
+from sametoken.kernels.recurrent.layout import slot_rows
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.recurrent.rule import Folded, RawRows
+from sametoken.kernels.recurrent.runs import plan_runs
+from sametoken.kernels.recurrent.triton import TritonPass
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = 3
 GARBAGE = 10**15
 
 
-def spec_of(heads=(1, 2), sizes=(3, 5), taps=4, dtype=torch.float32) -> RecurrentSpec:
-    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
-    return RecurrentSpec(1, *heads, *sizes, taps, channels, dtype)
+def spec_of(heads=(1, 2), sizes=(3, 5), taps=4, dtype=torch.float32) -> Recurrent:
+    return Recurrent(GatedDelta(*heads, *sizes, taps), dtype)
 
 
-def params_of(spec: RecurrentSpec, bias: bool = True) -> GatedDeltaParams:
-    generator = torch.Generator().manual_seed(spec.conv_channels)
+def params_of(spec: Recurrent, bias: bool = True) -> GatedDeltaParams:
+    rule = spec.rule
+    generator = torch.Generator().manual_seed(rule.conv_channels)
 
     def random(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
-    heads = spec.num_value_heads
+    heads = rule.num_value_heads
     return GatedDeltaParams(
+        rule,
         random(heads),
         random(heads),
-        random(spec.conv_kernel, spec.conv_channels, dtype=spec.dtype),
-        random(spec.conv_channels, dtype=spec.dtype) if bias else None,
+        random(rule.conv_kernel, rule.conv_channels, dtype=spec.dtype),
+        random(rule.conv_channels, dtype=spec.dtype) if bias else None,
     )
 
 
-def empty(spec: RecurrentSpec, num_drafts: int, open_pass=DevicePass.begin) -> RecurrentCache:
-    cache = RecurrentCache.allocate(spec, max_num_seqs=SLOTS, num_drafts=num_drafts, device=DEVICE)
-    # What nobody has written must not matter.
-    for held in (cache.states, cache.history, cache.pending_qkv, cache.pending_gates):
-        held.fill_(float("nan"))
-    return replace(cache, open_pass=open_pass)
+def empty(spec: Recurrent, num_drafts: int, begin_pass=TritonPass.begin) -> Slots:
+    return Slots(spec, num_drafts, num_slots=SLOTS, begin_pass=begin_pass, device=DEVICE)
 
 
 @dataclass(frozen=True)
@@ -73,17 +64,17 @@ class Row:
     committed: bool
 
 
-def inputs_of(rows: list[Row | None], spec: RecurrentSpec) -> tuple[torch.Tensor, ...]:
+def inputs_of(rows: list[Row | None], spec: Recurrent) -> tuple[torch.Tensor, ...]:
     """Raw rows as parts of a wider projection; those of dead rows are NaN."""
-    heads = spec.num_value_heads
-    width = spec.conv_channels + 2 * heads + 3
+    heads, channels = spec.rule.num_value_heads, spec.rule.conv_channels
+    width = channels + 2 * heads + 3
     raw = torch.full((len(rows), width), float("nan"))
     for place, row in enumerate(rows):
         if row is not None:
             generator = torch.Generator().manual_seed(row.token)
             raw[place] = torch.randn(width, generator=generator)
     raw = raw.to(DEVICE, spec.dtype)
-    qkv, _, a, b = raw.split((spec.conv_channels, 3, heads, heads), dim=-1)
+    qkv, _, a, b = raw.split((channels, 3, heads, heads), dim=-1)
     return qkv, a, b
 
 
@@ -94,7 +85,7 @@ def attention_rows(rows: list[Row | None], runs: RowRuns) -> AttentionRows:
 
 
 def run(
-    cache: RecurrentCache, groups: list[list[Row]], window: int | None = None, num_short: int = 0
+    cache: Slots, groups: list[list[Row]], window: int | None = None, num_short: int = 0
 ) -> list:
     """One pass over each slot's rows, and then a dead run.
 
@@ -109,13 +100,13 @@ def run(
         runs, behind = runs_of([*map(len, padded)], num_short, DEVICE), 2
     rows = [*(row for run in padded for row in run), *[None] * behind]
     running = cache.begin(attention_rows(rows, runs))
-    out = running.run(0, *inputs_of(rows, cache.spec), params_of(cache.spec))
+    out = cache.run(running, 0, params_of(cache.declared), *inputs_of(rows, cache.declared))
     running.finish()
     parts, at = [], 0
     for run_rows, group in zip_longest(padded, groups, fillvalue=[]):
         parts.append(out[at : at + len(group)])
         at += len(run_rows)
-        if isinstance(running, DevicePass):
+        if isinstance(running, TritonPass):
             assert not out[at - len(run_rows) + len(group) : at].any()
     return parts[: len(groups)]
 
@@ -125,8 +116,8 @@ class Slot:
     """A sequence, and the same one run plainly: one committed row per pass."""
 
     index: int
-    spec: RecurrentSpec
-    plain: RecurrentCache
+    spec: Recurrent
+    plain: Slots
     tokens: list[int] = field(default_factory=list)
 
     def rows(self, committed: list[int], drafts: list[int]) -> list[Row]:
@@ -195,7 +186,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     )
 
 
-def compare(cache: RecurrentCache, oracle: RecurrentCache, slots: list[int]) -> None:
+def compare(cache: Slots, oracle: Slots, slots: list[int]) -> None:
     """Counts and raw rows are equal, states are close; slots that nobody ran are untouched."""
     assert torch.equal(cache.position, oracle.position)
     assert torch.equal(cache.num_pending, oracle.num_pending)
@@ -209,7 +200,7 @@ def compare(cache: RecurrentCache, oracle: RecurrentCache, slots: list[int]) -> 
         pending = slice(0, int(oracle.num_pending[slot]))
         for held, wanted in (
             (cache.history[:, slot], oracle.history[:, slot]),
-            (cache.pending_qkv[:, slot, pending], oracle.pending_qkv[:, slot, pending]),
+            (cache.pending_mixed[:, slot, pending], oracle.pending_mixed[:, slot, pending]),
             (cache.pending_gates[:, slot, pending], oracle.pending_gates[:, slot, pending]),
         ):
             assert torch.equal(held, wanted)
@@ -283,7 +274,7 @@ def test_rows_that_do_not_follow_give_nan_and_change_nothing(rows):
     spec = SPECS[0]
     cache = empty(spec, 4)
     run(cache, [[Row(0, p, p, p < 3) for p in range(7)]])
-    names = ("states", "history", "pending_qkv", "pending_gates", "position", "num_pending")
+    names = ("states", "history", "pending_mixed", "pending_gates", "position", "num_pending")
     before = {name: getattr(cache, name).clone() for name in names}
     neighbour = [Row(2, 0, 5, True)]
     out, beside = run(cache, [rows, neighbour])
@@ -306,8 +297,8 @@ def test_rows_behind_all_runs_change_nothing():
     cache = empty(spec, 2)
     for runs in (RowRuns.even(0, 1), runs_of([0, 0], 1, DEVICE)):
         running = cache.begin(attention_rows([None] * 3, runs))
-        out = running.run(0, *inputs_of([None] * 3, spec), params_of(spec))
-        assert out.shape == (3, spec.num_value_heads * spec.value_dim)
+        out = cache.run(running, 0, params_of(spec), *inputs_of([None] * 3, spec))
+        assert out.shape == (3, spec.rule.out_features)
     assert not cache.position.any()
     assert cache.states.isnan().all()
 
@@ -330,10 +321,10 @@ def test_runs_are_those_of_the_reference(data):
     expected = slot_rows(
         replace(at, **{name: getattr(at, name).cpu() for name in ("slots", "positions")},
                 committed=at.committed.cpu()),
-        position, pending, max_pending,
+        Folded(position, pending, max_pending),
     )  # fmt: skip
     new_position, new_pending = position.clone().to(DEVICE), pending.clone().to(DEVICE)
-    table = plan_runs(at, new_position, new_pending, max_pending).table.tolist()
+    table = plan_runs(at, Folded(new_position, new_pending, max_pending)).table.tolist()
     for run_of, wanted in zip(table, expected, strict=True):
         first, stop = wanted.first_row, wanted.first_row + wanted.num_rows
         before = 0 if wanted.starts else int(position[wanted.slot])
@@ -351,10 +342,9 @@ def test_every_tile_computes_the_same_rule(columns):
     for tile in (RuleTile(), RuleTile(columns)):
         cache = empty(spec, 2)
         at = attention_rows(rows, RowRuns.even(1, 6))
-        runs = plan_runs(at, cache.position, cache.num_pending, 2)
-        held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
-        memory, raw = LayerMemory(*(one[0] for one in held)), RawRows(*inputs_of(rows, spec))
-        found.append(advance(runs, spec, params_of(spec), raw, memory, tile))
+        mixed, *gates = inputs_of(rows, spec)
+        runs, raw = plan_runs(at, cache.folded), RawRows(mixed, tuple(gates))
+        found.append(advance(runs, params_of(spec), raw, cache.layer(0), tile))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
@@ -388,9 +378,13 @@ def test_long_runs_alone_start_behind_their_preparation(prompt, monkeypatch):
 def test_launches_that_overlap_compile_for_a_gpu(tmp_path):
     """Sizes of real heads, sizes that are no powers of two, and a convolution of one tap."""
     code = """
-from sametoken.kernels.gated_delta_rule import prepare, runs, triton
+from sametoken.kernels.cache_types import Recurrent
+from sametoken.kernels.gated_delta_rule import prepare, triton
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.kernels.interface import AttentionRows, RowRuns
-from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+from sametoken.kernels.recurrent import runs
+from sametoken.kernels.recurrent.rule import RawRows
+from sametoken.state.caches import ModelCache
 
 for module in (prepare, runs, triton):
     module.overlapped = lambda tensor, early=True: {"OVERLAP": True, "launch_pdl": early}
@@ -400,23 +394,22 @@ def zeros(*shape):
 
 CASES = ((16, 32), (128, 128), 3, 4), ((1, 2), (3, 5), 0, 4), ((1, 1), (4, 4), 1, 1)
 for heads, sizes, drafts, taps in CASES:
-    channels = 2 * heads[0] * sizes[0] + heads[1] * sizes[1]
-    spec = RecurrentSpec(1, *heads, *sizes, taps, channels, torch.bfloat16)
-    cache = RecurrentCache.allocate(
-        spec, max_num_seqs=2, num_drafts=drafts, device=torch.device("cpu")
+    rule = GatedDelta(*heads, *sizes, taps)
+    cache = ModelCache.allocate(
+        [Recurrent(rule, torch.bfloat16)], num_blocks=0, block_size=1, max_num_seqs=2,
+        num_drafts=drafts, device=torch.device("cpu"),
     )
     rows = torch.zeros(2 * (drafts + 1), dtype=torch.int64)
     even = RowRuns.even(2, drafts + 1)
     ragged = RowRuns(2, drafts + 1, torch.arange(3) * (drafts + 1), 1, drafts + 1)
     for cut in (even, ragged):
         at = AttentionRows(rows, rows, rows, rows[None], cut, rows == 0)
-        plan = runs.plan_runs(at, cache.position, cache.num_pending, drafts)
-    held = (cache.states, cache.history, cache.pending_qkv, cache.pending_gates)
-    memory = triton.LayerMemory(*(one[0] for one in held))
+        plan = runs.plan_runs(at, cache.folded)
+    (memory,) = cache.layers
     gates = zeros(len(rows), heads[1])
-    raw = triton.RawRows(zeros(len(rows), channels), gates, gates)
-    params = GatedDeltaParams(gates[0], gates[0], zeros(taps, channels), None)
+    raw = RawRows(zeros(len(rows), rule.conv_channels), (gates, gates))
+    params = GatedDeltaParams(rule, gates[0], gates[0], zeros(taps, rule.conv_channels), None)
     for tile in (triton.RuleTile(), triton.RuleTile(32, 1), triton.RuleTile(32, 2)):
-        triton.advance(plan, spec, params, raw, memory, tile)
+        triton.advance(plan, params, raw, memory, tile)
 """
     compile_launches(code, tmp_path)

@@ -14,7 +14,6 @@ from helpers.compiled import compile_launches
 from sametoken.kernels.gemm import selfcheck
 from sametoken.kernels.gemm import triton as gemm
 from sametoken.kernels.gemm.selfcheck import Refusal, check_gemm
-from sametoken.kernels.gemm.triton import DeviceWeight
 from sametoken.kernels.gemm.tuning import (
     CANONICAL,
     GemmShape,
@@ -22,6 +21,7 @@ from sametoken.kernels.gemm.tuning import (
     TuningTable,
     default_config,
 )
+from sametoken.kernels.triton import DeviceWeight
 
 SMALL = TritonConfig(16, 16, 32, num_warps=4, num_stages=2)
 TABLE = TuningTable()
@@ -46,7 +46,7 @@ def test_linear_reads_nothing_outside_odd_shapes(rows, features, depth, dtype):
     x = poisoned_view(integers(rows, depth, dtype=dtype))
     matrix = poisoned_view(integers(features, depth, dtype=dtype, seed=1))
     expected = (x.double() @ matrix.double().T).to(dtype)
-    assert torch.equal(gemm.linear(x, DeviceWeight(matrix), table=TABLE), expected)
+    assert torch.equal(DeviceWeight(matrix, TABLE).matmul(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_linear_reads_nothing_outside_odd_shapes(rows, features, depth, dtype):
         TritonConfig(32, 32, 128, num_warps=4, num_stages=2, weights_first=True),
     ],
 )
-@pytest.mark.parametrize("epilogue", ["none", "bias", "silu_mul", "add", "logits"])
+@pytest.mark.parametrize("epilogue", ["none", "bias", "silu_mul", "logits"])
 def test_every_tile_and_load_form_gives_the_canonical_result(config, epilogue):
     x, matrix = integers(21, 80) / 16, integers(48, 80, seed=1)
-    operand = {"bias": integers(48, seed=2), "add": integers(21, 48, seed=2)}.get(epilogue)
-    expected = gemm.product(CANONICAL, x, matrix, epilogue, operand)
-    assert torch.equal(gemm.product(config, x, matrix, epilogue, operand), expected)
+    bias = integers(48, seed=2) if epilogue == "bias" else None
+    expected = gemm.product(CANONICAL, x, matrix, epilogue, bias)
+    assert torch.equal(gemm.product(config, x, matrix, epilogue, bias), expected)
 
 
 def test_logits_are_not_rounded_to_the_activations_type():
     x, matrix = integers(3, 96), integers(40, 96, seed=1)
     x[0], matrix[0] = 6.0, 7.0
     x[0, 0] = 6.125
-    got = gemm.logits(x, DeviceWeight(matrix), table=TABLE)
+    got = DeviceWeight(matrix, TABLE).matmul(x, out_dtype=torch.float32)
     assert got.dtype == torch.float32
     assert torch.equal(got, (x.double() @ matrix.double().T).float())
     assert not torch.equal(got, got.half().float())
@@ -85,26 +85,15 @@ def test_bias_is_added_before_the_one_rounding():
     matrix[:, 0] = 8.125
     bias = torch.full((16,), 0.5).half()
     # 2049 + 0.5 rounds to 2050 in fp16; 2049 alone would first round to 2048.
-    assert torch.equal(
-        gemm.linear(x, DeviceWeight(matrix), bias, table=TABLE), torch.full((1, 16), 2050.0).half()
-    )
-
-
-def test_residual_is_added_after_the_product_was_rounded():
-    x, matrix = torch.full((1, 32), 8.0).half(), torch.full((16, 32), 8.0).half()
-    matrix[:, 0] = 8.125
-    residual = torch.ones(1, 16).half()
-    got = gemm.linear_add(x, DeviceWeight(matrix), residual, table=TABLE)
-    unfused = gemm.linear(x, DeviceWeight(matrix), table=TABLE) + residual
-    assert torch.equal(got, unfused)
-    assert torch.equal(got, torch.full((1, 16), 2048.0).half())
+    got = DeviceWeight(matrix, TABLE).matmul(x, bias)
+    assert torch.equal(got, torch.full((1, 16), 2050.0).half())
 
 
 def test_fused_gate_equals_the_unfused_path():
     x, matrix = integers(5, 64) / 16, integers(2 * 24, 64, seed=1)
-    weight = DeviceWeight(matrix)
-    fused = gemm.linear_silu_mul(x, weight, table=TABLE)
-    stored = gemm.linear(x, weight, table=TABLE)
+    weight = DeviceWeight(matrix, TABLE)
+    fused = weight.gated_matmul(x)
+    stored = weight.matmul(x)
     assert torch.equal(fused, gemm.silu_mul(stored))
     gate, up = stored.float().chunk(2, dim=-1)
     torch.testing.assert_close(
@@ -121,7 +110,12 @@ def test_rows_that_do_not_exist_are_not_written(monkeypatch):
     assert memory[3:].isnan().all()
 
 
-def test_operand_of_the_wrong_epilogue_is_refused():
+def test_a_bias_that_the_epilogue_has_no_use_for_is_refused():
+    bias = integers(16)
+    with pytest.raises(AssertionError):
+        gemm.product(SMALL, integers(1, 32), integers(16, 32), "none", bias)
+    with pytest.raises(AssertionError):
+        DeviceWeight(integers(16, 32), TABLE).matmul(integers(1, 32), bias, torch.float32)
     with pytest.raises(AssertionError):
         gemm.product(SMALL, integers(1, 32), integers(16, 32), "bias")
 
@@ -135,8 +129,8 @@ def test_selfcheck_keeps_what_agrees_and_counts_what_it_compared():
 
 
 def test_selfcheck_drops_a_kernel_whose_bits_differ_at_one_row_count(monkeypatch):
-    def splitting(config, x, matrix, epilogue, operand):
-        out = gemm.product(config, x, matrix, epilogue, operand)
+    def splitting(config, x, matrix, epilogue, bias):
+        out = gemm.product(config, x, matrix, epilogue, bias)
         return out + 1 if config == SMALL and x.shape[0] == 3 else out
 
     monkeypatch.setattr(selfcheck, "product", splitting)
@@ -148,12 +142,12 @@ def test_selfcheck_drops_a_kernel_whose_bits_differ_at_one_row_count(monkeypatch
 
 
 def test_selfcheck_falls_back_to_the_canonical_kernel(monkeypatch):
-    def only_canonical(config, x, matrix, epilogue, operand):
-        out = gemm.product(CANONICAL, x, matrix, epilogue, operand)
+    def only_canonical(config, x, matrix, epilogue, bias):
+        out = gemm.product(CANONICAL, x, matrix, epilogue, bias)
         return out if config == CANONICAL else out + 1
 
     monkeypatch.setattr(selfcheck, "product", only_canonical)
-    for epilogue in ("add", "bias"):
+    for epilogue in ("none", "bias"):
         checked, report = check_gemm(integers(24, 32), epilogue, TABLE, [17])
         assert len(report.refused) == 2
         assert checked.choose(GemmShape(24, 32, epilogue), 17) == CANONICAL

@@ -19,16 +19,16 @@ def random(*shape):
 
 def test_linear_adds_its_bias():
     x, weight, bias = random(5, 12), random(7, 12), random(7)
-    linear = Linear(KERNELS, KERNELS.pack(weight), bias)
+    linear = Linear(KERNELS.pack(weight), bias)
     torch.testing.assert_close(linear(x), F.linear(x, weight, bias))
     assert linear.nbytes == (7 * 12 + 7) * 4
-    assert Linear(KERNELS, KERNELS.pack(weight)).nbytes == 7 * 12 * 4
+    assert Linear(KERNELS.pack(weight)).nbytes == 7 * 12 * 4
 
 
 def test_gated_mlp_takes_gate_before_up():
     x, gate, up, down = random(5, 12), random(20, 12), random(21, 12)[1:], random(12, 20)
     fused = KERNELS.pack(torch.cat((gate, up)))
-    mlp = GatedMLP(KERNELS, Linear(KERNELS, fused), Linear(KERNELS, KERNELS.pack(down)))
+    mlp = GatedMLP(Linear(fused), Linear(KERNELS.pack(down)))
     expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
     torch.testing.assert_close(mlp(x), expected)
 

@@ -10,7 +10,7 @@ from sametoken.kernels.partial_sum.reference import partial_sum
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.parallel import ALONE, gather_columns
-from sametoken.layers.sparse_moe import DividedExperts, WholeExperts
+from sametoken.layers.sparse_moe import DividedExperts
 
 KERNELS = ReferenceKernels()
 
@@ -54,7 +54,7 @@ def test_a_row_parallel_linear_sums_in_rank_order():
     for one in found:
         torch.testing.assert_close(one, expected, rtol=1e-2, atol=1e-2)
         assert torch.equal(one, found[0])
-    whole = Linear(KERNELS, KERNELS.pack(weight.clone()), bias)(x)
+    whole = Linear(KERNELS.pack(weight.clone()), bias)(x)
     torch.testing.assert_close(found[0], whole, rtol=1e-2, atol=1e-2)
     assert torch.equal(run_ranks(3, lambda p: run(p, slice(3, 4)))[0], found[0][3:4])
 
@@ -82,10 +82,10 @@ def test_divided_experts_are_rounded_once_after_the_sum_over_ranks():
         return layer(x[rows], chosen[rows], weights[rows])
 
     found = run_ranks(3, run)
-    partials = [KERNELS.mix_expert_parts(x, part, chosen, weights) for part in parts]
+    partials = [part(x, chosen, weights, torch.float32) for part in parts]
     assert all(partial.dtype == torch.float32 for partial in partials)
     for one in found:
         assert torch.equal(one, partial_sum(torch.stack(partials), torch.bfloat16))
-    whole = WholeExperts(KERNELS, packed(slice(0, 12)))(x, chosen, weights)
+    whole = packed(slice(0, 12))(x, chosen, weights)
     torch.testing.assert_close(found[0], whole, rtol=1e-2, atol=1e-2)
     assert torch.equal(run_ranks(3, lambda p: run(p, slice(3, 4)))[0], found[0][3:4])

@@ -10,7 +10,6 @@ import torch
 from helpers.checkpoints import HIDDEN, LLAMA, VOCAB, write_llama
 from helpers.heads import OPTIONS, SharedTarget
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.dummy import SCALE, VOCABULARY_SCALE, DummySource
 from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
@@ -81,7 +80,7 @@ def test_a_config_alone_makes_the_model_of_a_real_checkpoint_s_size(tmp_path, ar
     if architecture == "LlamaForCausalLM" and not tied:
         real = load_model(write_llama(tmp_path / "real", **changes), **OPTIONS)
         assert dummy.weights_bytes == real.weights_bytes
-        assert dummy.kv_spec == real.kv_spec
+        assert dummy.caches == real.caches
 
 
 def test_biases_that_the_config_asks_for_exist(tmp_path):
@@ -99,7 +98,7 @@ def test_a_bf16_model_of_many_layers_stays_finite(tmp_path):
     changes = {"num_hidden_layers": 36, "hidden_size": 256, "intermediate_size": 512}
     directory = write_config(tmp_path, **changes, torch_dtype="bfloat16")
     model = load(directory, dtype=torch.bfloat16)
-    residual = model.kernels.embedding(torch.arange(8), model.embedding)
+    residual = model.embedding.rows(torch.arange(8))
     for layer in model._layers:
         # Attention averages values, so the widest it can put out is that of its values.
         values = layer.attention.qkv(layer.input_norm(residual))[:, -8:]
@@ -151,6 +150,5 @@ def test_an_eagle_head_of_a_config_alone(tmp_path):
 def test_a_packed_weight_has_the_source_s_values(tmp_path):
     model = load(write_config(tmp_path))
     expected = tensor("lm_head.weight", VOCAB, HIDDEN)
-    assert torch.equal(
-        ReferenceKernels().logits(torch.eye(HIDDEN), model.head), expected.T.contiguous()
-    )
+    found = model.head.matmul(torch.eye(HIDDEN), out_dtype=torch.float32)
+    assert torch.equal(found, expected.T.contiguous())

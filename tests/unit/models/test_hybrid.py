@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import random_weight, write_checkpoint
 from helpers.forward import CPU, Bench
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.kernels.cache_types import PagedKV, Recurrent
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model, read_config
 
@@ -105,11 +107,10 @@ def change_tensors(directory, **changes):
 
 def test_what_slots_and_blocks_hold(checkpoint):
     model = load(checkpoint, torch.bfloat16)
-    spec = model.recurrent_spec
-    assert (spec.num_layers, spec.num_key_heads, spec.num_value_heads) == (1, 2, 4)
-    assert (spec.key_dim, spec.value_dim, spec.conv_kernel, spec.conv_channels) == (8, 6, 3, 56)
-    assert spec.dtype == torch.bfloat16
-    assert (model.kv_spec.num_layers, model.kv_spec.num_kv_heads) == (1, 1)
+    recurrent, attention = model.caches
+    assert recurrent == Recurrent(GatedDelta(2, 4, 8, 6, 3), torch.bfloat16)
+    assert recurrent.rule.conv_channels == 56
+    assert attention == PagedKV(1, attention.k_dim, attention.k_dim, torch.bfloat16)
     matrices = sum(
         torch.Size(shape).numel()
         for name, shape in shapes().items()
@@ -128,7 +129,7 @@ def test_full_attention_alone_has_no_recurrent_state(checkpoint):
     save_file(tensors, checkpoint / "model.safetensors")
     change_config(checkpoint, num_hidden_layers=1, layer_types=["full_attention"])
     model = load(checkpoint)
-    assert model.recurrent_spec is None
+    assert [type(cache) for cache in model.caches] == [PagedKV]
     assert Bench(model).logits([1, 2, 3], [2]).isfinite().all()
 
 

@@ -14,7 +14,6 @@ from sametoken.kernels.interface import Kernels, RowRuns
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.triton import TritonKernels
 from sametoken.models.loader import load_model
-from sametoken.state.recurrent_device import DevicePass
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 
@@ -34,10 +33,7 @@ def bench(path, kernels: Kernels) -> OneRun:
 
 
 def by_kernels(path) -> OneRun:
-    one = bench(path, TritonKernels(load_table("another device")))
-    recurrent = replace(one.kv.recurrent, open_pass=DevicePass.begin)
-    one.kv = replace(one.kv, recurrent=recurrent)
-    return one
+    return bench(path, TritonKernels(load_table("another device")))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")

@@ -138,7 +138,7 @@ def test_files_of_other_floating_dtypes_are_converted(checkpoint, dtype):
     model = load(checkpoint, dtype=torch.bfloat16)
     expected = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(model.embedding.matrix, expected.to(torch.bfloat16))
-    assert model.kv_spec.dtype == torch.bfloat16
+    assert {cache.dtype for cache in model.caches} == {torch.bfloat16}
 
 
 def test_derived_rotary_tensors_of_old_files_are_allowed(checkpoint):

@@ -161,8 +161,7 @@ def test_it_reads_what_the_target_makes_its_logits_from(tmp_path):
     assert torch.equal(hidden.last, before)
     assert checkpoint.aux_layers(4) == ()
     assert head.token_ids is None
-    assert head.kv_spec.num_layers == 1
-    assert head.kv_spec.dtype == torch.float32
+    assert [cache.dtype for cache in head.caches] == [torch.float32]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])

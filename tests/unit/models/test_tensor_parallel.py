@@ -22,6 +22,7 @@ from helpers.hybrids import (
 )
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError
+from sametoken.kernels.cache_types import bytes_per_block, bytes_per_slot
 from sametoken.kernels.native.bundle import NativeKernels
 from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.parallel import ALONE
@@ -125,7 +126,7 @@ def test_ranks_hold_shares_and_not_the_whole(tmp_path):
     path = write_llama(tmp_path, **SIZES)
     whole = load(path)
     ranks = run_ranks(2, lambda p: load(path, p))
-    assert [rank.kv_spec.num_kv_heads for rank in ranks] == [1, 1]
+    assert [{cache.num_kv_heads for cache in rank.caches} for rank in ranks] == [{1}, {1}]
     # The embedding is whole on every rank.
     divided = sum(rank.weights_bytes for rank in ranks) - 2 * whole.embedding.nbytes
     assert divided == whole.weights_bytes - whole.embedding.nbytes
@@ -137,8 +138,9 @@ def test_ranks_hold_shares_of_a_hybrid_and_of_its_state(tmp_path, kind):
     path = WRITERS[kind](tmp_path)
     whole = load(path)
     for rank in run_ranks(2, lambda p: load(path, p)):
-        assert rank.kv_spec == replace(whole.kv_spec, num_kv_heads=1)
-        assert 2 * rank.recurrent_spec.bytes_per_slot(3) == whole.recurrent_spec.bytes_per_slot(3)
+        for cache, undivided in zip(rank.caches, whole.caches, strict=True):
+            assert 2 * bytes_per_block([cache], 4) == bytes_per_block([undivided], 4)
+            assert 2 * bytes_per_slot([cache], 3) == bytes_per_slot([undivided], 3)
         block, part = whole._layers[0].attention, rank._layers[0].attention
         assert 2 * part.nbytes == block.nbytes
         assert [2 * w.numel() for w in (part.params.A_log, part.params.conv_weight)] == [
@@ -165,10 +167,10 @@ def test_a_rank_that_drafts_has_the_whole_head(tmp_path, kind, load_format):
     whole = load(path, load_format=load_format)
     assert whole.whole_head() is whole.head
     unit = torch.eye(SIZES["hidden_size"])
-    expected = whole.kernels.logits(unit, whole.head)
+    expected = whole.head.matmul(unit, out_dtype=torch.float32)
     for rank in run_ranks(2, lambda p: load(path, p, load_format=load_format)):
         head = rank.whole_head()
-        assert torch.equal(rank.kernels.logits(unit, head), expected)
+        assert torch.equal(head.matmul(unit, out_dtype=torch.float32), expected)
         assert (head is rank.embedding) == whole.config.tie_word_embeddings
 
 

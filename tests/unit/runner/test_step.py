@@ -24,6 +24,7 @@ from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.kernels.gemm.tuning import load_table
 from sametoken.kernels.ngram.triton import lookup
+from sametoken.kernels.recurrent.triton import TritonPass
 from sametoken.kernels.sampling import reference
 from sametoken.kernels.step import compact
 from sametoken.kernels.step import triton as in_triton
@@ -31,8 +32,6 @@ from sametoken.kernels.step.types import NUM_COUNTS, Chances
 from sametoken.kernels.triton import TritonKernels
 from sametoken.models.base import HiddenStates
 from sametoken.runner.step import Step
-from sametoken.state.recurrent import RecurrentCache
-from sametoken.state.recurrent_device import DevicePass
 from sametoken.state.sampling import SamplingTable
 
 VOCAB_SIZE = 5
@@ -158,7 +157,10 @@ def test_drafts_accepted_by_chance_are_emitted_before_the_target_s_own_token(rat
     accepted = [rows[0].drafts, (), rows[2].drafts] if rate else [()] * 3
     starts = (0, 4, 5)
     assert judged.tokens == [
-        *((*drafts, own[start + len(drafts)]) for drafts, start in zip(accepted, starts, strict=True)),
+        *(
+            (*drafts, own[start + len(drafts)])
+            for drafts, start in zip(accepted, starts, strict=True)
+        ),
         (),
     ]
     assert not any(judged.poisoned)
@@ -197,52 +199,50 @@ def test_every_rank_commits_what_rank_0_decides():
 
 
 PROMPTS = {"a": [3, 1, 4, 1, 5, 9, 2], "b": [7, 8, 7]}
-GREEDY = dict.fromkeys(PROMPTS, {"temperature": 0.0})
+GREEDY = {name: {"temperature": 0.0} for name in PROMPTS}
 CUT = {
     "a": {"temperature": 9.0, "top_k": 3, "top_p": 0.8, "seed": 1},
     "b": {"temperature": 4.0, "top_p": 0.7, "min_p": 0.1, "seed": 1},
 }
 
 
-def hybrid_tokens(params, k: int, steps: str, length: int = 9):
-    """What a target with recurrent state alone says, how much was accepted, and its cache."""
+class DevicePasses(DeviceChoices):
+    """As ``DeviceChoices``, with recurrent layers by the kernels of captured steps too."""
+
+    def begin_pass(self, rows, folded) -> TritonPass:
+        return TritonPass.begin(rows, folded)
+
+
+def hybrid_tokens(params, k: int, steps: str, kernels: DeviceChoices):
+    """What a target with recurrent state alone says, how much was accepted, and its step."""
     shape = Shape(num_drafts=k, prefill_chunk_size=5, prefix_caching=False, cache_emitted=False)
     drafter = (lambda parts: NgramDrafter(k, 1, 2, lookup)) if k else None
-    core = build(
-        HybridToy(pull=9.0), shape, make_drafter=drafter, kernels=DeviceChoices(), steps=steps
-    )
-    items = [request(name, PROMPTS[name], length, **params[name]) for name in PROMPTS]
+    model = HybridToy(pull=9.0, kernels=kernels)
+    core = build(model, shape, make_drafter=drafter, kernels=kernels, steps=steps)
+    items = [request(name, PROMPTS[name], 9, **params[name]) for name in PROMPTS]
     return run(core, items), core._runner.step
 
 
 @pytest.mark.parametrize("params", [GREEDY, CUT], ids=["greedy", "cut"])
-def test_chunks_and_windows_over_recurrent_state_say_what_plain_decoding_says(params, monkeypatch):
+def test_chunks_and_windows_over_recurrent_state_say_what_plain_decoding_says(params):
     """Static shapes by the kernels of captured steps, recurrent state too."""
-    plain, _ = hybrid_tokens(params, 0, "compact")
-    allocate = RecurrentCache.allocate
-    monkeypatch.setattr(
-        RecurrentCache,
-        "allocate",
-        lambda *given, **named: dataclasses.replace(
-            allocate(*given, **named), open_pass=DevicePass.begin
-        ),
-    )
-    ran, step = hybrid_tokens(params, 2, "kernels")
+    plain, _ = hybrid_tokens(params, 0, "compact", DeviceChoices())
+    ran, step = hybrid_tokens(params, 2, "kernels", DevicePasses())
     assert ran.tokens == plain.tokens
     assert ran.accepted > 0
-    recurrent, sequences = step.kv.recurrent, step.sequences
-    for held in (recurrent.states, recurrent.history):
+    folded, sequences = step.kv.folded, step.sequences
+    for held in step.kv.slots:
         assert held[:, sequences.reserved_slot].isnan().all(), "the reserved slot is written"
     # What is folded is at most what is computed: of a window, its accepted drafts are pending.
     computed = sequences.num_computed
-    assert (recurrent.position <= computed).all()
-    assert (recurrent.position + recurrent.num_pending >= computed).all()
+    assert (folded.position <= computed).all()
+    assert (folded.position + folded.num_pending >= computed).all()
 
 
 def test_those_cuts_decide_tokens():
     uncut = {name: {**CUT[name], "top_k": 0, "top_p": 1.0, "min_p": 0.0} for name in CUT}
-    found = [hybrid_tokens(params, 0, "compact")[0].tokens for params in (uncut, CUT)]
-    assert found[0] != found[1]
+    free, cut = (hybrid_tokens(params, 0, "compact", DeviceChoices())[0] for params in (uncut, CUT))
+    assert free.tokens != cut.tokens
 
 
 class Noted(TorchDispatchMode):

@@ -6,46 +6,50 @@ position, of which the accepted one is kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.decaying_sum import DecayingSum, DecayingSumWeights
+from helpers.recurrent import Slots
 from sametoken.errors import InvariantError
-from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.cache_types import Recurrent, bytes_per_slot
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.interface import AttentionRows, Kernels
 from sametoken.kernels.native.bundle import NativeKernels
-from sametoken.state.recurrent import GatedDeltaParams, RecurrentCache, RecurrentSpec
+from sametoken.kernels.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 3
 NAN_TOKEN = -1
-HEADS = {"num_key_heads": 2, "num_value_heads": 4, "key_dim": 3, "value_dim": 5}
-SPEC = RecurrentSpec(num_layers=2, **HEADS, conv_kernel=4, conv_channels=2 * 6 + 20)
+NUM_LAYERS = 2
+RULE = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_kernel=4)
 
 
-def layer_params(layer: int, spec: RecurrentSpec = SPEC) -> GatedDeltaParams:
+def layer_params(layer: int) -> GatedDeltaParams:
     generator = torch.Generator().manual_seed(layer)
 
     def random(*shape):
         return torch.randn(shape, generator=generator)
 
-    heads = spec.num_value_heads
-    weight = random(spec.conv_kernel, spec.conv_channels)
-    bias = random(spec.conv_channels) if layer else None
-    return GatedDeltaParams(random(heads), random(heads), weight, bias)
+    heads = RULE.num_value_heads
+    weight = random(RULE.conv_kernel, RULE.conv_channels)
+    bias = random(RULE.conv_channels) if layer else None
+    return GatedDeltaParams(RULE, random(heads), random(heads), weight, bias)
 
 
-PARAMS = [layer_params(layer) for layer in range(SPEC.num_layers)]
+PARAMS = [layer_params(layer) for layer in range(NUM_LAYERS)]
 
 
-def inputs_of(layer: int, token: int, spec: RecurrentSpec = SPEC) -> torch.Tensor:
+def inputs_of(layer: int, token: int) -> torch.Tensor:
     """[C + 2 * Hv] raw projections of a token: any function of it will do."""
     if token == NAN_TOKEN:
-        return torch.full((spec.conv_channels + 2 * spec.num_value_heads,), float("nan"))
+        return torch.full((RULE.conv_channels + 2 * RULE.num_value_heads,), float("nan"))
     generator = torch.Generator().manual_seed(1000 * layer + token)
-    return torch.randn(spec.conv_channels + 2 * spec.num_value_heads, generator=generator)
+    return torch.randn(RULE.conv_channels + 2 * RULE.num_value_heads, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -67,38 +71,45 @@ def attention_rows(rows: list[Row]) -> AttentionRows:
     )
 
 
-def run(cache: RecurrentCache, rows: list[Row]) -> torch.Tensor:
+def run(cache: Slots, rows: list[Row]) -> torch.Tensor:
     """One pass: [L, T, Hv * Dv]."""
     running = cache.begin(attention_rows(rows))
     out = []
     for layer, params in enumerate(PARAMS):
         raw = torch.stack([inputs_of(layer, row.token) for row in rows])
-        qkv, a, b = raw.split((SPEC.conv_channels, 4, 4), dim=-1)
-        out.append(running.run(layer, qkv, a, b, params))
+        qkv, a, b = raw.split((RULE.conv_channels, 4, 4), dim=-1)
+        out.append(cache.run(running, layer, params, qkv, a, b))
     running.finish()
     return torch.stack(out)
 
 
-def empty(num_drafts: int, kernels=None) -> RecurrentCache:
-    cache = RecurrentCache.allocate(
-        SPEC, max_num_seqs=NUM_SLOTS, num_drafts=num_drafts, device=CPU, kernels=kernels
+def empty(num_drafts: int, kernels: Kernels, dtype: torch.dtype = torch.float32) -> Slots:
+    declared = Recurrent(RULE, dtype)
+    return Slots(
+        declared,
+        num_drafts,
+        num_slots=NUM_SLOTS,
+        num_layers=NUM_LAYERS,
+        begin_pass=kernels.begin_pass,
     )
-    # What nobody has written must not matter.
-    for held in (cache.states, cache.history, cache.pending_qkv, cache.pending_gates):
-        held.fill_(float("nan"))
-    return cache
 
 
-def plain_like(cache: RecurrentCache) -> RecurrentCache:
+def plain_like(cache: Slots) -> Slots:
     """For committed rows alone, run by the same pass."""
-    return replace(empty(0), open_pass=cache.open_pass)
+    return Slots(
+        cache.declared,
+        0,
+        num_slots=NUM_SLOTS,
+        num_layers=NUM_LAYERS,
+        begin_pass=cache.begin_pass,
+    )
 
 
 @dataclass
 class Columns:
     """The simple way: every row leaves a state of its own, and one of them is gone on from."""
 
-    column: RecurrentCache
+    column: Slots
 
     def copy(self) -> Columns:
         one = plain_like(self.column)
@@ -121,7 +132,7 @@ class Slot:
     """A sequence in a slot, and what both oracles make of it."""
 
     index: int
-    plain: RecurrentCache
+    plain: Slots
     columns: Columns
     tokens: list[int] = field(default_factory=list)
 
@@ -143,7 +154,7 @@ class Slot:
         self.columns = states[num_kept - 1]
         self.tokens += [row.token for row in rows[:num_kept]]
 
-    def check_folded(self, cache: RecurrentCache) -> None:
+    def check_folded(self, cache: Slots) -> None:
         """A step without drafts folds all; then the states are the oracles'."""
         for oracle in (self.plain, self.columns.column):
             assert torch.equal(cache.states[:, self.index], oracle.states[:, self.index])
@@ -164,7 +175,7 @@ part = st.fixed_dictionaries(
 steps = st.lists(st.lists(part, min_size=1, max_size=3), min_size=1, max_size=8)
 
 
-def play(cache: RecurrentCache, num_drafts: int, slots: dict[int, Slot], step: list[dict]) -> None:
+def play(cache: Slots, num_drafts: int, slots: dict[int, Slot], step: list[dict]) -> None:
     rows, parts = [], []
     for one in {one["slot"]: one for one in step}.values():
         if one["reuse"] or one["slot"] not in slots:
@@ -184,7 +195,7 @@ def play(cache: RecurrentCache, num_drafts: int, slots: dict[int, Slot], step: l
 
 
 both_passes = pytest.mark.parametrize(
-    "kernels", [None, NativeKernels()], ids=["row by row", "native"]
+    "kernels", [ReferenceKernels(), NativeKernels()], ids=["row by row", "native"]
 )
 
 
@@ -250,7 +261,7 @@ def test_dead_rows_may_lie_anywhere(kernels):
     run(cache, [dead, dead])
     for name in ("position", "num_pending"):
         assert torch.equal(getattr(cache, name), getattr(plain, name))
-    for name in ("states", "history", "pending_qkv", "pending_gates"):
+    for name in ("states", "history", "pending_mixed", "pending_gates"):
         held, wanted = getattr(cache, name), getattr(plain, name)
         assert torch.equal(held.nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert held[:, NUM_SLOTS].isnan().all()
@@ -276,18 +287,42 @@ def test_rows_that_do_not_follow_are_refused(rows, kernels):
 
 @both_passes
 def test_inputs_that_the_cache_would_round_are_refused(kernels):
-    spec = RecurrentSpec(1, **HEADS, conv_kernel=4, conv_channels=32, dtype=torch.bfloat16)
-    cache = RecurrentCache.allocate(spec, max_num_seqs=1, num_drafts=0, device=CPU, kernels=kernels)
+    cache = empty(0, kernels, torch.bfloat16)
     running = cache.begin(attention_rows([Row(0, 0, 1, True)]))
     raw = torch.zeros(1, 32)
     with pytest.raises(InvariantError, match="are kept in"):
-        running.run(0, raw, raw[:, :4], raw[:, :4], PARAMS[0])
+        cache.run(running, 0, PARAMS[0], raw, raw[:, :4], raw[:, :4])
+
+
+@both_passes
+def test_another_rule_is_folded_alike_where_a_bundle_has_no_kernel_for_it(kernels):
+    """Raw rows of its own, and no convolution: of three drafts one is accepted."""
+    rule = DecayingSum(3)
+    weights = DecayingSumWeights(rule, torch.tensor([2.0, 0.0, -2.0]))
+    cache = Slots(Recurrent(rule, torch.float32), 3, begin_pass=kernels.begin_pass)
+    tokens = torch.randn(9, 6, generator=torch.Generator().manual_seed(3))
+
+    def passed(first: int, places: list[int], num_committed: int) -> torch.Tensor:
+        rows = [Row(1, first + i, 0, i < num_committed) for i in range(len(places))]
+        running = cache.begin(attention_rows(rows))
+        out = running.run(weights, weights.raw(tokens[places]), cache.layer(0))
+        running.finish()
+        return out
+
+    state, run_row, expected = torch.zeros(3), weights.row_function(), []
+    for gates in tokens[:6]:
+        expected.append(run_row(state, gates[:0], gates))
+    found = [passed(0, [0, 1], 2), passed(2, [2, 3, 7, 8], 1)[:2], passed(4, [4, 7], 1)[:1]]
+    found.append(passed(5, [5], 1))
+    assert torch.equal(torch.cat(found), torch.stack(expected))
+    assert torch.equal(cache.states[0, 1], state)
+    assert (int(cache.position[1]), int(cache.num_pending[1])) == (6, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_per_slot_are_those_that_are_allocated(dtype):
-    spec = RecurrentSpec(2, **HEADS, conv_kernel=4, conv_channels=32, dtype=dtype)
-    cache = RecurrentCache.allocate(spec, max_num_seqs=3, num_drafts=5, device=CPU)
-    assert cache.nbytes == 4 * spec.bytes_per_slot(5)
-    pending = cache.pending_qkv.nbytes + cache.pending_gates.nbytes
-    assert pending == 4 * spec.pending_bytes_per_slot(5)
+    slots = empty(5, ReferenceKernels(), dtype)
+    caches = (slots.declared,) * NUM_LAYERS
+    assert slots.cache.slots_nbytes == (NUM_SLOTS + 1) * bytes_per_slot(caches, 5)
+    kept = slots.states.nbytes + slots.history.nbytes
+    assert kept == (NUM_SLOTS + 1) * bytes_per_slot(caches, 0)

@@ -129,7 +129,14 @@ def test_steps_follow_the_list_device(ops, data):
 
 def check_reserved(sequences: Sequences) -> None:
     reserved = sequences.reserved_slot
-    for fact in ("token_ids", "num_tokens", "num_computed", "prompt_len", "draft_ids", "num_drafts"):
+    for fact in (
+        "token_ids",
+        "num_tokens",
+        "num_computed",
+        "prompt_len",
+        "draft_ids",
+        "num_drafts",
+    ):
         assert not getattr(sequences, fact)[reserved].any(), fact
     assert (sequences.block_table[reserved] == 99).all()
 
@@ -162,7 +169,9 @@ def test_rejected_drafts_are_never_stored(ops):
 def test_admission_clears_the_former_request(ops):
     sequences = make_sequences()
     admitted(sequences, 0, [1, 2])
-    finish(ops, sequences, begin(ops, sequences, PlanRow(0, 2, 0, True)), [0], [3], [[4, 5, 6]], [3])
+    finish(
+        ops, sequences, begin(ops, sequences, PlanRow(0, 2, 0, True)), [0], [3], [[4, 5, 6]], [3]
+    )
     admitted(sequences, 0, [9])
     x, _ = begin(ops, sequences, PlanRow(0, 1, 3, True))
     assert live(x, SLOTS) == [(0, 0, 9, 0, True)]

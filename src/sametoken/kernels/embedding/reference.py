@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sametoken.kernels.interface import Kernels, Norm, PackedWeight
+    from sametoken.kernels.interface import Kernels, Norm
+    from sametoken.kernels.weight import UnquantizedWeight
 
 
 def embed_beside(
     kernels: Kernels,
     token_ids: Tensor,
-    embedding: PackedWeight,
+    embedding: UnquantizedWeight,
     embedding_norm: Norm,
     hidden: Tensor,
     hidden_norm: Norm,
 ) -> Tensor:
     """Normed embeddings beside normed hidden states: [T] int64 and [T, H] -> [T, 2H]."""
-    embedded = kernels.embedding(token_ids, embedding)
+    embedded = embedding.rows(token_ids)
     left = kernels.rms_norm(embedded, embedding_norm.weight, embedding_norm.eps)
     return torch.cat((left, kernels.rms_norm(hidden, hidden_norm.weight, hidden_norm.eps)), dim=1)

@@ -41,6 +41,12 @@ class StackedExperts:
         """Bytes of all matrices."""
         return self.gate_up.nbytes + self.down.nbytes
 
+    def __call__(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """``mix`` of these experts."""
+        return mix(x, self, chosen, weights, out_dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class _Groups:

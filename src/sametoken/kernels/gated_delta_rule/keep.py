@@ -6,7 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sametoken.kernels.gated_delta_rule.runs import (
+from sametoken.kernels.overlap import wait
+from sametoken.kernels.recurrent.runs import (
     EMPTY,
     FIRST_ROW,
     NUM_FOLDED,
@@ -15,7 +16,6 @@ from sametoken.kernels.gated_delta_rule.runs import (
     SLOT,
     fact,
 )
-from sametoken.kernels.overlap import wait
 
 #: Channels of raw rows that a warp keeps at once.
 KEPT_CHANNELS = 512

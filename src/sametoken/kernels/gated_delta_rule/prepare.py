@@ -6,15 +6,15 @@ The references are ``causal_conv1d.reference`` and, for what follows it, ``refer
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows, sizes
 from sametoken.kernels.gated_delta_rule.reference import NORM_EPS
-from sametoken.kernels.gated_delta_rule.runs import (
+from sametoken.kernels.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.kernels.overlap import overlapped, release_next, wait
+from sametoken.kernels.recurrent.rule import LayerMemory, RawRows
+from sametoken.kernels.recurrent.runs import (
     EMPTY,
     FIELDS,
     FIRST_ROW,
@@ -24,7 +24,6 @@ from sametoken.kernels.gated_delta_rule.runs import (
     Runs,
     fact,
 )
-from sametoken.kernels.overlap import overlapped, release_next, wait
 
 _EPS = tl.constexpr(NORM_EPS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -292,32 +291,32 @@ def _prepare_kernel(
         )  # fmt: skip
 
 
-def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemory) -> Tensor:
+def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory) -> Tensor:
     """What the rule reads of each run's folded rows and rows: fp32 [T + B * k, C + 2 * Hv + Hk].
 
     A row is [q | k | v | decay | beta | q . k], q and k normalised, q scaled by 1 / sqrt(Dk).
     Run b starts k * b rows behind its first row. Arguments are those of ``triton.advance``.
     """
+    rule = params.rule
     weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
     assert all(weight is None or weight.is_contiguous() for weight in weights)
-    assert raw.qkv.shape[1] == spec.conv_channels == memory.history.shape[2]
-    assert params.conv_weight.shape == (spec.conv_kernel, spec.conv_channels)
-    batch, heads = runs.table.shape[0], spec.num_value_heads
-    num_rows = raw.qkv.shape[0] + batch * memory.max_pending
-    width = spec.conv_channels + 2 * heads + spec.num_key_heads
+    assert raw.mixed.shape[1] == rule.conv_channels == memory.history.shape[2]
+    assert params.conv_weight.shape == (rule.conv_kernel, rule.conv_channels)
+    batch, heads = runs.table.shape[0], rule.num_value_heads
+    num_rows = raw.mixed.shape[0] + batch * memory.max_pending
+    width = rule.conv_channels + 2 * heads + rule.num_key_heads
     prepared = memory.states.new_empty(num_rows, width)
-    values = min(_VALUES, triton.next_power_of_2(heads * spec.value_dim))
-    units = spec.num_key_heads + triton.cdiv(heads * spec.value_dim, values) + 1
+    values = min(_VALUES, triton.next_power_of_2(heads * rule.value_dim))
+    units = rule.num_key_heads + triton.cdiv(heads * rule.value_dim, values) + 1
     # Short runs and long ones apart: a long one among many short ones is cut into parts as well.
     for group in runs.rows.groups:
         most = max(1, _PROGRAMS // (units * group.num_runs))
         parts = min(group.max_rows + memory.max_pending, most)
         _prepare_kernel[(units, parts, group.num_runs)](
-            raw.qkv,
-            raw.a,
-            raw.b,
+            raw.mixed,
+            *raw.gates,
             memory.history,
-            memory.pending_qkv,
+            memory.pending_mixed,
             memory.pending_gates,
             *weights,
             runs.table,
@@ -325,8 +324,8 @@ def prepare(runs: Runs, spec: Any, params: Any, raw: RawRows, memory: LayerMemor
             *raw.strides,
             memory.max_pending,
             group.first,
-            **sizes(spec),
-            KEYS=triton.next_power_of_2(spec.key_dim),
+            **params.rule.constants,
+            KEYS=triton.next_power_of_2(rule.key_dim),
             VALUES=values,
             HEADS=triton.next_power_of_2(heads),
             num_warps=1,

@@ -12,16 +12,17 @@ decode, verify, fold and prefill run the same instructions and a row has the sam
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sametoken.kernels.gated_delta_rule.keep import KEPT_CHANNELS, keep_raw, num_keepers
-from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows, sizes
 from sametoken.kernels.gated_delta_rule.prepare import prepare
-from sametoken.kernels.gated_delta_rule.runs import (
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.overlap import overlapped, release_next, wait
+from sametoken.kernels.recurrent.rule import LayerMemory, RawRows
+from sametoken.kernels.recurrent.runs import (
     BROKEN,
     EMPTY,
     FIELDS,
@@ -33,19 +34,7 @@ from sametoken.kernels.gated_delta_rule.runs import (
     STOP_ROW,
     Runs,
     fact,
-    plan_runs,
 )
-from sametoken.kernels.overlap import overlapped, release_next, wait
-
-__all__ = [
-    "LayerMemory",
-    "RawRows",
-    "RuleTile",
-    "Runs",
-    "advance",
-    "advance_prepared",
-    "plan_runs",
-]
 
 # What a warp reads of a state at once: 16 bytes a thread.
 _FLOATS_PER_WARP = 128
@@ -250,8 +239,7 @@ def _advance_kernel(
 
 def advance(
     runs: Runs,
-    spec: Any,
-    params: Any,
+    params: GatedDeltaParams,
     raw: RawRows,
     memory: LayerMemory,
     tile: RuleTile | None = None,
@@ -263,53 +251,56 @@ def advance(
 
     Args:
         runs: of the pass.
-        spec: the sizes (``state.recurrent.RecurrentSpec``).
-        params: the layer's weights (``state.recurrent.GatedDeltaParams``).
+        params: the layer's weights.
         raw: the rows, in the dtype in which raw rows are kept.
         memory: what the slots keep in the layer; written.
         tile: how states are cut; the same in all passes.
     """
     if not runs.rows.count:
-        return raw.qkv.new_empty(raw.qkv.shape[0], spec.num_value_heads * spec.value_dim)
-    prepared = prepare(runs, spec, params, raw, memory)
-    return advance_prepared(runs, spec, prepared, raw, memory, tile or RuleTile())
+        return raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
+    prepared = prepare(runs, params, raw, memory)
+    return advance_prepared(runs, params.rule, prepared, raw, memory, tile or RuleTile())
 
 
 def advance_prepared(
-    runs: Runs, spec: Any, prepared: Tensor, raw: RawRows, memory: LayerMemory, tile: RuleTile
+    runs: Runs,
+    rule: GatedDelta,
+    prepared: Tensor,
+    raw: RawRows,
+    memory: LayerMemory,
+    tile: RuleTile,
 ) -> Tensor:
     """The rule over what ``prepare`` made of the rows; arguments are those of ``advance``."""
-    tile = tile.fitted(spec.value_dim)
-    num_rows, num_channels = raw.qkv.shape
-    assert raw.qkv.dtype == memory.history.dtype
-    out = raw.qkv.new_empty(num_rows, spec.num_value_heads * spec.value_dim)
-    keys, batch = triton.next_power_of_2(spec.key_dim), runs.table.shape[0]
-    tiles = triton.cdiv(spec.value_dim, tile.value_columns * tile.num_warps)
-    programs, block = spec.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
+    tile = tile.fitted(rule.value_dim)
+    num_rows, num_channels = raw.mixed.shape
+    assert raw.mixed.dtype == memory.history.dtype
+    out = raw.mixed.new_empty(num_rows, rule.out_features)
+    keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
+    tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
+    programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
     blocks = triton.cdiv(num_channels, block)
     long = runs.rows.max_rows >= _LONG
     keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
     _advance_kernel[(programs + keepers, batch)](
         prepared,
-        raw.qkv,
-        raw.a,
-        raw.b,
+        raw.mixed,
+        *raw.gates,
         runs.table,
         memory.states,
         memory.history,
-        memory.pending_qkv,
+        memory.pending_mixed,
         memory.pending_gates,
         out,
         *raw.strides,
         memory.max_pending,
-        **sizes(spec),
+        **rule.constants,
         BK=keys,
         WARPS=tile.num_warps,
         V=tile.value_columns,
         LANES=min(keys, max(1, _FLOATS_PER_WARP // tile.value_columns)),
-        HEADS=triton.next_power_of_2(spec.num_value_heads),
+        HEADS=triton.next_power_of_2(rule.num_value_heads),
         KEPT_BLOCK=block,
-        TAPS_BLOCK=triton.next_power_of_2(max(spec.conv_kernel - 1, 1)),
+        TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
         STAGES=_STAGES,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers,

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 8
-VOCABULARY_BLOCK = 4096
+FEATURES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class PlainWeight:
-    """A weight as the checkpoint has it: one tensor [N, K]."""
+class MatrixWeight:
+    """A weight as one contiguous tensor [N, K]."""
 
     matrix: Tensor
 
@@ -37,34 +37,29 @@ class PlainWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of the one copy."""
-        return self.matrix.numel() * self.matrix.element_size()
+        return self.matrix.nbytes
 
 
-def linear(x: Tensor, weight: PlainWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype."""
-    out = x.new_empty(x.shape[0], weight.out_features)
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ matrix.T (+ bias)``: [T, K] and [N, K] -> [T, N] in x's dtype."""
+    out = x.new_empty(x.shape[0], matrix.shape[0])
     for first, tile in _tiles(x):
         last = first + ROWS
-        out[first:last] = F.linear(tile, weight.matrix, bias)[: x.shape[0] - first]
+        out[first:last] = F.linear(tile, matrix, bias)[: x.shape[0] - first]
     return out
 
 
-def logits(x: Tensor, weight: PlainWeight) -> Tensor:
-    """``x @ weight.T`` of [L, K] in fp32, without rounding to x's dtype: [L, V]."""
-    out = x.new_empty(x.shape[0], weight.out_features, dtype=torch.float32)
+def product_fp32(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix.T`` in fp32, without rounding to x's dtype: [T, K] and [N, K] -> [T, N]."""
+    out = x.new_empty(x.shape[0], matrix.shape[0], dtype=torch.float32)
     tiles = list(_tiles(x.float()))
-    for start in range(0, weight.out_features, VOCABULARY_BLOCK):
-        block = weight.matrix[start : start + VOCABULARY_BLOCK].float()
+    for start in range(0, matrix.shape[0], FEATURES):
+        block = matrix[start : start + FEATURES].float()
         columns = slice(start, start + block.shape[0])
         for first, tile in tiles:
             last = first + ROWS
             out[first:last, columns] = F.linear(tile, block)[: x.shape[0] - first]
     return out
-
-
-def embedding(token_ids: Tensor, weight: PlainWeight) -> Tensor:
-    """Rows of the weight: [T] int64 -> [T, K]."""
-    return F.embedding(token_ids, weight.matrix)
 
 
 def _tiles(x: Tensor) -> Iterator[tuple[int, Tensor]]:

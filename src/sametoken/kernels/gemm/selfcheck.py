@@ -66,13 +66,13 @@ def check_gemm(
     for rows in sorted(set(row_counts)):
         buckets.setdefault(row_bucket(rows), []).append(rows)
     largest = max(counts[-1] for counts in buckets.values())
-    x, operand = _random_inputs(weight, epilogue, largest)
-    expected = _by_canonical(x, weight, epilogue, operand)
+    x, bias = _random_inputs(weight, epilogue, largest)
+    expected = _by_canonical(x, weight, epilogue, bias)
 
     refused: list[Refusal] = []
     for bucket, counts in buckets.items():
         for config in (table.choose(shape, counts[-1]), default_config(shape, bucket)):
-            if _agrees(config, counts, (x, weight, epilogue, operand), expected):
+            if _agrees(config, counts, (x, weight, epilogue, bias), expected):
                 break
             refused.append(Refusal(bucket, config))
         else:
@@ -89,23 +89,17 @@ def _random_inputs(weight: Tensor, epilogue: Epilogue, rows: int) -> tuple[Tenso
         return values.to(weight.dtype)
 
     x = normal(rows, weight.shape[1])
-    if epilogue == "bias":
-        return x, normal(weight.shape[0])
-    return x, normal(rows, weight.shape[0]) if epilogue == "add" else None
+    return x, normal(weight.shape[0]) if epilogue == "bias" else None
 
 
-def _by_canonical(x: Tensor, weight: Tensor, epilogue: Epilogue, operand: Tensor | None) -> Tensor:
+def _by_canonical(x: Tensor, weight: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:
     """All rows in calls of one tile each, so that no other row count takes part."""
     step = CANONICAL.block_rows
     parts = [
-        product(CANONICAL, x[at : at + step], weight, epilogue, _rows_of(operand, at, at + step))
+        product(CANONICAL, x[at : at + step], weight, epilogue, bias)
         for at in range(0, x.shape[0], step)
     ]
     return torch.cat(parts)
-
-
-def _rows_of(operand: Tensor | None, first: int, last: int) -> Tensor | None:
-    return operand[first:last] if operand is not None and operand.dim() == 2 else operand
 
 
 def _agrees(
@@ -114,9 +108,9 @@ def _agrees(
     inputs: tuple[Tensor, Tensor, Epilogue, Tensor | None],
     expected: Tensor,
 ) -> bool:
-    x, weight, epilogue, operand = inputs
+    x, weight, epilogue, bias = inputs
     differs = torch.zeros((), dtype=torch.bool, device=x.device)
     for rows in counts:
-        out = product(config, x[:rows], weight, epilogue, _rows_of(operand, 0, rows))
+        out = product(config, x[:rows], weight, epilogue, bias)
         differs |= (out != expected[:rows]).any()
     return not bool(differs)

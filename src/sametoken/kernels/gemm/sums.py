@@ -75,7 +75,7 @@ def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
 def _with_products(acc, w_tile, x_tile):
     """``acc + w_tile @ x_tile.T``: [features, rows] fp32."""
     if w_tile.dtype == tl.float8e4nv:
-        # Hopper keeps some 14 bits of a sum of eight-bit products: that of one tile alone.
+        # Hopper keeps some 14 bits of a sum of fp8 products: that of one tile alone.
         return acc + tl.dot(w_tile, x_tile.T)
     return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
 

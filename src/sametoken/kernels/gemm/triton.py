@@ -19,42 +19,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sametoken.kernels.activation.triton import silu_mul
 from sametoken.kernels.gemm.sums import start_early, sums
 from sametoken.kernels.gemm.tuning import (
-    FLOAT32,
     CublasConfig,
     Epilogue,
-    GemmChooser,
     GemmConfig,
-    GemmShape,
     TritonConfig,
 )
 from sametoken.kernels.overlap import can_overlap, release_next, wait
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceWeight:
-    """A weight on the GPU as the checkpoint has it: one contiguous tensor [N, K]."""
-
-    matrix: Tensor
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return self.matrix.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return self.matrix.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the one copy."""
-        return self.matrix.numel() * self.matrix.element_size()
-
-
-@dataclass(frozen=True, slots=True)
 class Scaling:
-    """Of operands in eight bits, what their product stands for.
+    """Of operands in fp8, what their product stands for.
 
     Attributes:
         features: [N] fp32, factors of the matrix's rows.
@@ -67,37 +42,13 @@ class Scaling:
     dtype: torch.dtype
 
 
-def linear(
-    x: Tensor, weight: DeviceWeight, bias: Tensor | None = None, *, table: GemmChooser
-) -> Tensor:
-    """``x @ weight.T (+ bias)``: [T, K] -> [T, N] in x's dtype, rounded once."""
-    return _chosen(x, weight, "none" if bias is None else "bias", bias, table)
-
-
-def linear_silu_mul(x: Tensor, weight: DeviceWeight, *, table: GemmChooser) -> Tensor:
-    """``silu(gate) * up`` of [gate | up] = ``linear(x, weight)``: [T, K] -> [T, N / 2].
-
-    Gate and up are rounded to x's dtype first, as if they had been stored.
-    """
-    return _chosen(x, weight, "silu_mul", None, table)
-
-
-def linear_add(x: Tensor, weight: DeviceWeight, residual: Tensor, *, table: GemmChooser) -> Tensor:
-    """``linear(x, weight) + residual``, both roundings kept: [T, K] -> [T, N]."""
-    return _chosen(x, weight, "add", residual, table)
-
-
-def logits(x: Tensor, weight: DeviceWeight, *, table: GemmChooser) -> Tensor:
-    """``x @ weight.T``: [L, K] -> [L, V] fp32, never rounded to x's dtype."""
-    return _chosen(x, weight, "logits", None, table)
-
-
-def _chosen(
-    x: Tensor, weight: DeviceWeight, epilogue: Epilogue, operand: Tensor | None, table: GemmChooser
-) -> Tensor:
-    shape = GemmShape(weight.out_features, weight.in_features, epilogue)
-    config = FLOAT32 if x.dtype == torch.float32 else table.choose(shape, x.shape[0])
-    return product(config, x, weight.matrix, epilogue, operand)
+def epilogue_of(bias: Tensor | None, out_dtype: torch.dtype | None) -> Epilogue:
+    """How a product by ``Weight.matmul`` ends."""
+    assert out_dtype in (None, torch.float32)
+    assert bias is None or out_dtype is None
+    if out_dtype is not None:
+        return "logits"
+    return "none" if bias is None else "bias"
 
 
 def product(
@@ -105,7 +56,7 @@ def product(
     x: Tensor,
     matrix: Tensor,
     epilogue: Epilogue = "none",
-    operand: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """One product by one given kernel.
 
@@ -114,28 +65,24 @@ def product(
         x: [T, K], contiguous.
         matrix: [N, K], contiguous, of x's dtype.
         epilogue: what is done before the store; "silu_mul" gives [T, N / 2], "logits" fp32.
-        operand: the bias [N] of "bias", the residual [T, N] of "add".
+        bias: [N], that of "bias".
     """
     assert x.is_contiguous()
     assert matrix.is_contiguous()
     assert x.shape[1] == matrix.shape[1]
     assert x.dtype == matrix.dtype
-    assert (operand is not None) == (epilogue in ("bias", "add"))
+    assert (bias is not None) == (epilogue == "bias")
     if isinstance(config, CublasConfig):
-        return _library_product(x, matrix, epilogue, operand)
-    return tiled_product(config, x, matrix, epilogue, operand)
+        return _library_product(x, matrix, epilogue, bias)
+    return tiled_product(config, x, matrix, epilogue, bias)
 
 
-def _library_product(
-    x: Tensor, matrix: Tensor, epilogue: Epilogue, operand: Tensor | None
-) -> Tensor:
+def _library_product(x: Tensor, matrix: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:
     if epilogue == "logits":
         return torch.mm(x, matrix.t(), out_dtype=torch.float32)
     if epilogue == "bias":
-        return F.linear(x, matrix, operand)
+        return F.linear(x, matrix, bias)
     out = torch.mm(x, matrix.t())
-    if operand is not None:
-        return out + operand
     return silu_mul(out) if epilogue == "silu_mul" else out
 
 
@@ -144,7 +91,7 @@ def tiled_product(
     x: Tensor,
     matrix: Tensor,
     epilogue: Epilogue,
-    operand: Tensor | None,
+    bias: Tensor | None,
     scaling: Scaling | None = None,
 ) -> Tensor:
     """``product`` by the Triton kernel, which knows operands of float8 e4m3 too.
@@ -177,7 +124,7 @@ def tiled_product(
         matrix,
         x_tiles,
         w_tiles,
-        operand,
+        bias,
         None if scaling is None else scaling.features,
         None if scaling is None else scaling.rows,
         out,
@@ -205,7 +152,7 @@ def _product_kernel(
     weight,  # [out_features, in_features]; [2 * out_features, in_features] for silu_mul
     x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
     w_tiles,
-    operand,  # bias [out_features], residual [rows, out_features], or None
+    bias,  # [out_features], or None
     feature_scales,  # those of weight's rows, or None
     row_scales,  # [rows], or None
     out,  # [rows, out_features]
@@ -253,10 +200,7 @@ def _product_kernel(
     dtype = out.dtype.element_ty
     acc = _scaled(acc, feature_scales, feature, feature < out_features, row_scales, row, rows)
     if EPILOGUE == "bias":
-        acc += tl.load(operand + feature, mask=feature < out_features, other=0)[:, None]
-    elif EPILOGUE == "add":
-        residual = tl.load(operand + at, mask=stored, other=0)
-        acc = acc.to(dtype).to(tl.float32) + residual.to(tl.float32)
+        acc += tl.load(bias + feature, mask=feature < out_features, other=0)[:, None]
     elif EPILOGUE == "silu_mul":
         up_feature = feature + out_features
         up = _scaled(up, feature_scales, up_feature, feature < out_features, row_scales, row, rows)
@@ -266,7 +210,7 @@ def _product_kernel(
 
 @triton.jit
 def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
-    """Sums of eight-bit products times the scales of both operands, if there are any."""
+    """Sums of fp8 products times the scales of both operands, if there are any."""
     if feature_scales is not None:
         w_scale = tl.load(feature_scales + feature, mask=present, other=0)
         x_scale = tl.load(row_scales + row, mask=row < rows, other=0)

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, get_args
 
 from sametoken.errors import ConfigError
 
-#: What happens to a product before it is stored; see ``triton.linear`` and its siblings.
-Epilogue = Literal["none", "bias", "silu_mul", "add", "logits"]
+#: What happens to a product before it is stored; "logits" leaves it in fp32.
+Epilogue = Literal["none", "bias", "silu_mul", "logits"]
 
 #: When the kernel behind a product may start.
 Release = Literal["early", "late", "never"]

@@ -18,8 +18,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import CommittedTokens, LogitsRules, SampledRows
+from sametoken.kernels.interface import SampledRows
 from sametoken.kernels.logits_rules.layout import Parts
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 
 _FORBIDDEN = float("-inf")
 

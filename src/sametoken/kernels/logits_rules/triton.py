@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.kernels.interface import CommittedTokens, LogitsRules, SampledRows
+from sametoken.kernels.interface import SampledRows
 from sametoken.kernels.logits_rules.layout import HEADER_SIZE, WORD_BITS
+from sametoken.kernels.logits_rules.types import CommittedTokens, LogitsRules
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
 _LANES, _BAD_WORDS, _IDS = 4096, 64, 512

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.kernels.composed import ComposedKernels
-from sametoken.kernels.gated_delta_rule.layout import SlotRows
-from sametoken.kernels.gated_delta_rule.operands import LayerMemory, RawRows
-from sametoken.kernels.interface import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    PackedWeight,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.kernels.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.kernels.native.library import NativeLibrary, load_library
 from sametoken.kernels.native.memory import WeightMemory
+from sametoken.kernels.native.recurrent import NativePass
+from sametoken.kernels.recurrent.rule import Folded, LayerMemory, RawRows
+from sametoken.kernels.weight import Weight
 
 MAX_HEAD_DIM = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """A weight in groups of 32 columns, each group one contiguous stream (tile.h).
+    """An ``UnquantizedWeight`` in groups of 32 columns, each one contiguous stream (tile.h).
 
     Attributes:
+        library: where its products are.
         panels: uint8, the only copy, padded with zeros to whole groups.
         address: of ``panels``, read once.
         dtype: bfloat16 or float32.
     """
 
+    library: NativeLibrary
     panels: Tensor
     address: int
     out_features: int
@@ -47,6 +42,55 @@ class PanelWeight:
     def nbytes(self) -> int:
         """Bytes of the one copy."""
         return self.panels.numel()
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        t, k = x.shape
+        n, dtype = self.out_features, out_dtype or x.dtype
+        _require(x, self.dtype)
+        if k != self.in_features:
+            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {self.in_features}]")
+        out = torch.empty((t, n), dtype=dtype)
+        self.library.gemm(
+            x.data_ptr(),
+            self.address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            t,
+            n,
+            k,
+            self.dtype is torch.bfloat16,
+            dtype is torch.bfloat16,
+        )
+        return out
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return silu_mul(self.library, self.matmul(x))
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        t, n, k = token_ids.shape[0], self.out_features, self.in_features
+        _require(token_ids, torch.int64)
+        out = torch.empty((t, k), dtype=self.dtype)
+        is_bf16 = self.dtype is torch.bfloat16
+        ids = token_ids.data_ptr()
+        if not self.library.embedding(ids, self.address, out.data_ptr(), t, n, k, is_bf16):
+            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
+        return out
+
+    def quantize_fp8(self) -> Weight:
+        raise UnsupportedError(
+            "the native kernels have no products with fp8 weights", 'leave "quantization" out'
+        )
+
+
+def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    t, width = gate_up.shape
+    _require(gate_up, gate_up.dtype)
+    out = torch.empty((t, width // 2), dtype=gate_up.dtype)
+    library.silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
+    return out
 
 
 class NativeKernels(ComposedKernels):
@@ -62,11 +106,9 @@ class NativeKernels(ComposedKernels):
     def __init__(self, library: NativeLibrary | None = None) -> None:
         library = library or load_library()
         self._memory = WeightMemory(library.prefer_large_pages)
-        self._packed_bytes, self._pack = library.packed_bytes, library.pack
-        self._gemm, self._embedding = library.gemm, library.embedding
+        self._library = library
         self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
-        self._silu_mul, self._sigmoid_mul = library.silu_mul, library.sigmoid_mul
-        self._rope = library.rope_and_cache
+        self._sigmoid_mul, self._rope = library.sigmoid_mul, library.rope_and_cache
         self._attention, self._sample = library.attention, library.sample
         self._gated_delta = library.gated_delta
 
@@ -82,32 +124,9 @@ class NativeKernels(ComposedKernels):
         n, k = weight.shape
         is_bf16 = _is_bf16(weight)
         weight = weight.contiguous()
-        panels = self._memory.take(self._packed_bytes(n, k, is_bf16))
-        self._pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
-        return PanelWeight(panels, panels.data_ptr(), n, k, weight.dtype)
-
-    def eight_bit(self, weight: PackedWeight) -> PackedWeight:
-        raise UnsupportedError(
-            f"the {self.name} kernels have no products with eight-bit weights",
-            'leave "quantization" out',
-        )
-
-    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        return self._product(x, weight, bias, x.dtype)
-
-    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return self._product(x, weight, None, torch.float32)
-
-    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
-        assert isinstance(weight, PanelWeight)
-        t, n, k = token_ids.shape[0], weight.out_features, weight.in_features
-        _require(token_ids, torch.int64)
-        out = torch.empty((t, k), dtype=weight.dtype)
-        is_bf16 = weight.dtype is torch.bfloat16
-        ids = token_ids.data_ptr()
-        if not self._embedding(ids, weight.address, out.data_ptr(), t, n, k, is_bf16):
-            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
-        return out
+        panels = self._memory.take(self._library.packed_bytes(n, k, is_bf16))
+        self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
+        return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)
@@ -136,13 +155,6 @@ class NativeKernels(ComposedKernels):
         )
         return x, residual
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        t, width = gate_up.shape
-        _require(gate_up, gate_up.dtype)
-        out = torch.empty((t, width // 2), dtype=gate_up.dtype)
-        self._silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
-        return out
-
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         gate = gate.contiguous()
         _require(x, x.dtype)
@@ -150,9 +162,6 @@ class NativeKernels(ComposedKernels):
         out = torch.empty_like(x)
         self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, _is_bf16(x))
         return out
-
-    def gated_linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return self.silu_mul(self.linear(x, weight))
 
     def rope_and_cache(
         self,
@@ -257,22 +266,24 @@ class NativeKernels(ComposedKernels):
             raise MemoryError(f"no memory to sample {count} rows")
         return out
 
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
+        return NativePass.begin(rows, folded, self.gated_delta)
+
     def gated_delta(
-        self, parts: Tensor, spec: Any, params: Any, raw: RawRows, memory: LayerMemory
+        self, parts: Tensor, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory
     ) -> Tensor:
         """Convolution and gated delta rule of a pass's rows, folded rows first: [T, Hv * Dv].
 
         Args:
             parts: each slot's part in the pass, from ``part_table``.
-            spec: the layer's sizes, a ``state.recurrent.RecurrentSpec``.
-            params: its weights, a ``state.recurrent.GatedDeltaParams``.
+            params: the layer's weights.
             raw: the pass's rows as projected.
             memory: what the slots keep in this layer; the states are advanced, the rest replaced.
         """
-        width = spec.num_value_heads * spec.value_dim
-        out = torch.empty((raw.qkv.shape[0], width), dtype=raw.qkv.dtype)
+        rule = params.rule
+        out = torch.empty((raw.mixed.shape[0], rule.out_features), dtype=raw.mixed.dtype)
         _require(memory.states, torch.float32)
-        for kept in (memory.history, memory.pending_qkv, memory.pending_gates):
+        for kept in (memory.history, memory.pending_mixed, memory.pending_gates):
             _require(kept, out.dtype)
         weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
         # Named, so that what had to be copied outlives the call.
@@ -282,19 +293,18 @@ class NativeKernels(ComposedKernels):
             len(parts),
             memory.states.data_ptr(),
             memory.history.data_ptr(),
-            memory.pending_qkv.data_ptr(),
+            memory.pending_mixed.data_ptr(),
             memory.pending_gates.data_ptr(),
-            raw.qkv.data_ptr(),
-            raw.a.data_ptr(),
-            raw.b.data_ptr(),
+            raw.mixed.data_ptr(),
+            *(part.data_ptr() for part in raw.gates),
             *raw.strides,
             *(None if w is None else w.data_ptr() for w in floats),
             out.data_ptr(),
-            spec.num_key_heads,
-            spec.num_value_heads,
-            spec.key_dim,
-            spec.value_dim,
-            spec.conv_kernel,
+            rule.num_key_heads,
+            rule.num_value_heads,
+            rule.key_dim,
+            rule.value_dim,
+            rule.conv_kernel,
             memory.max_pending,
             _is_bf16(out),
         )
@@ -318,39 +328,6 @@ class NativeKernels(ComposedKernels):
             _norm_is_bf16(weight, x),
         )
         return out
-
-    def _product(
-        self, x: Tensor, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
-        assert isinstance(weight, PanelWeight)
-        t, k = x.shape
-        n = weight.out_features
-        _require(x, weight.dtype)
-        if k != weight.in_features:
-            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {weight.in_features}]")
-        out = torch.empty((t, n), dtype=dtype)
-        self._gemm(
-            x.data_ptr(),
-            weight.address,
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            t,
-            n,
-            k,
-            weight.dtype is torch.bfloat16,
-            dtype is torch.bfloat16,
-        )
-        return out
-
-
-def part_table(parts: Sequence[SlotRows]) -> Tensor:
-    """[P, 7] int64: parts of a pass in the order of their rows, as gated_delta.c reads them."""
-    table, rows_before = [], 0
-    for part in parts:
-        counts = (part.first_row, part.num_rows, part.num_folded, part.num_lasting)
-        table.append((part.slot, int(part.starts), *counts, rows_before))
-        rows_before += part.num_folded + part.num_rows
-    return torch.tensor(table, dtype=torch.int64).view(-1, 7)
 
 
 def _is_bf16(x: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Products in eight bits for draft heads on a chip: their row law, and the tokens end to end."""
+"""Products in fp8 for draft heads on a chip: their row law, and the tokens end to end."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from recorded_gpu import Recording, drive
 from helpers.checkpoints import eagle1_tensors, write_checkpoint, write_eagle1
 from helpers.hybrids import FULL, LINEAR, twin_config, twin_tensors
 from sametoken.config import EngineConfig
-from sametoken.drafters.quantized import in_eight_bits
 from sametoken.engine.build import build_engine
-from sametoken.kernels.gemm import eight_bit
-from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
-from sametoken.kernels.gemm.eight_bit_triton import (
+from sametoken.kernels.gemm import fp8
+from sametoken.kernels.gemm.fp8 import Fp8Weight
+from sametoken.kernels.gemm.fp8_triton import (
     DEPTH,
+    Fp8DeviceWeight,
     default_config,
-    linear,
-    linear_silu_mul,
-    logits,
     product,
     rounded,
 )
@@ -78,8 +75,20 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1)
-def weight_of(features: int, depth: int) -> EightBitWeight:
-    return quantize(normal(features, depth, seed=1) / depth**0.5)
+def weight_of(features: int, depth: int) -> Fp8DeviceWeight:
+    return quantized(normal(features, depth, seed=1) / depth**0.5)
+
+
+def quantized(weight: torch.Tensor) -> Fp8DeviceWeight:
+    return Fp8DeviceWeight(*fp8.quantize(weight))
+
+
+def by_reference(weight: Fp8DeviceWeight) -> Fp8Weight:
+    return Fp8Weight(weight.matrix, weight.scale)
+
+
+def logits(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
+    return weight.matmul(x, out_dtype=torch.float32)
 
 
 # Products
@@ -91,7 +100,7 @@ def weight_of(features: int, depth: int) -> EightBitWeight:
 )
 def test_logits_are_those_of_the_reference(features, depth):
     x, weight = normal(64, depth), weight_of(features, depth)
-    expected = eight_bit.logits(x, weight)
+    expected = logits(x, by_reference(weight))
     # Of 33 terms the unit cuts off up to 2**-13 of the largest, a sum of 128 products
     # or one of them: below 2**5 deviations of a product. K / 32 times 33 such errors, each
     # as often up as down, make up to sqrt(33 / 32) * 2**-8 of the deviation of K products.
@@ -108,20 +117,20 @@ def test_results_in_bf16_are_those_of_the_reference(depth):
     """As above, and a rounding or three to 8 bits."""
     x, weight = normal(64, depth) * 3, weight_of(1024, depth)
     bias = normal(1024, seed=5)
-    expected = eight_bit.linear(x, weight)
+    expected = by_reference(weight).matmul(x)
     gate, up = expected.float().chunk(2, dim=1)
     for got, wanted in (
-        (linear(x, weight), expected),
-        (linear(x, weight, bias), eight_bit.linear(x, weight, bias)),
-        (linear_silu_mul(x, weight), torch.nn.functional.silu(gate) * up),
+        (weight.matmul(x), expected),
+        (weight.matmul(x, bias), by_reference(weight).matmul(x, bias)),
+        (weight.gated_matmul(x), torch.nn.functional.silu(gate) * up),
     ):
         assert got.dtype == torch.bfloat16
         assert got.shape == wanted.shape
         assert (got.float() - wanted.float()).norm() / wanted.float().norm() < 2**-6
 
 
-@pytest.mark.parametrize("form", [linear, logits])
-def test_sums_of_integers_beyond_14_bits_are_exact(form):
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_sums_of_integers_beyond_14_bits_are_exact(out_dtype):
     """A turn's sum stays below 2**13 steps; that of all turns, added in fp32, passes 2**16."""
     generator = torch.Generator("cuda").manual_seed(0)
     options = {"device": CUDA, "generator": generator}
@@ -130,11 +139,11 @@ def test_sums_of_integers_beyond_14_bits_are_exact(form):
     x[:, 100] = 7
     x *= 2.0 ** (torch.arange(70, device=CUDA) % 7 - 3)[:, None]
     matrix = torch.randint(1, 8, (1024, 8192), **options).float().to(torch.float8_e4m3fn)
-    weight = EightBitWeight(matrix, torch.ones(1024, device=CUDA))
+    weight = Fp8DeviceWeight(matrix, torch.ones(1024, device=CUDA))
     expected = (x.double() @ matrix.double().T).float()
     assert expected.max() > 2**19
     for rows in (1, 16, 33, 70):
-        assert torch.equal(form(x[:rows], weight), expected[:rows])
+        assert torch.equal(weight.matmul(x[:rows], out_dtype=out_dtype), expected[:rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -144,7 +153,7 @@ def test_activations_have_the_bits_of_the_reference(rows, width, dtype):
     x = (normal(rows, width).float() * 4.0 ** normal(rows, width, seed=7).float()).to(dtype)
     assert x.isfinite().all()
     found = rounded(x)
-    for reference in (eight_bit.rounded(x), eight_bit.rounded(x.cpu())):
+    for reference in (fp8.rounded(x), fp8.rounded(x.cpu())):
         for got, expected in zip(found, reference, strict=True):
             assert torch.equal(got.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
 
@@ -156,16 +165,16 @@ def test_every_number_of_16_bits_is_rounded_as_by_the_reference():
         x = bits.view(dtype).view(256, 256)
         finite = x.isfinite().all(dim=1)
         assert finite.sum() > 240
-        for got, expected in zip(rounded(x), eight_bit.rounded(x), strict=True):
+        for got, expected in zip(rounded(x), fp8.rounded(x), strict=True):
             assert torch.equal(got[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 
 
 @pytest.mark.parametrize("what", [torch.nan, torch.inf])
-@pytest.mark.parametrize("form", [linear, linear_silu_mul, logits])
+@pytest.mark.parametrize("form", [Fp8DeviceWeight.matmul, Fp8DeviceWeight.gated_matmul])
 def test_a_row_with_nan_or_an_infinity_has_no_result(form, what):
     x, weight = normal(3, 576), weight_of(8192, 576)
     x[1, 500] = what
-    is_nan = form(x, weight).isnan()
+    is_nan = form(weight, x).isnan()
     assert is_nan[1].all()
     assert not is_nan[[0, 2]].any()
 
@@ -174,7 +183,7 @@ def test_rows_of_zeros_or_of_next_to_nothing_give_zeros():
     x, weight = torch.zeros(3, 576, device=CUDA), weight_of(8192, 576)
     x[1], x[2, 0] = 2.0**-140, -(2.0**-126)
     assert not logits(x, weight).any()
-    assert torch.equal(rounded(x)[1], eight_bit.rounded(x)[1])
+    assert torch.equal(rounded(x)[1], fp8.rounded(x)[1])
 
 
 @pytest.mark.parametrize(
@@ -210,17 +219,17 @@ def test_no_tile_and_no_number_of_rows_changes_a_row(features, depth, epilogue):
 
 def test_a_captured_chain_of_dependent_products_replays_the_same_bits():
     """Each kernel starts before the one in front ends, the roundings between them too."""
-    wide = [quantize(normal(8192, 2048, seed=seed) / 45) for seed in range(4)]
-    narrow = [quantize(normal(2048, 4096, seed=9 + seed) / 20) for seed in range(4)]
+    wide = [quantized(normal(8192, 2048, seed=seed) / 45) for seed in range(4)]
+    narrow = [quantized(normal(2048, 4096, seed=9 + seed) / 20) for seed in range(4)]
     x, ones = normal(4, 2048), torch.ones(2048, device=CUDA, dtype=torch.bfloat16)
 
     def chain(between) -> torch.Tensor:
         y = x
         for gate_up, down in list(zip(wide, narrow, strict=True)) * 4:
             # Without a norm the squares of squares would leave bf16 after seven turns.
-            y = linear_silu_mul(rms_norm(y, ones, 1e-6), gate_up)
+            y = gate_up.gated_matmul(rms_norm(y, ones, 1e-6))
             between()
-            y = linear(y, down)
+            y = down.matmul(y)
             between()
         return logits(y, wide[0])
 
@@ -243,7 +252,7 @@ def test_quantizing_takes_no_second_copy_of_a_large_weight():
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    made = quantize(weight)
+    made = quantized(weight)
     assert torch.cuda.max_memory_allocated() - before < made.nbytes + (512 << 20)
     part = slice(200_000, 200_064)
     stands_for = made.matrix[part].float() * made.scale[part, None]
@@ -364,19 +373,19 @@ def logits_of(path, device: torch.device) -> list[torch.Tensor]:
     options = {"dtype": torch.bfloat16, "device": device, "max_positions": 64}
     target = load_model(path, kernels=kernels, **options)
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(3)).bfloat16().to(device)
-    head = MTPCheckpoint(path).load(target, kernels=kernels, **options)
-    return [
-        one.compute_logits(one.norm(one.layer.mlp(one.fc(x))))
-        for one in (head, in_eight_bits(head, kernels))
+    heads = [
+        MTPCheckpoint(path).load(target, kernels=kernels, **options, quantize_fp8=quantize)
+        for quantize in (False, True)
     ]
+    return [one.compute_logits(one.norm(one.layer.mlp(one.fc(x)))) for one in heads]
 
 
-def test_own_projections_leave_memory_when_their_eight_bits_are_made():
+def test_own_projections_leave_memory_when_they_become_fp8():
     kernels = select_kernels(CUDA)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     weight = kernels.pack(normal(32000, 4096))
-    weight = kernels.eight_bit(weight)
+    weight = weight.quantize_fp8()
     assert torch.cuda.memory_allocated() - before < weight.nbytes + (4 << 20)
     # Which matrices are in use is known by weak references.
     assert kernels.prove((1, 64)) == ()

@@ -1,8 +1,8 @@
-"""Products in eight bits for draft heads on a GPU: both operands float8 e4m3, sums fp32.
+"""Products in fp8 for draft heads on a GPU: both operands float8 e4m3, sums fp32.
 
 The kernel is that of ``gemm.triton``. Of a loop turn's ``DEPTH`` products a matrix unit may
 keep 14 bits, so every choice has that depth, and no choice changes a bit
-(tests/gpu/test_eight_bit_gpu.py).
+(tests/gpu/test_fp8_gpu.py).
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.runtime import driver
 
 from sametoken.kernels.gemm import triton as gemm
-from sametoken.kernels.gemm.eight_bit import STEP, TINY, EightBitWeight
-from sametoken.kernels.gemm.triton import Scaling
+from sametoken.kernels.gemm.fp8 import STEP, TINY, Fp8Weight
+from sametoken.kernels.gemm.triton import Scaling, epilogue_of
 from sametoken.kernels.gemm.tuning import Epilogue, GemmShape, TritonConfig
 from sametoken.kernels.overlap import overlapped, wait_for_earlier
 
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By a tile's rows, as ``benchmarks/eight_bit_gpu.py`` measured them.
+# By a tile's rows, as ``benchmarks/fp8_gpu.py`` measured them.
 _NARROW = {16: Tile(64, 4, 14), 32: Tile(64, 4, 12), 64: Tile(64, 4, 9), 128: Tile(64, 4, 6)}
 _SHARED = {16: Tile(64, 4, 6), 32: Tile(64, 4, 6), 64: Tile(64, 4, 6), 128: Tile(64, 4, 4)}
 _MIDDLE = {16: Tile(128, 4, 5), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(64, 4, 4)}
@@ -97,26 +97,25 @@ def default_config(
     )
 
 
-def linear(x: Tensor, weight: EightBitWeight, bias: Tensor | None = None) -> Tensor:
-    """``eight_bit.linear`` on a GPU: [T, K] -> [T, N] in x's dtype."""
-    return product(x, weight, "none" if bias is None else "bias", bias)
+class Fp8DeviceWeight(Fp8Weight):
+    """``Fp8Weight`` on a GPU."""
 
+    __slots__ = ()
 
-def linear_silu_mul(x: Tensor, weight: EightBitWeight) -> Tensor:
-    """``silu(gate) * up`` of [gate | up] = ``linear(x, weight)``: [T, K] -> [T, N / 2]."""
-    return product(x, weight, "silu_mul")
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return product(x, self, epilogue_of(bias, out_dtype), bias)
 
-
-def logits(x: Tensor, weight: EightBitWeight) -> Tensor:
-    """``eight_bit.logits`` on a GPU: [L, K] -> [L, V] fp32."""
-    return product(x, weight, "logits")
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return product(x, self, "silu_mul")
 
 
 def product(
     x: Tensor,
-    weight: EightBitWeight,
+    weight: Fp8Weight,
     epilogue: Epilogue = "none",
-    operand: Tensor | None = None,
+    bias: Tensor | None = None,
     config: TritonConfig | None = None,
 ) -> Tensor:
     """One product of rounded activations.
@@ -124,7 +123,7 @@ def product(
     Args:
         x: [T, K], contiguous.
         weight: [N, K].
-        epilogue, operand: as in ``gemm.triton.product``.
+        epilogue, bias: as in ``gemm.triton.product``.
         config: by default that of ``default_config``; its depth is ``DEPTH``.
     """
     rows, in_features = x.shape
@@ -136,7 +135,7 @@ def product(
     assert config.block_features % FEATURES == 0
     matrix, scale = rounded(x)
     scaling = Scaling(weight.scale, scale, x.dtype)
-    return gemm.tiled_product(config, matrix, weight.matrix, epilogue, operand, scaling)
+    return gemm.tiled_product(config, matrix, weight.matrix, epilogue, bias, scaling)
 
 
 def _memory(x: Tensor) -> int:
@@ -150,7 +149,7 @@ def _memory_of(device: int) -> int:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``eight_bit.rounded`` on a GPU, of a contiguous [T, K], to the same bits."""
+    """``fp8.rounded`` on a GPU, of a contiguous [T, K], to the same bits."""
     assert x.is_contiguous()
     rows, width = x.shape
     matrix = torch.empty_like(x, dtype=torch.float8_e4m3fn)

@@ -7,10 +7,10 @@ from itertools import groupby
 from operator import itemgetter
 
 import torch
-from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.recurrent.rule import Folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +38,25 @@ class SlotRows:
         return self.num_folded + self.num_rows - self.num_lasting
 
 
-def slot_rows(
-    rows: AttentionRows, position: Tensor, num_pending: Tensor, max_pending: int
-) -> tuple[SlotRows, ...]:
+def slot_rows(rows: AttentionRows, folded: Folded) -> tuple[SlotRows, ...]:
     """The parts of a pass, derived from positions alone.
 
     Args:
         rows: the pass's rows; those of the reserved slot are dead and have no part.
-        position: [S] int64, positions that each slot has folded.
-        num_pending: [S] int64, rows that each slot holds from there on.
-        max_pending: how many it can hold.
+        folded: how far each slot is folded.
 
     Raises:
         InvariantError: a slot's rows do not follow on what is folded and pending.
     """
-    slots = rows.slots
+    slots, position = rows.slots, folded.position
     committed = torch.ones_like(slots) if rows.committed is None else rows.committed
-    facts = torch.stack((slots, rows.positions, committed, position[slots], num_pending[slots]))
+    counts = position[slots], folded.num_pending[slots]
+    facts = torch.stack((slots, rows.positions, committed, *counts))
     parts, first_row, reserved_slot = [], 0, position.shape[0] - 1
     for slot, group in groupby(facts.t().tolist(), key=itemgetter(0)):
         of_slot = list(group)
         if slot != reserved_slot:
-            parts.append(_part(of_slot, first_row, max_pending))
+            parts.append(_part(of_slot, first_row, folded.max_pending))
         first_row += len(of_slot)
     return tuple(parts)
 

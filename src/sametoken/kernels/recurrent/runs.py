@@ -15,6 +15,7 @@ from torch import Tensor
 from sametoken.errors import InvariantError
 from sametoken.kernels.interface import AttentionRows, RowRuns
 from sametoken.kernels.overlap import overlapped, wait
+from sametoken.kernels.recurrent.rule import Folded
 
 # Columns of the table of runs.
 SLOT = tl.constexpr(0)
@@ -112,7 +113,7 @@ def _plan_runs_kernel(
     tl.store(num_pending + slot, left, runs_on)
 
 
-def plan_runs(rows: AttentionRows, position: Tensor, num_pending: Tensor, max_pending: int) -> Runs:
+def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
     """What a pass folds, runs for good and leaves pending; advances the slots' counts.
 
     Rows that do not follow on what is folded and pending change nothing, and ``advance``
@@ -121,14 +122,12 @@ def plan_runs(rows: AttentionRows, position: Tensor, num_pending: Tensor, max_pe
     Args:
         rows: the pass's T rows. A run is one slot's live rows, then dead ones on the reserved
             slot; of a slot there is one run.
-        position: [S] int64, positions that each slot has folded; written.
-        num_pending: [S] int64, rows that each slot holds from there on; written.
-        max_pending: how many it can hold.
+        folded: how far each slot is folded; written.
 
     Raises:
         InvariantError: rows without runs.
     """
-    runs = rows.runs
+    runs, position, num_pending = rows.runs, folded.position, folded.num_pending
     if runs is None:
         raise InvariantError("a pass was given rows without runs", "set AttentionRows.runs")
     assert runs.starts is not None or runs.count * runs.max_rows <= rows.slots.shape[0]
@@ -146,7 +145,7 @@ def plan_runs(rows: AttentionRows, position: Tensor, num_pending: Tensor, max_pe
             table,
             runs.max_rows,
             position.shape[0] - 1,
-            max_pending,
+            folded.max_pending,
             BLOCK=_ROW_BLOCK,
             num_warps=1,
             **overlapped(position),

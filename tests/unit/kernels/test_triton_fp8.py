@@ -1,7 +1,7 @@
-"""Products with eight-bit weights under the interpreter, and how such weights are made.
+"""Products with fp8 weights under the interpreter, and how such weights are made.
 
 Bits are compared on small integers, where every sum is exact; with real numbers
-tests/gpu/test_eight_bit_gpu.py compares them on the chip. The interpreter does not round to
+tests/gpu/test_fp8_gpu.py compares them on the chip. The interpreter does not round to
 bf16 or e4m3 as a GPU does: fp16 stands in, and a row's scale here is a power of two, so that
 e4m3 has every element.
 """
@@ -15,17 +15,14 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.kernels.activation.reference import silu_mul
-from sametoken.kernels.gemm import eight_bit, eight_bit_triton
-from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
-from sametoken.kernels.gemm.eight_bit_triton import (
+from sametoken.kernels.gemm import fp8, fp8_triton
+from sametoken.kernels.gemm.fp8 import Fp8Weight, quantize
+from sametoken.kernels.gemm.fp8_triton import (
     DEPTH,
     NARROW,
     WIDE,
+    Fp8DeviceWeight,
     default_config,
-    linear,
-    linear_silu_mul,
-    logits,
     product,
     rounded,
 )
@@ -52,11 +49,11 @@ def activations(rows: int, depth: int, dtype: torch.dtype = torch.float16) -> to
     return (x * 2.0 ** (torch.arange(rows) % 5 - 2)[:, None]).to(dtype)
 
 
-def weight_of(features: int, depth: int) -> EightBitWeight:
+def weight_of(features: int, depth: int) -> Fp8DeviceWeight:
     """Small integers, scaled by powers of two, inside memory that is NaN elsewhere."""
     scale = 2.0 ** (integers(features, seed=2) - 10)
     matrix = integers(features, depth, seed=1).to(torch.float8_e4m3fn)
-    return EightBitWeight(poisoned_view(matrix), poisoned_view(scale))
+    return Fp8DeviceWeight(poisoned_view(matrix), poisoned_view(scale))
 
 
 def poisoned_view(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +63,7 @@ def poisoned_view(x: torch.Tensor) -> torch.Tensor:
     return memory[256 : 256 + x.numel()].view(x.shape)
 
 
-def exact(x: torch.Tensor, weight: EightBitWeight) -> torch.Tensor:
+def exact(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
     return x.double() @ (weight.matrix.double() * weight.scale.double()[:, None]).T
 
 
@@ -75,10 +72,10 @@ def operand_of(epilogue: str, features: int, dtype: torch.dtype) -> torch.Tensor
 
 
 def by_reference(x, weight, epilogue: str, operand) -> torch.Tensor:
-    if epilogue == "logits":
-        return eight_bit.logits(x, weight)
-    out = eight_bit.linear(x, weight, operand)
-    return silu_mul(out) if epilogue == "silu_mul" else out
+    plain = Fp8Weight(weight.matrix, weight.scale)
+    if epilogue == "silu_mul":
+        return plain.gated_matmul(x)
+    return plain.matmul(x, operand, torch.float32 if epilogue == "logits" else None)
 
 
 def same(got: torch.Tensor, expected: torch.Tensor, epilogue: str) -> bool:
@@ -92,7 +89,7 @@ def same(got: torch.Tensor, expected: torch.Tensor, epilogue: str) -> bool:
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 16, 32), (5, 37, 72), (33, 50, 200)])
 def test_logits_read_nothing_outside_odd_shapes(rows, features, depth, dtype):
     x, weight = poisoned_view(activations(rows, depth, dtype)), weight_of(features, depth)
-    assert torch.equal(logits(x, weight), exact(x, weight).float())
+    assert torch.equal(weight.matmul(x, out_dtype=torch.float32), exact(x, weight).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -117,13 +114,13 @@ def test_tiles_and_load_forms_give_the_result_of_the_reference(config, depth, ep
     assert same(got, by_reference(x, weight, epilogue, operand), epilogue)
 
 
-def test_wrappers_choose_their_epilogues():
+def test_products_choose_their_epilogues():
     x, weight, bias = activations(5, 72), weight_of(48, 72), integers(48, dtype=torch.float16)
-    assert torch.equal(linear(x, weight), product(x, weight))
-    assert torch.equal(linear(x, weight, bias), product(x, weight, "bias", bias))
-    assert torch.equal(linear_silu_mul(x, weight), product(x, weight, "silu_mul"))
-    assert torch.equal(logits(x, weight), product(x, weight, "logits"))
-    assert linear_silu_mul(x, weight).shape == (5, 24)
+    assert torch.equal(weight.matmul(x), product(x, weight))
+    assert torch.equal(weight.matmul(x, bias), product(x, weight, "bias", bias))
+    assert torch.equal(weight.gated_matmul(x), product(x, weight, "silu_mul"))
+    assert torch.equal(weight.matmul(x, out_dtype=torch.float32), product(x, weight, "logits"))
+    assert weight.gated_matmul(x).shape == (5, 24)
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -137,11 +134,11 @@ def test_a_row_cannot_tell_how_many_there_are(epilogue):
 
 def test_a_row_beside_rows_of_nan_is_the_same():
     x, weight = activations(20, 128), weight_of(48, 128)
-    alone = linear(x[:1], weight)
+    alone = weight.matmul(x[:1])
     company = torch.full_like(x, torch.nan)
     company[:, 0] = 1
     company[17] = x[0]
-    assert torch.equal(linear(company, weight)[17], alone[0])
+    assert torch.equal(weight.matmul(company)[17], alone[0])
 
 
 def test_rows_that_do_not_exist_are_not_written():
@@ -154,8 +151,8 @@ def test_rows_that_do_not_exist_are_not_written():
 
     with pytest.MonkeyPatch.context() as patch:
         operands = rounded(x)
-        patch.setattr(eight_bit_triton, "rounded", lambda _: operands)
-        patch.setattr(eight_bit_triton.torch, "empty", carved)
+        patch.setattr(fp8_triton, "rounded", lambda _: operands)
+        patch.setattr(fp8_triton.torch, "empty", carved)
         results = {dtype: product(x, weight, name) for dtype, name in FORMS.items()}
     for dtype, got in results.items():
         assert torch.equal(got, exact(x, weight).to(dtype))
@@ -173,8 +170,8 @@ def test_a_depth_or_features_that_would_change_bits_are_refused():
 
 
 def test_no_rows_give_no_rows():
-    assert logits(activations(0, 64), weight_of(24, 64)).shape == (0, 24)
-    assert linear_silu_mul(activations(0, 64), weight_of(24, 64)).shape == (0, 12)
+    assert weight_of(24, 64).matmul(activations(0, 64)).shape == (0, 24)
+    assert weight_of(24, 64).gated_matmul(activations(0, 64)).shape == (0, 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -182,7 +179,7 @@ def test_no_rows_give_no_rows():
 def test_activations_are_rounded_to_the_bits_of_the_reference(rows, width, dtype):
     x = poisoned_view(activations(rows, width, dtype))
     matrix, scale = rounded(x)
-    expected, scales = eight_bit.rounded(x)
+    expected, scales = fp8.rounded(x)
     assert torch.equal(matrix.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(scale, scales)
     assert torch.equal(matrix.float() * scale[:, None], x.float())
@@ -193,11 +190,11 @@ def test_rows_of_zeros_or_of_next_to_nothing_give_zeros():
     x[1], x[2, 0] = 2.0**-140, -(2.0**-126)
     matrix, scale = rounded(x)
     assert not matrix.float().any()
-    assert torch.equal(scale, eight_bit.rounded(x)[1])
-    assert not linear(x, weight_of(48, 72)).any()
+    assert torch.equal(scale, fp8.rounded(x)[1])
+    assert not weight_of(48, 72).matmul(x).any()
 
 
-@pytest.mark.parametrize("form", [eight_bit.rounded, rounded])
+@pytest.mark.parametrize("form", [fp8.rounded, rounded])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scales_are_the_same_for_any_largest_element(form, dtype):
     """Real numbers: only the rounding to e4m3 is beyond the interpreter."""
@@ -216,17 +213,18 @@ def finite_numbers() -> torch.Tensor:
     return numbers[~numbers.float().isnan()]
 
 
-def test_every_eight_bit_weight_counts_as_what_it_is():
+def test_every_fp8_weight_counts_as_what_it_is():
     numbers = finite_numbers()
-    weight = EightBitWeight(numbers[:, None].expand(-1, 64).contiguous(), torch.ones(len(numbers)))
+    matrix = numbers[:, None].expand(-1, 64).contiguous()
+    weight = Fp8DeviceWeight(matrix, torch.ones(len(numbers)))
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     x[0, 5] = 448
-    assert torch.equal(logits(x, weight)[0], 448 * numbers.float())
+    assert torch.equal(weight.matmul(x, out_dtype=torch.float32)[0], 448 * numbers.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("form", [eight_bit.rounded, rounded])
-def test_an_activation_that_is_an_eight_bit_number_stays_as_it_is(form, dtype):
+@pytest.mark.parametrize("form", [fp8.rounded, rounded])
+def test_an_activation_that_is_a_number_of_e4m3_stays_as_it_is(form, dtype):
     """All of them in one row, whose largest is that of e4m3."""
     numbers = finite_numbers()[None]
     matrix, scale = form(poisoned_view(numbers.to(dtype)))
@@ -240,7 +238,7 @@ def test_quantized_weights_are_within_half_a_step(dtype):
     spread = 10.0 ** torch.arange(-6, 6)[:, None]
     weight = (torch.randn(12, 300, generator=generator) * spread).to(dtype)
     weight[3] = 0
-    got = quantize(weight)
+    got = Fp8Weight(*quantize(weight))
     stands_for = got.matrix.float() * got.scale[:, None]
     # Three bits of mantissa; below 2**-6 steps are of one size, 2**-9.
     error = (stands_for - weight.float()).abs()
@@ -253,18 +251,18 @@ def test_quantized_weights_are_within_half_a_step(dtype):
 
 def test_a_large_weight_is_quantized_a_slice_at_a_time(monkeypatch):
     weight = torch.randn(37, 50, generator=torch.Generator().manual_seed(1))
-    whole = quantize(weight)
-    monkeypatch.setattr(eight_bit, "_SLICE_ELEMENTS", 200)
-    sliced = quantize(weight)
+    whole = Fp8Weight(*quantize(weight))
+    monkeypatch.setattr(fp8, "_SLICE_ELEMENTS", 200)
+    sliced = Fp8Weight(*quantize(weight))
     assert torch.equal(sliced.matrix.view(torch.uint8), whole.matrix.view(torch.uint8))
     assert torch.equal(sliced.scale, whole.scale)
 
 
-def test_default_kernels_compile_to_products_of_eight_bits(tmp_path):
+def test_default_kernels_compile_to_products_of_fp8(tmp_path):
     """At shapes of real heads, and one whose depth is no whole number of turns."""
     code = """
-from sametoken.kernels.gemm.eight_bit import EightBitWeight
-from sametoken.kernels.gemm.eight_bit_triton import default_config, product
+from sametoken.kernels.gemm.fp8 import Fp8Weight
+from sametoken.kernels.gemm.fp8_triton import default_config, product
 from sametoken.kernels.gemm.tuning import GemmShape
 SHAPES = [(248320, 4096, "logits"), (32000, 4096, "logits"), (6144, 8192, "none")]
 SHAPES += [(4096, 576, "bias"), (24576, 4096, "silu_mul")]
@@ -275,7 +273,7 @@ for features, depth, epilogue in SHAPES:
         x = torch.empty(rows, depth, dtype=torch.bfloat16)
         shape = GemmShape(features, depth, epilogue)
         config = default_config(shape, rows, overlap=rows < 64)
-        weight = EightBitWeight(matrix, torch.empty(features))
+        weight = Fp8Weight(matrix, torch.empty(features))
         product(x, weight, epilogue, bias, config)
 """
     compile_launches(code, tmp_path)
@@ -311,7 +309,7 @@ def test_two_programs_share_a_tile_of_a_narrow_weight():
     assert sizes == [16, 32, 32, 32, 64, 64, 128, 128]
 
 
-def test_tiles_fit_every_chip_with_eight_bit_products():
+def test_tiles_fit_every_chip_with_fp8_products():
     sizes = (1, 16, 17, 32, 33, 64, 65, 128, 2048)
     # What a program may have on compute capability 8.9, and on Hopper.
     for shape, rows, memory in itertools.product(SHAPES, sizes, (99 << 10, 227 << 10)):

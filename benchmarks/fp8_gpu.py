@@ -1,6 +1,6 @@
-"""Time products in eight bits on the GPU at hand, next to bf16 at its tuned choice.
+"""Time products in fp8 on the GPU at hand, next to bf16 at its tuned choice.
 
-    python benchmarks/eight_bit_gpu.py [--rows 1,4,8,32,64,256] [--only 4096x12288,248320x4096]
+    python benchmarks/fp8_gpu.py [--rows 1,4,8,32,64,256] [--only 4096x12288,248320x4096]
 
 Times hold the rounding of the activations, which is also shown alone. Weights come from memory:
 a CUDA graph walks over copies worth several times the L2. A line has the fastest kernels first,
@@ -23,8 +23,8 @@ from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.gemm.eight_bit import EightBitWeight, quantize
-from sametoken.kernels.gemm.eight_bit_triton import DEPTH, NARROW, default_config, product, rounded
+from sametoken.kernels.gemm.fp8 import Fp8Weight, quantize
+from sametoken.kernels.gemm.fp8_triton import DEPTH, NARROW, default_config, product, rounded
 from sametoken.kernels.gemm.triton import product as bf16_product
 from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig, load_table
 
@@ -133,7 +133,7 @@ def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
     for shape in shapes:
         epilogue = shape.epilogue
         x, matrix = normal(1, shape.in_features), normal(1024, shape.in_features)
-        weight = quantize(matrix)
+        weight = Fp8Weight(*quantize(matrix))
         for count in rows:
             for config in candidates(shape, count):
                 jobs[config, epilogue, "e4m3"] = lambda x=x, w=weight, e=epilogue, c=config: (
@@ -161,10 +161,8 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
         normal(shape.out_features, shape.in_features, scale=scale)
         for _ in range(copies(2 * num_elements))
     ]
-    weight = quantize(matrices[0])
-    weights = [
-        EightBitWeight(weight.matrix.clone(), weight.scale) for _ in range(copies(num_elements))
-    ]
+    weight = Fp8Weight(*quantize(matrices[0]))
+    weights = [Fp8Weight(weight.matrix.clone(), weight.scale) for _ in range(copies(num_elements))]
     table = load_table(torch.cuda.get_device_name())
     x = normal(max(row_counts), shape.in_features)
     for rows in row_counts:
@@ -183,13 +181,13 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
 
 
 def timed(
-    shape: GemmShape, x: torch.Tensor, weights: list[EightBitWeight], expected: torch.Tensor
+    shape: GemmShape, x: torch.Tensor, weights: list[Fp8Weight], expected: torch.Tensor
 ) -> list[tuple[float, str]]:
     """Microseconds and labels of the fastest candidates, and of the default and wrong ones."""
     times: list[tuple[float, str]] = []
     for index, config in enumerate(candidates(shape, x.shape[0])):
 
-        def run(weight: EightBitWeight, config: TritonConfig = config) -> torch.Tensor:
+        def run(weight: Fp8Weight, config: TritonConfig = config) -> torch.Tensor:
             return product(x, weight, shape.epilogue, None, config)
 
         try:

@@ -1,0 +1,65 @@
+"""Weights become fp8 for draft heads alone: the target cannot get one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import sametoken
+
+PACKAGE = Path(sametoken.__file__).parent
+# From the speculative config, through what opens and loads heads, to the reader of weights.
+MAKERS = {
+    "drafters/build.py",
+    "models/eagle1_checkpoint.py",
+    "models/eagle3_checkpoint.py",
+    "models/eagle_checkpoint.py",
+    "models/experts.py",
+    "models/mtp_checkpoint.py",
+    "models/weights.py",
+}
+# Names by which such a weight is asked for, made or told apart.
+NAMES = {"quantize_fp8", "Fp8Weight", "Fp8DeviceWeight", "quantize", "fp8"}
+
+
+def names_in(source: str) -> set[str]:
+    """Which of ``NAMES`` the code reads, as a name or of an object, imports or passes."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.keyword | ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names}
+    return found & NAMES
+
+
+def test_the_checker_sees_every_way_to_make_one():
+    assert names_in("weight = weight.quantize_fp8()") == {"quantize_fp8"}
+    assert names_in("make = weight.quantize_fp8") == {"quantize_fp8"}
+    assert names_in("WeightReader(source, kernels, quantize_fp8=True)") == {"quantize_fp8"}
+    assert names_in("from sametoken.kernels.gemm.fp8 import quantize as q") == {"quantize"}
+    assert names_in("from sametoken.kernels.gemm import fp8") == {"fp8"}
+    assert names_in("weight.matmul(x)") == set()
+
+
+def test_draft_heads_alone_are_quantized():
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if names_in(path.read_text(encoding="utf-8"))
+    }
+    assert {path for path in found if not path.startswith("kernels/")} == MAKERS
+
+
+def test_a_mixture_of_experts_only_turns_it_off():
+    source = (PACKAGE / "models" / "experts.py").read_text(encoding="utf-8")
+    values = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.keyword) and node.arg == "quantize_fp8"
+    ]
+    assert values == [False]

@@ -1,0 +1,75 @@
+"""An engine over two recurrent rules and latents: nothing asks for Gated DeltaNet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from helpers.decaying_sum import MixedToy
+from helpers.harness import ScriptedDrafter, Shape, allocate, build, request, run
+from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.kernels.native.bundle import NativeKernels
+from sametoken.kernels.reference import ReferenceKernels
+from sametoken.runner.swap import SwapStore
+
+SHAPE = Shape(prefix_caching=False, cache_emitted=False)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 1, 2, 3, 4], [5] * 17, [6, 1], [7, 7, 2, 9, 4, 4, 4]]
+
+both_bundles = pytest.mark.parametrize(
+    "kernels", [NativeKernels(), ReferenceKernels()], ids=lambda kernels: kernels.name
+)
+
+
+def requests(temperature: float = 0.0):
+    return [
+        request(f"r{i}", prompt, max_tokens=16, seed=i, temperature=temperature)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def alone(item, kernels) -> list[int]:
+    """A request's tokens without drafts and without company."""
+    core = build(MixedToy(kernels=kernels), replace(SHAPE, max_num_seqs=1))
+    return run(core, [item]).tokens[item.request_id]
+
+
+@both_bundles
+@pytest.mark.parametrize("num_blocks", [90, 14])
+@pytest.mark.parametrize("script", ["right", "mixed"])
+def test_drafts_and_preemption_leave_every_token_alone(kernels, num_blocks, script, monkeypatch):
+    saved, save = [], SwapStore._save
+
+    def watched(store, swap):
+        saved.append(swap)
+        save(store, swap)
+
+    monkeypatch.setattr(SwapStore, "_save", watched)
+    items = requests(temperature=0.9)
+
+    def oracle(admission) -> list[int]:
+        item = request("x", admission.prompt_token_ids, max_tokens=40)
+        return alone(replace(item, params=admission.params), kernels)
+
+    core = build(
+        MixedToy(kernels=kernels),
+        replace(SHAPE, num_blocks=num_blocks, steps_in_flight=2),
+        make_drafter=lambda parts: ScriptedDrafter(parts, script),
+        oracle=oracle,
+    )
+    drafted = run(core, items)
+    assert drafted.tokens == {item.request_id: alone(item, kernels) for item in items}
+    assert drafted.accepted > 0
+    assert bool(saved) == (num_blocks == 14)
+
+
+@both_bundles
+def test_the_target_as_its_own_drafter_is_always_right(kernels):
+    def self_drafter(parts) -> DraftModelDrafter:
+        model, k = MixedToy(kernels=kernels), parts.shape.num_drafts
+        cache = allocate(model.caches, parts.shape, k)
+        return DraftModelDrafter(model, cache, k, Coupling(parts.kernels.sample, parts.table))
+
+    drafted = run(build(MixedToy(kernels=kernels), SHAPE, make_drafter=self_drafter), requests())
+    assert drafted.accepted == drafted.offered > 0

@@ -1,0 +1,60 @@
+"""Slots of recurrent layers that all declare the same, and passes over them."""
+
+from __future__ import annotations
+
+import torch
+
+from sametoken.kernels.cache_types import Recurrent
+from sametoken.kernels.interface import AttentionRows
+from sametoken.kernels.recurrent.row_by_row import RowByRowPass
+from sametoken.kernels.recurrent.rule import LayerMemory, RawRows
+from sametoken.state.caches import ModelCache
+
+
+class Slots:
+    """Memory of ``num_layers`` layers; what nobody has written is NaN, since it must not matter.
+
+    Attributes:
+        states, history, pending_mixed, pending_gates: as in ``LayerMemory``, over all layers.
+    """
+
+    def __init__(
+        self,
+        declared: Recurrent,
+        num_drafts: int,
+        *,
+        num_slots: int = 3,
+        num_layers: int = 1,
+        begin_pass=RowByRowPass.begin,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.cache = ModelCache.allocate(
+            (declared,) * num_layers,
+            num_blocks=0,
+            block_size=1,
+            max_num_seqs=num_slots,
+            num_drafts=num_drafts,
+            device=torch.device(device),
+        )
+        self.declared, self.rule, self.begin_pass = declared, declared.rule, begin_pass
+        self.states, self.history, self.pending_mixed, self.pending_gates = self.cache.slots
+        self.folded = self.cache.folded
+        self.position, self.num_pending = self.folded.position, self.folded.num_pending
+        for held in self.cache.slots:
+            held.fill_(float("nan"))
+
+    def begin(self, rows: AttentionRows):
+        return self.begin_pass(rows, self.folded)
+
+    def layer(self, index: int) -> LayerMemory:
+        return self.cache.layers[index]
+
+    def run(self, running, layer: int, weights, mixed, *gates) -> torch.Tensor:
+        return running.run(weights, RawRows(mixed, gates), self.layer(layer))
+
+
+def poison(cache: ModelCache) -> ModelCache:
+    """Everything that a model keeps is NaN; slots' counts stay at zero."""
+    for held in (*cache.blocks, *cache.slots):
+        held.fill_(float("nan"))
+    return cache

@@ -140,9 +140,7 @@ def test_drafts_of_the_right_form_that_are_wrong_leave_no_trace():
         model(),
         Shape(steps_in_flight=2, **SHAPE),
         make_drafter=make_drafter("right"),
-        oracle=lambda admitted: list(
-            alone(admitted.prompt_token_ids, other[admitted.params.seed])
-        ),
+        oracle=lambda admitted: list(alone(admitted.prompt_token_ids, other[admitted.params.seed])),
     )
     ran = run(core, [ask(f"{p}-{c}", PROMPTS[p], c, 14) for p in range(2) for c in other])
     for name, tokens in ran.tokens.items():

@@ -24,8 +24,12 @@ SIZES = {
 }
 DRAFTS = {
     "plain": None,
-    # Of a random model a match stands alone: adaptive limits would come one window late.
-    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "draft_limits": "fixed"},
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 8,
+        "prompt_lookup_max": 3,
+        "draft_limits": "fixed",
+    },
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
 }
 KINDS = ("dense", "experts")

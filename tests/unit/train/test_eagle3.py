@@ -70,7 +70,12 @@ def test_a_trained_head_is_accepted_as_training_said(target, text, tmp_path, siz
     assert reports[-1].acceptance[0] > reports[0].acceptance[0]
 
     plain = open_llm(target).generate(prompts_of(), GREEDY)
-    speculative = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": K}
+    speculative = {
+        "method": "eagle3",
+        "model": str(tmp_path),
+        "draft_limits": "fixed",
+        "num_speculative_tokens": K,
+    }
     llm = open_llm(target, speculative_config=speculative)
     drafted = llm.generate(prompts_of(), GREEDY)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]

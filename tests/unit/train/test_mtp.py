@@ -28,7 +28,7 @@ LOOP = LoopOptions(
     validation=0.0,
     device="cpu",
 )
-SPECULATION = {"method": "mtp", "num_speculative_tokens": K}
+SPECULATION = {"method": "mtp", "draft_limits": "fixed", "num_speculative_tokens": K}
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ TWO_RANKS = "tests/e2e/test_tensor_parallel.py::test_the_same_tokens"
 ACCEPTANCE = (
     "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
 )
+SELF, LOOKAHEAD = (f"{ACCEPTANCE}[{kind}-1-late-0.0]" for kind in ("self", "lookahead"))
 PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"
 EAGLE_HEAD = (
     "tests/unit/drafters/test_eagle_drafter.py"
@@ -80,6 +81,7 @@ EXTRACTED = (
 )
 TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
+LAW = "the law: one truth"
 BOTH, STATIC = ("compact", "static"), ("static", "kernels")
 ALL = ("compact", *STATIC)
 #: Of tests that run no step.
@@ -173,12 +175,7 @@ def exact_is_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LenBound, "exact", property(lambda self: self.hi))
 
 
-@mutant(
-    "backup-token-from-optimistic-length",
-    "vllm#38419",
-    f"{ACCEPTANCE}[self-1-late-0.0]",
-    "acceptance",
-)
+@mutant("backup-token-from-optimistic-length", "vllm#38419", SELF, "acceptance")
 def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     propose = DraftModelDrafter.propose
 
@@ -205,12 +202,7 @@ def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> 
     patch.setattr(DraftContext, "catch_up", mutant)
 
 
-@mutant(
-    "drafter-lengths-not-trimmed",
-    "tokenspeed#318",
-    f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-    "acceptance",
-)
+@mutant("drafter-lengths-not-trimmed", "tokenspeed#318", LOOKAHEAD, "acceptance")
 @mutant("lengths-of-an-mtp-module-not-trimmed", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance")
 def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     def mutant(*, x, end, **others):
@@ -220,17 +212,12 @@ def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "DraftContext", mutant)
 
 
-@mutant(
-    "drafter-rows-not-trimmed",
-    "tokenspeed#318",
-    f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-    "acceptance",
-)
+@mutant("drafter-rows-not-trimmed", "tokenspeed#318", LOOKAHEAD, "acceptance")
 @mutant("rows-of-an-eagle-head-not-trimmed", "tokenspeed#318", EAGLE_HEAD, "position")
 @mutant("rows-of-an-mtp-module-not-trimmed", "tokenspeed#318", MTP_MODULE, "position")
 @mutant(
     "rejected-rows-extracted",
-    "the law: one truth",
+    LAW,
     "tests/unit/drafters/test_extract_drafter.py"
     "::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
     "position",
@@ -255,12 +242,12 @@ def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "catch_up", make, (reference, in_triton))
 
 
-@mutant("rows-past-the-end-extracted", "the law: one truth", EXTRACTED, "position", HOST)
+@mutant("rows-past-the-end-extracted", LAW, EXTRACTED, "position", HOST)
 def rows_past_the_end_are_recorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Sequence, "cut", lambda self, num_rows: None)
 
 
-@mutant("rows-in-flight-extracted", "the law: one truth", EXTRACTED, "guard", HOST)
+@mutant("rows-in-flight-extracted", LAW, EXTRACTED, "guard", HOST)
 def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
     """Those that steps in flight bring after a request has ended."""
     add = StateWriter._add
@@ -272,12 +259,7 @@ def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateWriter, "_add", mutant)
 
 
-@mutant(
-    "drafter-lengths-trimmed-in-place",
-    "tokenspeed#318",
-    f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-    "position",
-)
+@mutant("drafter-lengths-trimmed-in-place", "tokenspeed#318", LOOKAHEAD, "position")
 @mutant(
     "lengths-of-an-mtp-module-trimmed-in-place", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance"
 )
@@ -294,12 +276,7 @@ def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftContext, "catch_up", mutant)
 
 
-@mutant(
-    "drafter-positions-advanced-in-place",
-    "tokenspeed#318",
-    f"{ACCEPTANCE}[self-1-late-0.0]",
-    "position",
-)
+@mutant("drafter-positions-advanced-in-place", "tokenspeed#318", SELF, "position")
 def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
     """A chain that steps its positions forward in the context's own tensor."""
     propose = DraftModelDrafter.propose
@@ -314,7 +291,7 @@ def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
 # Commit
 
 
-@mutant("rejected-drafts-committed", "the law: one truth", f"{FEW}[mixed]", "position", ALL)
+@mutant("rejected-drafts-committed", LAW, f"{FEW}[mixed]", "position", ALL)
 def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
     def make(commit):
         return lambda sequences, x, _, next_token: commit(sequences, x, x.num_drafts, next_token)
@@ -322,7 +299,7 @@ def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
-@mutant("kv-of-rejected-drafts-addressable", "the law: one truth", f"{FEW}[mixed]", "position", ALL)
+@mutant("kv-of-rejected-drafts-addressable", LAW, f"{FEW}[mixed]", "position", ALL)
 def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     def make(commit):
         def mutant(sequences, x, num_accepted, next_token):
@@ -335,7 +312,7 @@ def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
-@mutant("padding-committed", "the law: one truth", f"{FEW}[right]", "position", ("static",))
+@mutant("padding-committed", LAW, f"{FEW}[right]", "position", ("static",))
 def padding_commits(patch: pytest.MonkeyPatch) -> None:
     """A row of padding counts as one that samples."""
 
@@ -454,7 +431,7 @@ def windows_of_another_layout_are_delivered(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "deliver", make)
 
 
-@mutant("dead-rows-judged", "the law: one truth", f"{FEW}[empty]", "acceptance", STATIC)
+@mutant("dead-rows-judged", LAW, f"{FEW}[empty]", "acceptance", STATIC)
 def limits_are_taken_for_drafts(patch: pytest.MonkeyPatch) -> None:
     """A window has as many drafts as the layout has room for: dead rows are judged."""
 
@@ -477,12 +454,7 @@ def slots_tell_what_a_former_step_proposed(patch: pytest.MonkeyPatch) -> None:
     with_inputs(patch, former)
 
 
-@mutant(
-    "stale-attention-metadata-of-the-drafter",
-    "vllm#38311",
-    f"{ACCEPTANCE}[self-1-late-0.0]",
-    "acceptance",
-)
+@mutant("stale-attention-metadata-of-the-drafter", "vllm#38311", SELF, "acceptance")
 @mutant("stale-attention-metadata-of-an-mtp-module", "vllm#38311", STALE_METADATA, "acceptance")
 def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
     """Positions and addresses of an earlier step with as many rows."""
@@ -630,7 +602,7 @@ def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
 # Draft heads
 
 
-@mutant("columns-of-a-token-map-taken-for-tokens", "the law: one truth", TOKEN_MAP, "acceptance")
+@mutant("columns-of-a-token-map-taken-for-tokens", LAW, TOKEN_MAP, "acceptance")
 def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
     load = MTPCheckpoint.load
 
@@ -645,7 +617,7 @@ def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "cascade-leaves-the-model-s-kv-behind",
-    "the law: one truth",
+    LAW,
     "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]",
     "position",
 )
@@ -671,11 +643,9 @@ def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
     substitute(patch, block_keys, mutant)
 
 
-@mutant(
-    "chunk-edge-placeholder-token", "the law: one truth", f"{PREFIXES}[lookahead-4]", "acceptance"
-)
-@mutant("chunk-edge-placeholder-under-an-eagle-head", "the law: one truth", EAGLE_HEAD, "position")
-@mutant("chunk-edge-placeholder-under-an-mtp-module", "the law: one truth", MTP_MODULE, "position")
+@mutant("chunk-edge-placeholder-token", LAW, f"{PREFIXES}[lookahead-4]", "acceptance")
+@mutant("chunk-edge-placeholder-under-an-eagle-head", LAW, EAGLE_HEAD, "position")
+@mutant("chunk-edge-placeholder-under-an-mtp-module", LAW, MTP_MODULE, "position")
 def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
     """The token after a prefill chunk, which is the prompt's next one."""
     catch_up = DraftContext.catch_up
@@ -702,7 +672,7 @@ def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SwapStore, "__init__", lambda self, caches: start(self, caches[:1]))
 
 
-@mutant("rank-runs-drafts-of-its-own", "the law: one truth", f"{TWO_RANKS}[self-3-6-16]", "tokens")
+@mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")
 def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
     propose = SharedDrafter.propose
 
@@ -715,9 +685,7 @@ def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedDrafter, "propose", mutant)
 
 
-@mutant(
-    "rank-commits-a-token-of-its-own", "the law: one truth", f"{TWO_RANKS}[ngram-2-6-32]", "tokens"
-)
+@mutant("rank-commits-a-token-of-its-own", LAW, f"{TWO_RANKS}[ngram-2-6-32]", "tokens")
 def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
     verify = Step._verify
 

@@ -252,6 +252,13 @@ def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token():
         check(scene, ([1, 2, 0, 0], set(), stuck, 2))
 
 
+def test_rows_behind_the_last_window_judge_nobody():
+    """There no padding request stands between."""
+    scene = window_of(3, (1, 2, 0), room=(0, 0, 2, 2))
+    for nan, stuck in (({4}, {5}), ({5}, {4}), (set(), set())):
+        check(scene, ([1, 2, 0, 0, 2, 2], nan, stuck, 1))
+
+
 @each_op
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 def test_certain_and_impossible_drafts(rate, ops):

@@ -18,6 +18,7 @@ from helpers.step_scenes import (
     row_of,
     scenes,
 )
+from sametoken.core.layout import NO_PLACE, PLACE
 from sametoken.kernels.step import triton as in_triton
 from sametoken.kernels.step.types import NUM_COUNTS, VerifyResult
 
@@ -78,6 +79,20 @@ def test_results_go_to_their_places(ops, k, data):
 def test_a_big_window_is_delivered_whole(ops):
     held = Slot(9, 8, tuple(range(64)))
     check(Scene((held,) * 2, (row_of(1, held, 1, 64), row_of(0, held, 1, 64)), 64), ops, 1)
+
+
+@each_op
+def test_a_result_for_which_nobody_waits_is_written_nowhere(ops):
+    held = Slot(9, 8, (1, 2, 3))
+    scene = Scene((held,) * 2, (row_of(1, held, 1, 3), row_of(0, held, 1, 3)), 3)
+    sequences, layout = scene.sequences(), scene.table(scene.sequences())
+    layout.table[PLACE, 0] = NO_PLACE
+    memory = host_memory(4, NUM_COUNTS + 4)
+    ops.deliver(ops.prepare_inputs(sequences, layout), verdict_of(scene), memory[1:])
+    if ON_GPU:
+        torch.cuda.synchronize()
+    written = (memory != UNTOUCHED).any(dim=1)
+    assert written.tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("results", [host_memory(1, 8), host_memory(9, 2).t()[:1]])

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.harness import CPU, build
 from helpers.hybrid_toy import HybridToy
+from helpers.static_steps import CHOICE
 from helpers.twin import PROMPTS, Twin
 from mutants import catalogue
 from regression.test_vllm_39273 import PROMPTS as HYBRID_PROMPTS
@@ -93,7 +94,8 @@ def another_models_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EagleDrafter, "propose", mutant)
 
 
-def test_the_clean_engine_passes(tmp_path):
+def test_the_clean_engine_passes(tmp_path, monkeypatch):
+    monkeypatch.setenv(CHOICE, "static")
     verdict = audit_twin(tmp_path)
     assert verdict.summary == IDENTICAL
     assert causes(verdict) == []
@@ -104,17 +106,20 @@ def test_the_clean_engine_passes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("plant", "cause"),
+    ("plant", "cause", "steps"),
     [
-        (catalogue.newest_token_is_read_at_the_optimistic_length, STALE_LENGTHS),
-        (catalogue.end_counts_rejected_drafts, STALE_LENGTHS),
-        (catalogue.lengths_are_trimmed_in_place, STALE_LENGTHS),
-        (stale_rows_in_the_chain, BEYOND_FIRST),
-        (another_models_drafts, OTHER_DRAFTER),
+        (catalogue.newest_token_is_read_at_the_optimistic_length, STALE_LENGTHS, "static"),
+        (catalogue.end_counts_rejected_drafts, STALE_LENGTHS, "compact"),
+        (catalogue.lengths_are_trimmed_in_place, STALE_LENGTHS, "static"),
+        (stale_rows_in_the_chain, BEYOND_FIRST, "compact"),
+        (another_models_drafts, OTHER_DRAFTER, "static"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_drafter_bugs_are_named_although_no_token_changes(tmp_path, monkeypatch, plant, cause):
+def test_drafter_bugs_are_named_although_no_token_changes(
+    tmp_path, monkeypatch, plant, cause, steps
+):
+    monkeypatch.setenv(CHOICE, steps)
     verdict = audit_twin(
         tmp_path,
         plant=lambda: plant(monkeypatch),
@@ -133,6 +138,7 @@ def test_a_copy_read_in_flight_is_corruption(tmp_path, monkeypatch):
     assert verdict.summary == CORRUPTED
 
 
+@pytest.mark.usefixtures("layouts")
 @pytest.mark.parametrize(
     "plant",
     [catalogue.a_step_without_drafts_does_not_fold, catalogue.rejected_drafts_are_folded],

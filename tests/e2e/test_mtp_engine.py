@@ -101,7 +101,9 @@ def test_chunk_edges_and_steps_in_flight_change_no_token(dense, steps_in_flight,
     assert run(core, requests()).tokens == plain(dense)
 
 
-@pytest.mark.parametrize(("k", "steps"), zip(range(1, 9), cycle(("compact", "static"))))
+@pytest.mark.parametrize(
+    ("k", "steps"), [*zip(range(1, 9), cycle(("compact", "static"))), (2, "kernels")]
+)
 def test_a_module_that_is_its_target_s_twin_is_always_accepted(twin, k, steps):
     """Through chunks and steps in flight, by greedy requests and sampled ones."""
     drafted = run(build(twin, k, steps, steps_in_flight=1 + k % 3), requests())

@@ -251,19 +251,6 @@ def test_few_requests(kind, monkeypatch):
     assert_acceptance(kind, ran)
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
-@pytest.mark.parametrize("params", [0, 1])
-def test_a_drafter_that_is_the_target_is_always_right(params, steps_in_flight):
-    items = [
-        request(f"r{i}", prompt, max_tokens=20, **PARAMS[params])
-        for i, prompt in enumerate([(1, 2, 3), (5,) * 11, tuple(range(10)), (1, 2, 3, 4, 5)])
-    ]
-    core = build(MODEL, Shape(steps_in_flight=steps_in_flight), make_drafter=self_drafter)
-    ran = run(core, items)
-    assert ran.offered > 0
-    assert ran.accepted == ran.offered
-
-
 @pytest.mark.parametrize("steps_in_flight", [1, 3])
 @pytest.mark.parametrize("kind", ["mixed", "empty", "wrong", "ngram", "self"])
 def test_limits_of_drafts_change_no_token(kind, steps_in_flight):

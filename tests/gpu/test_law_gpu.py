@@ -97,26 +97,9 @@ def test_the_same_tokens_under_cuts(files, cut_truth, method, max_num_seqs, eage
 @pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
 def test_a_drafter_that_is_the_target_is_always_right(files, eager):
     """Requests without processing: graph and eager mode both accept every draft."""
-    config = EngineConfig.from_options(
-        model=str(files["target"]),
-        speculative_config=speculation(files)["self"],
-        enforce_eager=eager,
-        max_num_seqs=8,
-        **OPTIONS,
-    )
-    core = build_engine(config)
-    offered = accepted = 0
-    left = {}
-    for item in requests(24, MAX_TOKENS):
-        if item.params.top_p == 1:
-            core.add_request(item)
-            left[item.request_id] = MAX_TOKENS
-    while core.has_unfinished:
-        for update in core.step():
-            offered += update.num_drafts
-            accepted += update.num_accepted
-            left[update.request_id] -= len(update.token_ids)
-            if left[update.request_id] <= 0:
-                core.release(update.request_id)
-    assert offered > 0
-    assert accepted == offered
+
+    def unprocessed(count, max_tokens):
+        return (item for item in requests(count, max_tokens) if item.params.top_p == 1)
+
+    _, ran = generate(files, "self", 24, unprocessed, max_num_seqs=8, enforce_eager=eager)
+    assert ran.accepted == ran.offered > 0

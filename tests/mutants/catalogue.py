@@ -43,6 +43,7 @@ TWO_RANKS = "tests/e2e/test_tensor_parallel.py::test_the_same_tokens"
 ACCEPTANCE = (
     "tests/e2e/test_acceptance.py::test_exactly_the_drafts_before_the_spoilt_one_are_accepted"
 )
+SELF, LOOKAHEAD = (f"{ACCEPTANCE}[{kind}-1-late-0.0]" for kind in ("self", "lookahead"))
 PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"
 EAGLE_HEAD = (
     "tests/unit/drafters/test_eagle_drafter.py"
@@ -80,7 +81,8 @@ EXTRACTED = (
 )
 TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
-STATIC = ("static", "kernels")
+LAW = "the law: one truth"
+BOTH, STATIC = ("compact", "static"), ("static", "kernels")
 ALL = ("compact", *STATIC)
 #: Of tests that run no step.
 HOST = ("compact",)
@@ -93,19 +95,34 @@ class Mutant:
 
     Attributes:
         issue: where it was met, or the part of the law that it breaks.
-        plant: makes the change.
         test: the test that must fail.
         oracle: what catches it: "tokens"; "acceptance"; "position", a check of what one row
             reads (unwritten KV is poisoned); or "guard", a check of the engine itself.
         steps: layouts of steps in which the mutant's code runs (``helpers.static_steps``).
+        plant: makes the change.
     """
 
     name: str
     issue: str
-    plant: Callable[[pytest.MonkeyPatch], None]
     test: str
     oracle: str
-    steps: tuple[str, ...] = ("compact", "static")
+    steps: tuple[str, ...]
+    plant: Callable[[pytest.MonkeyPatch], None]
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(
+    name: str, issue: str, test: str, oracle: str, steps: tuple[str, ...] = BOTH, **options: Any
+) -> Callable[[Callable], Callable]:
+    """Enter what plants a bug, with these options, into the catalogue."""
+
+    def enter(plant: Callable) -> Callable:
+        MUTANTS.append(Mutant(name, issue, test, oracle, steps, partial(plant, **options)))
+        return plant
+
+    return enter
 
 
 def substitute(patch: pytest.MonkeyPatch, original: Any, mutant: Any) -> None:
@@ -147,10 +164,18 @@ def optimistic_end(x: StepInputs) -> torch.Tensor:
 # Lengths
 
 
+@mutant(
+    "optimistic-length-taken-for-exact",
+    "vllm#38419",
+    "tests/unit/core/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
+    "guard",
+    HOST,
+)
 def exact_is_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LenBound, "exact", property(lambda self: self.hi))
 
 
+@mutant("backup-token-from-optimistic-length", "vllm#38419", SELF, "acceptance")
 def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     propose = DraftModelDrafter.propose
 
@@ -161,6 +186,7 @@ def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftModelDrafter, "propose", mutant)
 
 
+@mutant("backup-token-from-optimistic-length-under-mtp", "vllm#38419", BACKUP_TOKEN, "acceptance")
 def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     """Where nothing is committed yet, if a draft was rejected."""
     catch_up = DraftContext.catch_up
@@ -176,6 +202,8 @@ def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> 
     patch.setattr(DraftContext, "catch_up", mutant)
 
 
+@mutant("drafter-lengths-not-trimmed", "tokenspeed#318", LOOKAHEAD, "acceptance")
+@mutant("lengths-of-an-mtp-module-not-trimmed", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance")
 def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     def mutant(*, x, end, **others):
         end = torch.where(x.samples, optimistic_end(x), end)
@@ -184,6 +212,16 @@ def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "DraftContext", mutant)
 
 
+@mutant("drafter-rows-not-trimmed", "tokenspeed#318", LOOKAHEAD, "acceptance")
+@mutant("rows-of-an-eagle-head-not-trimmed", "tokenspeed#318", EAGLE_HEAD, "position")
+@mutant("rows-of-an-mtp-module-not-trimmed", "tokenspeed#318", MTP_MODULE, "position")
+@mutant(
+    "rejected-rows-extracted",
+    LAW,
+    "tests/unit/drafters/test_extract_drafter.py"
+    "::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
+    "position",
+)
 def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
     """Rejected ones too, with some token wherever there is none; chains go on from the last."""
 
@@ -204,10 +242,12 @@ def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "catch_up", make, (reference, in_triton))
 
 
+@mutant("rows-past-the-end-extracted", LAW, EXTRACTED, "position", HOST)
 def rows_past_the_end_are_recorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Sequence, "cut", lambda self, num_rows: None)
 
 
+@mutant("rows-in-flight-extracted", LAW, EXTRACTED, "guard", HOST)
 def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
     """Those that steps in flight bring after a request has ended."""
     add = StateWriter._add
@@ -219,6 +259,10 @@ def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateWriter, "_add", mutant)
 
 
+@mutant("drafter-lengths-trimmed-in-place", "tokenspeed#318", LOOKAHEAD, "position")
+@mutant(
+    "lengths-of-an-mtp-module-trimmed-in-place", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance"
+)
 def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
     """The rejected drafts are taken off once more, but for the step's first row."""
     catch_up = DraftContext.catch_up
@@ -232,6 +276,7 @@ def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftContext, "catch_up", mutant)
 
 
+@mutant("drafter-positions-advanced-in-place", "tokenspeed#318", SELF, "position")
 def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
     """A chain that steps its positions forward in the context's own tensor."""
     propose = DraftModelDrafter.propose
@@ -246,6 +291,7 @@ def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
 # Commit
 
 
+@mutant("rejected-drafts-committed", LAW, f"{FEW}[mixed]", "position", ALL)
 def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
     def make(commit):
         return lambda sequences, x, _, next_token: commit(sequences, x, x.num_drafts, next_token)
@@ -253,6 +299,7 @@ def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
+@mutant("kv-of-rejected-drafts-addressable", LAW, f"{FEW}[mixed]", "position", ALL)
 def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     def make(commit):
         def mutant(sequences, x, num_accepted, next_token):
@@ -265,6 +312,7 @@ def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
+@mutant("padding-committed", LAW, f"{FEW}[right]", "position", ("static",))
 def padding_commits(patch: pytest.MonkeyPatch) -> None:
     """A row of padding counts as one that samples."""
 
@@ -278,6 +326,7 @@ def padding_commits(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
+@mutant("drafts-of-a-former-request", "vllm#39273", FORMER_DRAFTS, "acceptance", ALL)
 def a_slot_keeps_its_drafts(patch: pytest.MonkeyPatch) -> None:
     original = commit.admit
 
@@ -298,10 +347,14 @@ def read_at_once(self: PendingOutput) -> Any:
     return result
 
 
+@mutant("host-copy-read-in-flight", "vllm#38556", f"{ACCEPTANCE}[self-3-late-0.0]", "guard")
+@mutant("host-copy-read-in-flight-of-a-hybrid", "vllm#38556", COPY_IN_FLIGHT, "guard")
 def copy_is_read_in_flight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingOutput, "wait", read_at_once)
 
 
+@mutant("host-copy-read-in-flight-unchecked", "vllm#38556", f"{FEW}[right]", "tokens", ALL)
+@mutant("host-copy-read-in-flight-of-a-hybrid-unchecked", "vllm#38556", COPY_IN_FLIGHT, "tokens")
 def copy_is_read_in_flight_unchecked(patch: pytest.MonkeyPatch) -> None:
     """A buffer then holds zeros, or what an earlier step left in it."""
     copy_is_read_in_flight(patch)
@@ -317,6 +370,7 @@ def copy_is_read_in_flight_unchecked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostBuffer, "read", mutant)
 
 
+@mutant("one-host-buffer-for-all-steps", "vllm#38556", f"{ACCEPTANCE}[self-3-ahead-0.0]", "guard")
 def all_steps_share_a_buffer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OutputRing, "acquire", lambda self: self.free[0])
     patch.setattr(OutputRing, "release", lambda self, buffer: None)
@@ -325,6 +379,10 @@ def all_steps_share_a_buffer(patch: pytest.MonkeyPatch) -> None:
 # Inputs
 
 
+@mutant("stale-inputs-replayed", "vllm#38311", f"{FEW}[right]", "guard", ALL)
+@mutant(
+    "stale-inputs-replayed-unchecked", "vllm#38311", f"{FEW}[right]", "position", ALL, checked=False
+)
 def inputs_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> None:
     """As a graph does that keeps the tensors of the step it was captured in."""
     kept: dict[Any, StepInputs] = {}
@@ -336,6 +394,14 @@ def inputs_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> N
     with_inputs(patch, replay)
 
 
+@mutant("stale-layout-replayed", "vllm#38311", f"{FEW}[right]", "guard", ALL)
+@mutant(
+    "stale-layout-replayed-unchecked",
+    "vllm#38311",
+    f"{SAME_TOKENS}[right-1]",
+    "guard",
+    checked=False,
+)
 def layouts_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> None:
     """Rows lie where those of an earlier step with as many rows did."""
     kept: dict[Any, torch.Tensor] = {}
@@ -349,6 +415,7 @@ def layouts_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> 
     patch.setattr(runner, "LayoutTable", mutant)
 
 
+@mutant("windows-of-another-layout", "vllm#38311", f"{FEW}[mixed]", "tokens", ALL)
 def windows_of_another_layout_are_delivered(patch: pytest.MonkeyPatch) -> None:
     """What is right on the device is told from where an earlier step's windows lay."""
     kept: dict[int, torch.Tensor] = {}
@@ -364,6 +431,7 @@ def windows_of_another_layout_are_delivered(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "deliver", make)
 
 
+@mutant("dead-rows-judged", LAW, f"{FEW}[empty]", "acceptance", STATIC)
 def limits_are_taken_for_drafts(patch: pytest.MonkeyPatch) -> None:
     """A window has as many drafts as the layout has room for: dead rows are judged."""
 
@@ -373,6 +441,7 @@ def limits_are_taken_for_drafts(patch: pytest.MonkeyPatch) -> None:
     with_inputs(patch, judge_dead_rows)
 
 
+@mutant("count-of-drafts-of-a-former-request", "vllm#39273", FORMER_DRAFTS, "acceptance", ALL)
 def slots_tell_what_a_former_step_proposed(patch: pytest.MonkeyPatch) -> None:
     proposed: dict[int, int] = {}
 
@@ -385,6 +454,8 @@ def slots_tell_what_a_former_step_proposed(patch: pytest.MonkeyPatch) -> None:
     with_inputs(patch, former)
 
 
+@mutant("stale-attention-metadata-of-the-drafter", "vllm#38311", SELF, "acceptance")
+@mutant("stale-attention-metadata-of-an-mtp-module", "vllm#38311", STALE_METADATA, "acceptance")
 def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
     """Positions and addresses of an earlier step with as many rows."""
     kept: dict[Any, Any] = {}
@@ -406,6 +477,7 @@ def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
 # Recurrent state
 
 
+@mutant("slot-0-read-on-a-zero-draft-step", "vllm#39273", ZERO_DRAFTS, "tokens")
 def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
     """It goes on from the state of its last window's first position."""
     run_slot = RowByRowPass._run_slot
@@ -418,6 +490,7 @@ def a_step_without_drafts_does_not_fold(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
 
+@mutant("recurrent-state-of-rejected-drafts", "vllm#39273", ZERO_DRAFTS, "tokens")
 def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
     """All that is pending is folded, as if every draft had been accepted."""
     run_slot = RowByRowPass._run_slot
@@ -432,6 +505,7 @@ def rejected_drafts_are_folded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowByRowPass, "_run_slot", mutant)
 
 
+@mutant("recurrent-state-of-a-former-request", "the law: recurrent state", SLOT_REUSE, "tokens")
 def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
     """The next request's first row goes on from the last one's state."""
     run_slot = RowByRowPass._run_slot
@@ -447,6 +521,13 @@ def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
 # Sampling
 
 
+@mutant(
+    "noise-keyed-by-step-instead-of-position",
+    "the law: keyed sampling",
+    f"{FEW}[right]",
+    "tokens",
+    ALL,
+)
 def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
     verify = Step._verify
 
@@ -459,6 +540,9 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Step, "_verify", mutant)
 
 
+@mutant(
+    "penalties-without-the-rows-own-prefix", "the law: sampling", f"{FEW}[right]", "tokens", ALL
+)
 def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
     """Every row is judged as its window's first."""
 
@@ -473,6 +557,7 @@ def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
 # Grammars
 
 
+@mutant("grammar-mask-of-the-first-row-for-all", "the law: sampling", STRUCTURED, "tokens")
 def every_row_has_the_first_row_s_mask(patch: pytest.MonkeyPatch) -> None:
     fill = Cursor.fill
 
@@ -483,6 +568,7 @@ def every_row_has_the_first_row_s_mask(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cursor, "fill", mutant)
 
 
+@mutant("grammar-advanced-over-rejected-drafts", "the law: sampling", STRUCTURED, "tokens")
 def the_matcher_keeps_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     """It goes on from the drafts that were tried, accepted or not."""
 
@@ -497,6 +583,12 @@ def the_matcher_keeps_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Cursor, "fill", mutant)
 
 
+@mutant(
+    "grammar-of-a-former-request",
+    "the law: sampling",
+    "tests/e2e/test_structured_outputs.py::test_a_slot_s_next_request_starts_its_own_grammar",
+    "tokens",
+)
 def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
     admit = SlotGrammars.admit
 
@@ -510,6 +602,7 @@ def a_slot_keeps_its_grammar(patch: pytest.MonkeyPatch) -> None:
 # Draft heads
 
 
+@mutant("columns-of-a-token-map-taken-for-tokens", LAW, TOKEN_MAP, "acceptance")
 def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
     load = MTPCheckpoint.load
 
@@ -522,6 +615,12 @@ def draft_columns_are_taken_for_tokens(patch: pytest.MonkeyPatch) -> None:
 # KV of drafters
 
 
+@mutant(
+    "cascade-leaves-the-model-s-kv-behind",
+    LAW,
+    "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]",
+    "position",
+)
 def a_cascade_s_model_misses_turns(patch: pytest.MonkeyPatch) -> None:
     """Where the lookup has drafts for every row, the model's KV is left behind."""
     propose = CascadeDrafter.propose
@@ -534,6 +633,9 @@ def a_cascade_s_model_misses_turns(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CascadeDrafter, "propose", mutant)
 
 
+@mutant(
+    "prefix-key-without-lookahead", "docs/decisions/0003", f"{PREFIXES}[lookahead-4]", "acceptance"
+)
 def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
     def mutant(prompt_token_ids, block_size, lookahead_tokens):
         return block_keys(prompt_token_ids, block_size, 0)
@@ -541,6 +643,9 @@ def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
     substitute(patch, block_keys, mutant)
 
 
+@mutant("chunk-edge-placeholder-token", LAW, f"{PREFIXES}[lookahead-4]", "acceptance")
+@mutant("chunk-edge-placeholder-under-an-eagle-head", LAW, EAGLE_HEAD, "position")
+@mutant("chunk-edge-placeholder-under-an-mtp-module", LAW, MTP_MODULE, "position")
 def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
     """The token after a prefill chunk, which is the prompt's next one."""
     catch_up = DraftContext.catch_up
@@ -556,11 +661,18 @@ def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftContext, "catch_up", mutant)
 
 
+@mutant(
+    "drafter-kv-left-behind-by-preemption",
+    "docs/decisions/0002",
+    f"{PREEMPTION}[self]",
+    "acceptance",
+)
 def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
     start = SwapStore.__init__
     patch.setattr(SwapStore, "__init__", lambda self, caches: start(self, caches[:1]))
 
 
+@mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")
 def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
     propose = SharedDrafter.propose
 
@@ -573,6 +685,7 @@ def a_rank_runs_drafts_of_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedDrafter, "propose", mutant)
 
 
+@mutant("rank-commits-a-token-of-its-own", LAW, f"{TWO_RANKS}[ngram-2-6-32]", "tokens")
 def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
     verify = Step._verify
 
@@ -583,367 +696,3 @@ def rank_0_s_verdict_stays_its_own(patch: pytest.MonkeyPatch) -> None:
         return replace(verdict, next_token=(verdict.next_token + 1) % 7)
 
     patch.setattr(Step, "_verify", mutant)
-
-
-MUTANTS = (
-    Mutant(
-        "optimistic-length-taken-for-exact",
-        "vllm#38419",
-        exact_is_the_upper_bound,
-        "tests/unit/core/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
-        "guard",
-        HOST,
-    ),
-    Mutant(
-        "backup-token-from-optimistic-length",
-        "vllm#38419",
-        chain_starts_at_the_optimistic_length,
-        f"{ACCEPTANCE}[self-1-late-0.0]",
-        "acceptance",
-    ),
-    Mutant(
-        "backup-token-from-optimistic-length-under-mtp",
-        "vllm#38419",
-        newest_token_is_read_at_the_optimistic_length,
-        BACKUP_TOKEN,
-        "acceptance",
-    ),
-    Mutant(
-        "host-copy-read-in-flight",
-        "vllm#38556",
-        copy_is_read_in_flight,
-        f"{ACCEPTANCE}[self-3-late-0.0]",
-        "guard",
-    ),
-    Mutant(
-        "host-copy-read-in-flight-unchecked",
-        "vllm#38556",
-        copy_is_read_in_flight_unchecked,
-        f"{FEW}[right]",
-        "tokens",
-        ALL,
-    ),
-    Mutant(
-        "one-host-buffer-for-all-steps",
-        "vllm#38556",
-        all_steps_share_a_buffer,
-        f"{ACCEPTANCE}[self-3-ahead-0.0]",
-        "guard",
-    ),
-    Mutant(
-        "host-copy-read-in-flight-of-a-hybrid",
-        "vllm#38556",
-        copy_is_read_in_flight,
-        COPY_IN_FLIGHT,
-        "guard",
-    ),
-    Mutant(
-        "host-copy-read-in-flight-of-a-hybrid-unchecked",
-        "vllm#38556",
-        copy_is_read_in_flight_unchecked,
-        COPY_IN_FLIGHT,
-        "tokens",
-    ),
-    Mutant(
-        "stale-inputs-replayed",
-        "vllm#38311",
-        inputs_are_replayed,
-        f"{FEW}[right]",
-        "guard",
-        ALL,
-    ),
-    Mutant(
-        "stale-inputs-replayed-unchecked",
-        "vllm#38311",
-        partial(inputs_are_replayed, checked=False),
-        f"{FEW}[right]",
-        "position",
-        ALL,
-    ),
-    Mutant(
-        "stale-layout-replayed",
-        "vllm#38311",
-        layouts_are_replayed,
-        f"{FEW}[right]",
-        "guard",
-        ALL,
-    ),
-    Mutant(
-        "stale-layout-replayed-unchecked",
-        "vllm#38311",
-        partial(layouts_are_replayed, checked=False),
-        f"{SAME_TOKENS}[right-1]",
-        "guard",
-    ),
-    Mutant(
-        "windows-of-another-layout",
-        "vllm#38311",
-        windows_of_another_layout_are_delivered,
-        f"{FEW}[mixed]",
-        "tokens",
-        ALL,
-    ),
-    Mutant(
-        "stale-attention-metadata-of-the-drafter",
-        "vllm#38311",
-        drafter_rows_are_replayed,
-        f"{ACCEPTANCE}[self-1-late-0.0]",
-        "acceptance",
-    ),
-    Mutant(
-        "stale-attention-metadata-of-an-mtp-module",
-        "vllm#38311",
-        drafter_rows_are_replayed,
-        STALE_METADATA,
-        "acceptance",
-    ),
-    Mutant(
-        "drafter-lengths-not-trimmed",
-        "tokenspeed#318",
-        end_counts_rejected_drafts,
-        f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-        "acceptance",
-    ),
-    Mutant(
-        "drafter-rows-not-trimmed",
-        "tokenspeed#318",
-        live_rows_are_all_rows,
-        f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-        "acceptance",
-    ),
-    Mutant(
-        "rows-of-an-eagle-head-not-trimmed",
-        "tokenspeed#318",
-        live_rows_are_all_rows,
-        EAGLE_HEAD,
-        "position",
-    ),
-    Mutant(
-        "drafter-lengths-trimmed-in-place",
-        "tokenspeed#318",
-        lengths_are_trimmed_in_place,
-        f"{ACCEPTANCE}[lookahead-1-late-0.0]",
-        "position",
-    ),
-    Mutant(
-        "lengths-of-an-mtp-module-not-trimmed",
-        "tokenspeed#318",
-        end_counts_rejected_drafts,
-        TRIMMED_LENGTHS,
-        "acceptance",
-    ),
-    Mutant(
-        "lengths-of-an-mtp-module-trimmed-in-place",
-        "tokenspeed#318",
-        lengths_are_trimmed_in_place,
-        TRIMMED_LENGTHS,
-        "acceptance",
-    ),
-    Mutant(
-        "rows-of-an-mtp-module-not-trimmed",
-        "tokenspeed#318",
-        live_rows_are_all_rows,
-        MTP_MODULE,
-        "position",
-    ),
-    Mutant(
-        "drafter-positions-advanced-in-place",
-        "tokenspeed#318",
-        positions_are_advanced_in_place,
-        f"{ACCEPTANCE}[self-1-late-0.0]",
-        "position",
-    ),
-    Mutant(
-        "rejected-drafts-committed",
-        "the law: one truth",
-        rejected_drafts_are_committed,
-        f"{FEW}[wrong]",
-        "position",
-        ALL,
-    ),
-    Mutant(
-        "kv-of-rejected-drafts-addressable",
-        "the law: one truth",
-        rejected_kv_counts_as_computed,
-        f"{FEW}[wrong]",
-        "position",
-        ALL,
-    ),
-    Mutant(
-        "padding-committed",
-        "the law: one truth",
-        padding_commits,
-        f"{FEW}[right]",
-        "position",
-        ("static",),
-    ),
-    Mutant(
-        "dead-rows-judged",
-        "the law: one truth",
-        limits_are_taken_for_drafts,
-        f"{FEW}[empty]",
-        "acceptance",
-        STATIC,
-    ),
-    Mutant(
-        "drafts-of-a-former-request",
-        "vllm#39273",
-        a_slot_keeps_its_drafts,
-        FORMER_DRAFTS,
-        "acceptance",
-        ALL,
-    ),
-    Mutant(
-        "count-of-drafts-of-a-former-request",
-        "vllm#39273",
-        slots_tell_what_a_former_step_proposed,
-        FORMER_DRAFTS,
-        "acceptance",
-        ALL,
-    ),
-    Mutant(
-        "slot-0-read-on-a-zero-draft-step",
-        "vllm#39273",
-        a_step_without_drafts_does_not_fold,
-        ZERO_DRAFTS,
-        "tokens",
-    ),
-    Mutant(
-        "recurrent-state-of-rejected-drafts",
-        "vllm#39273",
-        rejected_drafts_are_folded,
-        ZERO_DRAFTS,
-        "tokens",
-    ),
-    Mutant(
-        "recurrent-state-of-a-former-request",
-        "the law: recurrent state",
-        a_slot_keeps_its_recurrent_state,
-        SLOT_REUSE,
-        "tokens",
-    ),
-    Mutant(
-        "noise-keyed-by-step-instead-of-position",
-        "the law: keyed sampling",
-        noise_is_keyed_by_step,
-        f"{FEW}[right]",
-        "tokens",
-        ALL,
-    ),
-    Mutant(
-        "penalties-without-the-rows-own-prefix",
-        "the law: sampling",
-        penalties_see_committed_tokens_alone,
-        f"{FEW}[right]",
-        "tokens",
-        ALL,
-    ),
-    Mutant(
-        "grammar-mask-of-the-first-row-for-all",
-        "the law: sampling",
-        every_row_has_the_first_row_s_mask,
-        STRUCTURED,
-        "tokens",
-    ),
-    Mutant(
-        "grammar-advanced-over-rejected-drafts",
-        "the law: sampling",
-        the_matcher_keeps_rejected_drafts,
-        STRUCTURED,
-        "tokens",
-    ),
-    Mutant(
-        "grammar-of-a-former-request",
-        "the law: sampling",
-        a_slot_keeps_its_grammar,
-        "tests/e2e/test_structured_outputs.py::test_a_slot_s_next_request_starts_its_own_grammar",
-        "tokens",
-    ),
-    Mutant(
-        "prefix-key-without-lookahead",
-        "docs/decisions/0003",
-        prefix_keys_do_not_look_ahead,
-        f"{PREFIXES}[lookahead-4]",
-        "acceptance",
-    ),
-    Mutant(
-        "cascade-leaves-the-model-s-kv-behind",
-        "the law: one truth",
-        a_cascade_s_model_misses_turns,
-        "tests/e2e/test_cascade.py::test_the_model_s_kv_is_whole_after_turns_of_the_lookup[1]",
-        "position",
-    ),
-    Mutant(
-        "chunk-edge-placeholder-token",
-        "the law: one truth",
-        a_chunk_ends_in_a_placeholder,
-        f"{PREFIXES}[lookahead-4]",
-        "acceptance",
-    ),
-    Mutant(
-        "chunk-edge-placeholder-under-an-eagle-head",
-        "the law: one truth",
-        a_chunk_ends_in_a_placeholder,
-        EAGLE_HEAD,
-        "position",
-    ),
-    Mutant(
-        "chunk-edge-placeholder-under-an-mtp-module",
-        "the law: one truth",
-        a_chunk_ends_in_a_placeholder,
-        MTP_MODULE,
-        "position",
-    ),
-    Mutant(
-        "rejected-rows-extracted",
-        "the law: one truth",
-        live_rows_are_all_rows,
-        "tests/unit/drafters/test_extract_drafter.py"
-        "::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
-        "position",
-    ),
-    Mutant(
-        "rows-past-the-end-extracted",
-        "the law: one truth",
-        rows_past_the_end_are_recorded,
-        EXTRACTED,
-        "position",
-        HOST,
-    ),
-    Mutant(
-        "rows-in-flight-extracted",
-        "the law: one truth",
-        rows_in_flight_are_recorded,
-        EXTRACTED,
-        "guard",
-        HOST,
-    ),
-    Mutant(
-        "columns-of-a-token-map-taken-for-tokens",
-        "the law: one truth",
-        draft_columns_are_taken_for_tokens,
-        TOKEN_MAP,
-        "acceptance",
-    ),
-    Mutant(
-        "drafter-kv-left-behind-by-preemption",
-        "docs/decisions/0002",
-        drafter_kv_is_not_swapped,
-        f"{PREEMPTION}[self]",
-        "acceptance",
-    ),
-    Mutant(
-        "rank-runs-drafts-of-its-own",
-        "the law: one truth",
-        a_rank_runs_drafts_of_its_own,
-        f"{TWO_RANKS}[self-3-6-16]",
-        "tokens",
-    ),
-    Mutant(
-        "rank-commits-a-token-of-its-own",
-        "the law: one truth",
-        rank_0_s_verdict_stays_its_own,
-        f"{TWO_RANKS}[ngram-2-6-32]",
-        "tokens",
-    ),
-)

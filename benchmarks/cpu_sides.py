@@ -227,7 +227,7 @@ class Profile:
     def patch(self) -> None:
         from sametoken.engine.core import EngineCore
         from sametoken.kernels.native import bundle
-        from sametoken.runner.step import StepRunner
+        from sametoken.runner.runner import StepRunner
 
         self._wrap(EngineCore, "step", lambda args: ("engine step", 0))
         self._wrap(StepRunner, "submit", lambda args: ("runner step", 0))
@@ -299,7 +299,7 @@ def profile_request(
     whole = time.perf_counter() - start
     engine, runner = record.seconds.pop("engine step"), record.seconds.pop("runner step")
     parts = dict(record.seconds) | {
-        "stage, verify, commit, propose in PyTorch; Python": runner - sum(record.seconds.values()),
+        "inputs, verify, commit, propose in PyTorch; Python": runner - sum(record.seconds.values()),
         "scheduler": engine - runner,
         "outputs": whole - engine,
     }

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from dataclasses import dataclass
 
 import torch
 from gemm_gpu import normal
-from sametoken.kernels.commit.triton import judge
-from sametoken.kernels.stage.triton import stage_windows
 
+from sametoken.core.layout import StepLayout
+from sametoken.core.plan import PlanRow, StepPlan
 from sametoken.kernels.attention.triton import AttentionConfig, attention
 from sametoken.kernels.embedding.triton import embedding
 from sametoken.kernels.gemm.triton import product
 from sametoken.kernels.gemm.tuning import GemmConfig, GemmShape
-from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryTable, RowRuns
+from sametoken.kernels.interface import AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
-from sametoken.kernels.sampling.triton import window_keys
+from sametoken.kernels.sampling.triton import token_keys
+from sametoken.kernels.step.triton import prepare_inputs, verify
+from sametoken.kernels.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
@@ -83,9 +84,10 @@ class Chain:
         self.sequences.num_drafts[:batch] = window - 1
         blocks = torch.randperm(num_blocks - 1, device=device).view(batch, max_blocks)
         self.sequences.block_table[:batch, :max_blocks] = blocks
-        self.slots = torch.arange(batch, device=device)
-        self.limit = torch.full_like(self.slots, window - 1)
-        self.live = self.slots >= 0
+        windows = tuple(PlanRow(slot, 1, window - 1, True) for slot in range(batch))
+        layout = StepLayout.of(StepPlan(0, rows=windows))
+        table = layout.table(layout.shape, self.sequences.reserved_slot, 0)
+        self.layout = LayoutTable(torch.tensor(table, device=device), layout.shape)
         size = (2, num_blocks, SHAPE.num_kv_heads, BLOCK_SIZE, SHAPE.head_dim)
         memories = [normal(*size) for _ in layers]
         self.kvs = [LayerKV(memory[0], memory[1]) for memory in memories]
@@ -113,11 +115,10 @@ class Chain:
         return self.batch * self.window
 
     def stage(self):
-        return stage_windows(self.sequences, self.slots, self.limit, self.live, self.window)
+        return prepare_inputs(self.sequences, self.layout)
 
     def keys_of(self, logits: torch.Tensor) -> torch.Tensor:
-        at = self.staged.rows
-        return window_keys(logits, self.temperature, self.seeds, at.slots, at.positions)
+        return token_keys(logits, self.temperature, self.seeds, self.staged.sampled)
 
     def attend(self, q, rows, kv: LayerKV, cut: Choice) -> torch.Tensor:
         return attention(q, SHAPE, rows, kv, config=cut)
@@ -132,7 +133,7 @@ class Chain:
             return product(choices[role], x, matrix, ROLES[role].epilogue)
 
         staged = self.staged if without == "stage" else self.stage()
-        rows = dataclasses.replace(staged.rows, runs=RowRuns.even(self.batch, self.window))
+        rows = staged.rows
         hidden = blank("embedding")
         if without != "embedding":
             hidden = embedding(staged.token_ids, self.head)
@@ -156,8 +157,8 @@ class Chain:
         x, _ = add_rms_norm(x, residual, self.layers[0].norms[1], EPS)
         logits = multiply("head", x, self.head)
         keys = self.keys if without == "keys" else self.keys_of(logits)
-        if without != "judge":
-            judge(keys, staged, self.window)
+        if without != "verify":
+            verify(keys, staged)
         return logits
 
     def milliseconds(self, choices: Choices, without: str = "") -> float:

@@ -4,7 +4,7 @@
 
 First every attention cut, alone: its bits against the others', and the time of a layer. Then,
 per case (batch x window), one CUDA graph holds the step: stage, embedding, 36 layers of random
-weights at a context of 640, logits, keys, judge; for a kernel timed alone does not see what
+weights at a context of 640, logits, keys, verify; for a kernel timed alone does not see what
 overlaps with its neighbours. One choice after the other is replaced by its candidates and kept
 if the step gets faster. A candidate whose bits differ is shown with ``!`` and never chosen.
 
@@ -75,7 +75,7 @@ from sametoken.kernels.gemm.tuning import (
 )
 
 SMALL_KERNELS = (
-    "stage", "embedding", "add_rms_norm", "rope_and_cache", "attention", "keys", "judge",
+    "stage", "embedding", "add_rms_norm", "rope_and_cache", "attention", "keys", "verify",
 )  # fmt: skip
 #: Bytes of each weight row asked into L2 before the kernel in front has finished.
 PREFETCHES = (0, 1024, 2048, 4096)

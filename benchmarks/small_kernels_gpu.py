@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sametoken.core.plan import Admission
+from sametoken.core.layout import StepLayout
+from sametoken.core.plan import Admission, PlanRow, StepPlan
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.kernels import overlap
 from sametoken.kernels.activation.triton import silu_mul
-from sametoken.kernels.commit.triton import judge_and_commit, publish
 from sametoken.kernels.embedding.triton import embedding
 from sametoken.kernels.interface import (
     AttentionRows,
@@ -30,13 +30,13 @@ from sametoken.kernels.interface import (
     LayerKV,
     QKNorm,
     RotaryTable,
-    SampledRows,
 )
 from sametoken.kernels.logits_rules.triton import apply_rules
 from sametoken.kernels.ngram.triton import lookup
 from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.kernels.sampling import triton as sampling
-from sametoken.kernels.stage.triton import stage_windows
+from sametoken.kernels.step import triton as step
+from sametoken.kernels.step.types import LayoutTable
 from sametoken.kernels.truncation.triton import truncate
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
@@ -146,23 +146,23 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
     sequences.num_tokens[:batch] = MAX_LEN // 2
     sequences.num_drafts[:batch] = k
     slots = torch.arange(batch, device="cuda")
-    live, limit = slots >= 0, torch.full_like(slots, k)
-    x = stage_windows(sequences, slots, limit, live, k + 1)
-    yield "stage_windows", lambda: stage_windows(sequences, slots, limit, live, k + 1)
+    layout = StepLayout.of(StepPlan(1, rows=tuple(PlanRow(b, 1, k, True) for b in range(batch))))
+    columns = layout.table(layout.shape, sequences.reserved_slot, 0)
+    windows = LayoutTable(torch.tensor(columns, device="cuda"), layout.shape)
+    x = step.prepare_inputs(sequences, windows)
+    yield "prepare_inputs", lambda: step.prepare_inputs(sequences, windows)
 
     logits = noise(rows, model.vocabulary, dtype=torch.float32)
     temperature, seeds = torch.ones(batch + 1, device="cuda"), torch.arange(batch + 1).cuda()
-    places = (x.rows.slots, x.rows.positions)
+    at = x.sampled
     yield "keys greedy", lambda: sampling.greedy_keys(logits)
     yield (
         "keys sampled",
-        lambda: sampling.window_keys(logits, temperature, seeds, *places),
+        lambda: sampling.token_keys(logits, temperature, seeds, at),
     )
     for name, top_k, top_p in CUTS:
         cuts, cut = cuts_of(temperature, top_k, top_p), logits.clone()
-        yield name, lambda cuts=cuts, cut=cut: truncate(cut, places[0], cuts)
-    offsets = torch.arange(rows, device="cuda") % (k + 1)
-    at = SampledRows(*places, x.token_ids, offsets)
+        yield name, lambda cuts=cuts, cut=cut: truncate(cut, at.slots, cuts)
     for name, params in RULES.items():
         table, ruled = SamplingTable.allocate(batch, torch.device("cuda")), logits.clone()
         for slot in range(batch):
@@ -173,7 +173,10 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
         )
     keys = sampling.greedy_keys(logits)
     yield "best_tokens", lambda: sampling.best_tokens(keys)
-    yield "judge_and_commit", lambda: judge_and_commit(sequences, keys, x, k + 1)
+    verdict = step.verify(keys, x)
+    yield "verify", lambda: step.verify(keys, x)
+    decided = verdict.num_accepted, verdict.next_token
+    yield "commit", lambda: step.commit(sequences, x, *decided)
     if k:
         lengths = torch.full_like(slots, MAX_LEN // 2)
         tokens = sequences.token_ids
@@ -182,7 +185,7 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
             lambda: lookup(tokens, slots, lengths, min_length=2, max_length=10, k=k),
         )
         drafts = lookup(tokens, slots, lengths, min_length=2, max_length=10, k=k)
-        yield "publish", lambda: publish(sequences, x, *drafts)
+        yield "publish", lambda: step.publish(sequences, x, *drafts)
 
 
 def measured(model: Model) -> dict[str, dict[int, float]]:

@@ -133,6 +133,22 @@ def test_every_drafter_leaves_every_token_alone(kind, steps_in_flight):
         assert ran.accepted > 0
 
 
+def test_drafts_of_the_right_form_that_are_wrong_leave_no_trace():
+    """The grammar allows them, the target prefers others after some of them."""
+    other = {2: 3, 3: 2}
+    core = build(
+        model(),
+        Shape(steps_in_flight=2, **SHAPE),
+        make_drafter=make_drafter("right"),
+        oracle=lambda admitted: list(alone(admitted.prompt_token_ids, other[admitted.params.seed])),
+    )
+    ran = run(core, [ask(f"{p}-{c}", PROMPTS[p], c, 14) for p in range(2) for c in other])
+    for name, tokens in ran.tokens.items():
+        p, case = map(int, name.split("-"))
+        assert tokens == list(alone(PROMPTS[p], case))[:14]
+    assert 0 < ran.accepted < ran.offered
+
+
 def test_every_answer_is_of_its_form_and_then_only_eos_follows():
     for (_, case), tokens in truths().items():
         end = tokens.index(EOS)

@@ -24,7 +24,12 @@ SIZES = {
 }
 DRAFTS = {
     "plain": None,
-    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 3},
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 8,
+        "prompt_lookup_max": 3,
+        "draft_limits": "fixed",
+    },
     "mtp": {"method": "mtp", "num_speculative_tokens": 3},
 }
 KINDS = ("dense", "experts")

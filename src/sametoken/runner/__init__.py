@@ -1,1 +1,1 @@
-"""The seven verbs of a step, streams, and results on their way to the host."""
+"""The step and its graphs, streams, and results on their way to the host."""

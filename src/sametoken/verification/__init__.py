@@ -1,1 +1,1 @@
-"""Keyed sampling, logits processing, and the judgement of drafts."""
+"""Grammar masks, log-probabilities, and what a request may ask of its logits."""

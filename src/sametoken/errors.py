@@ -139,4 +139,4 @@ class InFlightError(InvariantError):
 
 
 class StaleInputsError(InvariantError):
-    """A launch was given inputs that were staged for another step."""
+    """A step was answered with the result of another one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,6 @@ ALLOWED = {
     ("state/upload.py", "to_host"): "from a GPU to pinned memory",
     ("verification/grammar.py", "_permissive"): "masks are pinned where they may travel",
 }
-#: What an engine on a CPU imports.
-ON_CPUS = ("core.layout", "kernels.step.ops", "kernels.step.types", "kernels.step.compact")
-OF_ENGINES = ("engine.build", "runner.graphs", "drafters.build")
 
 
 class AsksForDevice(ast.NodeVisitor):
@@ -56,33 +55,6 @@ def asks_in(source: str) -> set[str]:
     return check.found
 
 
-def imported_by(name: str) -> list[str]:
-    """Modules that importing a module of the package imports first: not those of functions."""
-    path = PACKAGE.joinpath(*name.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    found = []
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return found
-
-
-def everything_imported_by(name: str) -> set[str]:
-    """Its own modules as well as others, and all that those import."""
-    seen, left = set(), [f"sametoken.{name}"]
-    while left:
-        module = left.pop()
-        inner = module.removeprefix("sametoken.")
-        path = PACKAGE.joinpath(*inner.split("."))
-        is_ours = module != inner and (path.is_dir() or path.with_suffix(".py").is_file())
-        if module not in seen and is_ours:
-            left += imported_by(inner)
-        seen.add(module)
-    return seen
-
-
 def test_nobody_asks_for_the_device_but_for_what_is_listed():
     found = {
         (path.relative_to(PACKAGE).as_posix(), function)
@@ -93,11 +65,13 @@ def test_nobody_asks_for_the_device_but_for_what_is_listed():
     assert found == set(ALLOWED)
 
 
-@pytest.mark.parametrize("name", [*ON_CPUS, *OF_ENGINES])
-def test_an_engine_on_a_cpu_imports_no_triton(name):
-    imported = everything_imported_by(name)
-    assert "torch" in imported or name == "core.layout"
-    assert not [module for module in imported if module.partition(".")[0] == "triton"]
+def test_an_engine_on_a_cpu_imports_no_triton():
+    """Triton is part of CUDA builds of torch alone."""
+    code = (
+        "import sys, sametoken.engine.build, sametoken.runner.graphs, sametoken.kernels.step.ops\n"
+        "sys.exit('triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 
 def test_the_operations_of_a_step_name_the_types_they_take():
@@ -127,8 +101,3 @@ def test_planted_questions_are_found(statement, asks):
     assert asks_in(f"class C:\n    def f(self):\n        {statement}") == (
         {"C.f"} if asks else set()
     )
-
-
-def test_imports_are_followed():
-    assert "triton" in everything_imported_by("kernels.step.triton")
-    assert "sametoken.kernels.sampling.keys" in everything_imported_by("kernels.step.compact")

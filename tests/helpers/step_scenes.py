@@ -190,10 +190,5 @@ def assert_equal(found, expected, where: str = "") -> None:
         assert found == expected, where
 
 
-def assert_same_sequences(found: Sequences, expected: Sequences) -> None:
-    """Every fact of every slot, the reserved one among them."""
-    assert_equal(found, expected)
-
-
 def integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)

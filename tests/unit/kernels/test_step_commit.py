@@ -28,7 +28,6 @@ from sametoken.kernels.step.types import HAS_NAN, NO_TOKEN, SOUND, Chances
 
 RATES = torch.tensor([0.8, 0.5, 0.9, 0.95, 0.7, 0.99, 0.6])
 SEEDS = integers([7, 2**63 - 1, 0, 123456789, 5, 11])
-each_op = pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)
 
 
 def keys_of(targets: list[int], nan: set[int], stuck: set[int], tiles: int = 1) -> torch.Tensor:
@@ -181,7 +180,7 @@ def judgements(draw, scene: Scene):
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_ragged_steps(k, data):
     scene = data.draw(scenes(k))
@@ -189,7 +188,7 @@ def test_ragged_steps(k, data):
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_ragged_steps_judged_by_chance(k, data):
     scene = data.draw(scenes(k))
@@ -209,29 +208,6 @@ def test_many_tiles_and_wide_windows_are_walked_whole():
         targets = [1] * rows
         targets[wrong], targets[65 + wrong] = 2, 0
         check(scene, (targets, set(), set(), 70))
-
-
-@pytest.mark.parametrize(
-    ("drafts", "num_accepted", "next_token"),
-    [
-        ((), 0, 1),
-        ((1,), 1, 2),
-        ((5,), 0, 1),
-        ((1, 2, 3), 3, 4),
-        ((1, 5, 3), 1, 2),
-        ((5, 2, 3), 0, 1),
-        ((1, 2, 5), 2, 3),
-    ],
-)
-@each_op
-def test_the_first_mismatch_ends_acceptance(drafts, num_accepted, next_token, ops):
-    """The target says 1, 2, 3, 4 whatever comes before."""
-    scene = window_of(3, drafts, room=(0, 0, 0, 0))
-    sequences = scene.sequences()
-    x = ops.prepare_inputs(sequences, scene.table(sequences))
-    verdict = ops.verify(keys_of([1, 2, 3, 4], set(), set()), x)
-    assert verdict.num_accepted.tolist() == [num_accepted]
-    assert verdict.next_token.tolist() == [next_token]
 
 
 def test_nan_in_a_rejected_row_harms_nobody():
@@ -257,22 +233,6 @@ def test_rows_behind_the_last_window_judge_nobody():
     scene = window_of(3, (1, 2, 0), room=(0, 0, 2, 2))
     for nan, stuck in (({4}, {5}), ({5}, {4}), (set(), set())):
         check(scene, ([1, 2, 0, 0, 2, 2], nan, stuck, 1))
-
-
-@each_op
-@pytest.mark.parametrize("rate", [0.0, 1.0])
-def test_certain_and_impossible_drafts(rate, ops):
-    """Targets agree with no draft; NaN after the first row poisons nothing, as it is judged."""
-    scene = window_of(3, (1, 1, 1), slots=2, room=(1, 0, 1, 1))
-    sequences = scene.sequences()
-    x = ops.prepare_inputs(sequences, scene.table(sequences))
-    chances = Chances(torch.full((3,), rate, device=DEVICE), SEEDS)
-    verdict = ops.verify(keys_of([2] * 9, {1}, set()), x, chances)
-    accepted = 3 if rate else 0
-    assert verdict.num_accepted.tolist() == [accepted, accepted, 0]
-    assert verdict.next_token.tolist() == [2, 2, 0]
-    assert verdict.faults.tolist() == [SOUND] * 3
-    assert verdict.tokens[4:8].tolist() == [1] * accepted + [2] * (4 - accepted)
 
 
 def test_the_noise_fills_its_range_evenly():

@@ -147,8 +147,9 @@ class VerifyResult:
     """What verification says of a step's windows.
 
     Attributes:
-        tokens: [L] int64, the target's own token at every sampled row, or an accepted draft
+        tokens: [L] int64, the target's own token at every row of a window, or an accepted draft
             (they differ by synthetic acceptance alone); a valid id even where the row is dead.
+            Of rows behind the last window undefined.
         num_accepted: [B] int64, 0..num_drafts; 0 for padding, rows with a fault and rows that
             do not sample.
         next_token: [B] int64, the corrected or bonus token; a valid id for every request.

@@ -116,14 +116,17 @@ class StepLayout:
         )
 
     @property
+    def num_windows(self) -> int:
+        """Requests whose rows are one window: one committed token, and drafts."""
+        pairs = zip(self.num_query, self.samples, strict=True)
+        return sum(query == 1 and samples for query, samples in pairs)
+
+    @property
     def shape(self) -> StepShape:
         """The sizes without padding."""
         pairs = zip(self.row_starts, self.row_starts[1:], strict=False)
         sizes = [stop - start for start, stop in pairs]
-        num_windows = sum(
-            query == 1 and samples
-            for query, samples in zip(self.num_query, self.samples, strict=True)
-        )
+        num_windows = self.num_windows
         return StepShape(
             num_requests=len(self.slots),
             num_rows=self.row_starts[-1],
@@ -144,7 +147,7 @@ class StepLayout:
             reserved_slot: the slot of padding.
             first_place: where the step's results begin among the host's.
         """
-        count, windows = len(self.slots), self.shape.num_windows
+        count, windows = len(self.slots), self.num_windows
         between = shape.num_windows - windows
         behind = shape.table_width - count - between
         rows = [

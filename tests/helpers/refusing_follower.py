@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from sametoken.engine.messages import Failure, encode
+from sametoken.core.child_process import Failure, encode
 from sametoken.errors import UnsupportedError
 
 if __name__ == "__main__":

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
 
 from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.engine.extraction import Extraction, NoExtraction
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.errors import EngineDeadError, SametokenError
+from sametoken.errors import EngineDeadError
 from sametoken.runner.async_output import PendingOutput
+from sametoken.runner.process_group import NoPeers, Peers
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
-
-
-class Peers(Protocol):
-    """The other processes that an engine cannot go on without."""
-
-    def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
-        """Have ``notice`` called with the cause, on any thread, once one of them has ended."""
-        ...
-
-
-class NoPeers:
-    """Nobody is watched."""
-
-    def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
-        """There is nobody whose end could be told."""
 
 
 class EngineCore:

@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from sametoken.core.child_process import Failure, Inbox, encode
 from sametoken.engine.build import build_follower
-from sametoken.engine.core import NoPeers
-from sametoken.engine.messages import Failure, encode
-from sametoken.engine.process_main import Inbox
 from sametoken.engine.ranks import Built, Enlist, Number, Present
 from sametoken.engine.resolve import resolve_device
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.layers.parallel import TensorParallel
-from sametoken.runner.process_group import ProcessGroup
+from sametoken.runner.process_group import NoPeers, ProcessGroup
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import CudaStream, ImmediateStream, Stream
 

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from sametoken.core.child_process import spawn, status_text
 from sametoken.engine.compiled_grammars import Vocabulary
 from sametoken.engine.grammar import XGrammar
-from sametoken.engine.process import spawn, status_text
 from sametoken.errors import OverloadedError, RequestError
 
 #: Seconds until a grammar is refused as too large, and trials at once.

@@ -1,16 +1,9 @@
-"""What the serving process and its engine process say to each other.
-
-A frame is its length in bytes, 8 bytes big-endian, and a pickle of one message. Both ends are
-processes of one program on one socket pair that nobody else can open.
-"""
+"""Messages between the serving process and its engine process."""
 
 from __future__ import annotations
 
-import pickle
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from sametoken.config import EngineConfig
 from sametoken.core.request import EngineRequest, RequestUpdate
@@ -23,7 +16,6 @@ from sametoken.scheduler.limits import SchedulerLimits
 #: Makes an engine; pickled by name. The function is told in words of whatever takes long.
 Build = Callable[[EngineConfig, Callable[[str], None]], EngineCore]
 
-LENGTH = struct.Struct(">Q")
 
 # To the engine
 
@@ -98,21 +90,3 @@ class StepReport:
     updates: tuple[RequestUpdate, ...]
     load: EngineLoad
     step_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The last message of an engine that could not be built, or whose step failed."""
-
-    error: SametokenError
-
-
-def encode(message: Any) -> bytes:
-    """The frame of a message."""
-    payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(payload)) + payload
-
-
-def decode(payload: bytes | bytearray) -> Any:
-    """The message of a frame without its length."""
-    return pickle.loads(payload)

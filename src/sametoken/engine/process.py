@@ -5,24 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import socket
 import subprocess
-import sys
 from typing import Any
 
 from sametoken.config import EngineConfig
-from sametoken.engine.messages import (
-    LENGTH,
-    Announcement,
-    Build,
-    Failure,
-    Launch,
-    Ready,
-    decode,
-    encode,
-)
+from sametoken.core.child_process import LENGTH, Failure, decode, encode, spawn, status_text
+from sametoken.engine.messages import Announcement, Build, Launch, Ready
 from sametoken.errors import EngineDeadError, SametokenError
 
 #: Seconds that a process has to end by itself once its socket is closed.
@@ -129,20 +118,3 @@ class EngineProcess:
             if isinstance(message, Announcement):
                 _logger.info(message.text)
         self.ready = message
-
-
-def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
-    """Run a module of this package in a process that inherits the socket ``fd``."""
-    # A fresh interpreter: forking a process with threads is unsafe, and multiprocessing's
-    # spawn would run the user's main module again.
-    return subprocess.Popen(
-        [sys.executable, "-m", module, str(fd)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(fd,),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-
-
-def status_text(status: int) -> str:
-    """How a process ended, from its status as ``Popen`` gives it: a signal's name or a number."""
-    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

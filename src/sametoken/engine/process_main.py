@@ -7,21 +7,17 @@ pickling nor sockets. It ends when the socket closes: nobody is left to serve.
 
 from __future__ import annotations
 
-import os
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from typing import Any
 
+from sametoken.core.child_process import Failure, Inbox, Outbox
 from sametoken.core.request import RequestUpdate
 from sametoken.engine.core import EngineCore
 from sametoken.engine.messages import (
-    LENGTH,
     Announcement,
-    Failure,
     Launch,
     Prepared,
     Ready,
@@ -29,90 +25,12 @@ from sametoken.engine.messages import (
     Release,
     StepReport,
     Submit,
-    decode,
-    encode,
 )
 from sametoken.engine.preparation import Preparation
 from sametoken.engine.stats import EngineLoad
 from sametoken.engine.summary import summarise
 from sametoken.engine.token_ends import TokenEnds
 from sametoken.errors import EngineDeadError, SametokenError
-
-#: Reports that may wait for the serving process to read; then the steps wait too.
-_MAX_UNREAD = 64
-
-
-class Inbox:
-    """Messages of the serving process, read by a thread of their own."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def read_first(self) -> Any:
-        """The first message; the others are read by a thread from here on."""
-        message = self._read()
-        threading.Thread(target=self._read_on, name="inbox", daemon=True).start()
-        return message
-
-    def put(self, message: Any) -> None:
-        """Add a message of this process's own; from any thread."""
-        self._messages.put(message)
-
-    def take(self, *, wait: bool) -> list[Any]:
-        """All messages that have come; with ``wait`` at least one."""
-        messages = [self._messages.get()] if wait else []
-        while not self._messages.empty():
-            messages.append(self._messages.get())
-        return messages
-
-    def _read_on(self) -> None:
-        while True:
-            self._messages.put(self._read())
-
-    def _read(self) -> Any:
-        (length,) = LENGTH.unpack(self._read_exactly(LENGTH.size))
-        return decode(self._read_exactly(length))
-
-    def _read_exactly(self, length: int) -> bytearray:
-        """So many bytes. Once nobody is left to read results the process ends here."""
-        received = bytearray(length)
-        view = memoryview(received)
-        while view:
-            try:
-                count = self._sock.recv_into(view)
-            except OSError:
-                count = 0
-            if not count:
-                os._exit(0)
-            view = view[count:]
-        return received
-
-
-class Outbox:
-    """Messages to the serving process, sent by a thread of their own."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._messages: queue.Queue[Any] = queue.Queue(_MAX_UNREAD)
-        self._thread = threading.Thread(target=self._send_all, name="outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, message: Any) -> None:
-        """Send a message soon; waits while too many are unsent."""
-        self._messages.put(message)
-
-    def close(self) -> None:
-        """Wait until everything is sent."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _send_all(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                self._sock.sendall(encode(message))
-            except OSError:
-                os._exit(0)
 
 
 class EngineLoop:

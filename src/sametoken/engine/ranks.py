@@ -25,14 +25,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sametoken.config import EngineConfig
+from sametoken.core.child_process import LENGTH, Failure, decode, encode, spawn
 from sametoken.core.plan import StepPlan
-from sametoken.engine.core import NoPeers, Peers
-from sametoken.engine.messages import LENGTH, Failure, decode, encode
-from sametoken.engine.process import spawn
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.layers.parallel import ALONE, TensorParallel
 from sametoken.runner.async_output import PendingOutput
-from sametoken.runner.process_group import ProcessGroup
+from sametoken.runner.process_group import NoPeers, Peers, ProcessGroup
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import (
     CudaStream,

@@ -6,13 +6,16 @@ ranks of several engines. Only bytes travel: no library ever adds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, FileStore, Store
+
+from sametoken.errors import SametokenError
 
 # Joining has an end. A collective may wait as long as the host has nothing to do, since the
 # death of a rank is noticed elsewhere (engine.ranks).
@@ -91,3 +94,18 @@ def _nccl(store: Store, rank: int, size: int) -> Any:
     joined = group(store, rank, size, options)
     joined._set_sequence_number_for_group()
     return joined
+
+
+class Peers(Protocol):
+    """The other processes that an engine cannot go on without."""
+
+    def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
+        """Have ``notice`` called with the cause, on any thread, once one of them has ended."""
+        ...
+
+
+class NoPeers:
+    """Nobody is watched."""
+
+    def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
+        """There is nobody whose end could be told."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.engine.messages import LENGTH, Failure, Release, decode, encode
+from sametoken.core.child_process import LENGTH, Failure, decode, encode
+from sametoken.engine.messages import Release
 from sametoken.errors import ConfigError, EngineRestartingError, OverloadedError
 
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sametoken.core.child_process import Failure
 from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.messages import Failure, Refused, Release, StepReport, Submit
+from sametoken.engine.messages import Refused, Release, StepReport, Submit
 from sametoken.engine.preparation import Preparation
 from sametoken.engine.process_main import EngineLoop
 from sametoken.errors import EngineDeadError, RequestError

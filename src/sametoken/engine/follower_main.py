@@ -6,7 +6,6 @@ first message is ``Enlist``. It ends when the socket closes, whatever its device
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +17,7 @@ import torch
 from sametoken.engine.build import build_follower
 from sametoken.engine.core import NoPeers
 from sametoken.engine.messages import Failure, encode
-from sametoken.engine.process_main import Inbox
+from sametoken.engine.process_main import Inbox, take_socket
 from sametoken.engine.ranks import Built, Enlist, Number, Present
 from sametoken.engine.resolve import resolve_device
 from sametoken.errors import EngineDeadError, SametokenError
@@ -85,11 +84,7 @@ def _one_by_one(inbox: Inbox) -> Any:
 
 def main(fd: int) -> int:
     """Follow over the inherited socket; the exit status is 1 after a failure."""
-    # Rank 0 decides what a signal to the whole group means, and closes the socket.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    sock.set_inheritable(False)
+    sock = take_socket(fd)
     inbox = Inbox(sock)
     enlist: Enlist = inbox.read_first()
     try:

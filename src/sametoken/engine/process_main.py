@@ -230,14 +230,22 @@ def run(inbox: Inbox, outbox: Outbox) -> None:
         loop.turn(inbox.take(wait=not loop.has_unfinished))
 
 
-def main(fd: int) -> int:
-    """Serve over the inherited socket; the exit status is 1 after a failure."""
-    # A terminal's Ctrl-C and a service manager's stop reach every process of the group. The
-    # serving process decides what they mean, and closes the socket.
+def take_socket(fd: int) -> socket.socket:
+    """The inherited socket, whose other end decides when this process ends.
+
+    A terminal's Ctrl-C and a service manager's stop reach every process of the group: they are
+    ignored here.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
+    return sock
+
+
+def main(fd: int) -> int:
+    """Serve over the inherited socket; the exit status is 1 after a failure."""
+    sock = take_socket(fd)
     outbox = Outbox(sock)
     try:
         run(Inbox(sock), outbox)

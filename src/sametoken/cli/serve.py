@@ -30,16 +30,16 @@ API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     trust_remote_code: Annotated[
-        bool, typer.Option(help="no effect (vLLM's): code of a checkpoint is never run")
+        bool, typer.Option(help="vLLM's, without effect: code of a checkpoint is never run")
     ] = False,
     enable_chunked_prefill: Annotated[
-        bool | None, typer.Option(help="no effect (vLLM's): prefill is always chunked")
+        bool | None, typer.Option(help="vLLM's, without effect: prefill is always chunked")
     ] = None,
     enable_auto_tool_choice: Annotated[
-        bool, typer.Option(help="no effect (vLLM's): requests with tools need no flag")
+        bool, typer.Option(help="vLLM's, without effect: requests with tools need no flag")
     ] = False,
     additional_config: Annotated[
-        str | None, typer.Option(help="no effect (vLLM's); a JSON object")
+        str | None, typer.Option(help="vLLM's, without effect: a JSON object")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="serve on a Ray cluster")] = False,
     **options: Any,

@@ -64,8 +64,8 @@ def replacing(path: Path, *, synced: bool = False, shared: bool = False) -> Iter
     Args:
         path: the file to create or replace.
         synced: the content is on the disk before the rename.
-        shared: other processes may write the same file, so the temporary name is unique. A
-            fixed name is used again after a crash, which leaves nothing behind.
+        shared: other processes may write the same file, so the temporary name is unique.
+            Otherwise it is fixed, so that what a crash leaves is overwritten by the next write.
 
     Raises:
         OSError: the file cannot be written.

@@ -161,7 +161,9 @@ class Sametoken:
         resolved = self._core.resolved
         target, traffic = target_pass(resolved), step_traffic(resolved)
         speculation = resolved.config.speculative_config
-        drafter = draft_pass(speculation, resolved.model) if speculation else DraftPass(0, 0)
+        drafter = DraftPass(0, 0)
+        if speculation:
+            drafter = draft_pass(speculation, resolved.model, resolved.model_path)
         return {
             "torch": torch.__version__,
             "synthetic_rates": speculation.synthetic_rates if speculation else None,

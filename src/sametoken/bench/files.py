@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from sametoken.core.files import replacing
 from sametoken.core.json_text import parse_json
 from sametoken.errors import ConfigError
 
@@ -20,15 +19,9 @@ def write_text(path: Path, text: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with replacing(path, shared=True) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.chmod(0o644)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error})", "give another path") from error
 

@@ -26,13 +26,16 @@ from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import Backend
 from sametoken.kernels.step import compact
 from sametoken.kernels.suffix import reference as suffix
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder
 from sametoken.models.dummy import dummy_reader
 from sametoken.models.embedded import resolve_model
 from sametoken.models.heads import resolve_drafter
 from sametoken.models.loader import read_config
 from sametoken.models.registry import model_class
 
-_SHAPES_ONLY = torch.device("meta")
+#: Tensors there have shapes and no memory.
+SHAPES_ONLY = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +111,9 @@ def measure_memory(
     dtype, _ = resolve_dtype(config, architecture.dtype)
     longest = resolve_max_model_len(config, architecture)
     require_drafter_fits(spec, architecture, longest)
-    kernels = ReferenceKernels()
-    reader = dummy_reader(path, kernels, dtype, _SHAPES_ONLY)
-    target = model_class(architecture.architecture)(architecture, reader, max_positions=1)
-    backend = Backend(kernels, compact, ngram.lookup, suffix.search)
-    placement = Placement(backend, dtype, _SHAPES_ONLY, longest, 1, DUMMY, Path(path))
+    target = load_shapes(architecture, Path(path), dtype)
+    backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
+    placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, Path(path))
     drafter = load_drafter(spec, target, placement)
     return Memory(
         model=str(path),
@@ -125,3 +126,13 @@ def measure_memory(
         draft_weights=drafter.weights_bytes,
         request=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
     )
+
+
+def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:
+    """A model of tensors that have shapes and no memory, from its config alone.
+
+    Raises:
+        CheckpointError, UnsupportedError: as ``load_model``.
+    """
+    reader = dummy_reader(path, ReferenceKernels(), dtype, SHAPES_ONLY)
+    return model_class(architecture.architecture)(architecture, reader, max_positions=1)

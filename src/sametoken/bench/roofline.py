@@ -7,26 +7,36 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sametoken.config import SpeculativeConfig
+from sametoken.bench.memory import SHAPES_ONLY, load_shapes
+from sametoken.config import DUMMY, HEADS, SpeculativeConfig
+from sametoken.drafters.build import fitting_head
 from sametoken.drafters.token_map import read_token_map
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.kernels.reference import ReferenceKernels
 from sametoken.kernels.select import select_kernels
+from sametoken.layers.sparse_moe import SparseMoE
 from sametoken.models.base import ModelConfig
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.eagle3 import Eagle3Head
 from sametoken.models.loader import read_config
-from sametoken.models.settings import Settings
+from sametoken.models.mtp import MTPHead
 
 # Many times what caches hold, and at 5 TB/s long enough that starting a kernel costs nothing.
 CUDA_BYTES = 4 << 30
 CPU_BYTES = 1 << 30
 _PASSES = 12
 _FEATURES = 512
+# Of a drafter that is loaded without memory, to count its elements.
+_COUNTED = torch.float32
+
+
+class _Counted(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +115,7 @@ class TargetPass(NamedTuple):
 def target_pass(resolved: ResolvedConfig) -> TargetPass:
     """What this engine's target multiplies; of a mixture of experts it counts all of them."""
     model, itemsize = resolved.model, resolved.dtype.itemsize
-    head = _head(model, model.vocab_size)
+    head = model.vocab_size * model.hidden_size
     kv_elements = resolved.request_memory.kv_per_token // itemsize
     return TargetPass(
         layers=step_traffic(resolved).weights // itemsize - head,
@@ -131,88 +141,68 @@ def step_traffic(resolved: ResolvedConfig) -> Traffic:
     speculative = config.speculative_config
     return Traffic(
         weights=resolved.weights_bytes - looked_up * itemsize,
-        draft_weights=_draft_bytes(speculative, model, itemsize) if speculative else 0,
+        draft_weights=_draft_bytes(resolved, speculative) if speculative else 0,
         kv_per_token=memory.kv_per_token + k * memory.draft_kv_per_token,
         recurrent_per_request=2 * memory.recurrent_state + (k + 1) * memory.draft_recurrent,
     )
 
 
-def _draft_bytes(config: SpeculativeConfig, target: ModelConfig, itemsize: int) -> int:
-    read = draft_elements(config, target)
+def _draft_bytes(resolved: ResolvedConfig, config: SpeculativeConfig) -> int:
+    read = draft_elements(config, resolved.model, resolved.model_path)
+    itemsize = resolved.dtype.itemsize
     return read.projections * (1 if config.quantization else itemsize) + read.experts * itemsize
 
 
-def draft_elements(config: SpeculativeConfig, target: ModelConfig) -> DraftElements:
+def draft_elements(
+    config: SpeculativeConfig, target: ModelConfig, target_path: Path
+) -> DraftElements:
     """Elements of all matrices that drafting k tokens reads; arguments as ``draft_pass``."""
-    k, one = config.num_speculative_tokens, draft_pass(config, target)
+    k, one = config.num_speculative_tokens, draft_pass(config, target, target_path)
     return DraftElements(one.fusion + k * (one.layers + one.head), k * one.experts)
 
 
-def draft_pass(config: SpeculativeConfig, target: ModelConfig) -> DraftPass:
+def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path) -> DraftPass:
     """Elements of the matrices of one draft pass; none for prompt lookup.
 
     Args:
         config: how drafts are made.
-        target: the target's architecture, which a multi-token-prediction module shares.
+        target: the target's architecture.
+        target_path: its checkpoint, which holds a multi-token-prediction module.
 
     Raises:
-        CheckpointError: the drafter's config.json cannot be read.
-        ConfigError: nor its token map.
+        CheckpointError, UnsupportedError, DrafterMismatchError: as ``load_drafter``.
+        ConfigError: the token map cannot be read.
     """
-    path = Path(config.model or "")
     if config.method == "draft_model":
-        model = read_config(path)
-        layers = _layers(model, model.hidden_size)
-        return DraftPass(layers, _head(model, model.vocab_size))
-    if config.method == "eagle":
-        model = Eagle1Checkpoint(path).config.layer
-        layers = 2 * model.hidden_size**2 + _layers(model, model.hidden_size)
-        return DraftPass(layers, _head(model, _proposed(config, model.vocab_size)))
-    if config.method == "eagle3":
-        head = Eagle3Checkpoint(path).config
-        return DraftPass(
-            _layers(head.layer, 2 * head.layer.hidden_size),
-            _head(head.layer, _proposed(config, head.draft_vocab_size)),
-            fusion=head.num_aux * head.target_hidden_size * head.layer.hidden_size,
-        )
-    if config.method == "mtp":
-        layer = _gated_layer(target)
-        return DraftPass(
-            2 * target.hidden_size**2 + layer.projections,
-            _head(target, _proposed(config, target.vocab_size)),
-            experts=layer.experts,
-        )
-    return DraftPass(0, 0)
+        path = Path(config.model or "")
+        model = load_shapes(read_config(path), path, _COUNTED)
+        layers = model.weights_bytes // _COUNTED.itemsize - _elements(model.embedding)
+        logits = _elements(model.head)
+        return DraftPass(layers - (0 if model.head is model.embedding else logits), logits)
+    if config.method not in HEADS:
+        return DraftPass(0, 0)
+    token_ids = None
+    if config.token_map is not None:
+        token_ids = read_token_map(Path(config.token_map), target.vocab_size).to(SHAPES_ONLY)
+    head = fitting_head(config, target, target_path, DUMMY).load(
+        load_shapes(target, target_path, _COUNTED),
+        kernels=ReferenceKernels(),
+        dtype=_COUNTED,
+        device=SHAPES_ONLY,
+        max_positions=1,
+        token_ids=token_ids,
+    )
+    fusion = _elements(head.fc) if isinstance(head, Eagle3Head) else 0
+    experts = unread = 0
+    if isinstance(head, MTPHead) and isinstance(mixture := head.layer.mlp, SparseMoE):
+        experts, num_experts = _elements(mixture), mixture.router.weight.out_features
+        unread = _elements(mixture.experts) * (num_experts - mixture.top_k) // num_experts
+    layers = _elements(head) - fusion - experts
+    return DraftPass(layers, _elements(head.lm_head), fusion, experts - unread)
 
 
-def _layers(model: ModelConfig, attention_width: int) -> int:
-    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = attention_width * (q_size + 2 * kv_size) + q_size * model.hidden_size
-    return model.num_layers * (attention + 3 * model.hidden_size * model.intermediate_size)
-
-
-def _gated_layer(model: ModelConfig) -> DraftElements:
-    """One layer of gated attention; of a mixture of experts, what one row reads."""
-    q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.hidden_size * (3 * q_size + 2 * kv_size)
-    settings = Settings(model.extra, model.architecture)
-    if not settings.get("num_experts"):
-        return DraftElements(attention + 3 * model.hidden_size * model.intermediate_size, 0)
-    routed = settings.integer("num_experts_per_tok") * settings.integer("moe_intermediate_size")
-    width = 3 * (routed + settings.integer("shared_expert_intermediate_size"))
-    gates = settings.integer("num_experts") + 1
-    return DraftElements(attention, model.hidden_size * (width + gates))
-
-
-def _proposed(config: SpeculativeConfig, vocab_size: int) -> int:
-    """How many tokens a draft head over so many may propose."""
-    if config.token_map is None:
-        return vocab_size
-    return read_token_map(Path(config.token_map), vocab_size).shape[0]
-
-
-def _head(model: ModelConfig, vocab_size: int) -> int:
-    return vocab_size * model.hidden_size
+def _elements(counted: _Counted) -> int:
+    return counted.nbytes // _COUNTED.itemsize
 
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwidth:

@@ -30,16 +30,16 @@ API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     trust_remote_code: Annotated[
-        bool, typer.Option(help="accepted for vLLM's sake; code of a checkpoint is never run")
+        bool, typer.Option(help="vLLM's, without effect: code of a checkpoint is never run")
     ] = False,
     enable_chunked_prefill: Annotated[
-        bool, typer.Option(help="accepted for vLLM's sake; it is always on")
-    ] = True,
+        bool | None, typer.Option(help="vLLM's, without effect: prefill is always chunked")
+    ] = None,
     enable_auto_tool_choice: Annotated[
-        bool, typer.Option(help="accepted for vLLM's sake; requests with tools need no flag")
+        bool, typer.Option(help="vLLM's, without effect: requests with tools need no flag")
     ] = False,
     additional_config: Annotated[
-        str | None, typer.Option(help="JSON, accepted for vLLM's sake; it changes nothing here")
+        str | None, typer.Option(help="vLLM's, without effect: a JSON object")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="serve on a Ray cluster")] = False,
     **options: Any,
@@ -48,17 +48,21 @@ def serve(
 
     The API key may also stand in the variable SAMETOKEN_API_KEY.
     """
-    if not enable_chunked_prefill:
+    if enable_chunked_prefill is False:
         raise ConfigError("prefill is always chunked here", "leave the option out")
+    for flag, given, why in (
+        ("--trust-remote-code", trust_remote_code, "code of a checkpoint is never run"),
+        ("--enable-chunked-prefill", enable_chunked_prefill, "prefill is always chunked"),
+        ("--enable-auto-tool-choice", enable_auto_tool_choice, "requests with tools need no flag"),
+    ):
+        if given:
+            typer.echo(f"{flag} has no effect: {why}", err=True)
     if additional_config is not None:
         _announce_ignored(additional_config)
     limits = ServingLimits(**_take(ServingLimits, options))
     config = _server_config(_take(ServerConfig, options))
     ray_config = _ray_config(_take(RayConfig, options), ray)
     engine_config = EngineConfig.from_options(model=model, **options)
-    if trust_remote_code:
-        typer.echo("--trust-remote-code has no effect: code of a checkpoint is never run", err=True)
-
     check_certificate(config)
     if ray_config is not None:
         from sametoken.server.ray.serve import run as run_on_ray
@@ -111,7 +115,7 @@ def _ray_config(given: Mapping[str, Any], wanted: bool) -> RayConfig | None:
 
 
 def _announce_ignored(additional_config: str) -> None:
-    """Say which of vLLM's additional settings have no effect.
+    """Print which of vLLM's additional settings have no effect.
 
     Raises:
         ConfigError: it is not a JSON object.

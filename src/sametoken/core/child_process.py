@@ -131,3 +131,16 @@ class Outbox:
                 self._sock.sendall(encode(message))
             except OSError:
                 os._exit(0)
+
+
+def take_socket(fd: int) -> socket.socket:
+    """The inherited socket, whose other end decides when this process ends.
+
+    A terminal's Ctrl-C and a service manager's stop reach every process of the group: they are
+    ignored here.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    return sock

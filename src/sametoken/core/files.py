@@ -1,9 +1,12 @@
-"""Reading files that somebody else wrote: nothing but regular files, and no more than fits."""
+"""Safe file access: reads of regular files within a size limit, and atomic writes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import uuid
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -49,3 +52,45 @@ def read_json(path: Path) -> Any:
 def is_there(path: Path) -> bool:
     """Whether the folder has an entry of this name, were it a link to nowhere."""
     return os.path.lexists(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, synced: bool = False, shared: bool = False) -> Iterator[Path]:
+    """Replace a file atomically by the one that the block writes.
+
+    Yields the path of a temporary file beside ``path``. It is renamed at the end of the block,
+    or removed if the block raises, which leaves the old file as it was.
+
+    Args:
+        path: the file to create or replace.
+        synced: the content is on the disk before the rename.
+        shared: other processes may write the same file, so the temporary name is unique.
+            Otherwise it is fixed, so that what a crash leaves is overwritten by the next write.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    name = f".{path.name}.{uuid.uuid4().hex}" if shared else f"{path.name}.tmp"
+    unfinished = path.with_name(name)
+    try:
+        yield unfinished
+        if synced:
+            sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or the names in a directory, to the disk.
+
+    Raises:
+        OSError: it cannot be opened or flushed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -87,6 +87,20 @@ def require_types(config: Any, prefix: str = "") -> None:
             object.__setattr__(config, one.name, typed(prefix + one.name, one.type, value))
 
 
+def require_within(config: Any, limits: Iterable[tuple[str, float, float]]) -> None:
+    """Check numbers of a dataclass; each limit is a field's name, its least and its most.
+
+    Raises:
+        ConfigError: naming the first field outside its limits.
+    """
+    for name, low, high in limits:
+        value = getattr(config, name)
+        if not low <= value <= high:
+            raise ConfigError(
+                f"{name}={value!r} is not possible", f"use a number from {low} to {high}"
+            )
+
+
 def require_path(name: str, given: str | None) -> None:
     """Refuse a text that names no file on any machine.
 

@@ -112,7 +112,7 @@ def required_aux_layers(
         return extracted_layers(spec, target.num_layers)
     if spec is None or spec.method not in _HEADS:
         return ()
-    head: HeadCheckpoint = _fitting_head(spec, target, target_path, load_format)
+    head: HeadCheckpoint = fitting_head(spec, target, target_path, load_format)
     return head.aux_layers(target.num_layers)
 
 
@@ -209,7 +209,7 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
             f"{target.config.architecture} keeps no states for a draft head",
             "use another speculative method",
         )
-    checkpoint = _fitting_head(spec, target.config, placement.target_path, placement.load_format)
+    checkpoint = fitting_head(spec, target.config, placement.target_path, placement.load_format)
     token_ids = None
     if spec.token_map is not None:
         token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
@@ -232,9 +232,13 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
     return LoadedDrafter(head.caches, max(k - 2, 0), attach, weights_bytes=head.nbytes + sum(own))
 
 
-def _fitting_head(
+def fitting_head(
     spec: SpeculativeConfig, target: ModelConfig, target_path: Path, load_format: str
 ) -> _Checkpoint:
+    """The head that a method of ``HEADS`` drafts with, its config read and its weights not.
+
+    Arguments and errors as in ``required_aux_layers``.
+    """
     directory = target_path if spec.model is None else Path(spec.model)
     checkpoint = _HEADS[spec.method](directory, load_format=load_format)
     checkpoint.require_fit(target)

@@ -256,8 +256,41 @@ def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
 def _load(
     asked: _Asked, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
 ) -> _Loaded:
-    config, device, path, architecture = asked.config, asked.device, asked.path, asked.architecture
+    target, drafter, backend = _load_models(asked, ranks)
+    caches = (*target.caches, *drafter.caches)
+    config, off_reasons = resolve_recurrent(asked.config, caches)
+    off_reasons = asked.reasons | off_reasons
+    for name, reason in off_reasons.items():
+        announce(f"{name} is {reason}")
+    recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(caches, config.num_drafts)
+    budget = ranks.least(resolve_kv_bytes(config, asked.device, recurrent_bytes))
+    memory = ranks.same(
+        plan_memory(config, asked.architecture, caches, drafter.lookahead_slots, budget)
+    )
     dtype, why = asked.dtype
+    resolved = ResolvedConfig(
+        config=config,
+        model_path=asked.path,
+        model=asked.architecture,
+        dtype=dtype,
+        device=asked.device,
+        max_model_len=memory.max_model_len,
+        num_kv_blocks=memory.num_kv_blocks,
+        kernels=backend.model.name,
+        reasons={**memory.reasons, **off_reasons, "dtype": why},
+        weights_bytes=target.weights_bytes,
+        kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
+        recurrent_bytes=recurrent_bytes,
+        request_memory=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
+    )
+    require_memory(resolved)
+    return _Loaded(target, drafter, backend, memory, resolved, extraction)
+
+
+def _load_models(asked: _Asked, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
+    """Read the weights of this rank."""
+    config, device, path, architecture = asked.config, asked.device, asked.path, asked.architecture
+    dtype, _ = asked.dtype
     # Rank 0 drafts for all, and alone keeps what drafting needs.
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
     layers = asked.aux_layers if ranks.parallel.rank == 0 else ()
@@ -279,33 +312,7 @@ def _load(
     placement = Placement(
         backend, dtype, device, max_len, max_positions, config.draft_load_format, path
     )
-    drafter = load_drafter(spec, target, placement)
-    caches = (*target.caches, *drafter.caches)
-    config, recurrent_reasons = resolve_recurrent(config, caches)
-    off_reasons = asked.reasons | recurrent_reasons
-    for name, reason in off_reasons.items():
-        announce(f"{name} is {reason}")
-    recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(caches, config.num_drafts)
-    budget = ranks.least(resolve_kv_bytes(config, device, recurrent_bytes))
-    memory = ranks.same(plan_memory(config, architecture, caches, drafter.lookahead_slots, budget))
-    block_bytes = bytes_per_block(caches, config.block_size)
-    resolved = ResolvedConfig(
-        config=config,
-        model_path=path,
-        model=architecture,
-        dtype=dtype,
-        device=device,
-        max_model_len=memory.max_model_len,
-        num_kv_blocks=memory.num_kv_blocks,
-        kernels=backend.model.name,
-        reasons={**memory.reasons, **off_reasons, "dtype": why},
-        weights_bytes=target.weights_bytes,
-        kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
-        recurrent_bytes=recurrent_bytes,
-        request_memory=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
-    )
-    require_memory(resolved)
-    return _Loaded(target, drafter, backend, memory, resolved, extraction)
+    return target, load_drafter(spec, target, placement), backend
 
 
 def _require_room(config: EngineConfig) -> None:

@@ -6,7 +6,6 @@ first message is ``Enlist``. It ends when the socket closes, whatever its device
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sametoken.core.child_process import Failure, Inbox, encode
+from sametoken.core.child_process import Failure, Inbox, encode, take_socket
 from sametoken.engine.build import build_follower
 from sametoken.engine.ranks import Built, Enlist, Number, Present
 from sametoken.engine.resolve import resolve_device
@@ -83,11 +82,7 @@ def _one_by_one(inbox: Inbox) -> Any:
 
 def main(fd: int) -> int:
     """Follow over the inherited socket; the exit status is 1 after a failure."""
-    # Rank 0 decides what a signal to the whole group means, and closes the socket.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    sock.set_inheritable(False)
+    sock = take_socket(fd)
     inbox = Inbox(sock)
     enlist: Enlist = inbox.read_first()
     try:

@@ -7,13 +7,11 @@ pickling nor sockets. It ends when the socket closes: nobody is left to serve.
 
 from __future__ import annotations
 
-import signal
-import socket
 import sys
 import time
 from typing import Any
 
-from sametoken.core.child_process import Failure, Inbox, Outbox
+from sametoken.core.child_process import Failure, Inbox, Outbox, take_socket
 from sametoken.core.request import RequestUpdate
 from sametoken.engine.core import EngineCore
 from sametoken.engine.messages import (
@@ -150,12 +148,7 @@ def run(inbox: Inbox, outbox: Outbox) -> None:
 
 def main(fd: int) -> int:
     """Serve over the inherited socket; the exit status is 1 after a failure."""
-    # A terminal's Ctrl-C and a service manager's stop reach every process of the group. The
-    # serving process decides what they mean, and closes the socket.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
-    sock.set_inheritable(False)
+    sock = take_socket(fd)
     outbox = Outbox(sock)
     try:
         run(Inbox(sock), outbox)

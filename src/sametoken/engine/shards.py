@@ -19,7 +19,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sametoken.core.files import replacing
 from sametoken.core.json_text import parse_json
 from sametoken.errors import CheckpointError, ConfigError
 
@@ -282,7 +284,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         "shards": [asdict(one) for one in manifest.shards],
     }
     text = json.dumps(value, indent=1)
-    _replace(directory / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+    with _replacing(directory / MANIFEST) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def write_shard(
@@ -299,15 +302,11 @@ def write_shard(
     """
     told = json.dumps([asdict(one) for one in ranges])
     metadata = {"format": "pt", "writer": writer, "ranges": told}
-    digests = []
-
-    def write(path: Path) -> None:
-        save_file(tensors, path, metadata=metadata)
-        with path.open("rb") as written:
-            digests.append(hashlib.file_digest(written, "sha256").hexdigest())
-
-    _replace(directory / file, write)
-    return Shard(file, writer, digests[0], ranges)
+    with _replacing(directory / file) as unfinished:
+        save_file(tensors, unfinished, metadata=metadata)
+        with unfinished.open("rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+    return Shard(file, writer, digest, ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,13 +376,11 @@ def _damaged(path: Path, why: object) -> CheckpointError:
     return CheckpointError(f"{path} is missing, truncated or corrupt ({why})", _AGAIN)
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    unfinished = path.with_name(f"{path.name}.tmp")
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
     try:
-        write(unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        with replacing(path, synced=True) as unfinished:
+            yield unfinished
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{path} cannot be written ({error})",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sametoken.core.cache import CACHE_VARIABLE, cache_directory, expanded, make_cache_directory
-from sametoken.core.files import open_regular
+from sametoken.core.files import open_regular, replacing
 from sametoken.errors import CheckpointError
 from sametoken.models.checkout import HYBRID_NAME, hybrid_directory
 
@@ -69,11 +68,11 @@ def _is_whole(cached: Path) -> bool:
 def _fetch(cached: Path) -> None:
     try:
         make_cache_directory()
-        # Beside its destination, so that the rename stays within one file system.
-        with tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch:
-            unpacked = Path(scratch) / EMBEDDED_FILE
+        with (
+            tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch,
+            replacing(cached, shared=True) as unpacked,
+        ):
             _unpack(_download(Path(scratch)), unpacked)
-            os.replace(unpacked, cached)
     except OSError as error:
         raise CheckpointError(
             f"{EMBEDDED_NAME} cannot be stored in {cached.parent} ({error})",

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,13 +17,7 @@ from starlette.responses import Response
 from sametoken.core.outputs import CompletionOutput, RequestOutput
 from sametoken.core.sampling_params import SamplingParams
 from sametoken.server.errors import invalid
-from sametoken.server.generation import (
-    CLIENT_GONE,
-    Generation,
-    speculation_stats,
-    usage,
-    while_connected,
-)
+from sametoken.server.generation import Generation, speculation_stats, usage
 from sametoken.server.logprobs import chat_logprobs, positions, prompt_logprobs
 from sametoken.server.params import chat_params
 from sametoken.server.responses import (
@@ -36,11 +30,10 @@ from sametoken.server.responses import (
     ChatResponse,
     FinishReason,
     ToolCall,
-    json_response,
 )
 from sametoken.server.schemas import ChatRequest
 from sametoken.server.served import Served
-from sametoken.server.streaming import EventStream
+from sametoken.server.streaming import respond
 from sametoken.server.structured import structured_outputs
 from sametoken.server.tool_parsers import Parsed
 from sametoken.server.tools import ToolUse, tool_use
@@ -75,13 +68,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     request_id = f"chatcmpl-{uuid.uuid4().hex}"
     answer = _Answer(request, use, request_id, model)
     generation = await served.begin([prompt], params, request_id)
-    if request.stream:
-        return EventStream(generation, answer.stream(generation))
-    async with generation:
-        outputs = await while_connected(http.receive, generation.finish())
-    if outputs is None:
-        return Response(status_code=CLIENT_GONE)
-    return await asyncio.to_thread(lambda: json_response(answer.whole(outputs[0])))
+    return await respond(http, generation, answer, stream=bool(request.stream))
 
 
 def _asked(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
@@ -100,8 +87,9 @@ class _Answer:
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, output: RequestOutput) -> ChatResponse:
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
         """The answer without a stream."""
+        (output,) = outputs
         more = self._stats(output)
         if self.request.return_token_ids:
             more["prompt_token_ids"] = list(output.prompt_token_ids)

@@ -16,24 +16,17 @@ from starlette.responses import Response
 
 from sametoken.core.outputs import CompletionOutput, RequestOutput
 from sametoken.engine.input_processor import PromptTokens
-from sametoken.server.generation import (
-    CLIENT_GONE,
-    Generation,
-    speculation_stats,
-    usage,
-    while_connected,
-)
+from sametoken.server.generation import Generation, speculation_stats, usage
 from sametoken.server.logprobs import completion_logprobs, positions, prompt_logprobs
 from sametoken.server.params import completion_params
 from sametoken.server.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionResponse,
-    json_response,
 )
 from sametoken.server.schemas import CompletionRequest
 from sametoken.server.served import Served
-from sametoken.server.streaming import EventStream
+from sametoken.server.streaming import respond
 from sametoken.server.structured import structured_outputs
 
 
@@ -57,13 +50,7 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
     request_id = f"cmpl-{uuid.uuid4().hex}"
     answer = _Answer(served, request, prompts, request_id, model)
     generation = await served.begin(prompts, params, request_id)
-    if request.stream:
-        return EventStream(generation, answer.stream(generation))
-    async with generation:
-        outputs = await while_connected(http.receive, generation.finish())
-    if outputs is None:
-        return Response(status_code=CLIENT_GONE)
-    return await asyncio.to_thread(lambda: json_response(answer.whole(outputs)))
+    return await respond(http, generation, answer, stream=bool(request.stream))
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:

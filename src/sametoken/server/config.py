@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sametoken.config import option
+from sametoken.core.option_values import require_within
 from sametoken.errors import ConfigError
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -63,12 +64,7 @@ class ServerConfig:
     drain_timeout: float = option(60.0, "seconds that requests may still take after SIGTERM")
 
     def __post_init__(self) -> None:
-        for name, low, high in _LIMITS:
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(
-                    f"{name}={value!r} is not possible", f"use a number from {low} to {high}"
-                )
+        require_within(self, _LIMITS)
         parsers = (AUTO, NONE, *TOOL_CALL_PARSERS)
         for name, allowed in (("log_level", LOG_LEVELS), ("tool_call_parser", parsers)):
             if getattr(self, name) not in allowed:

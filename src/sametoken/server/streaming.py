@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sametoken.core.outputs import RequestOutput
 from sametoken.server.errors import as_api_error
-from sametoken.server.generation import Generation, while_connected
+from sametoken.server.generation import CLIENT_GONE, Generation, while_connected
+from sametoken.server.responses import json_response
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -50,6 +55,35 @@ class EventStream(Response):
                 body = json.dumps(as_api_error(error).body)
                 await _send_event(send, body.encode())
         await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+
+class Answer(Protocol):
+    """A generation's outputs in the form of one endpoint."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The answer without a stream."""
+        ...
+
+    def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
+        """The answer in pieces."""
+        ...
+
+
+async def respond(
+    http: Request, generation: Generation, answer: Answer, *, stream: bool
+) -> Response:
+    """Stream the answer, or send it whole once the generation has finished.
+
+    Raises:
+        ApiError, SametokenError: the generation failed before anything was sent.
+    """
+    if stream:
+        return EventStream(generation, answer.stream(generation))
+    async with generation:
+        outputs = await while_connected(http.receive, generation.finish())
+    if outputs is None:
+        return Response(status_code=CLIENT_GONE)
+    return await asyncio.to_thread(lambda: json_response(answer.whole(outputs)))
 
 
 async def _send_event(send: Send, payload: bytes) -> None:

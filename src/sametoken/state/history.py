@@ -36,7 +36,9 @@ class TokenHistory:
     def keep(self, sequences: Sequences, slot: int) -> None:
         """Keep the text of a slot that is about to be another request's, prompt and output."""
         num_texts, longest = self.texts.shape
-        if slot in self._used and num_texts:
+        if not num_texts:
+            return
+        if slot in self._used:
             row = self._next % num_texts
             width = min(longest, sequences.token_ids.shape[1])
             self.texts[row, :width].copy_(sequences.token_ids[slot, :width])

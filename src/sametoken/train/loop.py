@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import zipfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sametoken.core.files import replacing
 from sametoken.errors import CheckpointError, ConfigError, NumericalError
 from sametoken.train.acceptance import Acceptance
 from sametoken.train.options import LoopOptions
@@ -166,10 +166,9 @@ class _Loop:
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
-        unfinished = self._path.with_suffix(".tmp")
         try:
-            torch.save(state, unfinished)
-            os.replace(unfinished, self._path)
+            with replacing(self._path) as unfinished:
+                torch.save(state, unfinished)
         except (OSError, RuntimeError) as error:
             raise ConfigError(
                 f"{self._path} cannot be written ({error})", "make room or choose another output"

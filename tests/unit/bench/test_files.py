@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from sametoken.bench import files
 from sametoken.bench.files import read_json, write_json, write_text
 from sametoken.errors import ConfigError
 
@@ -23,7 +24,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     def broken(*args, **options):
         raise OSError("no space left")
 
-    monkeypatch.setattr(files.os, "fdopen", broken)
+    monkeypatch.setattr(Path, "replace", broken)
     with pytest.raises(ConfigError, match="no space left"):
         write_text(path, "new")
     assert path.read_text() == "old"

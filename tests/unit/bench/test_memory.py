@@ -135,7 +135,7 @@ def test_what_is_counted_is_what_an_engine_holds(tmp_path, monkeypatch, method):
     assert found.max_model_len == resolved.max_model_len
     assert found.total == found.weights + found.draft_weights + 2 * found.per_request
     # The same count over tensors that exist.
-    monkeypatch.setattr(memory, "_SHAPES_ONLY", torch.device("cpu"))
+    monkeypatch.setattr(memory, "SHAPES_ONLY", torch.device("cpu"))
     assert measure_memory(asked) == found
     assert bool(found.draft_weights) == (method not in ("plain", "ngram"))
 

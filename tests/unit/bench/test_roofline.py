@@ -34,9 +34,10 @@ def write_config(directory, **changes):
     return directory
 
 
-def elements(method: str, k: int, path) -> int:
-    """Of a drafter whose checkpoint is its own, which serves any target."""
-    return sum(draft_elements(SpeculativeConfig(method, k, str(path)), read_config(path)))
+def elements(method: str, k: int, path, target_path) -> int:
+    """Of a drafter whose checkpoint is its own."""
+    spec = SpeculativeConfig(method, k, str(path))
+    return sum(draft_elements(spec, read_config(target_path), target_path))
 
 
 def head_bytes(head, layers):
@@ -47,21 +48,31 @@ def head_bytes(head, layers):
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_drafter_s_weights_are_read_once_per_pass(tmp_path, k):
-    target = load_model(write_config(tmp_path / "t"), **OPTIONS, load_format="dummy")
+    whole = write_config(tmp_path / "t")
+    target = load_model(whole, **OPTIONS, load_format="dummy")
     model = write_config(tmp_path / "d", num_hidden_layers=2)
     draft = load_model(model, **OPTIONS, load_format="dummy")
     one_pass = draft.weights_bytes - draft.embedding.nbytes
-    assert 4 * elements("draft_model", k, model) == k * one_pass
+    assert 4 * elements("draft_model", k, model, whole) == k * one_pass
 
     path = write_config(tmp_path / "e1", num_hidden_layers=1)
     eagle = Eagle1Checkpoint(path, load_format="dummy").load(target, **OPTIONS)
     one_pass = head_bytes(eagle, eagle.layers) + eagle.fc.nbytes
-    assert 4 * elements("eagle", k, path) == k * one_pass
+    assert 4 * elements("eagle", k, path, whole) == k * one_pass
 
     path = write_config(tmp_path / "e3", num_hidden_layers=1, draft_vocab_size=9)
     eagle3 = Eagle3Checkpoint(path, load_format="dummy").load(target, **OPTIONS)
     step = k * head_bytes(eagle3, [eagle3]) + eagle3.fc.nbytes
-    assert 4 * elements("eagle3", k, path) == step
+    assert 4 * elements("eagle3", k, path, whole) == step
+
+
+def test_a_hybrid_draft_model_s_layers_are_those_that_it_has(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
+    draft = load_model(tmp_path, **OPTIONS, load_format="dummy")
+    one_pass = draft.weights_bytes
+    if draft.head is not draft.embedding:
+        one_pass -= draft.embedding.nbytes
+    assert 4 * elements("draft_model", 3, tmp_path, tmp_path) == 3 * one_pass
 
 
 @pytest.mark.parametrize(("kind", "experts_left"), [("qwen3_5", 0), ("qwen3_next", 2)])
@@ -74,7 +85,7 @@ def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_
     unread = 4 * experts_left * 3 * HIDDEN * EXPERTS["moe_intermediate_size"]
     one_pass = head.fc.nbytes + head.layer.nbytes + head.lm_head.nbytes - unread
     mtp = SpeculativeConfig("mtp", 3)
-    found = draft_elements(mtp, target.config)
+    found = draft_elements(mtp, target.config, tmp_path)
     assert 4 * sum(found) == 3 * one_pass
     mixture = head.layer.mlp.nbytes - unread if experts_left else 0
     assert 4 * found.experts == 3 * mixture
@@ -82,7 +93,7 @@ def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_
 
 def test_prompt_lookup_reads_no_weights(tmp_path):
     target = read_config(write_config(tmp_path))
-    assert draft_elements(SpeculativeConfig("ngram", 5), target) == (0, 0)
+    assert draft_elements(SpeculativeConfig("ngram", 5), target, tmp_path) == (0, 0)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -138,7 +149,7 @@ def test_a_quantized_module_is_read_at_a_byte_an_element_but_for_its_experts(tmp
         resolved, config=dataclasses.replace(config, speculative_config=spec)
     )
     plain, found = step_traffic(resolved), step_traffic(quantized)
-    read = draft_elements(spec, resolved.model)
+    read = draft_elements(spec, resolved.model, tmp_path)
     assert plain.draft_weights == 4 * sum(read)
     expected = read.projections + 4 * read.experts
     assert found == dataclasses.replace(plain, draft_weights=expected)
@@ -152,13 +163,13 @@ def test_of_a_head_with_a_token_map_its_rows_are_read(tmp_path, method):
     if method == "mtp":
         (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
     else:
-        write_config(tmp_path, num_hidden_layers=1)
-        model = str(tmp_path)
+        write_config(tmp_path)
+        model = str(write_config(tmp_path / "head", num_hidden_layers=1))
     target = read_config(tmp_path)
     whole = SpeculativeConfig(method, 3, model)
     mapped = dataclasses.replace(whole, token_map=str(tmp_path / "map.json"))
     fewer = 3 * (target.vocab_size - 5) * target.hidden_size
-    before, after = (draft_elements(spec, target) for spec in (whole, mapped))
+    before, after = (draft_elements(spec, target, tmp_path) for spec in (whole, mapped))
     assert after == before._replace(projections=before.projections - fewer)
 
 

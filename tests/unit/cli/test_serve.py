@@ -54,12 +54,13 @@ def test_the_key_may_stand_in_a_variable(started, monkeypatch):
 
 
 def test_options_of_vllm_that_change_nothing(started):
-    result = invoke(
-        "--trust-remote-code", "--enable-chunked-prefill", "--additional-config", '{"a": 1}'
-    )
+    flags = ("--trust-remote-code", "--enable-chunked-prefill", "--enable-auto-tool-choice")
+    result = invoke(*flags, "--additional-config", '{"a": 1}')
     assert result.exit_code == 0
-    assert "no effect: a" in result.output
-    assert "--trust-remote-code has no effect" in result.output
+    assert "--additional-config has no effect: a" in result.stderr.splitlines()
+    for flag in flags:
+        assert f"{flag} has no effect: " in result.stderr
+    assert "has no effect" not in invoke().output
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,13 @@ import dataclasses
 
 import pytest
 
-from sametoken.core.option_values import json_object, require_path, require_types, typed
+from sametoken.core.option_values import (
+    json_object,
+    require_path,
+    require_types,
+    require_within,
+    typed,
+)
 from sametoken.errors import ConfigError
 
 
@@ -59,3 +65,13 @@ def test_paths_that_could_be(path):
 def test_paths_that_could_not_be(path):
     with pytest.raises(ConfigError, match=r"k=.* is no path"):
         require_path("k", path)
+
+
+def test_limits_are_allowed_and_what_lies_beyond_is_not():
+    limits = (("count", 1, 3), ("share", 0.0, 1.0))
+    for options in (Options(), Options(count=3, share=0.0)):
+        require_within(options, limits)
+    for changes in ({"count": 0}, {"count": 4}, {"share": 1.5}, {"share": float("nan")}):
+        (name,) = changes
+        with pytest.raises(ConfigError, match=f"{name}=.* is not possible.*use a number from"):
+            require_within(Options(**changes), limits)

@@ -57,3 +57,4 @@ def test_without_room_nothing_is_kept():
     take(NO_HISTORY, held, 0, (1,))
     take(NO_HISTORY, held, 0, (2,))
     assert NO_HISTORY.lengths.shape == (0,)
+    assert not NO_HISTORY._used

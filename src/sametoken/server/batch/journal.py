@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from sametoken.core.directory_lock import DirectoryLock
+from sametoken.core.files import replacing, sync
 from sametoken.core.json_text import parse_json
 from sametoken.errors import ConfigError
 
@@ -62,7 +63,8 @@ class Journal:
                 self._path = directory / f"part-{len(parts):05}.jsonl"
                 # Unbuffered: what could not be written is not tried again behind our back.
                 self._part = opened.enter_context(self._path.open("xb", buffering=0))
-                sync_directory(directory)
+                # The new part's name survives a crash.
+                sync(directory)
             except OSError as error:
                 raise _unusable(directory, error) from error
             self._opened = opened.pop_all()
@@ -176,30 +178,12 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        try:
-            with temporary.open("wb") as file:
-                for line in lines:
-                    file.write(line + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(path.parent)
+        with replacing(path, synced=True) as unfinished, unfinished.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
+        sync(path.parent)
     except OSError as error:
         raise _unusable(path, error) from error
-
-
-def sync_directory(directory: Path) -> None:
-    """Have the names in a directory survive a crash."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

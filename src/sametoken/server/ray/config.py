@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sametoken.config import option
+from sametoken.core.option_values import require_within
 from sametoken.errors import ConfigError, UnsupportedError
 
 
@@ -30,12 +31,7 @@ class RayConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, low, high in _LIMITS:
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(
-                    f"{name}={value!r} is not possible", f"use a number from {low} to {high}"
-                )
+        require_within(self, _LIMITS)
         if self.ray_max_replicas:
             self._check_autoscaling()
 

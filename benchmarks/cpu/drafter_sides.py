@@ -1,6 +1,6 @@
-"""One side of ``cpu_drafters.py``: our engine with a drafter, or llama.cpp.
+"""One side of ``drafters.py``: our engine with a drafter, or llama.cpp.
 
-A process as that of ``cpu_sides.py``: the first line in is the side, a line per request follows.
+A process as that of ``sides.py``: the first line in is the side, a line per request follows.
 llama.cpp's runs in an interpreter that has the package llama-cpp-python and nothing of ours.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
-from cpu_sides import SametokenModel, Side, others_seconds
+from sides import SametokenModel, Side, others_seconds
 
 LLAMA = "llama.cpp"
 LLAMA_CONTEXT = 4096

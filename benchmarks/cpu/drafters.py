@@ -3,7 +3,7 @@
 Every side loads the same GGUF file in a process of its own and answers each prompt in turn
 with the others, one request at a time:
 
-    python benchmarks/cpu_drafters.py [--prompts 20] [--max-tokens 128] [--json PATH]
+    python benchmarks/cpu/drafters.py [--prompts 20] [--max-tokens 128] [--json PATH]
         [--llama-python PATH]
 
 ``--llama-python`` is an interpreter that has the package llama-cpp-python, which is compiled for
@@ -22,12 +22,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpu import MAX_TRIALS, WARM_UP_TOKENS, Worker, describe, measure, quiet_answer, start
-from cpu_drafters_report import Results, report
 from drafter_sides import LLAMA, DrafterSide
+from drafters_report import Results, report
 from rich.console import Console
 from rich.progress import Progress
-from training.acceptance import DATASETS, figures
+from whole_requests import (
+    MAX_TRIALS,
+    WARM_UP_TOKENS,
+    Worker,
+    describe,
+    measure,
+    quiet_answer,
+    start,
+)
 
 from sametoken.bench.datasets import load_dataset
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
@@ -35,6 +42,9 @@ from sametoken.core.outputs import SpeculationMetrics
 from sametoken.engine.tokenizer import load_tokenizer
 from sametoken.models.embedded import resolve_model
 from sametoken.models.heads import HEAD_FILES, HEAD_NAME, resolve_drafter
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from acceptance import DATASETS, figures
 
 WORKER = Path(__file__).with_name("drafter_sides.py")
 LOOKUP_DRAFTS = 8

@@ -1,10 +1,10 @@
-"""The tables of ``cpu_drafters.py``, from its JSON."""
+"""The tables of ``drafters.py``, from its JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cpu_report import SHOWN_POSITIONS, Results, disturbance
+from report import SHOWN_POSITIONS, Results, disturbance
 from rich import box
 from rich.console import Console
 from rich.table import Table

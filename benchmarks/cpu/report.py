@@ -1,4 +1,4 @@
-"""The tables of ``cpu.py``, from its JSON."""
+"""The tables of ``whole_requests.py``, from its JSON."""
 
 from __future__ import annotations
 

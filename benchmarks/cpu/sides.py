@@ -1,4 +1,4 @@
-"""One side of ``cpu.py``: a process that loads a model once and answers requests on stdin.
+"""One side of ``whole_requests.py``: a process that loads a model and answers requests on stdin.
 
 Lines of JSON go both ways. The first line in is the ``Side``; a line per request follows.
 """

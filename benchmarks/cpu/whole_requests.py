@@ -4,7 +4,8 @@ Every side loads the same GGUF file in a process of its own and answers in turns
 others; medians over the repeats. The machine's read bandwidth, measured in the same run,
 says how fast a step could be:
 
-    python benchmarks/cpu.py [--threads 2] [--max-tokens 128] [--repeats 3] [--json PATH]
+    python benchmarks/cpu/whole_requests.py [--threads 2] [--max-tokens 128] [--repeats 3]
+        [--json PATH]
 
 Exits with 1 if speculation changed a token of ours.
 """
@@ -27,10 +28,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cpu_report import MAX_OTHERS, Results, report
-from cpu_sides import Side
+from report import MAX_OTHERS, Results, report
 from rich.console import Console
 from rich.progress import Progress
+from sides import Side
 
 from sametoken.cli.demo import CODE_EDIT
 from sametoken.config import DEFAULT_MODEL
@@ -39,7 +40,7 @@ from sametoken.models.embedded import resolve_model
 
 QUESTION = "Why is the sky blue, and why are sunsets red? Explain it to a curious child in detail."
 PROMPTS = {"A code edit": CODE_EDIT, "A question": QUESTION}
-WORKER = Path(__file__).with_name("cpu_sides.py")
+WORKER = Path(__file__).with_name("sides.py")
 NGRAM_DRAFTS = (4, 8, 12)
 LOOKUP_DRAFTS = 10
 OUR_SPIN = "3000"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SmolLM2 and the EAGLE-3 head that ships, in vLLM and here: acceptance, tokens, times, the audit.
 #
-#   benchmarks/cross_check.sh MODEL.gguf OUTDIR [VLLM_PATH]
+#   benchmarks/cross_check/run.sh MODEL.gguf OUTDIR [VLLM_PATH]
 #
 # MODEL is SmolLM2's GGUF file. VLLM_PATH: folders for PYTHONPATH in which vLLM and what its server
 # imports lie; nothing if it is installed. Every engine starts at once, and each is measured alone
@@ -19,7 +19,7 @@ if [ $# -lt 2 ] || [ ! -f "$1" ]; then
 fi
 model=$(realpath "$1") vllm_path=${3:-}
 mkdir -p "$2" && out=$(realpath "$2") || exit 1
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3} vllm_python=${VLLM_PYTHON:-${PYTHON:-python3}}
 limit=${LIMIT:-220} max_tokens=${MAX_TOKENS:-128}
 head=$PWD/src/sametoken/heads/smollm2_eagle3 here=benchmarks/cross_check

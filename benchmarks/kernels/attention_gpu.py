@@ -1,6 +1,7 @@
 """Time every cut of attention on the GPU at hand, and compare their bits.
 
-    python benchmarks/attention_gpu.py [--heads qwen3|qwen35] [--cases 1x1,64x4,...] [--context N]
+    python benchmarks/kernels/attention_gpu.py [--heads qwen3|qwen35] [--cases 1x1,64x4,...]
+        [--context N]
 
 A case is batch x window. Times are of one layer, inside a CUDA graph that walks over several
 layers' KV, so KV comes from memory. Cuts are listed by form, queries, warps, stages and tile, "q"

@@ -5,7 +5,7 @@ so that caches see what a real step shows them. The time of a call is the best o
 passes, the time of an operation the mean over its layers. Then Gated DeltaNet between its
 projections at Qwen3.5-9B's shape, against the same rows in PyTorch:
 
-    python benchmarks/kernels_cpu.py [--rows 1,4,8] [--context 500] [--threads 2]
+    python benchmarks/kernels/cpu.py [--rows 1,4,8] [--context 500] [--threads 2]
 """
 
 from __future__ import annotations

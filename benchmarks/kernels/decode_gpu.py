@@ -1,6 +1,6 @@
 """Choose attention cuts and GEMM tiles inside a whole decode step of Qwen3-8B's shape.
 
-    python benchmarks/decode_gpu.py [--variants all|attention|gemm] [--cases 1x1,1x4,...]
+    python benchmarks/kernels/decode_gpu.py [--variants all|attention|gemm] [--cases 1x1,1x4,...]
 
 First every attention cut, alone: its bits against the others', and the time of a layer. Then,
 per case (batch x window), one CUDA graph holds the step: stage, embedding, 36 layers of random

@@ -1,6 +1,6 @@
 """Time products in fp8 on the GPU at hand, next to bf16 at its tuned choice.
 
-    python benchmarks/fp8_gpu.py [--rows 1,4,8,32,64,256] [--only 4096x12288,248320x4096]
+    python benchmarks/kernels/fp8_gpu.py [--rows 1,4,8,32,64,256] [--only 4096x12288,248320x4096]
 
 Times hold the rounding of the activations, which is also shown alone. Weights come from memory:
 a CUDA graph walks over copies worth several times the L2. A line has the fastest kernels first,

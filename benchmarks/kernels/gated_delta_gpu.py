@@ -1,6 +1,6 @@
 """Microseconds and GB/s of Gated DeltaNet's layer operation inside a CUDA graph, by tile.
 
-    python benchmarks/gated_delta_gpu.py [--json FILE]
+    python benchmarks/kernels/gated_delta_gpu.py [--json FILE]
 
 Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. A graph runs the
 operation over the states of at least 24 layers, more where few slots would let them stay in L2:

@@ -1,6 +1,6 @@
 """Choose GEMM kernels on the GPU at hand: check bits, time, print, and write the table.
 
-    python benchmarks/gemm_gpu.py --out tuned.json [--only qwen3] [--rows 1,4,64]
+    python benchmarks/kernels/gemm_gpu.py --out tuned.json [--only qwen3] [--rows 1,4,64]
 
 Every time is of one product inside a CUDA graph that walks over copies of the weight worth
 several times the L2, so weights come from memory. A candidate whose rows differ from the

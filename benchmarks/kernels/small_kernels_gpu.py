@@ -1,6 +1,6 @@
 """Microseconds per launch of the small kernels inside a CUDA graph, for one GPU.
 
-    python benchmarks/small_kernels_gpu.py [--no-overlap] [--json FILE]
+    python benchmarks/kernels/small_kernels_gpu.py [--no-overlap] [--json FILE]
 
 Each figure is one launch in a chain of equal launches, so it holds the gap between two
 dependent kernels. Operands up to the size of L2 stay there, as most do in a real step.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The checks of correctness on a GPU, with a table of them at the end.
 #
-#   benchmarks/gpu_checks.sh MODEL.gguf PROMPTS.jsonl [OUTDIR]
+#   benchmarks/law/gpu_checks.sh MODEL.gguf PROMPTS.jsonl [OUTDIR]
 #
 # MODEL.gguf is SmolLM2's file under its own name, for the perplexity on record goes by the name;
 # PROMPTS.jsonl is what same_prompts.py wrote. OUTDIR, by default a new folder, gets the logs.
@@ -23,7 +23,7 @@ if [ $# -lt 2 ] || [ ! -f "$1" ] || [ ! -f "$2" ]; then
 fi
 model=$(realpath "$1") prompts=$(realpath "$2") out=${3:-$(mktemp -d)}
 mkdir -p "$out" && out=$(realpath "$out") || exit 1
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 export PYTHON=${PYTHON:-python3} SAMETOKEN_SMOLLM2=$model PYTHONUNBUFFERED=1
 export PYTHONPATH="src:tests:tests/gpu${PYTHONPATH:+:$PYTHONPATH}"
 results=$(mktemp)
@@ -60,8 +60,8 @@ tests() {
 }
 
 # These report times: each has the GPU to itself.
-part same 240 "$PYTHON" benchmarks/same_tokens_gpu.py "$model" "$prompts" --json "$out/same.json"
-part perplexity 120 "$PYTHON" benchmarks/perplexity_gpu.py "$model" --transformers float32
+part same 240 "$PYTHON" benchmarks/law/same_tokens_gpu.py "$model" "$prompts" --json "$out/same.json"
+part perplexity 120 "$PYTHON" benchmarks/law/perplexity_gpu.py "$model" --transformers float32
 # The others do not: together, each in a process. The law is cut by model, drafter and graphs.
 law=tests/gpu/test_law_gpu.py
 some="(plain or ngram or suffix)"
@@ -84,7 +84,7 @@ tests numerics 300 tests/gpu/test_numerics_gpu.py tests/gpu/test_multi_turn_gpu.
 tests engines 300 tests/gpu/test_more_engines_gpu.py &
 others="tests/gpu/test_extract_gpu.py tests/gpu/test_structured_outputs_gpu.py"
 tests states 300 $others tests/gpu/test_fp8_gpu.py &
-OUT=$out part sanitizer 420 benchmarks/sanitizer.sh &
+OUT=$out part sanitizer 420 benchmarks/law/sanitizer.sh &
 wait
 
 for name in same perplexity sanitizer; do

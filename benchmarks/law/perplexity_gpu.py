@@ -1,6 +1,6 @@
 """Perplexity on GSM8K: the engine's in bf16 beside that of transformers, within 0.5 %.
 
-    python benchmarks/perplexity_gpu.py MODEL.gguf [--transformers float32] [--json PATH]
+    python benchmarks/law/perplexity_gpu.py MODEL.gguf [--transformers float32] [--json PATH]
 
 The text is the first 100 test questions with their answers (``data/gsm8k_test_100.jsonl``),
 in windows of 1024 tokens that are scored each by itself. Ours are ``prompt_logprobs`` of the
@@ -100,7 +100,7 @@ def record(model: Path, windows: list[list[int]]) -> None:
                 "window": WINDOW,
                 "model": model.name,
                 "side": f"transformers {transformers.__version__}, torch {torch.__version__}, fp32",
-                "recipe": f"python benchmarks/{Path(__file__).name} MODEL.gguf --record",
+                "recipe": f"python benchmarks/law/{Path(__file__).name} MODEL.gguf --record",
             },
             indent=1,
         )

@@ -1,7 +1,7 @@
 """Token ids of 300 requests of every kind, kept before the code is rebuilt and compared after.
 
-    python benchmarks/recorded_ids.py FILE            compare with FILE; exit status 1 if any differ
-    python benchmarks/recorded_ids.py FILE --record   write FILE
+    python benchmarks/law/recorded_ids.py FILE            compare; exit status 1 if any differ
+    python benchmarks/law/recorded_ids.py FILE --record   write FILE
 
 Thirty requests, greedy and sampled, penalised, biased, masked, stopped, grammar-bound and with
 log-probabilities, go to each of ten engines on the CPU: SmolLM2 and the hybrid of the repository,
@@ -24,7 +24,7 @@ from sametoken import LLM, SamplingParams
 from sametoken.bench.datasets import load_dataset
 from sametoken.core.structured_outputs import StructuredOutputs
 
-HYBRID = str(Path(__file__).parents[1] / "models" / "hybrid-28m")
+HYBRID = str(Path(__file__).parents[2] / "models" / "hybrid-28m")
 MAX_TOKENS = 24
 
 

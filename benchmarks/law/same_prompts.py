@@ -1,6 +1,6 @@
 """The prompts of ``same_tokens_gpu.py``'s recorded run: 100 questions and 97 edits of code.
 
-    python benchmarks/same_prompts.py DATASETS_DIR OUT.jsonl [--model smollm2]
+    python benchmarks/law/same_prompts.py DATASETS_DIR OUT.jsonl [--model smollm2]
 
 DATASETS_DIR holds gsm8k_test.jsonl (openai/grade-school-math, MIT) and exercism_python.jsonl
 (exercism/python, MIT: a row for each exercise, its ``solution`` among the fields), or has them
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from itertools import islice
 from pathlib import Path
 
-from training.sources import read_rows
-
 from sametoken.engine.tokenizer import load_tokenizer
 from sametoken.models.embedded import resolve_model
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from sources import read_rows
 
 NUM_EACH = 100
 EDIT = """\

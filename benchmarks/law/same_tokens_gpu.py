@@ -1,6 +1,6 @@
 """Does speculation change a token? Real prompts on a GPU, with and without, at any concurrency.
 
-    python benchmarks/same_tokens_gpu.py MODEL PROMPTS.jsonl [--max-tokens 192] [--json PATH]
+    python benchmarks/law/same_tokens_gpu.py MODEL PROMPTS.jsonl [--max-tokens 192] [--json PATH]
 
 MODEL is a checkpoint or a GGUF file; each line of PROMPTS is a list of token ids. Every prompt
 is answered greedily and at temperature 0.8 with a seed of its own: plainly at concurrency 64,

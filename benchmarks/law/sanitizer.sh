@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # memcheck and racecheck of compute-sanitizer over short runs of the engine on a GPU.
 #
-#   benchmarks/sanitizer.sh [memcheck|racecheck ...]      both by default; PYTHON names the interpreter,
+#   benchmarks/law/sanitizer.sh [memcheck|racecheck ...]      both by default; PYTHON names the interpreter,
 #   PARTS some parts of sanitizer_gpu.py, all by default
 #
 # Exit status: 0 clean, 1 an error was found or a run failed, 3 the tool is missing or cannot
 # work on this machine. $COMPUTE_SANITIZER may name the tool. $SANITIZER_SECONDS limits each run.
 set -u
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 logs=${OUT:-$(mktemp -d)}
@@ -36,7 +36,7 @@ echo "$tool: $("$tool" --version | grep -i version)" | tee -a "$log"
 # Runs $2 (a tool, or none) over part $3 with the environment $1.
 run() {
     local environment=$1 how=$2 part=$3
-    local command=("$python" benchmarks/sanitizer_gpu.py "$part")
+    local command=("$python" benchmarks/law/sanitizer_gpu.py "$part")
     if [ "$how" != none ]; then
         # torch checks every call itself, and probes for some that a driver may not have.
         local options=(--tool "$how" --error-exitcode 1 --target-processes application-only

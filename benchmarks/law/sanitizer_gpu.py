@@ -1,6 +1,6 @@
 """A short run of everything that touches a GPU's memory, to be watched by compute-sanitizer.
 
-    python benchmarks/sanitizer_gpu.py PART [--device cpu]
+    python benchmarks/law/sanitizer_gpu.py PART [--device cpu]
 
 ``sanitizer.sh`` runs it under the tools. eager and graph: a tiny Llama with dummy weights
 answers a few requests with n-gram drafts, which repeat and are accepted, and with an EAGLE-3

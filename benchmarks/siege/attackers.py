@@ -9,10 +9,10 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from siege_bombs import COMPLETIONS, bombs
-from siege_crowd import Tally
-from siege_http import Connection, Head, LostError, fetch, request
-from siege_server import PATIENCE_S, Server
+from bombs import COMPLETIONS, bombs
+from connections import Connection, Head, LostError, fetch, request
+from crowd import Tally
+from server import PATIENCE_S, Server
 
 #: What an answer to a bomb may be. 499 is never sent.
 REFUSALS = {400, 404, 405, 408, 411, 413, 422, 431, 429, 503}

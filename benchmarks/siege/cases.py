@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from siege_bombs import CHAT, COMPLETIONS
+from bombs import CHAT, COMPLETIONS
 
 from sametoken import LLM, SamplingParams
 from sametoken.core.outputs import CompletionOutput

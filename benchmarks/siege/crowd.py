@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
-from siege_http import Connection, Head, LostError, StaleError, request
-from siege_requests import MALFORMED, Answer, Case
-from siege_server import PATIENCE_S
+from cases import MALFORMED, Answer, Case
+from connections import Connection, Head, LostError, StaleError, request
+from server import PATIENCE_S
 
 #: What clients do, and how often.
 FATES = {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from siege_attackers import Times
-from siege_crowd import ENGINE_CODES, Tally
+from attackers import Times
+from crowd import ENGINE_CODES, Tally
 
 #: Gauges that must be 0 once nobody asks any more.
 LEFT = (
@@ -66,7 +66,7 @@ class Besieged:
         times: when there was no engine process.
         num_kills: of engine processes.
         samples: what the processes held, every second.
-        neighbour: what it saw: "health", "waits" and "ends" of ``siege_neighbour.Neighbour``.
+        neighbour: what it saw: "health", "waits" and "ends" of ``neighbour.Neighbour``.
         left: gauges at the end, which should be 0.
         counted: counters at the end.
         num_met: streams that SIGTERM met in flight.

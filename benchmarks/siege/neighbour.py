@@ -1,6 +1,6 @@
 """The neighbour of a siege: a polite client in a process of its own, timed all the while.
 
-    python benchmarks/siege_neighbour.py < asked.json > seen.json
+    python benchmarks/siege/neighbour.py < asked.json > seen.json
 
 It asks ``/health`` every 50 ms on one connection, and reads one stream after the other on
 another. ``asked.json`` is one line: the address, and requests with the token ids that they have

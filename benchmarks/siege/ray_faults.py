@@ -1,6 +1,6 @@
 """What does a Ray cluster that changes under load do to requests? Nothing.
 
-    python benchmarks/ray_faults.py MODEL [--only autoscaling|serving|batch] [--json PATH]
+    python benchmarks/siege/ray_faults.py MODEL [--only autoscaling|serving|batch] [--json PATH]
 
 autoscaling  one engine; load brings a second one, which ends again once there is less
 serving      two nodes with an engine each; one node is killed under load, and another one joins

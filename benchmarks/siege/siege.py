@@ -1,6 +1,6 @@
 """Does a server under siege stay right, quick and small? All kinds of clients at once, over HTTP.
 
-    python benchmarks/siege.py MODEL [--requests 100000] [--kills 5] [--out results.json]
+    python benchmarks/siege/siege.py MODEL [--requests 100000] [--kills 5] [--out results.json]
 
 Requests of all kinds are answered by an engine in this process first, plainly. Then ``sametoken
 serve`` runs in a process of its own, with n-gram drafts and too few KV blocks for all, and meets
@@ -40,19 +40,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from attackers import Bomber, HalfOpener, Killer, Times
+from cases import COMPLETIONS, NUM_LONG, Answer, Case, make_cases
+from connections import LostError, fetch
+from crowd import Client, Tally, TurnedAwayError, WrongError
+from judge import COUNTED, LEFT, Besieged, Limits
 from prometheus_client.parser import text_string_to_metric_families
-from siege_attackers import Bomber, HalfOpener, Killer, Times
-from siege_crowd import Client, Tally, TurnedAwayError, WrongError
-from siege_http import LostError, fetch
-from siege_judge import COUNTED, LEFT, Besieged, Limits
-from siege_requests import COMPLETIONS, NUM_LONG, Answer, Case, make_cases
-from siege_server import ENGINE, PATIENCE_S, Server, serving
+from server import ENGINE, PATIENCE_S, Server, serving
 
 from sametoken import LLM
 
 VERSIONS = ("sametoken", "torch", "xgrammar", "uvicorn", "fastapi", "starlette", "pydantic")
 MAX_TOKENS = 10
-_NEIGHBOUR = Path(__file__).with_name("siege_neighbour.py")
+_NEIGHBOUR = Path(__file__).with_name("neighbour.py")
 _SAMPLE_EVERY_S = 1.0
 #: Samples between two words on how far it is.
 _TELL_EVERY = 15

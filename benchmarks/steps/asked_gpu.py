@@ -1,6 +1,6 @@
 """What requests that ask for more cost a crowd: tokens/s of 64, a part of which asks.
 
-    python benchmarks/asked_gpu.py MODEL [--json PATH] [--speculative-config JSON]
+    python benchmarks/steps/asked_gpu.py MODEL [--json PATH] [--speculative-config JSON]
 
 MODEL is a directory with a config.json; weights are random, so only times mean something. 64
 requests of 512 tokens in and 128 out at temperature 0.8 arrive at once; none, a quarter, or all of

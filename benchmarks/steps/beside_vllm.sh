@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Our side of the comparison with vLLM: times of the peers' workload, by configuration.
 #
-#   MODELS=DIR benchmarks/beside_vllm.sh OUTDIR CONFIG...
+#   MODELS=DIR benchmarks/steps/beside_vllm.sh OUTDIR CONFIG...
 #
 # CONFIG: plain, eagle3, ngram3, ngram5: Qwen3-8B; q35, q35mtp3: Qwen3.5-9B without and with its
 # MTP module; eagle3fp8, q35mtp3fp8: with the head in fp8; q35mtp3fp8map: which also has a
@@ -21,7 +21,7 @@ mkdir -p "$1" && out=$(realpath "$1") || exit 1
 shift
 models=$(realpath "${MODELS:-.}") smol=${SMOLLM2:-smollm2}
 [ -f "$smol" ] && smol=$(realpath "$smol")
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 rates='"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.80, 0.64, 0.51]'

@@ -1,6 +1,6 @@
 """Where a captured decode step goes: kernels by name, from torch's profiler.
 
-    python benchmarks/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON]
+    python benchmarks/steps/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON]
 
 Dummy weights; 512 tokens in. A kernel that starts early waits for those in front, and that is
 no time of its own: what counts is the time from the end of all kernels in front to its own

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Qwen3-8B's shape with dummy weights on one GPU and on several: times of the peers' workload.
 #
-#   benchmarks/tensor_parallel_gpu.sh [SIZE ...]      1 2 by default; PYTHON names the interpreter
+#   benchmarks/steps/tensor_parallel_gpu.sh [SIZE ...]      1 2 by default; PYTHON names the interpreter
 #
 # Writes one JSON object per size and drafter to $OUT, by default a new folder. Every rank takes its
 # share of the same random weights. Each size needs as many GPUs.
 set -eu
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 out=${OUT:-$(mktemp -d)}

@@ -1,4 +1,4 @@
-"""What ``under_load.py`` runs: configurations, and the options that both engines get.
+"""What ``drive.py`` runs: configurations, and the options that both engines get.
 
 Those are the same: random weights, bf16, the places of 256 requests, no prefix cache, as much KV
 memory.

@@ -1,7 +1,8 @@
 """vLLM and this engine under the same load: one process for one engine and configuration.
 
-    python benchmarks/under_load.py --engine ENGINE --config CONFIG --out FILE [--workloads W...]
-    python benchmarks/under_load.py --machine --out FILE
+    python benchmarks/under_load/drive.py --engine ENGINE --config CONFIG --out FILE
+        [--workloads W...]
+    python benchmarks/under_load/drive.py --machine --out FILE
 
 ENGINE: sametoken or vllm. CONFIG: plain, eagle3 (k = 3), q35, q35mtp3 (k = 3), ngram5 (k = 5);
 weights are random, and drafts of eagle3 and q35mtp3 are accepted at 0.80, 0.64, 0.51, so only times
@@ -13,7 +14,7 @@ crowd of which none, a quarter or all ask for sampling, penalties, masks, log-pr
 grammar; `ngram-never[:TEMPERATURE]` and `ngram-repeat`, prompts without a repeat and of nothing
 else. Before each load a short one of its kind runs that is not counted, and the garbage is
 collected and frozen. FILE gets a JSON object, written again after every load. --machine measures
-what floors are made of. `under_load.sh` runs all that is compared; `under_load_report.py` prints
+what floors are made of. `run.sh` runs all that is compared; `report.py` prints
 it.
 """
 
@@ -32,9 +33,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from under_load_configs import CONFIGS, Asked
-from under_load_engines import ENGINES, Engine
-from under_load_workloads import (
+from configs import CONFIGS, Asked
+from engines import ENGINES, Engine
+from workloads import (
     WORKLOADS,
     Load,
     Request,
@@ -232,7 +233,7 @@ def main() -> int:
 
 def measure_machine(arguments: argparse.Namespace) -> None:
     import torch
-    from under_load_machine import machine_figures
+    from machine import machine_figures
 
     cuda = torch.cuda.is_available() and arguments.device != "cpu"
     names = dict.fromkeys(config.model for config in CONFIGS.values())

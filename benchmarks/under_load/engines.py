@@ -1,6 +1,6 @@
-"""The engines that ``under_load.py`` drives: both in this process, token ids in and out.
+"""The engines that ``drive.py`` drives: both in this process, token ids in and out.
 
-Beside the options of ``under_load_configs.py`` everything is each engine's default, but for what
+Beside the options of ``configs.py`` everything is each engine's default, but for what
 vLLM needs to run without flashinfer, and the shapes of its graphs, which are to hold a full
 crowd's windows.
 """
@@ -12,8 +12,8 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from under_load_configs import Asked
-from under_load_workloads import Request
+from configs import Asked
+from workloads import Request
 
 #: Rows of a step of vLLM at most.
 VLLM_ROWS = 8192

@@ -1,4 +1,4 @@
-"""What a machine does, for the floors of ``under_load_report.py``: products, reading, copying."""
+"""What a machine does, for the floors of ``report.py``: products, reading, copying."""
 
 from __future__ import annotations
 

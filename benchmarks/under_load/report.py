@@ -1,9 +1,9 @@
-"""The tables of ``under_load.py``: both engines side by side, and beside the machine's floors.
+"""The tables of ``drive.py``: both engines side by side, and beside the machine's floors.
 
-    python benchmarks/under_load_report.py FILE_OR_FOLDER...
+    python benchmarks/under_load/report.py FILE_OR_FOLDER...
 
 Takes the JSON files of one engine and configuration each, and that of --machine, and prints
-Markdown. Of repeats the median counts. A ratio above 1 is in our favour. ``under_load_floor.py``
+Markdown. Of repeats the median counts. A ratio above 1 is in our favour. ``floor.py``
 says what a floor is; there are none without --machine and our side's file.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from under_load_floor import Costs, Floor, Rates, Window, floor_of
+from floor import Costs, Floor, Rates, Window, floor_of
 
 OURS, THEIRS = "sametoken", "vllm"
 Record = dict[str, Any]

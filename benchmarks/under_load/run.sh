@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # This engine and vLLM under load on one GPU: every configuration, then the tables.
 #
-#   MODELS=DIR VLLM_PATH=DIR benchmarks/under_load.sh OUTDIR [PART...]
+#   MODELS=DIR VLLM_PATH=DIR benchmarks/under_load/run.sh OUTDIR [PART...]
 #
 # PART: `machine`, the rates that floors are made of; `ours:CONFIG[+CONFIG...]` and
 # `vllm:CONFIG[+CONFIG...]`, one process each: those joined by + start side by side and are measured
@@ -15,9 +15,9 @@
 #   vllm:ngram5+q35      150   start 90, ngram5 15, q35 40
 #   vllm:q35mtp3         130   start 90
 # Two processes of one part share the GPU's memory: 2 x (17 + 31) GB and what graphs take.
-# MODELS: as in under_load.py. VLLM_PATH: folders for PYTHONPATH in which vLLM lies; nothing if it
+# MODELS: as in drive.py. VLLM_PATH: folders for PYTHONPATH in which vLLM lies; nothing if it
 # is installed. LIMIT (400): seconds of a process, waiting for its turn included; REPEAT (1): of every
-# load; WORKLOADS: in place of each configuration's; OPTIONS: more options of under_load.py, for
+# load; WORKLOADS: in place of each configuration's; OPTIONS: more options of drive.py, for
 # both engines; PYTHON and VLLM_PYTHON name interpreters. OUTDIR gets a JSON object of each process,
 # written after every load, the tables (under_load.md) and logs.tgz. A process that fails or runs
 # out of time stops no other. Exit status: 0 if all ran and nothing failed.
@@ -32,7 +32,7 @@ shift
     vllm:plain+eagle3 vllm:ngram5+q35 vllm:q35mtp3
 models=$(realpath "${MODELS:-models}") || exit 1
 export MODELS=$models
-cd "$(dirname "$0")/.." || exit 1
+cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3} vllm_python=${VLLM_PYTHON:-${PYTHON:-python3}}
 limit=${LIMIT:-400} failed=0
 work=$(mktemp -d) && mkdir "$work/logs" || exit 1
@@ -67,7 +67,7 @@ one() {
             TRANSFORMERS_OFFLINE=1)
     fi
     # shellcheck disable=SC2086
-    run "$name" env "${settings[@]}" "$interpreter" benchmarks/under_load.py --engine "$1" \
+    run "$name" env "${settings[@]}" "$interpreter" benchmarks/under_load/drive.py --engine "$1" \
         --config "$2" --out "$out/$name.json" --repeat "${REPEAT:-1}" --gate "$3" --parties "$4" \
         --patience "$limit" ${WORKLOADS:+--workloads $WORKLOADS} ${OPTIONS:-}
     status=$?
@@ -97,7 +97,7 @@ for part in "$@"; do
     case $part in
         machine)
             run machine env PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" "$python" \
-                benchmarks/under_load.py --machine --out "$out/machine.json" ${OPTIONS:-} ||
+                benchmarks/under_load/drive.py --machine --out "$out/machine.json" ${OPTIONS:-} ||
                 failed=1
             ;;
         ours:*) together sametoken ${configs//+/ } ;;
@@ -108,7 +108,7 @@ for part in "$@"; do
             ;;
     esac
     tar czf "$out/logs.tgz" -C "$work/logs" .
-    "$python" benchmarks/under_load_report.py "$out" > "$out/under_load.md" || failed=1
+    "$python" benchmarks/under_load/report.py "$out" > "$out/under_load.md" || failed=1
 done
 cat "$out/under_load.md"
 say "results: $out"

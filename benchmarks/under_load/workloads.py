@@ -1,4 +1,4 @@
-"""What ``under_load.py`` asks of an engine: the same requests of every engine, run after run.
+"""What ``drive.py`` asks of an engine: the same requests of every engine, run after run.
 
 Requests are a function of the workload, the sizes, the vocabulary and the repeat. Nothing here
 needs an engine.

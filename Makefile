@@ -35,14 +35,14 @@ test-gpu:
 	PYTHONPATH=src python3 -m pytest tests/gpu
 
 test-gpu-sanitizer:
-	benchmarks/sanitizer.sh
+	benchmarks/law/sanitizer.sh
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 bench-cpu: $(VENV)/.runtime
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/cpu/whole_requests.py
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info

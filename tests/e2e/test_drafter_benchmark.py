@@ -1,4 +1,4 @@
-"""``benchmarks/cpu_drafters.py``: its sums, and what it says and returns where tokens differ."""
+"""``benchmarks/cpu/drafters.py``: its sums, and what it says and returns where tokens differ."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROMPTS_OF_EACH = 2
 
 @pytest.fixture
 def drafters(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "cpu"))
     before = set(sys.modules)
-    import cpu_drafters
+    import drafters
 
-    yield cpu_drafters
+    yield drafters
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
             del sys.modules[name]

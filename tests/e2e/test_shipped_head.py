@@ -92,7 +92,7 @@ def test_the_default_is_explained(plain_tokens):
 @pytest.fixture
 def copied(tmp_path):
     """Copies of the head's directory and of the results that its card is made from."""
-    (results,) = (ROOT / "benchmarks" / "results").glob("*-smollm2-eagle3")
+    results = ROOT / "benchmarks" / "results" / "raw" / "smollm2-eagle3"
     head = shutil.copytree(HEAD_DIRECTORY, tmp_path / "head")
     (head / "README.md").unlink()
     return shutil.copytree(results, tmp_path / "results"), head

@@ -1,7 +1,7 @@
 """A real server under siege: right, quick, empty at the end, small.
 
-``SAMETOKEN_SIEGE_REQUESTS`` sets the crowd's number; ``benchmarks/siege.py`` sends 100,000 to any
-model.
+``SAMETOKEN_SIEGE_REQUESTS`` sets the crowd's number; ``benchmarks/siege/siege.py`` sends 100,000
+to any model.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SIEGE = Path(__file__).parents[2] / "benchmarks" / "siege"
 NUM_REQUESTS = int(os.environ.get("SAMETOKEN_SIEGE_REQUESTS", "200"))
-MODULES = ("attackers", "bombs", "crowd", "http", "judge", "requests", "server")
+MODULES = ("attackers", "bombs", "cases", "connections", "crowd", "judge", "server")
 #: Half requests are to end within a short test.
 TIMEOUTS = {"header_timeout": 2.0, "body_timeout": 2.0}
 
 
 @pytest.fixture(scope="module")
 def siege():
-    names = ["siege", *(f"siege_{name}" for name in MODULES)]
+    names = ("siege", *MODULES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
+        patch.syspath_prepend(SIEGE)
         modules = [importlib.import_module(name) for name in names]
         yield SimpleNamespace(**dict(zip(("main", *MODULES), modules, strict=True)))
     for name in names:
@@ -59,7 +59,7 @@ def test_a_server_under_siege_stays_right_quick_and_small(siege, tmp_path):
     assert NUM_REQUESTS <= tally.sent["crowd"] < NUM_REQUESTS + 16 * 4
     # Whatever was sent again came to an end once.
     ended = sum(count for name, count in tally.fates.items() if not name.startswith("closed"))
-    assert ended == tally.sent["crowd"] + siege.requests.NUM_LONG
+    assert ended == tally.sent["crowd"] + siege.cases.NUM_LONG
     assert tally.fates["whole"] + tally.fates["streamed"] > NUM_REQUESTS // 3
     for fate in ("refused", "sent by half", "pipelined", "left in mid-stream", "sent in pieces"):
         assert tally.fates[fate] > 0, fate
@@ -67,19 +67,19 @@ def test_a_server_under_siege_stays_right_quick_and_small(siege, tmp_path):
     assert tally.fates["left before a token"] > 0
     assert any(name.startswith("closed") for name in tally.fates)
     assert besieged.counted[siege.judge.RESTARTS] == besieged.num_kills == 1
-    assert besieged.num_met == siege.requests.NUM_LONG
+    assert besieged.num_met == siege.cases.NUM_LONG
     assert besieged.counted[siege.judge.ACCEPTED] > 0
     assert Counter(end for _, _, end in besieged.neighbour["ends"])["right"] > 0
 
 
 def said(siege, token_ids, text, finish_reason=None, logprobs=()):
-    return siege.requests.Said(list(token_ids), text, list(logprobs), finish_reason)
+    return siege.cases.Said(list(token_ids), text, list(logprobs), finish_reason)
 
 
 def test_wrong_answers_are_found(siege):
     """What it is there for: an answer that differs is named."""
     whole = said(siege, (1, 2, 4), "abd", "stop", (-0.5, -1.0, -1.5))
-    case = siege.requests.Case("/v1/completions", {}, (whole,))
+    case = siege.cases.Case("/v1/completions", {}, (whole,))
     for one, is_whole, is_wrong, is_beginning in (
         (whole, True, False, True),
         (said(siege, (1, 2), "ab"), False, False, True),
@@ -92,16 +92,16 @@ def test_wrong_answers_are_found(siege):
         (said(siege, (1,), "b"), False, False, False),
     ):
         tally = siege.crowd.Tally()
-        tally.judge(case, siege.requests.Answer({0: one}, is_whole))
+        tally.judge(case, siege.cases.Answer({0: one}, is_whole))
         assert (len(tally.wrong), len(tally.no_beginning)) == (is_wrong, not is_beginning), one
     tally = siege.crowd.Tally()
-    tally.judge(case, siege.requests.Answer({0: whole, 1: whole}, is_whole=True))
+    tally.judge(case, siege.cases.Answer({0: whole, 1: whole}, is_whole=True))
     assert tally.wrong
     assert tally.no_beginning
 
 
 def test_pieces_of_an_answer_add_up(siege):
-    answer = siege.requests.Answer()
+    answer = siege.cases.Answer()
     answer.take({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
     answer.take({"choices": [{"index": 1, "delta": {"content": "z"}, "token_ids": [9]}]})
     logprobs = {"content": [{"logprob": -0.25}]}
@@ -208,7 +208,7 @@ def test_growth_is_of_the_most_that_was_held(siege):
 
 
 def test_answers_to_bombs_are_looked_at(siege):
-    fault_of, head = siege.attackers.fault_of, siege.http.Head
+    fault_of, head = siege.attackers.fault_of, siege.connections.Head
     error = b'{"error": {"message": "no", "type": "t", "param": null, "code": null}}'
     as_json, as_events = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
     done = b"data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""``benchmarks/under_load.py``: its requests, floors and tables, and a dry run on a CPU."""
+"""``benchmarks/under_load/drive.py``: its requests, floors and tables, and a dry run on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sametoken.bench.roofline import target_pass
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+UNDER_LOAD = Path(__file__).parents[2] / "benchmarks" / "under_load"
 PARTS = ("workloads", "configs", "engines", "floor", "machine", "report")
 # Of sizes that no kernel pads.
 SIZES = LLAMA | {
@@ -48,9 +48,9 @@ LOADS = ["burst:2", "mixed:5", "long:2x100", "asked", "ngram-never", "ngram-repe
 
 @pytest.fixture(scope="module")
 def bench():
-    names = ["under_load", *(f"under_load_{part}" for part in PARTS)]
+    names = ("drive", *PARTS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
+        patch.syspath_prepend(UNDER_LOAD)
         modules = [importlib.import_module(name) for name in names]
         yield SimpleNamespace(**dict(zip(("main", *PARTS), modules, strict=True)))
     for name in names:
@@ -167,7 +167,7 @@ def write_models(directory: Path) -> Path:
 
 
 def run(bench, monkeypatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["under_load.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["drive.py", *arguments])
     return bench.main.main()
 
 

@@ -29,7 +29,7 @@ from helpers.hostile import REGEXES, SCHEMAS, STOPS, grammars
 from sametoken import LLM, SamplingParams
 
 pytestmark = pytest.mark.xdist_group("fuzz")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SIEGE = Path(__file__).parents[2] / "benchmarks" / "siege"
 NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "24"))
 #: Ten times what is measured on two busy cores, or what grammars are allowed. Such requests have
 #: taken a minute, stopped everybody for as long, and left gigabytes.
@@ -140,9 +140,9 @@ def check_error(answer: dict[str, Any], sent: object) -> None:
 
 @pytest.fixture(scope="module")
 def siege() -> Iterator[SimpleNamespace]:
-    names = ("siege_server", "siege_bombs")
+    names = ("server", "bombs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
+        patch.syspath_prepend(SIEGE)
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         del sys.modules[name]
@@ -152,10 +152,10 @@ def siege() -> Iterator[SimpleNamespace]:
 def target(siege, tmp_path_factory) -> Iterator[Target]:
     model = str(write_chat_model(tmp_path_factory.mktemp("fuzzed") / "model"))
     params = {name: KNOWN[name] for name in ("max_tokens", "temperature")}
-    (known,) = LLM(model, **siege.siege_server.ENGINE).generate(
+    (known,) = LLM(model, **siege.server.ENGINE).generate(
         {"prompt_token_ids": KNOWN["prompt"]}, SamplingParams(**params)
     )
-    with siege.siege_server.serving(model) as server:
+    with siege.server.serving(model) as server:
         target = Target(server, server.wait_for_url().removeprefix("http://"))
         # Processes and libraries for grammars start with the first one.
         target.attack(*completion(guided_regex="a+"))
@@ -180,7 +180,7 @@ def completion(**fields: Any) -> tuple[str, bytes]:
 @fuzzed
 @given(number=st.integers(0, 2**64))
 def test_bodies(target, siege, number):
-    target.attack(*siege.siege_bombs.mutation(random.Random(number)))
+    target.attack(*siege.bombs.mutation(random.Random(number)))
 
 
 @fuzzed

@@ -92,7 +92,7 @@ def by_programs(cuts: ByPrograms, programs: int) -> AttentionConfig:
     return fitting[-1] if fitting else cuts[0][1]
 
 
-#: Cuts as benchmarks/decode_gpu.py and benchmarks/attention_gpu.py chose them. In prefill the
+#: Cuts as decode_gpu.py and attention_gpu.py of benchmarks/kernels chose them. In prefill the
 #: queries fill a warp group.
 LIGHT = Cuts(
     tile=64,

@@ -56,7 +56,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By a tile's rows, as ``benchmarks/fp8_gpu.py`` measured them.
+# By a tile's rows, as ``benchmarks/kernels/fp8_gpu.py`` measured them.
 _NARROW = {16: Tile(64, 4, 14), 32: Tile(64, 4, 12), 64: Tile(64, 4, 9), 128: Tile(64, 4, 6)}
 _SHARED = {16: Tile(64, 4, 6), 32: Tile(64, 4, 6), 64: Tile(64, 4, 6), 128: Tile(64, 4, 4)}
 _MIDDLE = {16: Tile(128, 4, 5), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(64, 4, 4)}

@@ -1,7 +1,7 @@
 """Which GEMM kernel serves a weight shape at a row count: measured tables and defaults.
 
 Every choice gives the same bits (docs/lossless.md), so a table may only change speed;
-``selfcheck`` proves that on the chip at hand. ``benchmarks/gemm_gpu.py`` writes the tables.
+``selfcheck`` proves that on the chip at hand. ``benchmarks/kernels/gemm_gpu.py`` writes the tables.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class TuningTable:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"tuning table {source} is malformed: {error!r}",
-                "write it anew with benchmarks/gemm_gpu.py",
+                "write it anew with benchmarks/kernels/gemm_gpu.py",
             ) from error
 
 

@@ -1,0 +1,233 @@
+"""Drafters on the CPU beside plain decoding and llama.cpp: SmolLM2-135M, real prompts, greedy.
+
+Every side loads the same GGUF file in a process of its own and answers each prompt in turn
+with the others, one request at a time:
+
+    python benchmarks/cpu/drafters.py [--prompts 20] [--max-tokens 128] [--json PATH]
+        [--llama-python PATH]
+
+``--llama-python`` is an interpreter that has the package llama-cpp-python, which is compiled for
+the processor at hand when it is installed; without it that side is left out. Exits with 1 if a
+drafter changed a token of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drafter_sides import LLAMA, DrafterSide
+from drafters_report import Results, report
+from rich.console import Console
+from rich.progress import Progress
+from whole_requests import (
+    MAX_TRIALS,
+    WARM_UP_TOKENS,
+    Worker,
+    describe,
+    measure,
+    quiet_answer,
+    start,
+)
+
+from sametoken.bench.datasets import load_dataset
+from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
+from sametoken.core.outputs import SpeculationMetrics
+from sametoken.engine.tokenizer import load_tokenizer
+from sametoken.models.embedded import resolve_model
+from sametoken.models.heads import HEAD_FILES, HEAD_NAME, resolve_drafter
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from acceptance import DATASETS, figures
+
+WORKER = Path(__file__).with_name("drafter_sides.py")
+LOOKUP_DRAFTS = 8
+HEAD_DRAFTS = (2, 3, 4)
+LOOKUP = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A question of a data set as token ids, chat template applied."""
+
+    dataset: str
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Measured:
+    """A side's process, what it said of itself, and an answer per prompt."""
+
+    worker: Worker
+    facts: dict[str, Any]
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+
+def sides(model: str, head: str, options: argparse.Namespace) -> list[DrafterSide]:
+    """Plain decoding first; llama.cpp last, where there is one."""
+    eagle = {"method": "eagle3", "model": head}
+    specs: dict[str, dict[str, Any] | None] = {"plain": None}
+    specs[f"n-gram {LOOKUP_DRAFTS}"] = {
+        "method": "ngram",
+        "num_speculative_tokens": LOOKUP_DRAFTS,
+    } | LOOKUP
+    for k in HEAD_DRAFTS:
+        specs[f"EAGLE-3 {k}"] = eagle | {"num_speculative_tokens": k}
+    specs[f"n-gram {LOOKUP_DRAFTS}, or EAGLE-3 {options.cascade_drafts}"] = eagle | {
+        "num_speculative_tokens": LOOKUP_DRAFTS,
+        "cascade": "ngram",
+        "cascade_min_match": options.cascade_match,
+        "cascade_model_tokens": options.cascade_drafts,
+    }
+    found = [
+        DrafterSide("sametoken", model, "auto", options.threads, label=label, spec=spec)
+        for label, spec in specs.items()
+    ]
+    if options.llama_python:
+        found.append(DrafterSide(LLAMA, model, "Q4_1", options.threads, label=LLAMA))
+    return found
+
+
+def read_prompts(model: str, limit: int) -> list[Prompt]:
+    tokenizer = load_tokenizer(Path(model))
+    found = []
+    for dataset in DATASETS:
+        for item in load_dataset(dataset, limit=limit):
+            chat = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True)
+            found.append(Prompt(dataset, list(tokenizer.encode(chat, add_special_tokens=False))))
+    return found
+
+
+def run(options: argparse.Namespace, console: Console) -> Results:
+    """All measurements, as the JSON that is stored."""
+    model = resolve_model(DEFAULT_MODEL, console.print)
+    asked = SpeculativeConfig("eagle3", HEAD_DRAFTS[0], options.head)
+    spec, _ = resolve_drafter(asked, model, console.print)
+    head = str(spec.model if spec else "")
+    prompts = read_prompts(str(model), options.prompts)
+    environment = describe(options)
+    if options.llama_python:
+        # Where an interpreter lies says something of one machine alone.
+        name = Path(options.llama_python).name
+        environment["command"] = environment["command"].replace(options.llama_python, name)
+    with ExitStack() as stack:
+        measured = []
+        for side in sides(str(model), options.head, options):
+            python = options.llama_python if side.engine == LLAMA else sys.executable
+            worker = stack.enter_context(start(side, (python, str(WORKER))))
+            # One loads at a time, and warms up, while nothing is measured.
+            measured.append(Measured(worker, worker.read()))
+            worker.ask(prompt=prompts[0].token_ids, max_tokens=WARM_UP_TOKENS)
+        take_turns(measured, prompts, options, console)
+    weights = (Path(head) / HEAD_FILES[-1]).read_bytes()
+    return environment | {
+        "load_after": os.getloadavg()[0],
+        "prompts": {name: sum(p.dataset == name for p in prompts) for name in DATASETS},
+        "head": {"name": options.head, "sha256": hashlib.sha256(weights).hexdigest()},
+        "sides": [as_json(one, measured[0], prompts) for one in measured],
+    }
+
+
+def take_turns(
+    measured: list[Measured], prompts: list[Prompt], options: argparse.Namespace, console: Console
+) -> None:
+    """Every side answers a prompt before any side answers the next."""
+    # A bar that moved by itself would be one more process on the cores.
+    with Progress(console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("requests", total=len(prompts) * len(measured))
+        for prompt in prompts:
+            for one in measured:
+                answer = quiet_answer(
+                    one.worker, prompt.token_ids, options.max_tokens, options.trials
+                )
+                one.answers.append(answer)
+                progress.update(task, advance=1, refresh=True)
+
+
+def as_json(one: Measured, plain: Measured, prompts: list[Prompt]) -> dict[str, Any]:
+    """A side's figures by data set, and the speed-ups over plain decoding."""
+    found, base = by_dataset(one, prompts), by_dataset(plain, prompts)
+    for name, figure in found.items():
+        for rate in ("decode", "request"):
+            key = f"{rate}_tokens_per_second"
+            figure[f"{rate}_speed_up"] = figure[key] / base[name][key]
+    pairs = zip(one.answers, plain.answers, strict=True)
+    means = {
+        f"mean_{rate}_speed_up": sum(f[f"{rate}_speed_up"] for f in found.values()) / len(found)
+        for rate in ("decode", "request")
+    }
+    side: Any = one.worker.side
+    return {
+        "name": side.name,
+        "engine": side.engine,
+        "speculative": side.speculative,
+        "facts": one.facts,
+        "datasets": found,
+        **means,
+        "other_than_plain": [
+            i for i, (a, b) in enumerate(pairs) if a["token_ids"] != b["token_ids"]
+        ],
+        "others_cores": [answer["others_cores"] for answer in one.answers],
+    }
+
+
+def by_dataset(one: Measured, prompts: list[Prompt]) -> dict[str, dict[str, Any]]:
+    pairs = list(zip(prompts, one.answers, strict=True))
+    return {
+        name: totals([answer for prompt, answer in pairs if prompt.dataset == name])
+        for name in DATASETS
+    }
+
+
+def totals(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rates over all answers together, so that a long one weighs as its tokens do."""
+    decode_seconds = sum(answer["decode_seconds"] for answer in answers)
+    seconds = sum(answer["seconds"] for answer in answers)
+    num_tokens = sum(len(answer["token_ids"]) for answer in answers)
+    decoded = sum(answer["decode_tokens"] for answer in answers)
+    return {
+        "tokens": num_tokens,
+        "decode_tokens": decoded,
+        "decode_seconds": decode_seconds,
+        "decode_tokens_per_second": decoded / decode_seconds,
+        "request_tokens_per_second": num_tokens / seconds,
+        "speculation": figures(speculation_of(answers), seconds),
+    }
+
+
+def speculation_of(answers: list[dict[str, Any]]) -> SpeculationMetrics:
+    fields = asdict(SpeculationMetrics())
+    total = SpeculationMetrics()
+    for answer in answers:
+        given = {name: answer["speculation"].get(name, empty) for name, empty in fields.items()}
+        total += SpeculationMetrics(
+            **{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+        )
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=20, help="of each data set, from the first")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--head", default=HEAD_NAME, help="path or short name")
+    parser.add_argument("--cascade-drafts", type=int, default=3, help="of the head, in a cascade")
+    parser.add_argument("--cascade-match", type=int, default=4, help="shortest that goes first")
+    parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
+    parser.add_argument(
+        "--trials", type=int, default=MAX_TRIALS, help="of an answer, until others leave the cores"
+    )
+    parser.add_argument("--json", type=Path, help="raw results; the tables go beside it as .md")
+    parser.set_defaults(repeats=1)
+    measure(parser.parse_args(), run, report)
+
+
+if __name__ == "__main__":
+    main()

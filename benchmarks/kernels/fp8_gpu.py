@@ -1,0 +1,227 @@
+"""Time products in fp8 on the GPU at hand, next to bf16 at its tuned choice.
+
+    python benchmarks/kernels/fp8_gpu.py [--rows 1,4,8,32,64,256] [--only 4096x12288,248320x4096]
+
+Times hold the rounding of the activations, which is also shown alone. Weights come from memory:
+a CUDA graph walks over copies worth several times the L2. A line has the fastest kernels first,
+and the default marked ``*``; a kernel whose rows differ from the first one's in one bit is
+marked ``!``. Labels: rows x features of a tile, w warps, s stages, t weights by tensor
+descriptors, tt activations too, p bytes of a weight's row asked for early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
+from graph_times import microseconds
+from triton.runtime.errors import OutOfResources
+
+from sametoken.kernels.gemm.fp8 import Fp8Weight, quantize
+from sametoken.kernels.gemm.fp8_triton import DEPTH, NARROW, default_config, product, rounded
+from sametoken.kernels.gemm.triton import product as bf16_product
+from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig, load_table
+
+#: Of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), and their projections to logits.
+SHAPES = [
+    GemmShape(4096, 4096),
+    GemmShape(4096, 8192),
+    GemmShape(4096, 12288),
+    GemmShape(6144, 8192),
+    GemmShape(10240, 4096),
+    GemmShape(24576, 4096, "silu_mul"),
+    GemmShape(32000, 4096, "logits"),
+    GemmShape(151936, 4096, "logits"),
+    GemmShape(248320, 4096, "logits"),
+]
+ROWS = (1, 4, 8, 32, 64, 256)
+SHOWN = 5
+
+
+def tiles(block_rows: int, features: int, warps: int, stages: int, **more) -> TritonConfig:
+    config = TritonConfig(block_rows, features, DEPTH, warps, stages, overlap=True, **more)
+    return config if "prefetch_bytes" in more else replace(config, prefetch_bytes=0)
+
+
+def label(config: TritonConfig) -> str:
+    loads = "" if not config.tma else "tt" if config.tma_rows else "t"
+    early = f"p{config.prefetch_bytes}" if config.prefetch_bytes else ""
+    shape = f"{config.block_rows}x{config.block_features}"
+    return f"{shape}w{config.num_warps}s{config.num_stages}{loads}{early}"
+
+
+def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
+    """The default first."""
+    default = default_config(shape, rows, overlap=True)
+    size = default.block_rows
+    if rows > 64:
+        found = many_rows(shape)
+    elif shape.epilogue == "silu_mul":
+        found = gated(size)
+    elif shape.out_features < NARROW:
+        found = [*narrow(size), *(narrow(2 * size) if rows > size else ())]
+    else:
+        found = wide(size)
+    return list(dict.fromkeys([default, *found]))
+
+
+def narrow(size: int) -> list[TritonConfig]:
+    """Few programs, each with much in flight; the deepest need more than 99 KiB."""
+    stages = {16: (6, 9, 14, 20), 32: (6, 8, 12, 16), 64: (4, 6, 9, 12)}[size]
+    return [
+        *(tiles(size, 64, 4, depth) for depth in stages),
+        *(tiles(size, 64, 4, stages[1], prefetch_bytes=early) for early in (1024, 4096, 8192)),
+        tiles(size, 64, 4, stages[2], prefetch_bytes=1024),
+        tiles(size, 64, 4, stages[2], prefetch_bytes=4096),
+        *(tiles(size, 64, 4, depth, tma=True) for depth in stages[1:3]),
+        tiles(size, 64, 4, stages[2], tma=True, tma_rows=False),
+        tiles(size, 64, 4, stages[3], tma=True, tma_rows=False),
+        tiles(size, 64, 8, stages[1]),
+    ]
+
+
+def gated(size: int) -> list[TritonConfig]:
+    """A turn reads as many rows of up as of gate."""
+    return [
+        *(tiles(size, 64, 4, depth) for depth in (3, 4, 5, 8)),
+        *(tiles(size, 64, 4, 4, prefetch_bytes=early) for early in (1024, 4096)),
+        *(tiles(size, 64, 4, depth, tma=True) for depth in (3, 4, 6)),
+        tiles(size, 64, 4, 4, tma=True, tma_rows=False),
+        tiles(size, 128, 8, 3),
+        tiles(size, 128, 8, 3, tma=True),
+    ]
+
+
+def wide(size: int) -> list[TritonConfig]:
+    return [
+        *(tiles(size, 128, 4, depth) for depth in (3, 4, 5)),
+        *(tiles(size, 64, 4, depth) for depth in (4, 6, 8)),
+        *(tiles(size, 128, 4, 4, prefetch_bytes=early) for early in (1024, 4096)),
+        tiles(size, 128, 8, 4),
+        tiles(size, 128, 4, 4, tma=True),
+        tiles(size, 64, 4, 6, tma=True),
+        tiles(size, 128, 4, 4, tma=True, tma_rows=False),
+    ]
+
+
+def many_rows(shape: GemmShape) -> list[TritonConfig]:
+    if shape.epilogue == "silu_mul":
+        return [
+            *(tiles(128, 64, 8, depth, tma=tma) for depth in (3, 4) for tma in (False, True)),
+            *(tiles(64, 64, 4, depth, tma=tma) for depth in (3, 4) for tma in (False, True)),
+            tiles(64, 128, 8, 3, tma=True),
+            tiles(256, 64, 8, 3, tma=True),
+        ]
+    found = [tiles(128, 64, 4, depth, tma=tma) for depth in (4, 6) for tma in (False, True)]
+    if shape.out_features < NARROW:
+        return [*found, tiles(64, 64, 4, 6), tiles(64, 64, 4, 8, tma=True), tiles(64, 128, 4, 4)]
+    found += [tiles(64, 128, 8, 4)]
+    found += [tiles(128, 128, 8, depth, tma=tma) for depth in (3, 4) for tma in (False, True)]
+    return [*found, tiles(256, 64, 8, 3), tiles(256, 64, 8, 4, tma=True), tiles(64, 256, 8, 3)]
+
+
+def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
+    """Compile one share of all kernels into Triton's cache; run in its own process."""
+    table = load_table(torch.cuda.get_device_name())
+    jobs: dict[tuple, Callable[[], object]] = {}
+    for shape in shapes:
+        epilogue = shape.epilogue
+        x, matrix = normal(1, shape.in_features), normal(1024, shape.in_features)
+        weight = Fp8Weight(*quantize(matrix))
+        for count in rows:
+            for config in candidates(shape, count):
+                jobs[config, epilogue, "e4m3"] = lambda x=x, w=weight, e=epilogue, c=config: (
+                    product(x, w, e, None, c)
+                )
+            config = table.choose(shape, count)
+            jobs[config, epilogue, "bf16"] = lambda x=x, m=matrix, e=epilogue, c=config: (
+                bf16_product(c, x, m, e)
+            )
+    for job in list(jobs.values())[index::COMPILERS]:
+        try:
+            job()
+        except OutOfResources:
+            continue
+
+
+def copies(num_bytes: int) -> int:
+    return min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // num_bytes)))
+
+
+def measure(shape: GemmShape, row_counts: list[int]) -> None:
+    """A line for each number of rows."""
+    scale, num_elements = shape.in_features**-0.5, shape.out_features * shape.in_features
+    matrices = [
+        normal(shape.out_features, shape.in_features, scale=scale)
+        for _ in range(copies(2 * num_elements))
+    ]
+    weight = Fp8Weight(*quantize(matrices[0]))
+    weights = [Fp8Weight(weight.matrix.clone(), weight.scale) for _ in range(copies(num_elements))]
+    table = load_table(torch.cuda.get_device_name())
+    x = normal(max(row_counts), shape.in_features)
+    for rows in row_counts:
+        part = x[:rows]
+        config = table.choose(shape, rows)
+        bf16 = microseconds(
+            lambda matrix, c=config: bf16_product(c, part, matrix, shape.epilogue),  # noqa: B023
+            matrices,
+        )
+        alone = microseconds(lambda _: rounded(part), weights)  # noqa: B023
+        found = timed(shape, part, weights, product(x, weight, shape.epilogue)[:rows])
+        name = f"{shape.out_features}x{shape.in_features} {shape.epilogue} {rows:3}"
+        rate = weight.nbytes / found[0][0] / 1e6
+        print(name, f"{rate:.2f} TB/s, bf16 {bf16:.1f} us, rounding {alone:.1f}:", end=" ")
+        print(", ".join(f"{note} {us:.1f}" for us, note in found), flush=True)
+
+
+def timed(
+    shape: GemmShape, x: torch.Tensor, weights: list[Fp8Weight], expected: torch.Tensor
+) -> list[tuple[float, str]]:
+    """Microseconds and labels of the fastest candidates, and of the default and wrong ones."""
+    times: list[tuple[float, str]] = []
+    for index, config in enumerate(candidates(shape, x.shape[0])):
+
+        def run(weight: Fp8Weight, config: TritonConfig = config) -> torch.Tensor:
+            return product(x, weight, shape.epilogue, None, config)
+
+        try:
+            wrong = not torch.equal(run(weights[0]), expected)
+            us = microseconds(run, weights)
+        except OutOfResources:
+            continue
+        times.append((us, f"{label(config)}{'' if index else '*'}{'!' if wrong else ''}"))
+    times.sort()
+    return times[:SHOWN] + [one for one in times[SHOWN:] if one[1][-1] in "*!"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="row counts, with commas")
+    parser.add_argument("--only", default="", help="weights, with commas; default: all")
+    parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
+    options = parser.parse_args()
+    rows = [int(count) for count in options.rows.split(",")]
+    named = {f"{shape.out_features}x{shape.in_features}": shape for shape in SHAPES}
+    shapes = [named[name] for name in options.only.split(",")] if options.only else SHAPES
+    if options.compile is not None:
+        compile_share(options.compile, shapes, rows)
+        return
+    begun = time.time()
+    command = [sys.executable, *sys.argv, "--compile"]
+    workers = [subprocess.Popen([*command, str(index)]) for index in range(COMPILERS)]
+    for worker in workers:
+        worker.wait()
+    print(f"{torch.cuda.get_device_name()}; compiled in {time.time() - begun:.0f} s")
+    for shape in shapes:
+        measure(shape, rows)
+    print(f"done after {time.time() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

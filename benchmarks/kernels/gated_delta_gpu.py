@@ -1,0 +1,259 @@
+"""Microseconds and GB/s of Gated DeltaNet's layer operation inside a CUDA graph, by tile.
+
+    python benchmarks/kernels/gated_delta_gpu.py [--json FILE]
+
+Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. A graph runs the
+operation over the states of at least 24 layers, more where few slots would let them stay in L2:
+the rule alone, and with the preparation of its rows. Windows (w) fold all drafts of the window
+before, as if every one were accepted, or so many as the last number says. GB/s counts one read
+and one write of the states; 100 % is a copy of 4 GiB on the same machine. For comparison a
+kernel in such a chain that does no more than read the same states and write them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources
+
+from sametoken.kernels.cache_types import Recurrent
+from sametoken.kernels.gated_delta_rule.prepare import prepare
+from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.kernels.gated_delta_rule.triton import RuleTile, advance, advance_prepared
+from sametoken.kernels.interface import AttentionRows, RowRuns
+from sametoken.kernels.overlap import overlapped, release_next, wait
+from sametoken.kernels.recurrent.rule import LayerMemory, RawRows
+from sametoken.kernels.recurrent.runs import plan_runs
+from sametoken.state.caches import ModelCache
+
+HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
+CHANNELS, LAYERS, REPLAYS = 8192, 24, 20
+STATE_BYTES = 4 * 32 * 128 * 128
+# Several times L2.
+LEAST_BYTES = 256 << 20
+TILES = (
+    RuleTile(32, 2),
+    RuleTile(32, 1),
+    RuleTile(32, 4),
+    RuleTile(32, 2, 168),
+    RuleTile(16, 2),
+    RuleTile(16, 4, 128),
+)
+WARM_UP_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    batch: int
+    rows: int
+    folded: int
+    prefill: bool = False
+
+    @property
+    def layers(self) -> int:
+        return max(LAYERS, -(-LEAST_BYTES // (self.batch * STATE_BYTES)))
+
+
+CASES = (
+    *(
+        Case(f"c={batch} w={rows}", batch, rows, rows - 1)
+        for batch in (1, 8, 64)
+        for rows in (1, 4)
+    ),
+    Case("c=64 w=4 2", 64, 4, 2),
+    Case("512 rows", 1, 512, 0, prefill=True),
+    Case("4 x 512", 4, 512, 0, prefill=True),
+)
+
+
+def seconds(launch: Callable[[], object]) -> float:
+    """Of one replay of a graph of ``launch``, the least of several."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return min(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a copy of 4 GiB, reads and writes together; warms up the clocks.
+
+    By a kernel: in a graph, the driver's own copy takes half as long again.
+    """
+    source = torch.ones(1 << 30, device="cuda")
+    target = torch.empty_like(source)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARM_UP_SECONDS:
+        torch.neg(source, out=target)
+        torch.cuda.synchronize()
+    return 2 * source.nbytes / seconds(lambda: torch.neg(source, out=target))
+
+
+@triton.jit
+def _copy_kernel(states, FLOATS: tl.constexpr, OVERLAP: tl.constexpr):
+    """Read some of the states early, as the rule does, and write them back."""
+    release_next(OVERLAP)
+    at = states + tl.program_id(0).to(tl.int64) * FLOATS + tl.arange(0, FLOATS)
+    values = tl.load(at, cache_modifier=".cg")
+    wait(OVERLAP)
+    tl.store(at, -values)
+
+
+def copy_in_place(states: torch.Tensor) -> None:
+    """In pieces of 4 KiB, the fastest of several sizes."""
+    grid = (states.numel() // 1024,)
+    _copy_kernel[grid](states, 1024, num_warps=1, **overlapped(states))
+
+
+class Layers:
+    """States of many layers, and one pass over them."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, drafts = case, 0 if case.prefill else case.rows - 1
+        assert case.folded <= drafts
+        rule = GatedDelta(**HEADS, conv_kernel=4)
+        self.cache = ModelCache.allocate(
+            (Recurrent(rule, torch.bfloat16),) * case.layers,
+            num_blocks=0,
+            block_size=1,
+            max_num_seqs=case.batch,
+            num_drafts=drafts,
+            device=torch.device("cuda"),
+        )
+        self.folded = self.cache.folded
+        slots = torch.arange(case.batch, device="cuda").repeat_interleave(case.rows)
+        place = torch.arange(case.rows, device="cuda").repeat(case.batch)
+        committed = place < (case.rows if case.prefill else 1)
+        before = 512
+        self.start = torch.full_like(self.folded.position, before)
+        self.pending = torch.full_like(self.folded.num_pending, drafts)
+        positions = before + case.folded + place
+        runs = RowRuns.even(case.batch, case.rows)
+        self.rows = AttentionRows(positions, slots, slots, slots[None], runs, committed)
+        width = CHANNELS + 4096 + 64
+        projected = torch.randn(len(slots), width, device="cuda").bfloat16()
+        qkv, _, b, a = projected.split((CHANNELS, 4096, 32, 32), dim=-1)
+        self.raw = RawRows(qkv, (a, b))
+        weight = torch.randn(4, CHANNELS, device="cuda").bfloat16()
+        heads = torch.randn(2, 32, device="cuda")
+        self.params = GatedDeltaParams(rule, heads[0] - 3, heads[1], weight, None)
+        self.reset()
+
+    def reset(self) -> Layers:
+        """The same memory again, and a plan of the pass, which every replay finds again."""
+        generator = torch.Generator("cuda").manual_seed(0)
+        states, *raw_rows = self.cache.slots
+        states.zero_()
+        for held in raw_rows:
+            held.normal_(generator=generator)
+        self.folded.position.copy_(self.start)
+        self.folded.num_pending.copy_(self.pending)
+        self.runs = plan_runs(self.rows, self.folded)
+        return self
+
+    def memory(self, layer: int) -> LayerMemory:
+        return self.cache.layers[layer]
+
+    def whole(self, tile: RuleTile) -> torch.Tensor:
+        """Every layer prepares its rows and runs them."""
+        for layer in range(self.case.layers):
+            memory = self.memory(layer)
+            out = advance(self.runs, self.params, self.raw, memory, tile)
+        return out
+
+    def rule(self, tile: RuleTile) -> torch.Tensor:
+        """Every layer runs rows that are prepared once."""
+        prepared = prepare(self.runs, self.params, self.raw, self.memory(0))
+        for layer in range(self.case.layers):
+            memory = self.memory(layer)
+            out = advance_prepared(self.runs, self.params.rule, prepared, self.raw, memory, tile)
+        return out
+
+    def copy(self) -> None:
+        for layer in range(self.case.layers):
+            copy_in_place(self.cache.layers[layer].states[: self.case.batch])
+
+
+def require_equal_rule(layers: Layers) -> None:
+    """Refuse to time a tile that computes something else."""
+    expected = layers.reset().whole(TILES[0]).float()
+    assert expected.isfinite().all()
+    for tile in TILES[1:]:
+        found = layers.reset().whole(tile).float()
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+
+
+def name_of(tile: RuleTile) -> str:
+    registers = tile.max_registers or "-"
+    return f"{tile.value_columns:3} columns, {tile.num_warps} warps, {registers!s:>3} registers"
+
+
+def measured() -> dict[str, dict[str, float]]:
+    """Seconds per layer by what ran and case."""
+    table: dict[str, dict[str, float]] = {}
+    require_equal_rule(Layers(Case("check", 2, 4, 3)))
+    for case in CASES:
+        layers = Layers(case)
+        launches: dict[str, Callable[[], object]] = {"the states copied in place": layers.copy}
+        for tile in TILES:
+            launches[name_of(tile)] = lambda layers=layers, tile=tile: layers.whole(tile)
+        for tile in TILES[:3]:
+            launches[f"{name_of(tile)}, rule"] = lambda layers=layers, tile=tile: layers.rule(tile)
+        for name, launch in launches.items():
+            try:
+                table.setdefault(name, {})[case.name] = seconds(launch) / case.layers
+            except OutOfResources as error:
+                print(f"{name}, {case.name}: does not fit: {error}", flush=True)
+        del layers, launches
+        torch.cuda.empty_cache()
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e9:.0f} GB/s")
+    table = measured()
+    print("\nus per layer\n" + " " * 42 + "".join(f"{case.name:>11}" for case in CASES))
+    for name, times in table.items():
+        cells = (f"{1e6 * times[c.name]:11.2f}" if c.name in times else 11 * " " for c in CASES)
+        print(f"{name:42}" + "".join(cells))
+    decode = [case for case in CASES if not case.prefill]
+    print("\nGB/s of states, % of the copy\n" + " " * 42 + "".join(f"{c.name:>14}" for c in decode))
+    for name, times in table.items():
+        cells = []
+        for case in decode:
+            rate = 2 * case.batch * STATE_BYTES / times.get(case.name, float("inf"))
+            cells.append(f"{rate / 1e9:8.0f} {100 * rate / bandwidth:4.0f}%")
+        print(f"{name:42}" + "".join(cells))
+    if options.json:
+        figures = {"copy_bytes_per_second": bandwidth, "seconds_per_layer": table}
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Choose GEMM kernels on the GPU at hand: check bits, time, print, and write the table.
+
+    python benchmarks/kernels/gemm_gpu.py --out tuned.json [--only qwen3] [--rows 1,4,64]
+
+Every time is of one product inside a CUDA graph that walks over copies of the weight worth
+several times the L2, so weights come from memory. A candidate whose rows differ from the
+canonical kernel's in one bit is shown with ``!`` and never chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from graph_times import microseconds
+from triton.runtime.errors import OutOfResources
+
+from sametoken.kernels.gemm.triton import product
+from sametoken.kernels.gemm.tuning import (
+    CANONICAL,
+    ROW_BUCKETS,
+    CublasConfig,
+    GemmConfig,
+    GemmShape,
+    TritonConfig,
+    TuningTable,
+    default_config,
+    table_name,
+)
+
+SHAPES = {
+    "qwen3": [
+        GemmShape(6144, 4096),
+        GemmShape(4096, 4096),
+        GemmShape(24576, 4096, "silu_mul"),
+        GemmShape(24576, 4096),
+        GemmShape(4096, 12288),
+        GemmShape(151936, 4096, "logits"),
+    ],
+    "llama3": [
+        GemmShape(28672, 4096, "silu_mul"),
+        GemmShape(4096, 14336),
+        GemmShape(128256, 4096, "logits"),
+    ],
+    "eagle3": [GemmShape(6144, 8192), GemmShape(32000, 4096, "logits")],
+    "qwen35": [
+        GemmShape(12352, 4096),
+        GemmShape(10240, 4096),
+        GemmShape(4096, 8192),
+        GemmShape(248320, 4096, "logits"),
+    ],
+    "smollm2": [
+        GemmShape(960, 576),
+        GemmShape(576, 576),
+        GemmShape(3072, 576, "silu_mul"),
+        GemmShape(576, 1536),
+        GemmShape(49152, 576, "logits"),
+    ],
+}
+MAX_LOGITS_ROWS = 512
+ROTATED_BYTES = 400 << 20
+MAX_LAUNCHES = 128
+COMPILERS = 12
+HEADER = """\
+| weight | rows | best | us | no overlap us | cuBLAS free us | best/free | TB/s | TFLOP/s | all us |
+|---|---|---|---|---|---|---|---|---|---|"""
+
+T = TritonConfig
+#: Weights first.
+F = functools.partial(TritonConfig, overlap=True, tma_rows=False, weights_first=True)
+#: Bytes in flight are what a narrow weight lacks: about 1 us of latency at 4.6 TB/s is 4.6 MB,
+#: and its few programs need deep pipelines for that. Wide weights share a multiprocessor.
+UP_TO_16 = [
+    F(16, 64, 128, 4, 3),
+    F(16, 64, 128, 4, 5),
+    F(16, 64, 128, 4, 6, tma=True),
+    F(16, 64, 128, 4, 10),
+    F(16, 64, 128, 4, 12, tma=True),
+    F(16, 64, 256, 4, 3),
+    F(16, 64, 256, 4, 5),
+    F(16, 64, 256, 4, 6, tma=True),
+    F(16, 32, 256, 4, 5),
+    F(16, 32, 256, 4, 8, tma=True),
+    F(16, 32, 256, 4, 12),
+    T(16, 64, 128, 4, 3),
+    T(16, 64, 128, 4, 5),
+    T(16, 64, 128, 4, 7),
+    T(16, 64, 128, 4, 10),
+    T(16, 64, 128, 4, 8, tma=True, tma_rows=False),
+    T(16, 64, 256, 4, 3, tma=True),
+    T(16, 64, 256, 4, 5, tma=True, tma_rows=False),
+    T(16, 32, 256, 4, 3),
+    T(16, 32, 256, 4, 5),
+    T(16, 32, 256, 4, 8),
+    T(16, 32, 256, 4, 6, tma=True),
+    T(16, 32, 256, 4, 8, tma=True, tma_rows=False),
+    T(16, 32, 128, 4, 10),
+    T(16, 16, 256, 2, 4),
+    T(16, 128, 64, 4, 6),
+    T(16, 128, 128, 4, 4, tma=True),
+    T(16, 64, 64, 4, 6),
+    T(16, 32, 128, 4, 5),
+    T(16, 64, 128, 4, 4),
+]
+UP_TO_32 = [
+    F(32, 64, 128, 4, 8, tma=True),
+    F(32, 64, 256, 4, 5, tma=True),
+    F(32, 32, 256, 4, 8),
+    T(32, 64, 128, 4, 3),
+    T(32, 64, 128, 4, 5, tma=True),
+    T(32, 64, 128, 4, 7, tma=True),
+    T(32, 64, 128, 4, 9, tma=True),
+    T(32, 64, 128, 4, 7, tma=True, tma_rows=False),
+    T(32, 64, 256, 4, 4, tma=True),
+    T(32, 32, 256, 4, 6),
+    T(32, 32, 256, 4, 6, tma=True),
+    T(32, 128, 64, 4, 5, tma=True),
+    T(32, 64, 64, 4, 5),
+    T(32, 64, 64, 4, 4, tma=True),
+    T(32, 64, 64, 4, 5, tma=True),
+    T(32, 32, 128, 4, 4),
+    T(32, 32, 128, 4, 4, tma=True),
+    T(32, 128, 32, 4, 5, tma=True),
+    T(16, 64, 128, 4, 3),
+    T(16, 64, 64, 4, 6),
+]
+UP_TO_64 = [
+    T(64, 64, 128, 4, 3),
+    T(64, 64, 128, 4, 4, tma=True),
+    T(64, 64, 128, 4, 6, tma=True),
+    T(64, 64, 128, 4, 7, tma=True),
+    T(64, 64, 256, 4, 3, tma=True),
+    T(64, 64, 64, 4, 6, tma=True),
+    T(64, 128, 64, 4, 4, tma=True),
+    T(64, 128, 64, 4, 8, tma=True),
+    T(32, 64, 128, 4, 4, tma=True),
+    T(32, 64, 128, 4, 7, tma=True),
+    T(32, 64, 128, 4, 9, tma=True),
+    T(32, 64, 256, 4, 4, tma=True),
+    T(64, 64, 64, 4, 4, tma=True),
+    T(64, 32, 128, 4, 4, tma=True),
+    T(64, 128, 32, 4, 5, tma=True),
+]
+UP_TO_128 = [
+    T(64, 64, 128, 4, 3, tma=True),
+    T(64, 64, 128, 4, 4, tma=True),
+    T(64, 64, 128, 4, 6, tma=True),
+    T(128, 64, 64, 4, 3, tma=True),
+    T(128, 64, 64, 4, 5, tma=True),
+    T(128, 64, 128, 4, 4, tma=True),
+    T(128, 128, 64, 8, 4, tma=True),
+    T(64, 128, 64, 4, 5, tma=True),
+]
+BEYOND = [
+    T(128, 64, 64, 4, 3, tma=True),
+    T(128, 64, 64, 4, 5, tma=True),
+    T(128, 64, 64, 4, 8, tma=True),
+    T(128, 64, 128, 4, 4, tma=True),
+    T(128, 128, 64, 8, 4, tma=True),
+    T(128, 128, 64, 8, 6, tma=True),
+    T(256, 64, 64, 8, 4, tma=True),
+    T(256, 128, 64, 8, 3, tma=True),
+    T(256, 128, 64, 8, 4, tma=True),
+    T(128, 256, 64, 8, 3, tma=True),
+]
+
+
+def candidates(shape: GemmShape, rows: int) -> list[GemmConfig]:
+    limits = [(16, UP_TO_16), (32, UP_TO_32), (64, UP_TO_64), (128, UP_TO_128)]
+    found = next((configs for limit, configs in limits if rows <= limit), BEYOND)
+    out: list[GemmConfig] = [CublasConfig(), default_config(shape, rows)]
+    out += [config for config in found if config not in out and fits(config, shape)]
+    return out
+
+
+def fits(config: TritonConfig, shape: GemmShape) -> bool:
+    """Whether a program's tiles fit shared memory and its sums the registers."""
+    gated = shape.epilogue == "silu_mul"
+    sums = config.block_rows * config.block_features
+    rows, weights = config.block_rows, config.block_features * (1 + gated)
+    # Narrow tiles leave shared memory before their product, so one stage needs no room.
+    stages = config.num_stages - (config.block_features < 64)
+    tiles = rows + weights * stages if config.weights_first else (rows + weights) * stages
+    return 2 * config.block_depth * tiles < 227 << 10 and not (gated and sums > 1 << 14)
+
+
+def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16) * scale
+
+
+def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
+    """Compile one share of all kernels into Triton's cache; run in its own process."""
+    jobs: dict[tuple, tuple[GemmConfig, GemmShape]] = {}
+    for shape in shapes:
+        for count in rows:
+            for config in [CANONICAL, *candidates(shape, count)]:
+                if isinstance(config, TritonConfig):
+                    even = shape.in_features % config.block_depth == 0
+                    jobs[config, shape.epilogue, even, shape.in_features >= 4096] = config, shape
+    for config, shape in list(jobs.values())[index::COMPILERS]:
+        features = 1024 if shape.epilogue == "silu_mul" else 512
+        try:
+            product(config, normal(1, shape.in_features), normal(features, shape.in_features),
+                    shape.epilogue)  # fmt: skip
+        except OutOfResources:
+            continue
+
+
+def canonical_rows(x: torch.Tensor, matrix: torch.Tensor, shape: GemmShape) -> torch.Tensor:
+    parts = [
+        product(CANONICAL, x[at : at + 16], matrix, shape.epilogue) for at in range(0, len(x), 16)
+    ]
+    return torch.cat(parts)
+
+
+def library_agrees(
+    x: torch.Tensor, matrix: torch.Tensor, shape: GemmShape, rows: int, expected: torch.Tensor
+) -> bool:
+    """Whether the library gives canonical bits at row counts all over the bucket of ``rows``."""
+    below = max((bucket for bucket in ROW_BUCKETS if bucket < rows), default=0)
+    for count in range(rows, below, -max(1, (rows - below) // 24)):
+        out = product(CublasConfig(), x[:count], matrix, shape.epilogue)
+        if not torch.equal(out, expected[:count]):
+            return False
+    return True
+
+
+def label(config: GemmConfig) -> str:
+    if isinstance(config, CublasConfig):
+        return "cublas"
+    tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
+    tma = ("t" if config.tma_rows else "w") if config.tma else ""
+    tma += "f" if config.weights_first else ""
+    flags = tma + (f"o{config.prefetch_bytes}" if config.overlap else "")
+    flags += {"early": "", "late": "+", "never": "-"}[config.release]
+    return f"{tile}w{config.num_warps}s{config.num_stages}{flags}"
+
+
+def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]:
+    weight_bytes = shape.out_features * shape.in_features * 2
+    copies = min(MAX_LAUNCHES, max(2, -(-ROTATED_BYTES // weight_bytes)))
+    scale = shape.in_features**-0.5
+    weights = [normal(shape.out_features, shape.in_features, scale=scale) for _ in range(copies)]
+    counts = [n for n in row_counts if shape.epilogue != "logits" or n <= MAX_LOGITS_ROWS]
+    x = normal(max(counts), shape.in_features)
+    expected = canonical_rows(x, weights[0], shape)
+    chosen: dict[int, GemmConfig] = {}
+    for rows in counts:
+        part, want = x[:rows], expected[:rows]
+        times: dict[GemmConfig, float] = {CANONICAL: float("inf")}
+        notes: list[str] = []
+        for config in candidates(shape, rows):
+
+            def call(weight: torch.Tensor, config: GemmConfig = config) -> torch.Tensor:
+                return product(config, part, weight, shape.epilogue)  # noqa: B023
+
+            try:
+                equal = torch.equal(call(weights[0]), want)
+                if isinstance(config, CublasConfig):
+                    equal = equal and library_agrees(x, weights[0], shape, rows, expected)
+                elapsed = microseconds(call, weights)
+            except OutOfResources:
+                notes.append(f"{label(config)} does not fit")
+                continue
+            notes.append(f"{label(config)} {elapsed:.1f}{'' if equal else '!'}")
+            if equal:
+                times[config] = elapsed
+        free = microseconds(lambda weight: torch.mm(part, weight.t()), weights)  # noqa: B023
+        best = min(times, key=times.__getitem__)
+        plain = [t for c, t in times.items() if not getattr(c, "overlap", False)]
+        chosen[rows] = best
+        flops = 2 * rows * shape.out_features * shape.in_features
+        print(
+            f"| {shape.out_features}x{shape.in_features} {shape.epilogue} | {rows} "
+            f"| {label(best)} | {times[best]:.1f} | {min(plain):.1f} | {free:.1f} "
+            f"| {times[best] / free:.2f} | {weight_bytes / times[best] / 1e6:.2f} "
+            f"| {flops / times[best] / 1e6:.0f} | {', '.join(notes)} |",
+            flush=True,
+        )
+    return chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    folder = os.environ.get("OUT", ".")
+    parser.add_argument("--out", type=Path, default=None, help="where the JSON table goes")
+    parser.add_argument("--only", default="", help="models, with commas; default: all")
+    parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
+    parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
+    options = parser.parse_args()
+    models = options.only.split(",") if options.only else list(SHAPES)
+    shapes = [shape for model in models for shape in SHAPES[model]]
+    rows = [int(count) for count in options.rows.split(",")]
+    if options.compile is not None:
+        compile_share(options.compile, shapes, rows)
+        return
+
+    begun = time.time()
+    workers = [
+        subprocess.Popen([sys.executable, *sys.argv, "--compile", str(index)])
+        for index in range(COMPILERS)
+    ]
+    for worker in workers:
+        worker.wait()
+    name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
+    print(HEADER)
+    entries = {}
+    out = options.out or Path(folder) / table_name(name)
+    for shape in shapes:
+        entries[shape] = tune_shape(shape, rows)
+        out.write_text(TuningTable(entries).to_json())
+    print(f"wrote {out} after {time.time() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""Microseconds per launch of the small kernels inside a CUDA graph, for one GPU.
+
+    python benchmarks/kernels/small_kernels_gpu.py [--no-overlap] [--json FILE]
+
+Each figure is one launch in a chain of equal launches, so it holds the gap between two
+dependent kernels. Operands up to the size of L2 stay there, as most do in a real step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from sametoken.core.layout import StepLayout
+from sametoken.core.plan import Admission, PlanRow, StepPlan
+from sametoken.core.sampling_params import SamplingParams
+from sametoken.kernels import overlap
+from sametoken.kernels.activation.triton import silu_mul
+from sametoken.kernels.embedding.triton import embedding
+from sametoken.kernels.interface import (
+    AttentionRows,
+    AttentionShape,
+    Cuts,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.kernels.logits_rules.triton import apply_rules
+from sametoken.kernels.ngram.triton import lookup
+from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
+from sametoken.kernels.sampling import triton as sampling
+from sametoken.kernels.step import triton as step
+from sametoken.kernels.step.types import LayoutTable
+from sametoken.kernels.truncation.triton import truncate
+from sametoken.state.sampling import SamplingTable
+from sametoken.state.sequences import Sequences
+
+ROW_COUNTS = (1, 4, 32, 64, 256, 384)
+LAUNCHES, REPLAYS = 20, 10
+MAX_LEN = 32768
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    shape: AttentionShape
+    qk_norm: bool
+
+
+MODELS = (
+    Model("Qwen3-8B", 4096, 12288, 151936, AttentionShape(32, 8, 128), True),
+    Model("SmolLM2-135M", 576, 1536, 49152, AttentionShape(9, 3, 64), False),
+)
+
+
+#: Nothing to do; an edge among a row's leaders; one below them, where nearly all is kept.
+CUTS = (
+    ("truncate none", 0, 1.0),
+    ("truncate 20 0.95", 20, 0.95),
+    ("truncate all", 0, 1 - 1e-9),
+)
+
+
+#: Of every request. Their penalties see half of MAX_LEN tokens.
+RULES = {
+    "bad words": SamplingParams(temperature=0.0),
+    "100 biases": SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(range(100), 0.1)),
+    "100 allowed": SamplingParams(temperature=0.0, allowed_token_ids=range(100)),
+    "penalties": SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1),
+}
+
+
+def cuts_of(temperature: torch.Tensor, top_k: int, top_p: float) -> Cuts:
+    every = temperature.double()
+    return Cuts(temperature, (every * 0 + top_k).long(), every * 0 + top_p, every * 0)
+
+
+def microseconds(launch: Callable[[], object]) -> float:
+    """Of one launch, in a graph of LAUNCHES of them."""
+    # On the stream that fills the inputs: another one would read ids that are not there yet.
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            launch()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return float(1000 * start.elapsed_time(end) / (LAUNCHES * REPLAYS))
+
+
+def noise(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def layer_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    shape = model.shape
+    x, residual, weight = noise(rows, model.hidden), noise(rows, model.hidden), noise(model.hidden)
+    yield "rms_norm", lambda: rms_norm(x, weight, 1e-6)
+    yield "add_rms_norm", lambda: add_rms_norm(x, residual, weight, 1e-6)
+    gate_up = noise(rows, 2 * model.intermediate)
+    yield "silu_mul", lambda: silu_mul(gate_up)
+    matrix = noise(model.vocabulary, model.hidden)
+    token_ids = torch.randint(0, model.vocabulary, (rows,), device="cuda")
+    yield "embedding", lambda: embedding(token_ids, matrix)
+
+    qkv = noise(rows, shape.q_size + 2 * shape.kv_size)
+    half = shape.head_dim // 2
+    rotary = RotaryTable(noise(4096, half, dtype=torch.float32), noise(4096, half).float())
+    positions = torch.arange(rows, device="cuda")
+    at = AttentionRows(positions, positions, positions, positions[None])
+    memory = noise(2, -(-rows // 16), shape.num_kv_heads, 16, shape.head_dim)
+    kv = LayerKV(memory[0], memory[1])
+    norm = QKNorm(noise(shape.head_dim), noise(shape.head_dim), 1e-6) if model.qk_norm else None
+    yield "rope_and_cache", lambda: rope_and_cache(qkv, shape, rotary, at, kv, norm)
+
+
+def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The kernels that run once a step, with k = 3 where the rows allow windows."""
+    k = 3 if rows >= 4 else 0
+    batch = rows // (k + 1)
+    sequences = Sequences.allocate(
+        max_num_seqs=batch,
+        max_len=MAX_LEN,
+        num_drafts=k,
+        block_size=16,
+        reserved_block=MAX_LEN // 16,
+        device=torch.device("cuda"),
+    )
+    sequences.token_ids.random_(0, model.vocabulary)
+    sequences.num_tokens[:batch] = MAX_LEN // 2
+    sequences.num_drafts[:batch] = k
+    slots = torch.arange(batch, device="cuda")
+    layout = StepLayout.of(StepPlan(1, rows=tuple(PlanRow(b, 1, k, True) for b in range(batch))))
+    columns = layout.table(layout.shape, sequences.reserved_slot, 0)
+    windows = LayoutTable(torch.tensor(columns, device="cuda"), layout.shape)
+    x = step.prepare_inputs(sequences, windows)
+    yield "prepare_inputs", lambda: step.prepare_inputs(sequences, windows)
+
+    logits = noise(rows, model.vocabulary, dtype=torch.float32)
+    temperature, seeds = torch.ones(batch + 1, device="cuda"), torch.arange(batch + 1).cuda()
+    at = x.sampled
+    yield "keys greedy", lambda: sampling.greedy_keys(logits)
+    yield (
+        "keys sampled",
+        lambda: sampling.token_keys(logits, temperature, seeds, at),
+    )
+    for name, top_k, top_p in CUTS:
+        cuts, cut = cuts_of(temperature, top_k, top_p), logits.clone()
+        yield name, lambda cuts=cuts, cut=cut: truncate(cut, at.slots, cuts)
+    for name, params in RULES.items():
+        table, ruled = SamplingTable.allocate(batch, torch.device("cuda")), logits.clone()
+        for slot in range(batch):
+            table.admit(Admission(slot, (1,), 0, params, (2,), ((1, 2), (3, 4, 5))))
+        yield (
+            f"rules {name}",
+            lambda ruled=ruled, table=table: apply_rules(ruled, at, sequences, table.rules),
+        )
+    keys = sampling.greedy_keys(logits)
+    yield "best_tokens", lambda: sampling.best_tokens(keys)
+    verdict = step.verify(keys, x)
+    yield "verify", lambda: step.verify(keys, x)
+    decided = verdict.num_accepted, verdict.next_token
+    yield "commit", lambda: step.commit(sequences, x, *decided)
+    if k:
+        lengths = torch.full_like(slots, MAX_LEN // 2)
+        tokens = sequences.token_ids
+        yield (
+            "lookup (2)",
+            lambda: lookup(tokens, slots, lengths, min_length=2, max_length=10, k=k),
+        )
+        drafts = lookup(tokens, slots, lengths, min_length=2, max_length=10, k=k)
+        yield "publish", lambda: step.publish(sequences, x, *drafts)
+
+
+def measured(model: Model) -> dict[str, dict[int, float]]:
+    table: dict[str, dict[int, float]] = {}
+    for rows in ROW_COUNTS:
+        for launches in (layer_launches, step_launches):
+            for name, launch in launches(model, rows):
+                try:
+                    table.setdefault(name, {})[rows] = microseconds(launch)
+                except OutOfResources as error:
+                    print(f"{model.name}, {rows} rows: {name} does not fit: {error}", flush=True)
+                except torch.AcceleratorError as error:
+                    # The context is lost with it, so nothing more can be timed.
+                    raise SystemExit(f"{model.name}, {rows} rows: {name} failed: {error}") from None
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--no-overlap", action="store_true", help="no dependent launches")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    options = parser.parse_args()
+    if options.no_overlap:
+        overlap.can_overlap = lambda tensor: False
+    results = {}
+    print(f"{torch.cuda.get_device_name()}, us per launch in a graph")
+    for model in MODELS:
+        results[model.name] = measured(model)
+        print(f"\n{model.name:18}" + "".join(f"{f'T={rows}':>9}" for rows in ROW_COUNTS))
+        for name, figures in results[model.name].items():
+            cells = (f"{figures[rows]:9.2f}" if rows in figures else 9 * " " for rows in ROW_COUNTS)
+            print(f"{name:18}" + "".join(cells))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Who besieges a server beside the crowd: a bomber, half-openers, and one who ends the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import time
+from dataclasses import dataclass, field
+
+from bombs import COMPLETIONS, bombs
+from connections import Connection, Head, LostError, fetch, request
+from crowd import Tally
+from server import PATIENCE_S, Server
+
+#: What an answer to a bomb may be. 499 is never sent.
+REFUSALS = {400, 404, 405, 408, 411, 413, 422, 431, 429, 503}
+AGAIN_LATER = {429, 503}
+_MUTATIONS_PER_BOMB = 10
+#: Bytes that a half-opener sends one by one, a second apart.
+_NUM_DRIPS = 10
+#: After an engine process is ready again, requests may still learn of its death.
+_ECHO_S = 2.0
+
+
+@dataclass
+class Times:
+    """When the engine process was ended, and when the next one was ready; monotonic seconds."""
+
+    windows: list[list[float]] = field(default_factory=list)
+
+    def covers(self, began: float, ended: float) -> bool:
+        """Whether a stretch of time meets one without an engine process."""
+        return any(began <= end and start <= ended for start, end in self.windows)
+
+    def since(self, began: float) -> bool:
+        """Whether the engine process was away at any time since then."""
+        return self.covers(began, time.monotonic())
+
+
+class Bomber:
+    """Sends one hostile request after the other, and holds the answers to their budget.
+
+    Args:
+        address: of the server.
+        chance: what comes next.
+        tally: told what became of them.
+        budget_s: for an answer.
+        pause_s: after a bomb.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        chance: random.Random,
+        tally: Tally,
+        budget_s: float,
+        pause_s: float,
+    ) -> None:
+        self._address, self._chance, self._tally = address, chance, tally
+        self._budget_s, self._pause_s = budget_s, pause_s
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        for name, path, content in bombs(self._chance, _MUTATIONS_PER_BOMB):
+            await self._throw(name, path, content)
+            await asyncio.sleep(0.02 if name == "mutation" else self._pause_s)
+
+    async def _throw(self, name: str, path: str, content: bytes) -> None:
+        self._tally.sent["bomber"] += 1
+        shown = f"{name}: {path}, {len(content)} bytes: {_shown(content)}"
+        began = time.monotonic()
+        try:
+            with self._tally.timed("bomber", shown):
+                async with asyncio.timeout(PATIENCE_S):
+                    head, body = await fetch(self._address, "POST", path, content)
+        except (LostError, TimeoutError) as error:
+            self._tally.lose("bomber", f"{shown}: {error!r}")
+            return
+        finally:
+            seconds = time.monotonic() - began
+            self._tally.thrown.append((began, seconds, shown))
+        self._tally.statuses[f"bomber {head.status}"] += 1
+        self._tally.outcomes[name][str(head.status)] += 1
+        fault = fault_of(head, body)
+        if fault or seconds > self._budget_s:
+            fault = fault or f"{seconds:.1f} s, which is too long"
+            self._tally.lose("bomber", f"{fault}: {shown}: {head.status} {body[:300]!r}")
+
+
+def _shown(content: bytes) -> str:
+    """Both ends of a body; what is wrong with it may be in between."""
+    text = content.decode(errors="replace")
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+
+
+def fault_of(head: Head, body: bytes) -> str:
+    """What is wrong with an answer to a hostile request; an empty text for nothing."""
+    if head.status == 200:
+        return _fault_of_success(head, body)
+    if head.status not in REFUSALS:
+        return f"status {head.status}"
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return "no error of OpenAI's shape"
+    if not error["message"] or set(error) != {"message", "type", "param", "code"}:
+        return "no error of OpenAI's shape"
+    if head.status in AGAIN_LATER and head.retry_after is None:
+        return "no Retry-After"
+    return ""
+
+
+def _fault_of_success(head: Head, body: bytes) -> str:
+    if not head.headers["content-type"].startswith("text/event-stream"):
+        return "" if isinstance(json.loads(body), dict) else "no JSON object"
+    *events, done, rest = body.split(b"\n\n")
+    if done != b"data: [DONE]" or rest:
+        return "a stream without an end"
+    errors = [json.loads(event.removeprefix(b"data: ")).get("error") for event in events]
+    defects = [error for error in errors if error and error["type"] == "server_error"]
+    return f"an event says {defects[0]}" if defects else ""
+
+
+class HalfOpener:
+    """Opens connections and leaves requests half sent, for the server to close.
+
+    Args:
+        address: of the server.
+        chance: what is sent.
+        tally: told what became of them.
+        budget_s: in which the server has to close.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], chance: random.Random, tally: Tally, budget_s: float
+    ) -> None:
+        self._address, self._chance, self._tally = address, chance, tally
+        self._budget_s = budget_s
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        while True:
+            kind = self._chance.choice(("half a head", "half a body", "a byte short", "in drips"))
+            try:
+                await self._hold(kind)
+            except LostError as error:
+                self._tally.lose("half-openers", f"{kind}: {error!r}")
+                await asyncio.sleep(1.0)
+
+    async def _hold(self, kind: str) -> None:
+        data = request("POST", COMPLETIONS, b'{"prompt": "the", "max_tokens": 1}')
+        end_of_head = data.index(b"\r\n\r\n")
+        length = {
+            "half a head": self._chance.randrange(1, end_of_head),
+            "half a body": self._chance.randrange(end_of_head + 4, len(data) - 1),
+            "a byte short": len(data) - 1,
+            "in drips": 1,
+        }[kind]
+        self._tally.sent["half-openers"] += 1
+        connection = await Connection.open(self._address)
+        try:
+            connection.write(data[:length])
+            with self._tally.timed("half-openers", kind):
+                async with asyncio.timeout(self._budget_s):
+                    await self._wait(connection, data[length : length + _NUM_DRIPS], kind)
+            self._tally.fates[f"closed: {kind}"] += 1
+        except TimeoutError:
+            self._tally.lose("half-openers", f"{kind}: held for {self._budget_s:g} s")
+        finally:
+            connection.close()
+
+    async def _wait(self, connection: Connection, drips: bytes, kind: str) -> None:
+        """Until the server closes; a byte now and then, so that the connection is never idle."""
+        ended = asyncio.create_task(connection.ended())
+        try:
+            for drip in drips if kind == "in drips" else b"":
+                await asyncio.wait((ended,), timeout=1.0)
+                if ended.done():
+                    break
+                connection.write(bytes([drip]))
+            await ended
+        finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
+
+
+class Killer:
+    """Ends the engine process now and then, and waits for the next one.
+
+    Args:
+        address, server: of what is besieged.
+        times: told when.
+        tally: told of a server that does not come back.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], server: Server, times: Times, tally: Tally
+    ) -> None:
+        self._address, self._server = address, server
+        self._times, self._tally = times, tally
+        self.num_kills = 0
+
+    async def kill(self) -> None:
+        """End the engine process, if there is one."""
+        window = [time.monotonic(), float("inf")]
+        self._times.windows.append(window)
+        if not await asyncio.to_thread(self._server.kill_engine):
+            self._times.windows.remove(window)
+            self._tally.lose("killer", "there is no engine process")
+            return
+        self.num_kills += 1
+        try:
+            with self._tally.timed("killer, until ready", "SIGKILL"):
+                await self._until_back()
+        except TimeoutError:
+            self._tally.lose("killer", "no engine process came after the one that was ended")
+        window[1] = time.monotonic() + _ECHO_S
+
+    async def _until_back(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            # It is some milliseconds before the server knows.
+            await self._until_ready(False)
+            await self._until_ready(True)
+
+    async def _until_ready(self, wanted: bool) -> None:
+        is_ready = not wanted
+        while is_ready is not wanted:
+            with contextlib.suppress(LostError):
+                head, _ = await fetch(self._address, "GET", "/ready")
+                is_ready = head.status == 200
+            await asyncio.sleep(0.02)

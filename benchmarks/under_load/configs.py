@@ -1,0 +1,101 @@
+"""What ``drive.py`` runs: configurations, and the options that both engines get.
+
+Those are the same: random weights, bf16, the places of 256 requests, no prefix cache, as much KV
+memory.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: Draft i and all before it are accepted so often.
+SYNTHETIC = {
+    "num_speculative_tokens": 3,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.80, 0.64, 0.51],
+}
+LOOKUP = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+DENSE_LEN, HYBRID_LEN = 33024, 32768
+
+
+class Config(NamedTuple):
+    """A configuration: a model's folder, and what is drafted.
+
+    Attributes:
+        max_model_len: the longest request, unless another is asked for.
+        kv_gib: KV memory; of vLLM's hybrids it holds all recurrent state too.
+        speculation: keys as both engines have them; a drafter is a folder beside the model's.
+    """
+
+    model: str
+    max_model_len: int
+    kv_gib: dict[str, float]
+    speculation: dict[str, Any] | None = None
+
+
+_KV = {"sametoken": 30.0, "vllm": 30.0}
+CONFIGS = {
+    "plain": Config("qwen3-8b", DENSE_LEN, _KV),
+    "eagle3": Config(
+        "qwen3-8b",
+        DENSE_LEN,
+        {"sametoken": 31.0, "vllm": 31.0},
+        {"method": "eagle3", "model": "eagle3-qwen3-8b", **SYNTHETIC},
+    ),
+    "q35": Config("qwen35-9b", HYBRID_LEN, _KV),
+    "q35mtp3": Config(
+        "qwen35-9b", HYBRID_LEN, {"sametoken": 30.0, "vllm": 72.0}, {"method": "mtp", **SYNTHETIC}
+    ),
+    "ngram5": Config("qwen3-8b", DENSE_LEN, _KV, {**LOOKUP, "num_speculative_tokens": 5}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What of the options is left to the command line; 0 and None take the configuration's."""
+
+    config: str
+    models: Path
+    device: str = "auto"
+    max_num_seqs: int = 256
+    max_model_len: int = 0
+    kv_gib: float = 0.0
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Path:
+        """The target's folder."""
+        return self.models / CONFIGS[self.config].model
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the target's folder holds one, which grammars need."""
+        return (self.model / "tokenizer.json").is_file()
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
+        return int((config.get("text_config") or config)["vocab_size"])
+
+    def options(self, engine: str) -> dict[str, Any]:
+        """The options that both engines have."""
+        config = CONFIGS[self.config]
+        options: dict[str, Any] = {
+            "model": str(self.model),
+            "load_format": "dummy",
+            "max_num_seqs": self.max_num_seqs,
+            "max_model_len": self.max_model_len or config.max_model_len,
+            "kv_cache_memory_bytes": int((self.kv_gib or config.kv_gib[engine]) * 2**30),
+            "enable_prefix_caching": False,
+            "skip_tokenizer_init": not self.has_tokenizer,
+        }
+        if config.speculation:
+            speculation = dict(config.speculation)
+            if "model" in speculation:
+                speculation["model"] = str(self.models / speculation["model"])
+            options["speculative_config"] = speculation
+        return options

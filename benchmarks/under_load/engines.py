@@ -1,0 +1,279 @@
+"""The engines that ``drive.py`` drives: both in this process, token ids in and out.
+
+Beside the options of ``configs.py`` everything is each engine's default, but for what
+vLLM needs to run without flashinfer, and the shapes of its graphs, which are to hold a full
+crowd's windows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from configs import Asked
+from workloads import Request
+
+#: Rows of a step of vLLM at most.
+VLLM_ROWS = 8192
+#: Requests in the batches that vLLM captures, beside as many windows.
+CAPTURED = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+#: Rows of the batches that it captures beside those, as by default, up to two a request.
+MIXED_ROWS = (320, 384, 448, 512)
+
+
+class Arrival(NamedTuple):
+    """Tokens that a step brought to a request, perhaps more than it is to have."""
+
+    request_id: str
+    num_tokens: int
+
+
+class Engine(Protocol):
+    """One engine, loaded."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        ...
+
+    def step(self) -> list[Arrival]:
+        """Run, or wait for, a step."""
+        ...
+
+    def end(self, request_id: str) -> None:
+        """The request has all its tokens."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """The request is not wanted any more; it may be unknown."""
+        ...
+
+    def rest(self) -> None:
+        """Settle what ended requests left behind."""
+        ...
+
+    def drafts(self) -> tuple[int, int]:
+        """Drafts that were offered and accepted so far."""
+        ...
+
+    def without_repeats(self) -> contextlib.AbstractContextManager[str]:
+        """Random weights that say no token twice, if that can be had; says what was done."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """For the record, and for floors."""
+        ...
+
+
+class Sametoken:
+    """This engine's core: its steps run in the calling thread."""
+
+    def __init__(self, asked: Asked) -> None:
+        from sametoken.config import EngineConfig
+        from sametoken.engine.input_processor import InputProcessor, PromptTokens
+        from sametoken.engine.tokenizer import load_tokenizer_of
+
+        build = importlib.import_module("sametoken.engine.build")
+        options = asked.options("sametoken") | {"device": asked.device} | asked.more
+        config = EngineConfig.from_options(**options)
+        # The target is kept: the head of random weights is turned for outputs without repeats.
+        load_model, loaded = build.load_model, []
+
+        def keep(*args: Any, **named: Any) -> Any:
+            loaded.append(load_model(*args, **named))
+            return loaded[-1]
+
+        build.load_model = keep
+        try:
+            self._core = build.build_engine(config, print)
+        finally:
+            build.load_model = load_model
+        self._head = loaded[0].head
+        resolved = self._core.resolved
+        self._prompt = PromptTokens
+        self._inputs = InputProcessor(
+            load_tokenizer_of(resolved.config, resolved.model_path),
+            vocab_size=resolved.model.vocab_size,
+            max_model_len=resolved.max_model_len,
+            eos_token_ids=resolved.model.eos_token_ids,
+            num_speculative_tokens=resolved.config.num_drafts,
+            seed=0,
+        )
+        self._num_drafts = self._num_accepted = 0
+
+    def add(self, request: Request) -> None:
+        from sametoken.core.sampling_params import SamplingParams
+        from sametoken.core.structured_outputs import StructuredOutputs
+
+        asked = {"temperature": 0.0, **request.asked}
+        if schema := asked.pop("grammar", None):
+            asked["structured_outputs"] = StructuredOutputs(json_schema=schema)
+        params = SamplingParams(
+            max_tokens=request.output_len, ignore_eos=True, detokenize=False, **asked
+        )
+        prompt = self._prompt(None, request.prompt)
+        (one,) = self._inputs.process(request.request_id, prompt, params).completions
+        self._core.add_request(one)
+
+    def step(self) -> list[Arrival]:
+        arrived = []
+        for update in self._core.step():
+            if update.poisoned:
+                raise RuntimeError(f"{update.request_id} was poisoned ({update.stuck!r})")
+            self._num_drafts += update.num_drafts
+            self._num_accepted += update.num_accepted
+            if update.token_ids:
+                arrived.append(Arrival(update.request_id, len(update.token_ids)))
+        return arrived
+
+    def end(self, request_id: str) -> None:
+        self._core.release(request_id)
+
+    def abort(self, request_id: str) -> None:
+        self._core.release(request_id, aborted=True)
+
+    def rest(self) -> None:
+        while self._core.has_unfinished:
+            self._core.step()
+
+    def drafts(self) -> tuple[int, int]:
+        return self._num_drafts, self._num_accepted
+
+    @contextlib.contextmanager
+    def without_repeats(self) -> Iterator[str]:
+        """Each token's likeliest successor is the next id, not itself, while this lasts."""
+        matrix = getattr(self._head, "matrix", None)
+        if matrix is None:
+            yield "outputs repeat: the head's weights are packed"
+            return
+        matrix.copy_(matrix.roll(1, 0))
+        try:
+            yield "outputs do not repeat: the head's rows were turned by one"
+        finally:
+            matrix.copy_(matrix.roll(-1, 0))
+
+    def facts(self) -> dict[str, Any]:
+        import torch
+
+        from sametoken.bench.roofline import DraftPass, draft_pass, step_traffic, target_pass
+
+        resolved = self._core.resolved
+        target, traffic = target_pass(resolved), step_traffic(resolved)
+        speculation = resolved.config.speculative_config
+        drafter = DraftPass(0, 0)
+        if speculation:
+            drafter = draft_pass(speculation, resolved.model, resolved.model_path)
+        return {
+            "torch": torch.__version__,
+            "synthetic_rates": speculation.synthetic_rates if speculation else None,
+            "num_kv_blocks": resolved.num_kv_blocks,
+            "max_num_batched_tokens": resolved.config.max_num_batched_tokens,
+            "layers": target.layers,
+            "head": target.head,
+            "attention": target.attention,
+            "weights": traffic.weights + traffic.draft_weights,
+            "kv": traffic.kv_per_token,
+            "recurrent": traffic.recurrent_per_request,
+            "fusion": drafter.fusion,
+            "draft_layers": drafter.layers + drafter.experts,
+            "draft_head": drafter.head,
+            "k": resolved.config.num_drafts,
+        }
+
+
+class VLLM:
+    """vLLM's engine behind its ``LLM``, in the process mode that its environment asks for.
+
+    Requests have no seeds: vLLM makes a generator for each one that has.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        from vllm import LLM
+
+        options = asked.options("vllm")
+        k = (options.get("speculative_config") or {}).get("num_speculative_tokens", 0)
+        sizes = {size for size in CAPTURED if size <= asked.max_num_seqs}
+        sizes |= {size * (k + 1) for size in sizes}
+        sizes |= {size for size in MIXED_ROWS if size <= 2 * asked.max_num_seqs}
+        options |= {
+            "dtype": "bfloat16",
+            "gpu_memory_utilization": 0.05,
+            "max_num_batched_tokens": VLLM_ROWS,
+            "attention_backend": "FLASH_ATTN",
+            "seed": 0,
+            # Counters of drafts are part of the statistics.
+            "disable_log_stats": k == 0,
+            "cudagraph_capture_sizes": sorted(sizes),
+        }
+        if asked.config.startswith("q35"):
+            options |= {
+                "language_model_only": True,
+                "additional_config": {"gdn_prefill_backend": "triton"},
+            }
+        self._llm = LLM(**(options | asked.more))
+        self._engine = self._llm.llm_engine
+        self._has_drafts = k > 0
+
+    def add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        asked = {"temperature": 0.0, **request.asked}
+        if schema := asked.pop("grammar", None):
+            asked["structured_outputs"] = StructuredOutputsParams(json=schema)
+        params = SamplingParams(
+            max_tokens=request.output_len,
+            ignore_eos=True,
+            detokenize=False,
+            # Without it every step would hand over the whole output of every request.
+            output_kind=RequestOutputKind.DELTA,
+            **asked,
+        )
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        self._engine.add_request(request.request_id, prompt, params)
+
+    def step(self) -> list[Arrival]:
+        outputs = self._engine.step()
+        arrived = ((one.request_id, len(one.outputs[0].token_ids)) for one in outputs)
+        return [Arrival(request_id, count) for request_id, count in arrived if count]
+
+    def end(self, request_id: str) -> None:
+        """It has seen to that."""
+
+    def abort(self, request_id: str) -> None:
+        self._engine.abort_request([request_id])
+
+    def rest(self) -> None:
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def drafts(self) -> tuple[int, int]:
+        if not self._has_drafts:
+            return 0, 0
+        found = {one.name: getattr(one, "value", 0) for one in self._llm.get_metrics()}
+        names = ("num_draft_tokens", "num_accepted_tokens")
+        offered, accepted = (found.get(f"vllm:spec_decode_{name}", 0) for name in names)
+        return int(offered), int(accepted)
+
+    def without_repeats(self) -> contextlib.AbstractContextManager[str]:
+        return contextlib.nullcontext("weights are vLLM's own: see the drafts accepted")
+
+    def facts(self) -> dict[str, Any]:
+        import os
+
+        import torch
+        import vllm
+
+        config = self._engine.vllm_config
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "v2_runner": getattr(config, "use_v2_model_runner", None),
+            "multiprocessing": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "default"),
+        }
+
+
+ENGINES = {"sametoken": Sametoken, "vllm": VLLM}

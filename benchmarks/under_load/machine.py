@@ -1,0 +1,113 @@
+"""What a machine does, for the floors of ``report.py``: products, reading, copying."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.bench.roofline import CPU_BYTES, CUDA_BYTES, read_bandwidth
+from sametoken.kernels.reference import PlainWeight, ReferenceKernels
+from sametoken.models.loader import load_model, read_config
+
+WARM_PASSES, PASSES = 2, 7
+
+
+class _Shapes(ReferenceKernels):
+    """Notes the matrices of a model that is loaded without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: Counter[tuple[int, ...]] = Counter()
+
+    def pack(self, weight: Tensor) -> PlainWeight:
+        self.packed[tuple(weight.shape)] += 1
+        return super().pack(weight)
+
+
+def weight_shapes(model: Path) -> dict[tuple[int, ...], int]:
+    """[N, K] of the matrices that a row is multiplied by, and how many there are of each."""
+    kernels = _Shapes()
+    load_model(
+        model,
+        kernels=kernels,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+        max_positions=1,
+        load_format="dummy",
+    )
+    config = read_config(model)
+    if not config.tie_word_embeddings:
+        # The embedding, of which rows are looked up, has the head's shape.
+        kernels.packed[config.vocab_size, config.hidden_size] -= 1
+    return dict(+kernels.packed)
+
+
+def product_rate(shapes: dict[tuple[int, ...], int], rows: int, device: torch.device) -> float:
+    """Operations per second of ``torch.mm`` in bf16, all of a model's products in one pass."""
+    weights = {shape: _random(shape, device) for shape in shapes}
+    inputs = {shape: _random((rows, shape[1]), device) for shape in shapes}
+    most = max(shapes.values())
+
+    def one_pass() -> None:
+        # In turns, as layers have them; each matrix is larger than half a cache.
+        for index in range(most):
+            for shape, count in shapes.items():
+                if index < count:
+                    torch.mm(inputs[shape], weights[shape].t())
+
+    operations = 2 * rows * sum(n * k * count for (n, k), count in shapes.items())
+    return operations / _median_seconds(one_pass, device)
+
+
+def copy_rate(device: torch.device, num_bytes: int) -> float:
+    """Bytes per second that a copy within memory reads and writes, both counted."""
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    destination = torch.empty_like(source)
+    return 2 * num_bytes / _median_seconds(lambda: destination.copy_(source), device)
+
+
+def machine_figures(models: list[Path], rows: int, device: torch.device) -> dict[str, Any]:
+    """Everything that floors need; models by the name of their folder."""
+    on_cpu = device.type == "cpu"
+    num_bytes = CPU_BYTES // 16 if on_cpu else CUDA_BYTES
+    read = read_bandwidth(device, num_bytes)
+    products = {}
+    for model in models:
+        shapes = weight_shapes(model)
+        products[model.name] = product_rate(shapes, rows, device)
+        if not on_cpu:
+            torch.cuda.empty_cache()
+    return {
+        "device": "CPU" if on_cpu else torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "rows": rows,
+        "products": products,
+        "read": read.bytes_per_second,
+        "read_by": read.method,
+        "copy": copy_rate(device, num_bytes),
+    }
+
+
+def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Random data: products of zeros are faster than real ones."""
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
+def _median_seconds(work: Any, device: torch.device) -> float:
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    seconds = []
+    for _ in range(WARM_PASSES + PASSES):
+        synchronize()
+        began = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[WARM_PASSES:])[PASSES // 2]

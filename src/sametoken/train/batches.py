@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.train.seeds import generator_of
+from sametoken.train.compute import generator_of
 from sametoken.train.text import Sequences
 
 # Lengths are padded to multiples of it, so that few shapes occur.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
-from sametoken.train.seeds import generator_of
+from sametoken.train.compute import generator_of
 from sametoken.train.text import conversation_in, text_in
 
 # Documents that are encoded together.

@@ -17,7 +17,7 @@ from sametoken.engine.shards import ExtractedStates
 from sametoken.errors import ConfigError
 from sametoken.train.acceptance import Acceptance, walk
 from sametoken.train.batches import Batch, Batches
-from sametoken.train.devices import Compute
+from sametoken.train.compute import Compute
 from sametoken.train.loop import Report, StepLoss, run_loop
 from sametoken.train.options import LoopOptions
 from sametoken.train.results import write_result

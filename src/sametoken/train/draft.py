@@ -16,9 +16,7 @@ from sametoken.models.huggingface import model_config
 from sametoken.models.settings import Settings
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows, padded_length
-from sametoken.train.checkpoints import write_decoder
-from sametoken.train.decoder_network import DecoderNetwork
-from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.compute import Compute, choose_compute
 from sametoken.train.distillation import (
     Distillation,
     DrafterResult,
@@ -29,9 +27,10 @@ from sametoken.train.distillation import (
     run,
 )
 from sametoken.train.loop import Report, StepLoss
+from sametoken.train.networks import DecoderNetwork
+from sametoken.train.objectives import judge_rows
 from sametoken.train.options import DraftOptions, LoopOptions
-from sametoken.train.results import output_directory
-from sametoken.train.soft_targets import judge_rows
+from sametoken.train.results import output_directory, write_decoder
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget
 
@@ -126,11 +125,9 @@ def train_draft(
             target, text, (), loop, compute, cache=draft.cache_states, announce=announce
         )
         config = draft_config(target.config, draft)
-        network = DecoderNetwork(
-            model_config(Settings(config, "the drafter")), max_positions=longest
-        )
+        network = DecoderNetwork(model_config(Settings(config, "the drafter")))
         network.initialise(loop.seed)
-        network = network.on(compute.device)
+        network = network.to(compute.device)
 
         def write() -> None:
             write_decoder(output, config, network, torch.bfloat16)

@@ -16,13 +16,12 @@ from sametoken.models.huggingface import model_config
 from sametoken.models.hybrid import FULL, LINEAR
 from sametoken.models.settings import Settings
 from sametoken.train.acceptance import Acceptance, count_accepted
-from sametoken.train.checkpoints import write_decoder
+from sametoken.train.compute import Compute, choose_compute
 from sametoken.train.corpus import Corpus, Source, encode_corpus
-from sametoken.train.decoder_network import DecoderNetwork
-from sametoken.train.devices import Compute, choose_compute
 from sametoken.train.loop import Report, StepLoss, run_loop
+from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import MAX_SEED, LMOptions, LoopOptions
-from sametoken.train.results import output_directory, write_result
+from sametoken.train.results import output_directory, write_decoder, write_result
 from sametoken.train.tokenizer import (
     END_OF_TEXT,
     TURN_END,
@@ -179,11 +178,10 @@ def train_lm(
         config = lm_config(options, len(tokenizer), ends, loop.max_length)
         network = DecoderNetwork(
             model_config(Settings(config, "the new model")),
-            max_positions=loop.max_length + options.mtp_steps,
             mtp=options.mtp_steps > 0,
         )
         network.initialise(loop.seed)
-        network = network.on(compute.device)
+        network = network.to(compute.device)
         objective = LMObjective(network, corpus, options, loop, compute)
         settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
         settings |= asdict(options)

@@ -8,22 +8,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.kernels.interface import RotaryTable
 from sametoken.models.base import ModelConfig
 from sametoken.models.loader import read_config
-from sametoken.train.batches import padded_length
-from sametoken.train.checkpoints import load_decoder, write_with_module
-from sametoken.train.decoder_network import HYBRIDS, DecoderNetwork, MTPModule
-from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
-from sametoken.train.head_objective import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.loop import Report
+from sametoken.train.networks import (
+    HYBRIDS,
+    DecoderNetwork,
+    MTPModule,
+    in_drawing_order,
+    load_decoder,
+)
+from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
-from sametoken.train.results import output_directory
-from sametoken.train.seeds import generator_of
+from sametoken.train.results import output_directory, write_with_module
 from sametoken.train.target import TargetStates
 
 
@@ -51,7 +53,7 @@ class FrozenHybrid:
 class ModuleNetwork(HeadNetwork):
     """The module with what it takes of its target, which is no parameter of it."""
 
-    def __init__(self, module: MTPModule, head: Tensor, rotary: RotaryTable) -> None:
+    def __init__(self, module: MTPModule, head: Tensor, rotary: nn.Module) -> None:
         super().__init__()
         self.mtp = module
         # In a tuple, or they would be taken for its own.
@@ -107,10 +109,9 @@ def train_mtp(
         raise ConfigError(f"{output} is the target itself", "choose another output")
     with output_directory(output):
         compute = choose_compute(loop)
-        longest = padded_length(loop.max_length) + module.ttt_steps
-        network = load_decoder(model, max_positions=longest, mtp=True)
+        network = load_decoder(model, mtp=True)
         initialise_module(network, loop.seed)
-        network = network.on(compute.device)
+        network = network.to(compute.device)
         target = FrozenHybrid(network, compute)
         # One state of the hidden size, whichever layer it comes from.
         states = (target.config.num_layers,)
@@ -119,7 +120,7 @@ def train_mtp(
         )
         ready = Run(
             objective=HeadObjective(
-                ModuleNetwork(network.mtp, target.head, network.rotary),
+                ModuleNetwork(network.mtp, target.head, network.model.rotary_emb),
                 target,
                 torch.arange(target.config.vocab_size),
                 Unroll(module.ttt_steps, module.step_loss_decay),
@@ -138,6 +139,6 @@ def train_mtp(
 def initialise_module(network: DecoderNetwork, seed: int) -> None:
     """Random weights of the module alone; at first it passes the embedding and state on."""
     generator = generator_of(seed, "module")
-    for parameter in network.mtp.parameters():
+    for _, parameter in in_drawing_order(network.mtp):
         if parameter.ndim > 1:
             parameter.normal_(std=0.5 * parameter.shape[1] ** -0.5, generator=generator)

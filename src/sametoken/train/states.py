@@ -11,9 +11,8 @@ from torch import Tensor
 from sametoken.engine.shards import ExtractedStates
 from sametoken.errors import ConfigError
 from sametoken.models.base import ModelConfig
-from sametoken.train.arithmetic import rms_norm
 from sametoken.train.batches import Batch, Batches
-from sametoken.train.target import FrozenTarget, TargetStates
+from sametoken.train.target import FrozenTarget, TargetStates, rms_norm
 from sametoken.train.text import Sequences
 
 # Tokens of a pass that fills the memory: a GPU wants many, a CPU what its cache holds.

@@ -20,7 +20,6 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, require_supported
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.weights import TensorSource
-from sametoken.train.arithmetic import rms_norm, rotated
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 
@@ -207,3 +206,18 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             for name in ("q_norm", "k_norm"):
                 shapes[f"{layer}.self_attn.{name}.weight"] = (config.head_dim,)
     return shapes
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., heads, head_dim] by [..., 1, rotary_dim / 2], element j with j + half."""
+    half = cos.shape[-1]
+    wide = x.float()
+    low, high, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)

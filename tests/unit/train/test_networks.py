@@ -12,13 +12,14 @@ from helpers.forward import Bench
 from helpers.heads import OPTIONS, empty_kv, rows_of_one_slot
 from helpers.hybrids import FULL, LINEAR, hybrid_config, hybrid_tensors, write_hybrid
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.kernels.gated_delta_rule.reference import advance
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
-from sametoken.train.checkpoints import load_decoder
-from sametoken.train.decoder_network import DecoderNetwork
-from sametoken.train.gated_delta import CHUNK
+from sametoken.train.networks import DecoderNetwork, delta_rule, load_decoder
 
 STEPS = 3
+# Rows that transformers' gated delta rule takes at once.
+CHUNK = 64
 
 
 def random_ids(length: int) -> torch.Tensor:
@@ -31,7 +32,7 @@ def test_states_and_logits_are_the_engine_s(tmp_path, write, length):
     write(tmp_path)
     options = OPTIONS | {"max_positions": 128}
     bench = Bench(load_model(tmp_path, **options))
-    network = load_decoder(tmp_path, max_positions=128)
+    network = load_decoder(tmp_path)
     token_ids = random_ids(length)
     wanted = bench.run(token_ids[0].tolist(), 0).last
     with torch.no_grad():
@@ -45,7 +46,7 @@ def test_every_step_of_the_module_is_that_of_an_engine_s_chain(tmp_path):
     write_hybrid(tmp_path)
     target = load_model(tmp_path, **OPTIONS)
     head = MTPCheckpoint(tmp_path).load(target, **OPTIONS)
-    network = load_decoder(tmp_path, max_positions=32, mtp=True)
+    network = load_decoder(tmp_path, mtp=True)
     tensors = hybrid_tensors(hybrid_config("qwen3_5"))
     with torch.no_grad():
         for name, parameter in network.mtp.named_parameters():
@@ -69,7 +70,7 @@ def test_a_seed_makes_the_same_weights_anywhere(tmp_path):
     config = read_config(write_hybrid(tmp_path))
 
     def made(seed):
-        network = DecoderNetwork(config, max_positions=8, mtp=True)
+        network = DecoderNetwork(config, mtp=True)
         network.initialise(seed)
         return network.state_dict()
 
@@ -87,12 +88,78 @@ def test_a_seed_makes_the_same_weights_anywhere(tmp_path):
 
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot be trained"):
-        DecoderNetwork(read_config(write_hybrid(tmp_path / "a", "qwen3_next")), max_positions=8)
+        DecoderNetwork(read_config(write_hybrid(tmp_path / "a", "qwen3_next")))
     llama = read_config(write_llama(tmp_path / "b"))
     with pytest.raises(UnsupportedError, match="no module"):
-        DecoderNetwork(llama, max_positions=8, mtp=True)
+        DecoderNetwork(llama, mtp=True)
     broken = write_hybrid(tmp_path / "c")
     config = hybrid_config("qwen3_5", layer_types=[FULL, LINEAR, FULL, LINEAR])
     (broken / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="self_attn"):
-        load_decoder(broken, max_positions=8)
+        load_decoder(broken)
+
+
+def drawn(length, key_heads=2, value_heads=4, key_dim=5, value_dim=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(2, length, *shape, generator=generator)
+
+    q, k, v = rand(key_heads, key_dim), rand(key_heads, key_dim), rand(value_heads, value_dim)
+    return q, k, v, -rand(value_heads).exp(), rand(value_heads).sigmoid()
+
+
+def by_rows(q, k, v, log_decay, beta):
+    outputs = torch.empty_like(v)
+    for batch in range(len(q)):
+        state = torch.zeros(v.shape[2], k.shape[3], v.shape[3])
+        for row in range(q.shape[1]):
+            part = (x[batch, row] for x in (q, k, v, log_decay, beta))
+            outputs[batch, row] = advance(state, *part)
+    return outputs
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
+def test_the_gated_delta_rule_is_that_of_the_engine_s_rows(length):
+    given = drawn(length)
+    torch.testing.assert_close(delta_rule(*given), by_rows(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_decays_that_leave_nothing_and_that_keep_everything():
+    q, k, v, log_decay, beta = drawn(70)
+    for rate in (0.0, -1e-6, -50.0, -1e4):
+        given = (q, k, v, torch.full_like(log_decay, rate), beta)
+        torch.testing.assert_close(delta_rule(*given), by_rows(*given), rtol=1e-4, atol=1e-5)
+
+
+def test_keys_of_the_delta_rule_that_repeat():
+    q, k, v, log_decay, _ = drawn(CHUNK)
+    given = (q, k[:, :1].expand_as(k), v, torch.zeros_like(log_decay), torch.ones_like(log_decay))
+    torch.testing.assert_close(delta_rule(*given), by_rows(*given), rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_the_delta_rule_are_those_of_the_rows():
+    given = [x.requires_grad_() for x in drawn(9)]
+    wanted = torch.randn(delta_rule(*given).shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((delta_rule(*given) * wanted).sum(), given)
+
+    def rows(q, k, v, log_decay, beta):
+        # The reference advances its state in place; the same row out of place.
+        outputs = []
+        for batch in range(2):
+            state = torch.zeros(4, 5, 3)
+            for row in range(9):
+                one_q, one_k = (
+                    torch.nn.functional.normalize(x[batch, row], dim=-1).repeat_interleave(2, 0)
+                    for x in (q, k)
+                )
+                state = state * log_decay[batch, row].exp()[:, None, None]
+                read = (state * one_k[..., None]).sum(1)
+                update = (v[batch, row] - read) * beta[batch, row][:, None]
+                state = state + one_k[..., None] * update[:, None]
+                outputs.append((state * one_q[..., None]).sum(1) / 5**0.5)
+        return torch.stack(outputs).view(2, 9, 4, 3)
+
+    expected = torch.autograd.grad((rows(*given) * wanted).sum(), given)
+    for name, one, other in zip(["q", "k", "v", "decay", "beta"], found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, msg=name)

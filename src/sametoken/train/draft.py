@@ -34,7 +34,7 @@ from sametoken.train.results import output_directory, write_decoder
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget
 
-# What a tokenizer consists of beside a checkpoint.
+# Tokenizer files that are copied from the target.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,14 +47,14 @@ _TOKENIZER_FILES = (
 class DraftObjective(Distillation):
     """The cross entropy between the target's distribution and the drafter's.
 
-    Over the text's own tokens a drafter's chain is its answers to the tokens so far, so that
-    one pass judges chains of any length.
+    On text that the target would emit, a chain of drafts is the drafter's predictions at
+    consecutive rows, so that one pass judges chains of any length.
 
     Args:
         network: the drafter.
-        target: what is distilled.
+        target: the model to imitate.
         k: drafts that are judged.
-        compute: in which precision.
+        compute: the precision.
     """
 
     def __init__(self, network: DecoderNetwork, target: Target, k: int, compute: Compute) -> None:
@@ -97,7 +97,7 @@ def train_draft(
     report: Callable[[Report], None],
     announce: Callable[[str], None],
 ) -> DrafterResult:
-    """Train a drafter of the target's vocabulary and write it as a checkpoint of its own.
+    """Train a drafter with the target's vocabulary and write it as a checkpoint.
 
     Args:
         model: the target, a checkpoint directory or a GGUF file.
@@ -105,8 +105,8 @@ def train_draft(
         text: what to train on.
         draft: the drafter's sizes.
         loop: for how long and how fast.
-        report: told every few steps how it goes.
-        announce: told in a line of what takes long.
+        report: receives the progress every few steps.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: an option, the text or the output directory is not possible.
@@ -147,7 +147,7 @@ def train_draft(
 
 
 def draft_config(target: ModelConfig, draft: DraftOptions) -> dict[str, Any]:
-    """config.json of a drafter that shares the target's vocabulary and positions."""
+    """config.json of a drafter with the target's vocabulary and positions."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -35,9 +35,9 @@ from sametoken.train.results import HeadLayout, output_directory, write_head
 from sametoken.train.target import FrozenTarget
 from sametoken.train.token_map import coverage, frequent_tokens, membership, offsets_of
 
-# Batches from which the size of the target's states is taken.
+# Batches over which the scale of the target's states is measured.
 _SCALE_BATCHES = 4
-# Drafts that a head is meant for, as engines choose without being told.
+# Drafts per step in the head's config: the default of engines.
 _SERVED_DRAFTS = 4
 
 
@@ -161,10 +161,10 @@ def train_eagle3(
         model: the target, a checkpoint directory or a GGUF file.
         output: directory for the head, in the ``speculators`` layout, and its checkpoint.
         text: what to train on.
-        head: the head's sizes, and how far to unroll it.
+        head: the head's sizes and the number of unrolled steps.
         loop: for how long and how fast.
-        report: told every few steps how it goes.
-        announce: told in a line of what takes long.
+        report: receives the progress every few steps.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: an option, the text or the output directory is not possible.
@@ -233,7 +233,7 @@ def _objective(
 
 
 def _write(network: Eagle3Network, token_ids: Tensor, layout: HeadLayout, output: Path) -> None:
-    """The head in bf16, which the network is itself from here on."""
+    """Write the head in bf16; the network takes the rounded weights."""
     tensors = network.export_tensors(torch.bfloat16)
     network.take(tensors)
     tensors["d2t"] = offsets_of(token_ids)
@@ -262,7 +262,7 @@ def _network(
     head: Eagle3Options,
     loop: LoopOptions,
 ) -> Eagle3Network:
-    """A head of random weights, but for those that make its logits: they are the target's."""
+    """A head with random weights; ``lm_head`` and the last norm begin as the target's."""
     device = target.embedding.device
     network = Eagle3Network(
         config,
@@ -288,7 +288,7 @@ def _network(
 
 @torch.no_grad()
 def _set_state_scale(network: Eagle3Network, material: Material) -> None:
-    """Give every channel of the target's states the size 1 in the rows that are trained."""
+    """Scale every channel of the target's states to a mean square of 1 over trained rows."""
     batches = material.training_batches()
     total, count = torch.zeros_like(network.state_scale), 0
     for step in range(min(len(batches), _SCALE_BATCHES)):

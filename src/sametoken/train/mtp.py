@@ -1,4 +1,4 @@
-"""``sametoken train mtp``: a hybrid's module for further tokens."""
+"""``sametoken train mtp``: the multi-token-prediction (MTP) module of a hybrid."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from sametoken.train.target import TargetStates
 
 
 class FrozenHybrid:
-    """A hybrid whose weights stay as they are, as a ``Target``.
+    """A hybrid with frozen weights, as a ``Target``.
 
-    The module reads what logits are made from, so that both states are one.
+    The MTP module reads the states after the final norm, so that both states are the same.
     """
 
     def __init__(self, network: DecoderNetwork, compute: Compute) -> None:
@@ -51,12 +51,12 @@ class FrozenHybrid:
 
 
 class ModuleNetwork(HeadNetwork):
-    """The module with what it takes of its target, which is no parameter of it."""
+    """The MTP module, with the head and rotary embedding of its target."""
 
     def __init__(self, module: MTPModule, head: Tensor, rotary: nn.Module) -> None:
         super().__init__()
         self.mtp = module
-        # In a tuple, or they would be taken for its own.
+        # A tuple hides them from ``parameters``: they are not trained.
         self._frozen = (head, rotary)
 
     def unroll(
@@ -87,15 +87,15 @@ def train_mtp(
         model: the target's checkpoint directory.
         output: directory for the whole checkpoint.
         text: what to train on.
-        module: how far to unroll it.
-        loop: for how long and how fast.
-        report: told every few steps how it goes.
-        announce: told in a line of what takes long.
+        module: the number of unrolled steps.
+        loop: steps, learning rate and batches.
+        report: receives the progress every few steps.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: an option, the text or the output directory is not possible.
         CheckpointError: the target, or a checkpoint to resume from, cannot be read.
-        UnsupportedError: the target has no such module.
+        UnsupportedError: the target has no MTP module.
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
@@ -113,7 +113,7 @@ def train_mtp(
         initialise_module(network, loop.seed)
         network = network.to(compute.device)
         target = FrozenHybrid(network, compute)
-        # One state of the hidden size, whichever layer it comes from.
+        # One state of the hidden size; no extracted layer is read.
         states = (target.config.num_layers,)
         material = read_material(
             target, text, states, loop, compute, cache=module.cache_states, announce=announce
@@ -137,7 +137,7 @@ def train_mtp(
 
 @torch.no_grad()
 def initialise_module(network: DecoderNetwork, seed: int) -> None:
-    """Random weights of the module alone; at first it passes the embedding and state on."""
+    """Draw random weights for the MTP module alone, at half of the usual scale."""
     generator = generator_of(seed, "module")
     for _, parameter in in_drawing_order(network.mtp):
         if parameter.ndim > 1:

@@ -7,6 +7,7 @@ result with its own models; tests compare the two.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModel, LlamaConfig, Qwen3_5TextConfig
 from transformers.initialization import no_init_weights
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
     Qwen3_5GatedDeltaNet,
     Qwen3_5RMSNorm,
-    torch_chunk_gated_delta_rule,
 )
 
 from sametoken.errors import CheckpointError, UnsupportedError
@@ -37,6 +38,9 @@ HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 LLAMA = "LlamaForCausalLM"
 UNROLLED = "sametoken_unrolled"
 _NESTED = "model.language_model."
+# The function in PyTorch, out of the wrapper that calls flash-linear-attention where that is
+# installed: its kernels take no fp32 and no CPU.
+_chunked_rule = inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule)
 # The parts of a layer in the order in which initial weights are drawn: a seed means this order.
 _DRAWN = ("mlp", "self_attn", "dt_bias", "A_log", "in_proj", "conv1d", "out_proj")
 
@@ -103,9 +107,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor)
     ratio = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(ratio, dim=2) for x in (q, k))
     read: Tensor
-    read, _ = torch_chunk_gated_delta_rule(
-        q, k, v, g=log_decay, beta=beta, use_qk_l2norm_in_kernel=True
-    )
+    read, _ = _chunked_rule(q, k, v, g=log_decay, beta=beta, use_qk_l2norm_in_kernel=True)
     return read
 
 

@@ -18,13 +18,13 @@ from sametoken.train.loop import StepLoss
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.token_map import membership
 
-# Logits held at once: on a CPU what its cache holds, on a GPU enough to fill it.
+# Logits held at once: they fit a CPU's cache, and fill a GPU.
 _CPU_LOGITS, _GPU_LOGITS = 2**20, 2**28
 
 
 @dataclass(frozen=True, slots=True)
 class Unroll:
-    """How many drafts in a row are trained, and what each loss weighs against the one before."""
+    """How many drafts in a row are trained, and the weight of each loss over the one before."""
 
     steps: int
     decay: float
@@ -56,16 +56,16 @@ class HeadNetwork(nn.Module, ABC):
 class HeadObjective(Distillation):
     """The loss of training-time test.
 
-    Each step's loss is the cross entropy between the target's distribution over the draft
-    vocabulary and the head's, over places whose most likely token is in that vocabulary. The
-    loss of draft i counts ``decay ** i``.
+    The loss of a draft is the cross entropy between the target's distribution over the draft
+    vocabulary and the head's, over rows whose most likely token is in that vocabulary. Draft i
+    has the weight ``decay ** i``.
 
     Args:
         network: the head.
         target: its embedding and logits.
         token_ids: [D] int64, the draft vocabulary.
-        unroll: how far to unroll.
-        compute: in which precision.
+        unroll: the number of drafts and their weights.
+        compute: the precision.
     """
 
     def __init__(
@@ -92,14 +92,15 @@ class HeadObjective(Distillation):
         wanted = states.last.flatten(0, 1)[rows.flat + 1] @ self._draft_rows.T
         probabilities = wanted.float().softmax(-1)
         following = states.greedy.flatten()[rows.flat + 1]
-        # The text goes on as the target would: a chain of drafts gets past this row.
+        # The text continues with the target's token, so that a chain can pass this row.
         agrees = following == batch.token_ids.flatten()[rows.flat + 2]
         losses: list[Tensor] = []
         correct = torch.zeros((k, rows.flat.shape[0]), dtype=torch.bool, device=rows.flat.device)
         with self._compute.autocast():
             outputs = self._head.unroll(self._embedding, batch.token_ids, states.auxiliary, k)
             for draft, last in enumerate(outputs):
-                # Row i's draft stands where row i + draft drafts first, if that is its sequence's.
+                # Draft d of row i is at the position of the first draft of row i + d, if both rows
+                # belong to one sequence.
                 num_rows = max(rows.flat.shape[0] - draft, 0)
                 live = draft < rows.left[:num_rows]
                 counted = live & self._inside[following[draft:]]
@@ -122,14 +123,14 @@ def judge_rows(
 ) -> tuple[Tensor, Tensor]:
     """The loss of the logits ``last @ weight.T``, and the most likely column of each row.
 
-    Gradients are made beside the loss, a few rows at a time, and kept as products of them:
-    that takes two bytes a logit in bf16 where autograd would keep several fp32 tensors.
+    The forward pass also computes the gradient of every logit, a few rows at a time. That keeps
+    two bytes per logit in bf16, where autograd would keep several fp32 tensors.
 
     Args:
         last: [M, hidden], differentiated.
         weight: [D, hidden] of the same dtype, differentiated if it needs to be.
-        probabilities: [M, D] fp32, what each row should say; a row sums to 1.
-        counted: [M] bool, rows that the loss counts.
+        probabilities: [M, D] fp32, the target's distributions; a row sums to 1.
+        counted: [M] bool, rows that count in the loss.
 
     Returns:
         The mean over counted rows of ``-sum(probabilities * log_softmax(logits))``, a scalar

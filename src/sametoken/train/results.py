@@ -1,4 +1,4 @@
-"""What a training leaves in its output directory: figures and weights as they are published.
+"""The output directory of a training: its figures, and weights in published formats.
 
 Draft heads are in the ``speculators`` layout, which vLLM loads as well. Its keys are those of
 vllm-project/speculators ``models/eagle3/config.py`` and ``config.py``, its tensors those of
@@ -34,10 +34,10 @@ _FIRST_SHARD, _MTP_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-0
 
 @contextmanager
 def output_directory(directory: Path) -> Iterator[None]:
-    """Make the output directory and hold it for one training.
+    """Create the output directory and lock it for one training.
 
     Raises:
-        ConfigError: it cannot be made, or another training writes to it.
+        ConfigError: it cannot be created, or another training writes to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def write_result(directory: Path, settings: dict[str, Any], result: dict[str, An
 def write_decoder(
     directory: Path, config: dict[str, Any], network: DecoderNetwork, dtype: torch.dtype
 ) -> None:
-    """Write config.json and model.safetensors; the network takes the rounded weights itself.
+    """Write config.json and model.safetensors; the network takes the rounded weights.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -83,10 +83,10 @@ def write_decoder(
 
 
 def write_with_module(source: Path, directory: Path, network: DecoderNetwork) -> None:
-    """Copy a checkpoint and put its module for further tokens, in bf16, beside its weights.
+    """Copy a checkpoint and write the network's MTP module, in bf16, beside its weights.
 
-    The weights are copied as they stand; a module that they hold already is no longer named
-    by the index. The network takes the rounded weights itself.
+    Files of weights are copied unchanged; the index no longer names an MTP module in them. The
+    network takes the rounded weights.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -102,7 +102,7 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name in (INDEX, _MTP_SHARD, LOCK):
             continue
-        # Under its usual name a single file would be read without the index.
+        # A file of the usual name would be read without the index.
         name = _FIRST_SHARD if path.name == SINGLE else path.name
         _copy(path, directory / name)
         if path.suffix == ".safetensors":
@@ -114,13 +114,13 @@ def write_with_module(source: Path, directory: Path, network: DecoderNetwork) ->
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """What a head's config.json says beside its layer.
+    """The fields of a head's config.json.
 
     Attributes:
         layer: sizes of the decoder layer and of the target's vocabulary.
         draft_vocab_size: tokens that the head proposes.
         aux_layers: layers of the target whose inputs it reads.
-        num_speculative_tokens: drafts that it is meant for.
+        num_speculative_tokens: drafts per step.
         verifier: name of the target.
     """
 
@@ -133,7 +133,7 @@ class HeadLayout:
 
 
 def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors.
+    """Write a head's config.json and model.safetensors.
 
     Raises:
         ConfigError: the directory cannot be written.

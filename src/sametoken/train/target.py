@@ -1,8 +1,8 @@
-"""A frozen target's forward pass over whole sequences: what training needs of it, and no more.
+"""A frozen target's forward pass over whole sequences, in the engine's arithmetic.
 
-It reads the engine's checkpoints and follows its arithmetic: norms in fp32 rounded once,
-rotary halves, the residual stream in the dtype of the weights. Hidden states equal the
-engine's up to the order of addition.
+It reads the engine's checkpoints, GGUF included. Norms are in fp32 and rounded once, and the
+residual stream has the dtype of the weights. transformers' modules round a bf16 norm twice, so
+they do not serve here: hidden states equal the engine's up to the order of addition.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """What a pass leaves, [B, L, ...] each.
+    """States of a forward pass, [B, L, ...] each.
 
     Attributes:
-        auxiliary: [B, L, num_aux * hidden], the streams that enter the chosen layers.
+        auxiliary: [B, L, num_aux * hidden], the residual streams that enter the chosen layers.
         last: [B, L, hidden], after the final norm.
     """
 
@@ -38,14 +38,14 @@ class TargetStates:
 
 
 class FrozenTarget:
-    """A dense decoder whose weights stay as they are.
+    """A dense decoder with frozen weights.
 
     Args:
         path: a checkpoint directory or a GGUF file.
         aux_layers: layers whose input is kept, as ``Decoder`` counts them.
-        max_positions: longest sequence, padding counted.
+        max_positions: longest sequence, padding included.
         dtype: of weights and activations.
-        device: where it runs.
+        device: of weights and activations.
 
     Attributes:
         config: the architecture.
@@ -139,7 +139,7 @@ class FrozenTarget:
 
 
 def require_layers(aux_layers: tuple[int, ...], config: ModelConfig) -> None:
-    """Refuse layers that the target does not have.
+    """Refuse layers that the target lacks.
 
     Raises:
         ConfigError: one is not in 0 .. ``num_layers``.
@@ -176,7 +176,7 @@ def _read(
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the architecture."""
+    """Names and shapes of the architecture's tensors."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim

@@ -19,7 +19,7 @@ from sametoken.train.acceptance import Acceptance
 from sametoken.train.options import LoopOptions
 
 CHECKPOINT = "checkpoint.pt"
-_FORMAT = "sametoken-training-1"
+_FORMAT = "sametoken-training-2"
 # Steps between reports, each of which waits for the device.
 _REPORT_EVERY = 10
 # Share of ``max_seconds`` that the steps are planned to take.

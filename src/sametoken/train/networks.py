@@ -97,7 +97,7 @@ AttentionInterface.register(UNROLLED, unrolled_attention)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule over whole sequences from a state of zero, [B, L, Hv, Dv].
+    """The gated delta rule over whole sequences from a state of zero, [B, L, Hv, Dv] fp32.
 
     Args:
         q, k: [B, L, Hk, Dk]; each is normalised and serves Hv / Hk adjacent value heads.
@@ -105,9 +105,9 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor)
         log_decay, beta: [B, L, Hv].
     """
     ratio = v.shape[2] // k.shape[2]
-    q, k = (x.repeat_interleave(ratio, dim=2) for x in (q, k))
+    q, k = (x.float().repeat_interleave(ratio, dim=2) for x in (q, k))
     read: Tensor
-    read, _ = _chunked_rule(q, k, v, g=log_decay, beta=beta, use_qk_l2norm_in_kernel=True)
+    read, _ = _chunked_rule(q, k, v.float(), g=log_decay, beta=beta, use_qk_l2norm_in_kernel=True)
     return read
 
 
@@ -134,7 +134,9 @@ class GatedDeltaNet(Qwen3_5GatedDeltaNet):  # type: ignore[misc]
         with torch.autocast(hidden_states.device.type, enabled=False):
             read = checkpoint(
                 delta_rule,
-                *(x.float() for x in (q, k, v)),
+                q,
+                k,
+                v,
                 log_decay,
                 beta,
                 use_reentrant=False,
@@ -278,7 +280,7 @@ def load_decoder(path: Path, *, mtp: bool = False) -> DecoderNetwork:
     """A decoder with a checkpoint's weights, in fp32; the MTP module's are left as constructed.
 
     Args:
-        path: a checkpoint directory or a GGUF file.
+        path: a checkpoint directory.
         mtp: with an MTP module.
 
     Raises:
@@ -319,7 +321,8 @@ def in_drawing_order(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def layer_kinds(config: ModelConfig) -> list[str]:
     """The kind of each layer of a hybrid, as a config's ``layer_types`` names them."""
     implied = [FULL if (i + 1) % 4 == 0 else LINEAR for i in range(config.num_layers)]
-    return list(config.extra.get("layer_types") or implied)
+    named = config.extra.get("layer_types") or implied
+    return [FULL if kind == FULL else LINEAR for kind in named]
 
 
 def llama_config(config: ModelConfig, **options: Any) -> LlamaConfig:

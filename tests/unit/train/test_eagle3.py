@@ -242,18 +242,10 @@ def test_kept_states_are_those_run_anew(target, text, tmp_path):
     assert one.loss == pytest.approx(other.loss, rel=1e-5)
 
 
-def test_a_resumed_training_is_an_uninterrupted_one(target, text, tmp_path):
+def test_a_resumed_training_is_an_uninterrupted_one(target, text, tmp_path, cut_off):
     loop = replace(LOOP, steps=14, checkpoint_every=4)
     train(target, tmp_path / "a", text, loop=loop)
-
-    class Stop(Exception):
-        pass
-
-    def stop(now):
-        raise Stop
-
-    with pytest.raises(Stop):
-        train(target, tmp_path / "b", text, loop=loop, report=stop)
+    cut_off(train, target, tmp_path / "b", text, loop=loop)
     assert (tmp_path / "b" / CHECKPOINT).is_file()
     assert not (tmp_path / "b" / "config.json").exists()
     train(target, tmp_path / "b", text, loop=replace(loop, resume=True))

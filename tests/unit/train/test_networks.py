@@ -1,8 +1,9 @@
-"""Trainable decoders against the engine's models, and the module against the engine's head."""
+"""Trainable decoders against the engine's models, their parts against the engine's parts."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.kernels.gated_delta_rule.reference import advance
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.mtp_checkpoint import MTPCheckpoint
-from sametoken.train.networks import DecoderNetwork, delta_rule, load_decoder
+from sametoken.train.networks import DecoderNetwork, delta_rule, in_drawing_order, load_decoder
 
 STEPS = 3
 # Rows that transformers' gated delta rule takes at once.
@@ -86,12 +87,32 @@ def test_a_seed_makes_the_same_weights_anywhere(tmp_path):
     assert ((step > 0.0009) & (step < 0.11)).all()
 
 
+def test_weights_are_drawn_in_an_order_that_transformers_does_not_set(tmp_path):
+    network = DecoderNetwork(read_config(write_hybrid(tmp_path)), mtp=True)
+    drawn = [name.removesuffix(".weight") for name, _ in in_drawing_order(network)]
+    drawn = [name for name in drawn if "norm" not in name]
+    mlp = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    linear = [f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")]
+    linear = ["linear_attn.dt_bias", "linear_attn.A_log", *linear]
+    linear += ["linear_attn.conv1d", "linear_attn.out_proj"]
+    full = [f"self_attn.{name}_proj" for name in "qkvo"]
+    wanted = ["model.embed_tokens"]
+    for index, mixer in enumerate((linear, linear, full, linear)):
+        wanted += [f"model.layers.{index}.{name}" for name in (*mlp, *mixer)]
+    wanted += ["mtp.fc", *(f"mtp.layers.0.{name}" for name in (*mlp, *full)), "lm_head"]
+    assert drawn == wanted
+
+
 def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="cannot be trained"):
         DecoderNetwork(read_config(write_hybrid(tmp_path / "a", "qwen3_next")))
     llama = read_config(write_llama(tmp_path / "b"))
     with pytest.raises(UnsupportedError, match="no module"):
         DecoderNetwork(llama, mtp=True)
+    with pytest.raises(UnsupportedError, match="not possible in transformers"):
+        DecoderNetwork(replace(llama, num_heads=3))
+    with pytest.raises(UnsupportedError, match="running length"):
+        DecoderNetwork(replace(llama, rope=llama.rope | {"rope_type": "longrope"}))
     broken = write_hybrid(tmp_path / "c")
     config = hybrid_config("qwen3_5", layer_types=[FULL, LINEAR, FULL, LINEAR])
     (broken / "config.json").write_text(json.dumps(config))

@@ -56,12 +56,7 @@ def write_result(directory: Path, settings: dict[str, Any], result: dict[str, An
         ConfigError: the directory cannot be written.
     """
     text = json.dumps({"settings": settings, "result": result}, indent=2) + "\n"
-    try:
-        (directory / RESULT).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{directory / RESULT} cannot be written ({error})", "choose another output"
-        ) from error
+    _write_text(directory / RESULT, text)
 
 
 def write_decoder(

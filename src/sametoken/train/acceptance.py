@@ -16,7 +16,7 @@ class Acceptance:
 
     Attributes:
         offered: [k] int64, rows whose drafts before this one were all accepted.
-        accepted: [k] int64, those of them whose draft is the target's token as well.
+        accepted: [k] int64, rows of those whose draft is the target's token too.
     """
 
     offered: Tensor
@@ -32,7 +32,7 @@ class Acceptance:
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """How often each draft is accepted once those before it were."""
+        """How often each draft is accepted if all before it were."""
         pairs = zip(self.accepted.tolist(), self.offered.tolist(), strict=True)
         return tuple(accepted / offered if offered else 0.0 for accepted, offered in pairs)
 
@@ -46,7 +46,7 @@ class Acceptance:
         return tuple(rates)
 
     def length(self, k: int | None = None) -> float:
-        """Tokens per step with k drafts from an average row, the target's own counted."""
+        """Tokens per step with k drafts from an average row, the target's own token included."""
         return 1 + sum(self.per_position[:k])
 
 
@@ -73,11 +73,11 @@ def count_accepted(correct: Tensor, goes_on: Tensor) -> tuple[Acceptance, Tensor
 
 
 def walk(num_accepted: list[int], counts: list[int], k: int) -> SpeculationMetrics:
-    """What an engine counts that drafts k tokens from these rows and keeps the text's tokens.
+    """What an engine counts if it drafts k tokens per step and emits the text's tokens.
 
     Args:
         num_accepted: accepted drafts by row. The first step of a sequence drafts from its
-            first row, and the next one from ``a + 1`` rows on. No step drafts past the
+            first row, and the next one ``a + 1`` rows further. No step drafts past the
             sequence's end.
         counts: how many of the rows belong to each sequence, in order.
         k: drafts of a step.

@@ -1,4 +1,4 @@
-"""Which sequences make up the batch of a step: a function of lengths, seed and step alone."""
+"""The sequences of each step's batch: a function of lengths, seed and step alone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.train.seeds import generator_of
+from sametoken.train.compute import generator_of
 from sametoken.train.text import Sequences
 
-# Lengths are padded to multiples of it, so that few shapes occur.
+# Lengths are padded to multiples of this, so that few shapes occur.
 GRAIN = 32
 
 
 def padded_length(length: int) -> int:
-    """What a longest sequence of ``length`` tokens is padded to."""
+    """The width of a batch whose longest sequence has ``length`` tokens."""
     return -(-length // GRAIN) * GRAIN
 
 
@@ -40,12 +40,12 @@ class Batch:
 class Batches:
     """Endless batches over epochs, each a shuffle of all sequences.
 
-    Sequences of like length go together. Everything but indices stays on one device.
+    Sequences of similar length form a batch. Tokens stay on the device; a step sends indices.
 
     Args:
-        sequences: what to draw from.
-        indices: those of them that are used.
-        batch_tokens: tokens of a batch at most, padding counted; a longer sequence is alone.
+        sequences: the text.
+        indices: the sequences to draw from.
+        batch_tokens: most tokens of a batch, padding included; a longer sequence is a batch alone.
         seed: of the shuffles.
         device: where batches are made.
     """
@@ -69,7 +69,7 @@ class Batches:
         self._epoch, self._groups = 0, self._shuffled(0)
 
     def __len__(self) -> int:
-        """Batches of an epoch: the same in every one."""
+        """Batches of an epoch, the same number in each."""
         return len(self._groups)
 
     def at(self, step: int) -> Batch:
@@ -102,10 +102,10 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """The rows of a batch from which a head drafts what an engine would judge.
+    """The rows of a batch from which a head drafts tokens that an engine would verify.
 
-    Row r of a sequence is the last whose token's successor is known: it drafts the token at
-    r + 2 and those after it. The first is that of the first step after the prompt.
+    At row r of a sequence the token at r + 1 is known, and the head drafts those from r + 2 on.
+    The first row is the one that the first step after the prompt drafts from.
 
     Attributes:
         flat: [M] int64, indices into [B * L]; the rows of a sequence follow one another.
@@ -119,7 +119,7 @@ class DraftRows:
 
     @classmethod
     def of(cls, batch: Batch) -> DraftRows:
-        """Those of a batch."""
+        """The draft rows of a batch."""
         first = (batch.prompt_lens - 1).clamp(min=0)
         counts = (batch.lengths - 2 - first).clamp(min=0)
         owners = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
@@ -134,19 +134,19 @@ class DraftRows:
         """[k, M] bool, whether the text lets a chain from each row reach each draft.
 
         Args:
-            agrees: [M] bool, whether the text goes on from a row as the target would.
+            agrees: [M] bool, whether the text continues after a row with the target's token.
             k: drafts of a chain.
         """
         reached = self.left > torch.arange(k, device=self.left.device)[:, None]
         for draft in range(1, k):
-            # A chain gets past row r + draft - 1 on its way to the draft from row r + draft.
+            # A chain passes row r + draft - 1 before it reaches the draft from row r + draft.
             before = agrees[draft - 1 : -1]
             reached[draft, : before.shape[0]] &= before
         return reached
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on a device, without waiting for it."""
+    """Copy a host tensor to a device without waiting for the copy."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

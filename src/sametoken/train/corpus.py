@@ -1,4 +1,4 @@
-"""Documents to train a language model on, as streams of tokens with a share each."""
+"""Documents for training a language model: streams of tokens, each with its share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
-from sametoken.train.seeds import generator_of
+from sametoken.train.compute import generator_of
 from sametoken.train.text import conversation_in, text_in
 
 # Documents that are encoded together.
@@ -27,7 +27,7 @@ class Source:
     Attributes:
         path: JSON lines (``.jsonl``, or packed ``.jsonl.gz``): a text, ``{"text"}``,
             ``{"prompt", "answer"}`` or ``{"messages"}``; any other file is one document.
-        share: how much of the training's text comes from it, against the others.
+        share: weight of the source when windows are drawn.
     """
 
     path: Path
@@ -84,7 +84,7 @@ class Corpus:
     """Token streams and their shares.
 
     Attributes:
-        streams: [N_i] int32 each, documents with an end-of-text token behind each.
+        streams: [N_i] int32 each, documents with an end-of-text token after each.
         shares: [S] float64, adding up to 1.
     """
 
@@ -122,9 +122,9 @@ def encode_corpus(
     Args:
         sources: where they are.
         encode: texts to token ids.
-        end: the token behind every document.
+        end: the token after every document.
         length: of the windows; a shorter stream is repeated until it holds one.
-        announce: told how much each source holds.
+        announce: receives a line about each source.
 
     Raises:
         ConfigError: a source is missing, malformed or empty.

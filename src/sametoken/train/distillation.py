@@ -1,4 +1,4 @@
-"""What every training against a frozen target shares: text, states, measuring, results."""
+"""Training against a frozen target: text, states, measurement and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sametoken.engine.shards import ExtractedStates
 from sametoken.errors import ConfigError
 from sametoken.train.acceptance import Acceptance, walk
 from sametoken.train.batches import Batch, Batches
-from sametoken.train.devices import Compute
+from sametoken.train.compute import Compute
 from sametoken.train.loop import Report, StepLoss, run_loop
 from sametoken.train.options import LoopOptions
 from sametoken.train.results import write_result
@@ -33,13 +33,13 @@ from sametoken.train.states import (
 from sametoken.train.target import FrozenTarget
 from sametoken.train.text import Encode, Sequences, read_sequences
 
-# Most batches that are measured with.
+# At most this many batches are measured.
 _MEASURED_BATCHES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingText:
-    """What to train on: a file, or directories of states.
+    """The text to train on: a file, or directories of extracted states.
 
     Attributes:
         file: JSON lines, as ``read_sequences`` reads them.
@@ -68,7 +68,7 @@ class Distillation(ABC):
         self._material: tuple[Batches, StateSource] | None = None
 
     def train_on(self, batches: Batches, states: StateSource) -> None:
-        """Set what ``loss`` draws from."""
+        """Set the batches and states that ``loss`` reads."""
         self._material = (batches, states)
 
     def loss(self, step: int) -> StepLoss:
@@ -85,12 +85,12 @@ class Distillation(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Sequences, where their states come from, and the split of them.
+    """Sequences, the source of their states, and the split into training and measurement.
 
     Attributes:
         trained: indices of sequences to train on.
-        held: indices of those to measure with.
-        counts: [V] int64, how often each token stands in the answers that are trained on.
+        held: indices of sequences that are held back for measurement.
+        counts: [V] int64, how often each token occurs in the training answers.
     """
 
     sequences: Sequences
@@ -102,14 +102,14 @@ class Material:
     device: torch.device
 
     def training_batches(self) -> Batches:
-        """Batches of what is trained on; with ``prompt_rows`` no token counts as a prompt's."""
+        """Batches to train on; with ``prompt_rows`` prompts are trained on like answers."""
         sequences = self.sequences
         if self.loop.prompt_rows:
             sequences = replace(sequences, prompt_lens=torch.zeros_like(sequences.prompt_lens))
         return self._batches(sequences, self.trained, self.loop.seed)
 
     def answers(self, indices: list[int], seed: int) -> Batches:
-        """Batches of some of the sequences, of which the answers count."""
+        """Batches of some of the sequences; only answers count."""
         return self._batches(self.sequences, indices, seed)
 
     def _batches(self, sequences: Sequences, indices: list[int], seed: int) -> Batches:
@@ -123,7 +123,7 @@ class Material:
 
     @torch.no_grad()
     def measure(self, objective: Distillation, k: int) -> tuple[Acceptance, SpeculationMetrics]:
-        """Acceptance over what was held back, or without it over what was trained on."""
+        """Acceptance over the held-back sequences, or if there are none over the training ones."""
         batches = self.answers(self.held or self.trained, 0)
         acceptance = Acceptance.none(k, self.device)
         num_accepted: list[int] = []
@@ -139,17 +139,17 @@ class Material:
 
 @dataclass(frozen=True, slots=True)
 class DrafterResult:
-    """What training gave, as written to ``training.json``.
+    """Results of a training, as written to ``training.json``.
 
     Attributes:
-        tokens: answer tokens that there were to train on.
+        tokens: answer tokens in the training sequences.
         coverage: share of them that the drafter can propose.
-        acceptance: over the held-back prompts, how often each draft is accepted once those
-            before it were.
-        average_length: tokens per step there, from an average place of the text.
+        acceptance: over the held-back prompts, how often each draft is accepted if all before
+            it were.
+        average_length: tokens per step there, from an average row.
         acceptance_length: tokens per step there of an engine with as many drafts as were
-            trained, whose steps begin where the last one ended.
-        acceptance_per_position: of that engine.
+            trained, each of whose steps begins where the one before ended.
+        acceptance_per_position: the same engine's.
     """
 
     steps: int
@@ -178,13 +178,13 @@ def read_material(
     """Read the text and prepare the target's states.
 
     Args:
-        target: runs the text, or checks that states are its own.
+        target: computes the states; extracted states must be this target's.
         text: what to train on.
-        aux_layers: what the drafter reads of the target, for states that were extracted.
-        loop: how long sequences may be, and how many are held back.
-        compute: where it all runs.
+        aux_layers: layers whose states the drafter reads.
+        loop: the longest sequence and the share that is held back.
+        compute: device and dtype.
         cache: keep the states in memory if they fit.
-        announce: told what takes long.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: the text or the states are missing, malformed or of another target.
@@ -232,13 +232,13 @@ def _states(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A training that is ready to begin.
+    """A training that is ready to start.
 
     Attributes:
-        settings: what names it beside the loop's options, as JSON values.
+        settings: identify it together with the loop's options, as JSON values.
         k: drafts that are judged.
         coverage: see ``DrafterResult``.
-        write: writes the drafter; it is measured as it was written.
+        write: writes the drafter; measurement runs the written weights.
     """
 
     objective: Distillation
@@ -255,8 +255,8 @@ def run(ready: Run, output: Path, report: Callable[[Report], None], began: float
     Args:
         ready: what to train.
         output: the drafter's directory, for the checkpoint and ``training.json``.
-        report: told every few steps how it goes.
-        began: ``time.monotonic`` at the begin of it all.
+        report: receives the progress every few steps.
+        began: ``time.monotonic`` at the start of the training.
 
     Raises:
         ConfigError: the output cannot be written, or a checkpoint is of another training.

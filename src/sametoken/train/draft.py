@@ -16,9 +16,7 @@ from sametoken.models.huggingface import model_config
 from sametoken.models.settings import Settings
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows, padded_length
-from sametoken.train.checkpoints import write_decoder
-from sametoken.train.decoder_network import DecoderNetwork
-from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.compute import Compute, choose_compute
 from sametoken.train.distillation import (
     Distillation,
     DrafterResult,
@@ -29,13 +27,14 @@ from sametoken.train.distillation import (
     run,
 )
 from sametoken.train.loop import Report, StepLoss
+from sametoken.train.networks import DecoderNetwork
+from sametoken.train.objectives import judge_rows
 from sametoken.train.options import DraftOptions, LoopOptions
-from sametoken.train.results import output_directory
-from sametoken.train.soft_targets import judge_rows
+from sametoken.train.results import output_directory, write_decoder
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.target import FrozenTarget
 
-# What a tokenizer consists of beside a checkpoint.
+# Tokenizer files that are copied from the target.
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -48,14 +47,14 @@ _TOKENIZER_FILES = (
 class DraftObjective(Distillation):
     """The cross entropy between the target's distribution and the drafter's.
 
-    Over the text's own tokens a drafter's chain is its answers to the tokens so far, so that
-    one pass judges chains of any length.
+    On text that the target would emit, a chain of drafts is the drafter's predictions at
+    consecutive rows, so that one pass judges chains of any length.
 
     Args:
         network: the drafter.
-        target: what is distilled.
+        target: the model to imitate.
         k: drafts that are judged.
-        compute: in which precision.
+        compute: the precision.
     """
 
     def __init__(self, network: DecoderNetwork, target: Target, k: int, compute: Compute) -> None:
@@ -98,7 +97,7 @@ def train_draft(
     report: Callable[[Report], None],
     announce: Callable[[str], None],
 ) -> DrafterResult:
-    """Train a drafter of the target's vocabulary and write it as a checkpoint of its own.
+    """Train a drafter with the target's vocabulary and write it as a checkpoint.
 
     Args:
         model: the target, a checkpoint directory or a GGUF file.
@@ -106,8 +105,8 @@ def train_draft(
         text: what to train on.
         draft: the drafter's sizes.
         loop: for how long and how fast.
-        report: told every few steps how it goes.
-        announce: told in a line of what takes long.
+        report: receives the progress every few steps.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: an option, the text or the output directory is not possible.
@@ -126,11 +125,9 @@ def train_draft(
             target, text, (), loop, compute, cache=draft.cache_states, announce=announce
         )
         config = draft_config(target.config, draft)
-        network = DecoderNetwork(
-            model_config(Settings(config, "the drafter")), max_positions=longest
-        )
+        network = DecoderNetwork(model_config(Settings(config, "the drafter")))
         network.initialise(loop.seed)
-        network = network.on(compute.device)
+        network = network.to(compute.device)
 
         def write() -> None:
             write_decoder(output, config, network, torch.bfloat16)
@@ -150,7 +147,7 @@ def train_draft(
 
 
 def draft_config(target: ModelConfig, draft: DraftOptions) -> dict[str, Any]:
-    """config.json of a drafter that shares the target's vocabulary and positions."""
+    """config.json of a drafter with the target's vocabulary and positions."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

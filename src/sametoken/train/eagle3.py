@@ -1,21 +1,24 @@
-"""``sametoken train eagle3``: from a target and text to an EAGLE-3 head."""
+"""``sametoken train eagle3``: the EAGLE-3 head as a trainable network, and its training."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from sametoken.errors import ConfigError
+from sametoken.kernels.interface import RotaryTable
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.loader import read_config
 from sametoken.train.batches import DraftRows, padded_length
-from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import (
     DrafterResult,
     Material,
@@ -24,20 +27,122 @@ from sametoken.train.distillation import (
     read_material,
     run,
 )
-from sametoken.train.eagle3_network import Eagle3Network
-from sametoken.train.head_objective import HeadObjective, Unroll
 from sametoken.train.loop import Report
+from sametoken.train.networks import UNROLLED, UnrolledKV, llama_config, shifted
+from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import Eagle3Options, LoopOptions
-from sametoken.train.results import output_directory
-from sametoken.train.seeds import generator_of
-from sametoken.train.speculators import HeadLayout, write_head
+from sametoken.train.results import HeadLayout, output_directory, write_head
 from sametoken.train.target import FrozenTarget
-from sametoken.train.vocabulary import coverage, frequent_tokens, membership, offsets_of
+from sametoken.train.token_map import coverage, frequent_tokens, membership, offsets_of
 
-# Batches from which the size of the target's states is taken.
+# Batches over which the scale of the target's states is measured.
 _SCALE_BATCHES = 4
-# Drafts that a head is meant for, as engines choose without being told.
+# Drafts per step in the head's config: the default of engines.
 _SERVED_DRAFTS = 4
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer of an EAGLE-3 head: attention reads the embedding beside the state."""
+
+    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(hidden, eps)
+        self.hidden_norm = LlamaRMSNorm(hidden, eps)
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            size = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * hidden, size, bias=False))
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: tuple[Tensor, Tensor], kv: UnrolledKV
+    ) -> Tensor:
+        """Two [B, L, hidden] to the residual stream, which the next step takes."""
+        normed = self.hidden_norm(hidden)
+        x = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        mixed, _ = self.self_attn(x, position_embeddings=positions, unrolled_kv=kv)
+        residual = (normed if self.norm_before_residual else hidden) + mixed
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return output
+
+
+class Eagle3Network(HeadNetwork):
+    """A trainable EAGLE-3 head; ``models/eagle3.py`` runs the result.
+
+    Training-time test (Li et al., arXiv:2503.01840, section 3.2; SafeAILab/EAGLE
+    ``eagle/traineagle3/cnets.py``; vllm-project/speculators ``models/eagle3/core.py``) unrolls
+    the head over every position at once. At step s, row r stands for position r + s. It takes
+    the token at r + s + 1 and, in place of the target's states, the output of row r at step
+    s - 1. Its keys are those that drafting finds there: of rows 0 .. r at step 0, from the
+    target's states, and of row r alone at steps 1 .. s.
+
+    Args:
+        config: sizes of the layer; ``vocab_size`` is the target's.
+        draft_vocab_size: tokens that the head can propose.
+        num_aux: the target's states that it reads.
+        norm_before_residual: as in ``Eagle3Config``.
+        rotary: cos and sin of every position, drafts included.
+
+    Attributes:
+        state_scale: [num_aux * hidden], a factor on the target's states that gives every
+            channel the same size; ``export_tensors`` folds it into ``fc``.
+    """
+
+    state_scale: Tensor
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        draft_vocab_size: int,
+        num_aux: int,
+        norm_before_residual: bool,
+        rotary: RotaryTable,
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(num_aux * hidden, hidden, bias=False)
+        layer = llama_config(config, attn_implementation=UNROLLED)
+        self.layers = nn.ModuleList([Eagle3Layer(layer, norm_before_residual=norm_before_residual)])
+        self.norm = LlamaRMSNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
+        self.register_buffer("state_scale", torch.ones(num_aux * hidden))
+        # transformers' modules take cos and sin twice over, once for each half of a head.
+        self._rotary = tuple(torch.cat((x, x), dim=-1)[None] for x in (rotary.cos, rotary.sin))
+
+    def unroll(
+        self, embedding: Tensor, token_ids: Tensor, auxiliary: Tensor, num_steps: int
+    ) -> Iterator[Tensor]:
+        """See ``HeadNetwork``; ``auxiliary`` is [B, L, num_aux * hidden]."""
+        (layer,) = self.layers
+        hidden, kv = self.fc(auxiliary.float() * self.state_scale), UnrolledKV()
+        num_rows = token_ids.shape[1]
+        for step in range(num_steps):
+            embedded = embedding[shifted(token_ids, 1 + step)].to(hidden.dtype)
+            cos, sin = (table[:, step : step + num_rows] for table in self._rotary)
+            hidden = layer(embedded, hidden, (cos, sin), kv)
+            yield self.norm(hidden)
+
+    @property
+    def draft_head(self) -> Tensor:
+        """See ``HeadNetwork``."""
+        return self.lm_head.weight
+
+    def export_tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The weights under the names of ``speculators``, on the host."""
+        tensors = {name: value.detach().clone() for name, value in self.named_parameters()}
+        tensors["fc.weight"] = tensors["fc.weight"] * self.state_scale
+        return {name: value.to("cpu", dtype) for name, value in tensors.items()}
+
+    @torch.no_grad()
+    def take(self, tensors: dict[str, Tensor]) -> None:
+        """Take exported weights back, so that measurements run the weights that were written."""
+        self.state_scale.fill_(1.0)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(tensors[name])
 
 
 def train_eagle3(
@@ -56,10 +161,10 @@ def train_eagle3(
         model: the target, a checkpoint directory or a GGUF file.
         output: directory for the head, in the ``speculators`` layout, and its checkpoint.
         text: what to train on.
-        head: the head's sizes, and how far to unroll it.
+        head: the head's sizes and the number of unrolled steps.
         loop: for how long and how fast.
-        report: told every few steps how it goes.
-        announce: told in a line of what takes long.
+        report: receives the progress every few steps.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: an option, the text or the output directory is not possible.
@@ -128,7 +233,7 @@ def _objective(
 
 
 def _write(network: Eagle3Network, token_ids: Tensor, layout: HeadLayout, output: Path) -> None:
-    """The head in bf16, which the network is itself from here on."""
+    """Write the head in bf16; the network takes the rounded weights."""
     tensors = network.export_tensors(torch.bfloat16)
     network.take(tensors)
     tensors["d2t"] = offsets_of(token_ids)
@@ -157,7 +262,7 @@ def _network(
     head: Eagle3Options,
     loop: LoopOptions,
 ) -> Eagle3Network:
-    """A head of random weights, but for those that make its logits: they are the target's."""
+    """A head with random weights; ``lm_head`` and the last norm begin as the target's."""
     device = target.embedding.device
     network = Eagle3Network(
         config,
@@ -183,7 +288,7 @@ def _network(
 
 @torch.no_grad()
 def _set_state_scale(network: Eagle3Network, material: Material) -> None:
-    """Give every channel of the target's states the size 1 in the rows that are trained."""
+    """Scale every channel of the target's states to a mean square of 1 over trained rows."""
     batches = material.training_batches()
     total, count = torch.zeros_like(network.state_scale), 0
     for step in range(min(len(batches), _SCALE_BATCHES)):

@@ -1,4 +1,4 @@
-"""Text that the target writes itself: what its drafters should be trained on."""
+"""Training text for drafters: the target's own answers to prompts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sametoken.train.text import messages_in, text_in, token_ids_in
 if TYPE_CHECKING:
     from sametoken.engine.llm import LLM
 
-# Requests handed to the engine at once, for each that runs: few, and it idles at their ends.
+# Requests per slot in one call of the engine. With fewer, slots idle while the last ones end.
 _REQUESTS_PER_SLOT = 8
 _REMEDY = (
     'give one a line: a text, {"prompt": text}, {"messages": [..]} or {"prompt_token_ids": [..]}'
@@ -29,10 +29,10 @@ class TextPrompt:
     """A prompt and how to answer it.
 
     Attributes:
-        token_ids: the prompt, if it came so.
+        token_ids: the prompt as tokens, or empty.
         messages: otherwise the conversation to answer.
-        temperature: None takes that of all.
-        seed: None takes the prompt's place in the file.
+        temperature: None for that of all prompts.
+        seed: None for one that follows from the prompt's index in the file.
     """
 
     token_ids: list[int]
@@ -43,7 +43,7 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: answers, their tokens, and the seconds they took."""
+    """Counts of answers and their tokens, and the seconds they took."""
 
     answers: int
     tokens: int
@@ -86,9 +86,9 @@ def write_text(
         llm: the target.
         prompts: what to answer, in this order.
         output: the file; an existing one is replaced.
-        params: of every answer; a prompt's own temperature and seed go before them.
-        max_seconds: begin no more answers after it.
-        advance: told how many more answers there are.
+        params: of every answer; a prompt's own temperature and seed take precedence.
+        max_seconds: start no more answers after this time.
+        advance: receives the number of new answers.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -127,7 +127,7 @@ def _prompt(row: Any) -> TextPrompt:
     if not isinstance(row, dict):
         raise ValueError("it is no object")
     own = {name: row[name] for name in ("temperature", "seed") if row.get(name) is not None}
-    # Refuses values with which no answer can be made.
+    # The constructor refuses impossible values.
     SamplingParams(**own)
     if row.get("prompt_token_ids"):
         return TextPrompt(token_ids_in(row, "prompt_token_ids"), [], **own)

@@ -16,13 +16,12 @@ from sametoken.models.huggingface import model_config
 from sametoken.models.hybrid import FULL, LINEAR
 from sametoken.models.settings import Settings
 from sametoken.train.acceptance import Acceptance, count_accepted
-from sametoken.train.checkpoints import write_decoder
+from sametoken.train.compute import Compute, choose_compute
 from sametoken.train.corpus import Corpus, Source, encode_corpus
-from sametoken.train.decoder_network import DecoderNetwork
-from sametoken.train.devices import Compute, choose_compute
 from sametoken.train.loop import Report, StepLoss, run_loop
+from sametoken.train.networks import DecoderNetwork
 from sametoken.train.options import MAX_SEED, LMOptions, LoopOptions
-from sametoken.train.results import output_directory, write_result
+from sametoken.train.results import output_directory, write_decoder, write_result
 from sametoken.train.tokenizer import (
     END_OF_TEXT,
     TURN_END,
@@ -34,22 +33,23 @@ from sametoken.train.tokenizer import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Windows to measure with follow from another seed, which no training may have.
+# Measured windows are drawn with a seed that no training may have.
 _MEASURED_STEPS = 16
 _MEASURING_SEED = MAX_SEED + 1
-# Characters that the tokenizer is trained on, at most.
+# Most characters that the tokenizer is trained on.
 _TOKENIZER_CHARACTERS = 60_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LMResult:
-    """What training gave, as written to ``training.json``.
+    """Results of a training, as written to ``training.json``.
 
     Attributes:
         tokens: of the corpus.
-        trained_tokens: tokens that steps have seen.
-        perplexity: over windows drawn anew from the corpus.
-        acceptance: of the module's drafts there, each once those before it were accepted.
+        trained_tokens: tokens of all steps.
+        perplexity: over new windows of the corpus.
+        acceptance: there, how often each draft of the MTP module is accepted if all before it
+            were.
     """
 
     steps: int
@@ -64,16 +64,16 @@ class LMResult:
 
 
 class LMObjective:
-    """Next tokens, and with a module the tokens after them.
+    """The loss of the next token and, with an MTP module, of the tokens after it.
 
-    The module's loss is the mean over its drafts, and counts ``mtp_weight``.
+    The module's loss is the mean over its drafts, weighted by ``mtp_weight``.
 
     Args:
         network: the model.
-        corpus: what to draw windows from.
-        options: the module's part in the loss.
+        corpus: the text that windows are drawn from.
+        options: the module's steps and weight.
         loop: the size of a batch, and the seed.
-        compute: in which precision.
+        compute: the precision.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LMObjective:
         return StepLoss(main + self.options.mtp_weight * drafts, acceptance)
 
     def losses(self, seed: int, step: int) -> tuple[Tensor, Tensor, Acceptance]:
-        """The loss of next tokens, of the module's, and how its drafts would be accepted."""
+        """The losses of the next token and of the module, and the acceptance of its drafts."""
         windows = self._corpus.windows(seed, step, self._num_windows, self._loop.max_length)
         token_ids = windows.to(self._compute.device)
         with self._compute.autocast():
@@ -118,10 +118,10 @@ class LMObjective:
     def _module(
         self, token_ids: Tensor, states: Tensor, greedy: Tensor
     ) -> tuple[Tensor, Acceptance]:
-        """The module's loss; its draft i of row r is judged by what the model says at r + 1 + i."""
+        """The module's loss; draft i of row r is compared with the model's token at r + 1 + i."""
         k, length = self.options.mtp_steps, token_ids.shape[1]
         losses, correct, goes_on = [], [], []
-        # Rows for which even the last draft has a token of the window to stand against.
+        # Rows whose last draft still has a token of the window to compare with.
         num_rows = length - k - 1
         for draft, last in enumerate(self.network.unroll(token_ids, states, k)):
             logits = functional.linear(last, self.network.head)
@@ -156,8 +156,8 @@ def train_lm(
         sources: documents.
         options: the architecture and its sizes.
         loop: for how long and how fast; ``max_length`` is the length of the windows.
-        report: told every few steps how it goes.
-        announce: told in a line of what takes long.
+        report: receives the progress every few steps.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: an option, a source or the output directory is not possible.
@@ -179,11 +179,10 @@ def train_lm(
         config = lm_config(options, len(tokenizer), ends, loop.max_length)
         network = DecoderNetwork(
             model_config(Settings(config, "the new model")),
-            max_positions=loop.max_length + options.mtp_steps,
             mtp=options.mtp_steps > 0,
         )
         network.initialise(loop.seed)
-        network = network.on(compute.device)
+        network = network.to(compute.device)
         objective = LMObjective(network, corpus, options, loop, compute)
         settings = {"kind": "lm", "sources": [f"{s.path.name}={s.share:g}" for s in sources]}
         settings |= asdict(options)
@@ -204,7 +203,7 @@ def _tokenizer(
     resume: bool,
     announce: Callable[[str], None],
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer of the output directory if that is gone on with, else a new one."""
+    """The tokenizer of the output directory if the training is resumed, else a new one."""
     if resume:
         return load_trained_tokenizer(output)
     announce("training the tokenizer")
@@ -272,7 +271,7 @@ def lm_config(
 
 
 def _sample(sources: list[Source]) -> list[str]:
-    """As much of every source as its share of what the tokenizer may read."""
+    """Text of every source in proportion to its share, for the tokenizer."""
     total = sum(source.share for source in sources)
     texts = []
     for source in sources:

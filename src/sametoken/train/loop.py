@@ -1,4 +1,4 @@
-"""The loop that every training runs: steps, schedule, checkpoints, and what is told of them."""
+"""The training loop: steps, learning rate, checkpoints and progress reports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sametoken.train.acceptance import Acceptance
 from sametoken.train.options import LoopOptions
 
 CHECKPOINT = "checkpoint.pt"
-_FORMAT = "sametoken-training-1"
-# Steps between two reports: each waits for the device.
+_FORMAT = "sametoken-training-2"
+# Steps between reports, each of which waits for the device.
 _REPORT_EVERY = 10
 # Share of ``max_seconds`` that the steps are planned to take.
 _PLANNED = 0.94
@@ -28,11 +28,11 @@ _PLANNED = 0.94
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """What one batch gives.
+    """The result of one batch.
 
     Attributes:
-        loss: scalar, to be made small.
-        acceptance: drafts counted by the way; of a plain language model none.
+        loss: scalar, which training minimises.
+        acceptance: counts of drafts; zero for a plain language model.
     """
 
     loss: Tensor
@@ -54,14 +54,14 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where training stands: means since the last report.
+    """Progress of a training, with means since the last report.
 
     Attributes:
         step: steps done.
         steps: steps in all.
-        acceptance: how often each draft is accepted once those before it were.
-        length: tokens per step that a drafter of this acceptance gives.
-        seconds: since training began.
+        acceptance: how often each draft is accepted if all before it were.
+        length: tokens per step with this acceptance.
+        seconds: since the training began.
     """
 
     step: int
@@ -75,7 +75,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class LoopResult:
-    """How training ended; ``report`` is the last one."""
+    """The end of a training; ``report`` is the last one."""
 
     report: Report
     steps: int
@@ -90,14 +90,14 @@ def run_loop(
     identity: dict[str, Any],
     began: float,
 ) -> LoopResult:
-    """Train to the end, from the beginning or from a checkpoint.
+    """Train to the end, from the start or from a checkpoint.
 
     Args:
         objective: what to train.
-        options: for how long and how fast.
+        options: steps, learning rate and batches.
         output: directory of the checkpoint.
-        report: told every few steps how it goes.
-        identity: what must be equal for a checkpoint to be gone on from, as JSON values.
+        report: receives the progress every few steps.
+        identity: JSON values that a checkpoint must hold to be resumed.
         began: ``time.monotonic`` from which ``max_seconds`` counts.
 
     Raises:
@@ -184,7 +184,7 @@ class _Loop:
         except ConfigError:
             raise
         except Exception as error:
-            # A file from elsewhere fails in any way: in zip, in pickle, in the optimizer.
+            # A foreign file can fail in zip, in pickle or in the optimizer, with any error.
             raise CheckpointError(
                 f"{self._path} cannot be read ({error!r})", "train again without resume"
             ) from error
@@ -209,7 +209,7 @@ class _Loop:
         self._objective.network.load_state_dict(state["network"])
         moments = state["optimizer"]["state"]
         _require_moments(moments, self._optimizer, step)
-        # The settings beside them are those of our own options.
+        # Settings of the groups come from the options of this run.
         self._optimizer.load_state_dict(self._optimizer.state_dict() | {"state": moments})
         torch.set_rng_state(state["rng"])
         if torch.cuda.is_available() and state["cuda_rng"]:
@@ -218,7 +218,7 @@ class _Loop:
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
     with zipfile.ZipFile(path) as archive:
-        # As torch writes it; what is packed may be any size once it is unpacked.
+        # torch stores members uncompressed. A compressed one could unpack to any size.
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise ValueError("it is packed")
     state = torch.load(path, map_location="cpu", weights_only=True)
@@ -228,7 +228,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _require_moments(moments: dict[int, Any], optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Refuse those of other parameters: the optimizer would take them and fail in its step."""
+    """Refuse moments of other parameters: the optimizer would load them and fail in its step."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if step and not moments:
         raise ValueError("it holds no state of the optimizer")
@@ -239,7 +239,7 @@ def _require_moments(moments: dict[int, Any], optimizer: torch.optim.Optimizer, 
 
 
 class _Pace:
-    """Turns ``max_seconds`` into a number of steps, from the time of warm-up's second half."""
+    """Turns ``max_seconds`` into a number of steps by timing the second half of warm-up."""
 
     def __init__(self, options: LoopOptions) -> None:
         self._seconds = options.max_seconds
@@ -247,11 +247,11 @@ class _Pace:
         self._half_time: float | None = None
 
     def wants(self, step: int) -> bool:
-        """Whether this step is one whose time must be known."""
+        """Whether the time after this step is needed."""
         return self._seconds is not None and step in (self._warmup // 2, self._warmup)
 
     def planned(self, step: int, elapsed: float, steps: int) -> int:
-        """The number of steps in all, once it can be known."""
+        """The total number of steps; ``steps`` until warm-up has ended."""
         if step < self._warmup:
             self._half_time = elapsed
             return steps
@@ -262,12 +262,12 @@ class _Pace:
         return min(steps, max(step + int(left / max(per_step, 1e-6)), step))
 
     def is_late(self, elapsed: float) -> bool:
-        """Whether the time is over, whatever was planned."""
+        """Whether the time is over."""
         return self._seconds is not None and elapsed > self._seconds
 
 
 class _Meter:
-    """Sums since the last report; they stay on the device until then."""
+    """Sums since the last report, which stay on the device until the next."""
 
     def __init__(self) -> None:
         self._loss: Tensor | None = None
@@ -282,7 +282,7 @@ class _Meter:
         self._count += 1
 
     def wait(self) -> None:
-        """Until the device has done all that was added."""
+        """Wait until the device has finished every step so far."""
         if self._loss is not None:
             self._loss.item()
 
@@ -300,7 +300,7 @@ class _Meter:
 
 
 def learning_rate(step: int, steps: int, options: LoopOptions) -> float:
-    """The rate of a step, counted from 0: a linear rise, then half a cosine down to 0."""
+    """The learning rate of a step, counted from 0: a linear rise, then half a cosine to 0."""
     if step < options.warmup_steps:
         return options.learning_rate * (step + 1) / options.warmup_steps
     share = (step - options.warmup_steps) / max(steps - options.warmup_steps, 1)
@@ -317,6 +317,6 @@ def _optimizer(network: nn.Module, options: LoopOptions) -> torch.optim.AdamW:
 
 
 def _fixed(options: LoopOptions) -> dict[str, Any]:
-    """What two parts of one training have in common."""
+    """Options that a resumed training must share with its checkpoint."""
     free = ("steps", "max_seconds", "checkpoint_every", "resume", "device")
     return {name: value for name, value in asdict(options).items() if name not in free}

@@ -1,4 +1,4 @@
-"""``sametoken train mtp``: a hybrid's module for further tokens."""
+"""``sametoken train mtp``: the multi-token-prediction (MTP) module of a hybrid."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.kernels.interface import RotaryTable
 from sametoken.models.base import ModelConfig
 from sametoken.models.loader import read_config
-from sametoken.train.batches import padded_length
-from sametoken.train.checkpoints import load_decoder, write_with_module
-from sametoken.train.decoder_network import HYBRIDS, DecoderNetwork, MTPModule
-from sametoken.train.devices import Compute, choose_compute
+from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import DrafterResult, Run, TrainingText, read_material, run
-from sametoken.train.head_objective import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.loop import Report
+from sametoken.train.networks import (
+    HYBRIDS,
+    DecoderNetwork,
+    MTPModule,
+    in_drawing_order,
+    load_decoder,
+)
+from sametoken.train.objectives import HeadNetwork, HeadObjective, Unroll
 from sametoken.train.options import LoopOptions, MTPOptions
-from sametoken.train.results import output_directory
-from sametoken.train.seeds import generator_of
+from sametoken.train.results import output_directory, write_with_module
 from sametoken.train.target import TargetStates
 
 
 class FrozenHybrid:
-    """A hybrid whose weights stay as they are, as a ``Target``.
+    """A hybrid with frozen weights, as a ``Target``.
 
-    The module reads what logits are made from, so that both states are one.
+    The MTP module reads the states after the final norm, so that both states are the same.
     """
 
     def __init__(self, network: DecoderNetwork, compute: Compute) -> None:
@@ -49,12 +51,12 @@ class FrozenHybrid:
 
 
 class ModuleNetwork(HeadNetwork):
-    """The module with what it takes of its target, which is no parameter of it."""
+    """The MTP module, with the head and rotary embedding of its target."""
 
-    def __init__(self, module: MTPModule, head: Tensor, rotary: RotaryTable) -> None:
+    def __init__(self, module: MTPModule, head: Tensor, rotary: nn.Module) -> None:
         super().__init__()
         self.mtp = module
-        # In a tuple, or they would be taken for its own.
+        # A tuple hides them from ``parameters``: they are not trained.
         self._frozen = (head, rotary)
 
     def unroll(
@@ -85,15 +87,15 @@ def train_mtp(
         model: the target's checkpoint directory.
         output: directory for the whole checkpoint.
         text: what to train on.
-        module: how far to unroll it.
-        loop: for how long and how fast.
-        report: told every few steps how it goes.
-        announce: told in a line of what takes long.
+        module: the number of unrolled steps.
+        loop: steps, learning rate and batches.
+        report: receives the progress every few steps.
+        announce: receives a line before each long part.
 
     Raises:
         ConfigError: an option, the text or the output directory is not possible.
         CheckpointError: the target, or a checkpoint to resume from, cannot be read.
-        UnsupportedError: the target has no such module.
+        UnsupportedError: the target has no MTP module.
         NumericalError: the loss is not finite.
     """
     began = time.monotonic()
@@ -107,19 +109,18 @@ def train_mtp(
         raise ConfigError(f"{output} is the target itself", "choose another output")
     with output_directory(output):
         compute = choose_compute(loop)
-        longest = padded_length(loop.max_length) + module.ttt_steps
-        network = load_decoder(model, max_positions=longest, mtp=True)
+        network = load_decoder(model, mtp=True)
         initialise_module(network, loop.seed)
-        network = network.on(compute.device)
+        network = network.to(compute.device)
         target = FrozenHybrid(network, compute)
-        # One state of the hidden size, whichever layer it comes from.
+        # One state of the hidden size; no extracted layer is read.
         states = (target.config.num_layers,)
         material = read_material(
             target, text, states, loop, compute, cache=module.cache_states, announce=announce
         )
         ready = Run(
             objective=HeadObjective(
-                ModuleNetwork(network.mtp, target.head, network.rotary),
+                ModuleNetwork(network.mtp, target.head, network.model.rotary_emb),
                 target,
                 torch.arange(target.config.vocab_size),
                 Unroll(module.ttt_steps, module.step_loss_decay),
@@ -136,8 +137,8 @@ def train_mtp(
 
 @torch.no_grad()
 def initialise_module(network: DecoderNetwork, seed: int) -> None:
-    """Random weights of the module alone; at first it passes the embedding and state on."""
+    """Draw random weights for the MTP module alone, at half of the usual scale."""
     generator = generator_of(seed, "module")
-    for parameter in network.mtp.parameters():
+    for _, parameter in in_drawing_order(network.mtp):
         if parameter.ndim > 1:
             parameter.normal_(std=0.5 * parameter.shape[1] ** -0.5, generator=generator)

@@ -1,25 +1,43 @@
-"""What a training leaves beside the weights: its settings and figures."""
+"""The output directory of a training: its figures, and weights in published formats.
+
+Draft heads are in the ``speculators`` layout, which vLLM loads as well. Its keys are those of
+vllm-project/speculators ``models/eagle3/config.py`` and ``config.py``, its tensors those of
+``models/eagle3/core.py``. Embedding and verifier weights are left out: both engines take the
+target's.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sametoken.core.directory_lock import DirectoryLock
-from sametoken.errors import ConfigError
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sametoken.core.directory_lock import LOCK, DirectoryLock
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.models.base import ModelConfig
+from sametoken.models.huggingface import INDEX, SINGLE
+from sametoken.models.mtp_checkpoint import PREFIX
+from sametoken.train.networks import DecoderNetwork
 
 RESULT = "training.json"
+_FIRST_SHARD, _MTP_SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 @contextmanager
 def output_directory(directory: Path) -> Iterator[None]:
-    """Make the output directory and hold it for one training.
+    """Create the output directory and lock it for one training.
 
     Raises:
-        ConfigError: it cannot be made, or another training writes to it.
+        ConfigError: it cannot be created, or another training writes to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -38,9 +56,191 @@ def write_result(directory: Path, settings: dict[str, Any], result: dict[str, An
         ConfigError: the directory cannot be written.
     """
     text = json.dumps({"settings": settings, "result": result}, indent=2) + "\n"
+    _write_text(directory / RESULT, text)
+
+
+def write_decoder(
+    directory: Path, config: dict[str, Any], network: DecoderNetwork, dtype: torch.dtype
+) -> None:
+    """Write config.json and model.safetensors; the network takes the rounded weights.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    tensors = {}
+    for name, parameter in network.named_parameters():
+        rounded = parameter.detach().to(dtype)
+        parameter.data.copy_(rounded)
+        tensors[name] = rounded.cpu()
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    _save(tensors, directory / SINGLE)
+    _write_text(directory / "config.json", text)
+
+
+def write_with_module(source: Path, directory: Path, network: DecoderNetwork) -> None:
+    """Copy a checkpoint and write the network's MTP module, in bf16, beside its weights.
+
+    Files of weights are copied unchanged; the index no longer names an MTP module in them. The
+    network takes the rounded weights.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+        CheckpointError: a file of weights cannot be read.
+    """
+    tensors = {}
+    for name, parameter in network.mtp.named_parameters():
+        rounded = parameter.detach().to(torch.bfloat16)
+        parameter.data.copy_(rounded)
+        tensors[f"{PREFIX}.{name}"] = rounded.cpu()
+    _save(tensors, directory / _MTP_SHARD)
+    files: dict[str, str] = {}
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name in (INDEX, _MTP_SHARD, LOCK):
+            continue
+        # A file of the usual name would be read without the index.
+        name = _FIRST_SHARD if path.name == SINGLE else path.name
+        _copy(path, directory / name)
+        if path.suffix == ".safetensors":
+            kept = [key for key in _names_in(path) if not key.startswith(f"{PREFIX}.")]
+            files |= dict.fromkeys(kept, name)
+    files |= dict.fromkeys(tensors, _MTP_SHARD)
+    _write_text(directory / INDEX, json.dumps({"metadata": {}, "weight_map": files}, indent=1))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """The fields of a head's config.json.
+
+    Attributes:
+        layer: sizes of the decoder layer and of the target's vocabulary.
+        draft_vocab_size: tokens that the head proposes.
+        aux_layers: layers of the target whose inputs it reads.
+        num_speculative_tokens: drafts per step.
+        verifier: name of the target.
+    """
+
+    layer: ModelConfig
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    norm_before_residual: bool
+    num_speculative_tokens: int
+    verifier: str
+
+
+def write_head(directory: Path, layout: HeadLayout, tensors: dict[str, Tensor]) -> None:
+    """Write a head's config.json and model.safetensors.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+        UnsupportedError: the target's rotary settings have no name in a config.json.
+    """
+    config = json.dumps(_config(layout), indent=2, sort_keys=True) + "\n"
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
     try:
-        (directory / RESULT).write_text(text, encoding="utf-8")
-    except OSError as error:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(config, encoding="utf-8")
+    except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"{directory / RESULT} cannot be written ({error})", "choose another output"
+            f"{directory} cannot be written ({error})", "make room or choose another output"
         ) from error
+
+
+def _config(layout: HeadLayout) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": layout.num_speculative_tokens,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": layout.verifier,
+                "architectures": [layout.layer.architecture],
+            },
+        },
+        "transformer_layer_config": _layer_config(layout.layer),
+        "draft_vocab_size": layout.draft_vocab_size,
+        "target_hidden_size": None,
+        "norm_before_residual": layout.norm_before_residual,
+        "norm_before_fc": False,
+        "eagle_aux_hidden_state_layer_ids": list(layout.aux_layers),
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _layer_config(layer: ModelConfig) -> dict[str, Any]:
+    rope = dict(layer.rope)
+    if rope["rope_type"] == "divided":
+        raise UnsupportedError(
+            "the target's rotary frequencies come from a GGUF file's divisors",
+            "train from the Hugging Face checkpoint of the same model",
+        )
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "vocab_size": layer.vocab_size,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+    }
+    return config
+
+
+def _names_in(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or corrupt ({error})", "fetch or convert it again"
+        ) from error
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(
+            {name: value.contiguous() for name, value in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
+    except (OSError, SafetensorError) as error:
+        raise _not_written(path, error) from error
+
+
+def _copy(source: Path, path: Path) -> None:
+    try:
+        shutil.copyfile(source, path)
+    except OSError as error:
+        raise _not_written(path, error) from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} cannot be written ({error})", "make room or choose another output")

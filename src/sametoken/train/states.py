@@ -1,4 +1,4 @@
-"""The target's hidden states for batches: kept in memory, run anew, or read from shards."""
+"""The target's hidden states for batches: kept in memory, computed again, or from shards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from torch import Tensor
 from sametoken.engine.shards import ExtractedStates
 from sametoken.errors import ConfigError
 from sametoken.models.base import ModelConfig
-from sametoken.train.arithmetic import rms_norm
 from sametoken.train.batches import Batch, Batches
-from sametoken.train.target import FrozenTarget, TargetStates
+from sametoken.train.target import FrozenTarget, TargetStates, rms_norm
 from sametoken.train.text import Sequences
 
-# Tokens of a pass that fills the memory: a GPU wants many, a CPU what its cache holds.
+# Tokens per pass of ``keep``: they fill a GPU, and fit a CPU's cache.
 _GPU_PASS_TOKENS, _CPU_PASS_TOKENS = 32768, 2048
 
 
@@ -26,7 +25,7 @@ class BatchStates:
 
     Attributes:
         auxiliary: [B, L, num_aux * hidden], what the head reads.
-        last: [B, L, hidden], what the target's logits are made from.
+        last: [B, L, hidden], after the final norm.
         greedy: [B, L] int64, the target's most likely token after each position.
     """
 
@@ -59,16 +58,16 @@ class Target(Protocol):
 
 
 class StateSource(Protocol):
-    """Where states come from."""
+    """A source of states."""
 
     def of(self, batch: Batch) -> BatchStates:
-        """The states of a batch; padding rows hold anything finite."""
+        """The states of a batch; padding rows hold arbitrary finite values."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RunAnew:
-    """States by a forward pass of the target each time."""
+    """States from a forward pass of the target for every batch."""
 
     target: Target
 
@@ -83,7 +82,7 @@ class Kept:
     """States in memory.
 
     Attributes:
-        auxiliary: [N, num_aux * hidden], by place in ``Sequences.token_ids``.
+        auxiliary: [N, num_aux * hidden], by index in ``Sequences.token_ids``.
         last: [N, hidden].
         greedy: [N] int64.
     """
@@ -124,7 +123,7 @@ def keep(target: Target, sequences: Sequences, num_aux: int) -> Kept:
 
 
 def kept_bytes(sequences: Sequences, target: Target, num_aux: int) -> int:
-    """Bytes that ``keep`` would take."""
+    """Bytes that ``keep`` would allocate."""
     size = target.embedding.dtype.itemsize
     per_token = (num_aux + 1) * target.config.hidden_size * size + 8
     return int(sequences.token_ids.shape[0]) * per_token
@@ -136,18 +135,18 @@ def read_states(
     aux_layers: tuple[int, ...],
     max_length: int,
 ) -> tuple[Sequences, Kept]:
-    """Sequences and states out of what ``extract_hidden_states`` wrote, in one or more runs.
+    """Sequences and states that one or more runs of ``extract_hidden_states`` wrote.
 
     Raises:
-        ConfigError: the shards are of another target, hold no answer, or lack a layer that is
-            needed: those the head reads, and the one that enters the final norm.
-        CheckpointError: a shard is not as it was written.
+        ConfigError: the shards belong to another target, hold no answer, or lack a layer that the
+            head reads or the stream that enters the final norm.
+        CheckpointError: a shard is damaged.
     """
     config = target.config
     needed = (*aux_layers, config.num_layers)
     entries = [entry for one in extracted for entry in one.manifest.sequences]
     most = sum(min(entry.num_rows + 1, max_length) for entry in entries)
-    # The last token of a sequence was never run; no draft is judged by its state.
+    # The last token of a sequence has no state, and no draft needs one.
     auxiliary = target.embedding.new_zeros(most, len(aux_layers) * config.hidden_size)
     last = target.embedding.new_zeros(most, config.hidden_size)
     pairs, first = [], 0
@@ -176,7 +175,7 @@ def read_states(
 def _places_of(
     extracted: ExtractedStates, config: ModelConfig, needed: tuple[int, ...]
 ) -> list[int]:
-    """Where the needed layers lie among those that were extracted."""
+    """Indices of the needed layers among the extracted ones."""
     source = extracted.manifest.source
     found = (source.vocab_size, source.hidden_size, source.num_hidden_layers)
     if found != (config.vocab_size, config.hidden_size, config.num_layers):

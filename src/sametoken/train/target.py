@@ -1,8 +1,8 @@
-"""A frozen target's forward pass over whole sequences: what training needs of it, and no more.
+"""A frozen target's forward pass over whole sequences, in the engine's arithmetic.
 
-It reads the engine's checkpoints and follows its arithmetic: norms in fp32 rounded once,
-rotary halves, the residual stream in the dtype of the weights. Hidden states equal the
-engine's up to the order of addition.
+It reads the engine's checkpoints, GGUF included. Norms are in fp32 and rounded once, and the
+residual stream has the dtype of the weights. transformers' modules round a bf16 norm twice, so
+they do not serve here: hidden states equal the engine's up to the order of addition.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, require_supported
 from sametoken.models.loader import open_checkpoint
 from sametoken.models.weights import TensorSource
-from sametoken.train.arithmetic import rms_norm, rotated
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """What a pass leaves, [B, L, ...] each.
+    """States of a forward pass, [B, L, ...] each.
 
     Attributes:
-        auxiliary: [B, L, num_aux * hidden], the streams that enter the chosen layers.
+        auxiliary: [B, L, num_aux * hidden], the residual streams that enter the chosen layers.
         last: [B, L, hidden], after the final norm.
     """
 
@@ -39,14 +38,14 @@ class TargetStates:
 
 
 class FrozenTarget:
-    """A dense decoder whose weights stay as they are.
+    """A dense decoder with frozen weights.
 
     Args:
         path: a checkpoint directory or a GGUF file.
         aux_layers: layers whose input is kept, as ``Decoder`` counts them.
-        max_positions: longest sequence, padding counted.
+        max_positions: longest sequence, padding included.
         dtype: of weights and activations.
-        device: where it runs.
+        device: of weights and activations.
 
     Attributes:
         config: the architecture.
@@ -140,7 +139,7 @@ class FrozenTarget:
 
 
 def require_layers(aux_layers: tuple[int, ...], config: ModelConfig) -> None:
-    """Refuse layers that the target does not have.
+    """Refuse layers that the target lacks.
 
     Raises:
         ConfigError: one is not in 0 .. ``num_layers``.
@@ -177,7 +176,7 @@ def _read(
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of the architecture."""
+    """Names and shapes of the architecture's tensors."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
@@ -207,3 +206,18 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             for name in ("q_norm", "k_norm"):
                 shapes[f"{layer}.self_attn.{name}.weight"] = (config.head_dim,)
     return shapes
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., heads, head_dim] by [..., 1, rotary_dim / 2], element j with j + half."""
+    half = cos.shape[-1]
+    wide = x.float()
+    low, high, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Text to train on: token sequences, each with how much of it is the prompt."""
+"""Text to train on: token sequences, each with the length of its prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sequences:
     Attributes:
         token_ids: [N] int64, all tokens.
         starts: [S + 1] int64; sequence i is ``token_ids[starts[i] : starts[i + 1]]``.
-        prompt_lens: [S] int64; leading tokens that are the prompt and not trained on.
+        prompt_lens: [S] int64; leading tokens, which are the prompt and not trained on.
     """
 
     token_ids: Tensor
@@ -56,11 +56,11 @@ class Sequences:
         return self.starts.diff()
 
     def sequence(self, index: int) -> Tensor:
-        """[n] int64, the tokens of one."""
+        """[n] int64, the tokens of one sequence."""
         return self.token_ids[self.starts[index] : self.starts[index + 1]]
 
     def answer_counts(self, vocab_size: int, indices: list[int]) -> Tensor:
-        """[V] int64: how often each token stands in the answers of some of them."""
+        """[V] int64: how often each token occurs in the answers of the given sequences."""
         chosen = torch.zeros(len(self), dtype=torch.bool)
         chosen[indices] = True
         places = torch.arange(self.token_ids.shape[0])
@@ -70,7 +70,7 @@ class Sequences:
 
     @property
     def digest(self) -> str:
-        """A short name of the tokens, the same on every machine."""
+        """A hash of the tokens, the same on every machine."""
         found = hashlib.blake2b(self.token_ids.numpy().tobytes(), digest_size=8)
         found.update(self.starts.numpy().tobytes())
         return found.hexdigest()
@@ -78,8 +78,8 @@ class Sequences:
     def split(self, share: float) -> tuple[list[int], list[int]]:
         """Indices to train on and to measure with; answers to one prompt stay together.
 
-        Which prompts are held back follows from their tokens alone. Both lists hold at least
-        one sequence if ``share`` is above 0 and there are two different prompts.
+        The choice of prompts follows from their tokens alone. Both lists hold at least one
+        sequence if ``share`` is above 0 and there are two different prompts.
         """
         places = [self._prompt_place(i) for i in range(len(self))]
         held = [i for i, place in enumerate(places) if place < share]
@@ -90,7 +90,7 @@ class Sequences:
         return (kept, held) if kept else (held, [])
 
     def _prompt_place(self, index: int) -> float:
-        """Where a prompt falls in [0, 1), by its digest."""
+        """A number in [0, 1) from the hash of a prompt."""
         prompt = self.sequence(index)[: int(self.prompt_lens[index])]
         digest = hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest()
         return int.from_bytes(digest, "little") / 2**64
@@ -105,8 +105,8 @@ def read_sequences(
         path: a line is ``{"prompt_token_ids", "output_token_ids"}``, or with ``encode``
             ``{"prompt", "answer"}`` or ``{"messages"}`` that end with the answer.
         vocab_size: ids must be below it.
-        max_length: longer sequences are cut; what has no two tokens of answer left is left out.
-        encode: messages to token ids, those of a prompt being a beginning of the whole's.
+        max_length: longer sequences are cut; those with fewer than two answer tokens are dropped.
+        encode: messages to token ids; a conversation's ids must begin with its prompt's.
 
     Raises:
         ConfigError: the file is missing or malformed, an id is outside the vocabulary, or
@@ -134,7 +134,7 @@ def messages_in(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages of a row's ``messages``.
 
     Raises:
-        ValueError: it is no list of objects with a role and a content that are text.
+        ValueError: it is not a list of objects with role and content as text.
     """
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
@@ -142,7 +142,7 @@ def messages_in(row: dict[str, Any]) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message, dict):
             raise ValueError("a message is no object")
-        # A call of tools stands in place of a content.
+        # A tool call takes the place of content.
         wanted = ("role",) if message.get("tool_calls") else ("role", "content")
         for name in wanted:
             text_in(message, name)
@@ -153,8 +153,8 @@ def conversation_in(row: Any) -> list[dict[str, Any]]:
     """The conversation of a row: its ``messages``, or its ``prompt`` and ``answer``.
 
     Raises:
-        ValueError: the row is no object, or has neither, or not as text; or the assistant does
-            not speak last.
+        ValueError: the row is not an object, lacks both, or holds other values than text; or the
+            last message is not the assistant's.
     """
     if not isinstance(row, dict):
         raise ValueError("it is no object")
@@ -170,10 +170,10 @@ def conversation_in(row: Any) -> list[dict[str, Any]]:
 
 
 def text_in(row: dict[str, Any], name: str) -> str:
-    """A text of a row by its name.
+    """The text of a row under a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the row has no text under it.
     """
     value = row.get(name)
     if not isinstance(value, str):
@@ -182,10 +182,10 @@ def text_in(row: dict[str, Any], name: str) -> str:
 
 
 def token_ids_in(row: dict[str, Any], name: str) -> list[int]:
-    """A list of integers of a row by its name.
+    """The list of integers of a row under a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the row has no list of integers under it.
     """
     value = row.get(name)
     if not isinstance(value, list) or not all(type(i) is int for i in value):

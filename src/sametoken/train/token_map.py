@@ -1,4 +1,4 @@
-"""``sametoken train token-map``: the tokens that answers are made of, for a draft head."""
+"""The reduced vocabulary of a draft head, and ``sametoken train token-map``, which counts it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from sametoken.errors import ConfigError
 from sametoken.models.loader import read_config
 from sametoken.train.options import TokenMapOptions
 from sametoken.train.text import Encode, read_sequences
-from sametoken.train.vocabulary import coverage, frequent_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TokenMapResult:
-    """What a map holds.
+    """Figures of a map.
 
     Attributes:
         tokens: of the map.
         vocab_size: of the target.
-        counted: answer tokens that the map was made from.
-        coverage: share of the answers' tokens that the map holds: of the answers held back, or
-            where none were of those that it was made from.
+        counted: answer tokens that the map was counted from.
+        coverage: share of the held-back answers' tokens that the map holds; without held-back
+            answers, of the counted ones.
     """
 
     tokens: int
@@ -37,14 +39,14 @@ def write_token_map(
 ) -> TokenMapResult:
     """Count the tokens of answers and write the most frequent ones, a JSON list of ids.
 
-    Tokens that end an answer are among them, whatever they count.
+    Tokens that end an answer are always among them.
 
     Args:
         model: the target, a checkpoint directory or a GGUF file.
         output: the file.
         text: answers, as ``read_sequences`` reads them.
         encode: see ``read_sequences``.
-        options: how many tokens, and how much is held back.
+        options: how many tokens, and the share that is held back.
 
     Raises:
         ConfigError: the text or the output is not possible.
@@ -70,3 +72,34 @@ def write_token_map(
         counted=int(counts.sum()),
         coverage=coverage(judged, token_ids),
     )
+
+
+def frequent_tokens(counts: Tensor, size: int) -> Tensor:
+    """The most frequent tokens, ascending.
+
+    Args:
+        counts: [V] int64, how often each token occurs.
+        size: how many to take, at most V. Among equal counts the lowest ids are taken.
+
+    Returns:
+        [min(size, V)] int64.
+    """
+    order = torch.argsort(counts, descending=True, stable=True)
+    return order[:size].sort().values
+
+
+def offsets_of(token_ids: Tensor) -> Tensor:
+    """``d2t``: [D] int64, the difference between the target's id and the draft id."""
+    return token_ids - torch.arange(token_ids.shape[0])
+
+
+def membership(token_ids: Tensor, vocab_size: int) -> Tensor:
+    """``t2d``: [V] bool, whether the head can propose a token."""
+    inside = torch.zeros(vocab_size, dtype=torch.bool)
+    inside[token_ids] = True
+    return inside
+
+
+def coverage(counts: Tensor, token_ids: Tensor) -> float:
+    """Share of the counted tokens that the head can propose."""
+    return int(counts[token_ids].sum()) / max(int(counts.sum()), 1)

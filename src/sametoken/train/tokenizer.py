@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of one's own, with the ChatML template."""
+"""A new byte-level BPE tokenizer with the ChatML template."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ CHAT_TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Every byte is a token of its own.
+# Every byte is a token.
 _LEAST = 256 + len(SPECIAL)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train on texts; digits stay single, and every text can be written and read back.
+    """Train on texts. Digits are single tokens; every text survives encoding and decoding.
 
     Args:
-        texts: what to count.
-        vocab_size: tokens in all. Text with too few repetitions gives fewer.
+        texts: the text to count.
+        vocab_size: most tokens; text with few repetitions gives fewer.
 
     Raises:
         ConfigError: the size cannot hold every byte.
@@ -59,7 +59,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write tokenizer.json and what belongs to it.
+    """Write tokenizer.json and its companion files.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -71,10 +71,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
 
 
 def load_trained_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """One that ``save_tokenizer`` wrote.
+    """Load what ``save_tokenizer`` wrote.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the directory holds no tokenizer.
         CheckpointError: it cannot be read.
     """
     if not (directory / "tokenizer.json").is_file():
@@ -82,7 +82,7 @@ def load_trained_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     try:
         return PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
-        # The library lets its own errors of any kind through.
+        # transformers raises errors of many kinds here.
         raise CheckpointError(
             f"{directory} holds no tokenizer that can be read ({error!r})",
             "train again without resume",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sametoken.train.seeds import generator_of
+from sametoken.train.compute import generator_of
 
 
 def test_seed_part_and_index_all_count():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sametoken.train import soft_targets
-from sametoken.train.soft_targets import judge_rows
+from sametoken.train import objectives
+from sametoken.train.objectives import judge_rows
 
 
 def _case(num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,7 +30,7 @@ def _all_at_once(last: Tensor, weight: Tensor, probabilities: Tensor, counted: T
 def test_loss_gradients_and_choices(
     num_rows: int, width: int, logits_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soft_targets, "_CPU_LOGITS", logits_at_once)
+    monkeypatch.setattr(objectives, "_CPU_LOGITS", logits_at_once)
     last, weight, probabilities, counted = _case(num_rows, width)
     loss, chosen = judge_rows(last, weight, probabilities, counted)
     wanted = _all_at_once(last, weight, probabilities, counted)

@@ -1,7 +1,8 @@
-"""Where training runs and in which precision."""
+"""Where a training runs, in which precision, and its random numbers."""
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,13 @@ from sametoken.config import EngineConfig
 from sametoken.engine.resolve import resolve_device
 from sametoken.train.options import LoopOptions
 
-# What may be taken of a GPU's free memory for data, and of a CPU's.
+# The share of a GPU's free memory, and the bytes of a CPU's, that data may take.
 _GPU_SHARE, _CPU_BYTES = 0.65, 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A device, and the dtype of matrix products; weights that are trained are fp32."""
+    """A device, and the dtype of matrix products; trained weights are fp32."""
 
     device: torch.device
     dtype: torch.dtype
@@ -31,7 +32,7 @@ class Compute:
 
     @property
     def data_bytes(self) -> int:
-        """Memory that data may take for good."""
+        """Memory that data may occupy during the whole training."""
         if self.device.type != "cuda":
             return _CPU_BYTES
         return int(torch.cuda.mem_get_info(self.device)[0] * _GPU_SHARE)
@@ -41,13 +42,26 @@ def choose_compute(options: LoopOptions) -> Compute:
     """The device and dtype that the options mean: bf16 on a GPU, fp32 on a CPU by default.
 
     Raises:
-        UnsupportedError: a GPU was asked for and there is none.
+        UnsupportedError: the options name a GPU and there is none.
     """
     device = resolve_device(EngineConfig(device=options.device))
     name = options.dtype
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     if device.type == "cuda" and name != "float32":
-        # What stays fp32 beside the matrices in ``name`` (recurrent states) may round as they do.
+        # fp32 products beside the bf16 ones (recurrent states) may round to TF32.
         torch.set_float32_matmul_precision("high")
     return Compute(device, getattr(torch, name))
+
+
+def generator_of(seed: int, part: str, index: int = 0) -> torch.Generator:
+    """A generator on the host, which follows from a training's seed and a name alone.
+
+    Args:
+        seed: of the training.
+        part: what it draws; two parts never draw the same numbers.
+        index: of the step or epoch.
+    """
+    # A hash, because the generator reads only 32 bits of its seed.
+    digest = hashlib.blake2b(f"{seed}/{part}/{index}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))

@@ -13,7 +13,7 @@ from helpers.checkpoints import HIDDEN, VOCAB, head_tensors, write_llama
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
 from sametoken.models.loader import read_config
-from sametoken.train.speculators import HeadLayout, write_head
+from sametoken.train.results import HeadLayout, write_head
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 from helpers import interpreter
 from helpers.static_steps import CHOICE
-from sametoken.kernels.gated_delta_rule import prepare
+from sametoken.ops.model.gated_delta_rule import prepare
 
 if not torch.cuda.is_available():
     interpreter.install()

@@ -105,7 +105,7 @@ def main() -> None:
         model: Ours | Llama = Llama(side)
     else:
         # Before torch: the package sets how long OpenMP threads spin.
-        import sametoken.engine.llm  # noqa: F401, I001
+        import sametoken.llm  # noqa: F401, I001
         import torch
 
         torch.set_num_threads(side.threads)

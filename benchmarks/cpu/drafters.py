@@ -38,10 +38,14 @@ from whole_requests import (
 
 from sametoken.bench.datasets import load_dataset
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
-from sametoken.core.outputs import SpeculationMetrics
-from sametoken.engine.tokenizer import load_tokenizer
-from sametoken.models.embedded import resolve_model
-from sametoken.models.heads import HEAD_FILES, HEAD_NAME, resolve_drafter
+from sametoken.models.names import (
+    HEAD_FILES,
+    HEAD_NAME,
+    resolve_drafter,
+    resolve_model,
+)
+from sametoken.text.tokenizer import load_tokenizer
+from sametoken.types.outputs import SpeculationMetrics
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 from acceptance import DATASETS, figures

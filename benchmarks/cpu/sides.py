@@ -89,8 +89,8 @@ class SametokenModel:
     """
 
     def __init__(self, side: Side, *, ignore_eos: bool = True) -> None:
-        from sametoken.core.sampling_params import SamplingParams
-        from sametoken.engine.llm import LLM
+        from sametoken.llm import LLM
+        from sametoken.types.sampling_params import SamplingParams
 
         # A repeat would find its prompt in the prefix cache and skip the prefill.
         options = {
@@ -188,9 +188,8 @@ def read_bandwidth() -> dict[str, float]:
     """GB/s at which all threads read 1 GiB in large pages, by method: the best of passes."""
     import torch
 
-    from sametoken.kernels.native.bundle import PanelWeight
-    from sametoken.kernels.native.library import load_library
-    from sametoken.kernels.native.memory import WeightMemory
+    from sametoken.ops.native.backend import PanelWeight
+    from sametoken.ops.native.library import WeightMemory, load_library
 
     library = load_library()
     memory = WeightMemory(library.prefer_large_pages, BANDWIDTH_BYTES).take(BANDWIDTH_BYTES)
@@ -226,7 +225,7 @@ class Profile:
 
     def patch(self) -> None:
         from sametoken.engine.core import EngineCore
-        from sametoken.kernels.native import bundle
+        from sametoken.ops.native import backend as bundle
         from sametoken.runner.runner import StepRunner
 
         self._wrap(EngineCore, "step", lambda args: ("engine step", 0))
@@ -259,7 +258,7 @@ def _product_label(args: Any) -> tuple[str, int]:
 
 def tokenizer_bytes(side: Side) -> int:
     """Memory of the tokenizer, which the sides do without."""
-    from sametoken.engine.tokenizer import load_tokenizer
+    from sametoken.text.tokenizer import load_tokenizer
 
     before = rss("VmRSS")
     tokenizer = load_tokenizer(Path(side.model))
@@ -361,7 +360,7 @@ def main() -> None:
     side = Side(**json.loads(sys.stdin.readline()))
     if side.engine != "transformers":
         # Before torch: the package sets how long OpenMP threads spin.
-        import sametoken.engine.llm  # noqa: F401
+        import sametoken.llm  # noqa: F401
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401
     from transformers.utils import logging

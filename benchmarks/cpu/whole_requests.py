@@ -35,8 +35,8 @@ from sides import Side
 
 from sametoken.cli.demo import CODE_EDIT
 from sametoken.config import DEFAULT_MODEL
-from sametoken.engine.tokenizer import load_tokenizer
-from sametoken.models.embedded import resolve_model
+from sametoken.models.names import resolve_model
+from sametoken.text.tokenizer import load_tokenizer
 
 QUESTION = "Why is the sky blue, and why are sunsets red? Explain it to a curious child in detail."
 PROMPTS = {"A code edit": CODE_EDIT, "A question": QUESTION}

@@ -17,9 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from sametoken.bench.datasets import load_dataset
-from sametoken.engine.tokenizer import Tokenizer, load_tokenizer
 from sametoken.models.base import ModelConfig
 from sametoken.models.loader import open_checkpoint
+from sametoken.text.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+)
 
 DATASETS = ("gsm8k", "humaneval", "mt-bench")
 

@@ -33,7 +33,10 @@ from passes import (
 )
 
 from sametoken import LLM, SamplingParams
-from sametoken.core.outputs import CompletionOutput, SpeculationMetrics
+from sametoken.types.outputs import (
+    CompletionOutput,
+    SpeculationMetrics,
+)
 
 
 def engine(asked: argparse.Namespace, head: str | None) -> LLM:

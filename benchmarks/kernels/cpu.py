@@ -18,19 +18,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sametoken.kernels.cache_types import Recurrent
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.kernels.interface import (
+from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
     Kernels,
     LayerKV,
     RotaryTable,
 )
-from sametoken.kernels.native.bundle import NativeKernels, silu_mul
-from sametoken.kernels.native.library import load_library
-from sametoken.kernels.recurrent.rule import RawRows
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import (
+    GatedDelta,
+    GatedDeltaParams,
+)
+from sametoken.ops.model.recurrent.rule import RawRows
+from sametoken.ops.native.backend import (
+    NativeKernels,
+    silu_mul,
+)
+from sametoken.ops.native.library import load_library
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 
 LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY, BLOCK = 30, 576, 1536, 49152, 16

@@ -60,9 +60,12 @@ from gemm_gpu import (
 )
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.attention.triton import AttentionConfig, choose
-from sametoken.kernels.gemm.triton import product
-from sametoken.kernels.gemm.tuning import (
+from sametoken.ops.model.attention.triton import (
+    AttentionConfig,
+    choose,
+)
+from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.tuning import (
     CublasConfig,
     GemmConfig,
     GemmShape,
@@ -254,7 +257,7 @@ def main() -> None:
     if options.variants != "attention":
         table = tune_head(table, sorted({batch * window for batch, window in cases}))
         path.write_text(table.to_json())
-    print("\nfor LIGHT of kernels/attention/tuning.py:")
+    print("\nfor LIGHT of ops/model/attention/tuning.py:")
     for (batch, window), cut in winners.items():
         print(f"  {batch}x{window}: {cut}")
     print(f"wrote {path} after {time.time() - begun:.0f} s")

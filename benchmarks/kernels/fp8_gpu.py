@@ -23,10 +23,23 @@ from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.gemm.fp8 import Fp8Weight, quantize
-from sametoken.kernels.gemm.fp8_triton import DEPTH, NARROW, default_config, product, rounded
-from sametoken.kernels.gemm.triton import product as bf16_product
-from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig, load_table
+from sametoken.ops.model.gemm.fp8 import (
+    Fp8Weight,
+    quantize,
+)
+from sametoken.ops.model.gemm.fp8_triton import (
+    DEPTH,
+    NARROW,
+    default_config,
+    product,
+    rounded,
+)
+from sametoken.ops.model.gemm.triton import product as bf16_product
+from sametoken.ops.model.gemm.tuning import (
+    GemmShape,
+    TritonConfig,
+    load_table,
+)
 
 #: Of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), and their projections to logits.
 SHAPES = [

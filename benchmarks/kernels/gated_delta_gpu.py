@@ -24,14 +24,31 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.cache_types import Recurrent
-from sametoken.kernels.gated_delta_rule.prepare import prepare
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.kernels.gated_delta_rule.triton import RuleTile, advance, advance_prepared
-from sametoken.kernels.interface import AttentionRows, RowRuns
-from sametoken.kernels.overlap import overlapped, release_next, wait
-from sametoken.kernels.recurrent.rule import LayerMemory, RawRows
-from sametoken.kernels.recurrent.runs import plan_runs
+from sametoken.ops.backend import (
+    AttentionRows,
+    RowRuns,
+)
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model.gated_delta_rule.prepare import prepare
+from sametoken.ops.model.gated_delta_rule.rule import (
+    GatedDelta,
+    GatedDeltaParams,
+)
+from sametoken.ops.model.gated_delta_rule.triton import (
+    RuleTile,
+    advance,
+    advance_prepared,
+)
+from sametoken.ops.model.recurrent.rule import (
+    LayerMemory,
+    RawRows,
+)
+from sametoken.ops.model.recurrent.runs import plan_runs
+from sametoken.ops.pdl import (
+    overlapped,
+    release_next,
+    wait,
+)
 from sametoken.state.caches import ModelCache
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}

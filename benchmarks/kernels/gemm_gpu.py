@@ -21,8 +21,8 @@ import torch
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
-from sametoken.kernels.gemm.triton import product
-from sametoken.kernels.gemm.tuning import (
+from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     ROW_BUCKETS,
     CublasConfig,

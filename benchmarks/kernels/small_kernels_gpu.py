@@ -17,13 +17,8 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sametoken.core.layout import StepLayout
-from sametoken.core.plan import Admission, PlanRow, StepPlan
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.kernels import overlap
-from sametoken.kernels.activation.triton import silu_mul
-from sametoken.kernels.embedding.triton import embedding
-from sametoken.kernels.interface import (
+from sametoken.ops import pdl as overlap
+from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
     Cuts,
@@ -31,15 +26,28 @@ from sametoken.kernels.interface import (
     QKNorm,
     RotaryTable,
 )
-from sametoken.kernels.logits_rules.triton import apply_rules
-from sametoken.kernels.ngram.triton import lookup
-from sametoken.kernels.norm_rope.triton import add_rms_norm, rms_norm, rope_and_cache
-from sametoken.kernels.sampling import triton as sampling
-from sametoken.kernels.step import triton as step
-from sametoken.kernels.step.types import LayoutTable
-from sametoken.kernels.truncation.triton import truncate
+from sametoken.ops.lookup.ngram_triton import lookup
+from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.embedding_triton import embedding
+from sametoken.ops.model.norm_rope_triton import (
+    add_rms_norm,
+    rms_norm,
+    rope_and_cache,
+)
+from sametoken.ops.sampling import sample_triton as sampling
+from sametoken.ops.sampling.logits_rules_triton import apply_rules
+from sametoken.ops.sampling.truncation_triton import truncate
+from sametoken.ops.step import triton as step
+from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.types.layout import StepLayout
+from sametoken.types.plan import (
+    Admission,
+    PlanRow,
+    StepPlan,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 ROW_COUNTS = (1, 4, 32, 64, 256, 384)
 LAUNCHES, REPLAYS = 20, 10

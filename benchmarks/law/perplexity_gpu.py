@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
-from sametoken.engine.gguf_tokenizer import build_gguf_tokenizer
-from sametoken.engine.llm import LLM
-from sametoken.models.gguf_file import read_gguf
+from sametoken.llm import LLM
+from sametoken.models.load.gguf_file import read_gguf
+from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
+from sametoken.types.sampling_params import SamplingParams
 
 DATA = Path(__file__).parent / "data"
 TEXT, RECORD = DATA / "gsm8k_test_100.jsonl", DATA / "gsm8k_perplexity.json"

@@ -22,7 +22,7 @@ from typing import Any
 
 from sametoken import LLM, SamplingParams
 from sametoken.bench.datasets import load_dataset
-from sametoken.core.structured_outputs import StructuredOutputs
+from sametoken.types.structured_outputs import StructuredOutputs
 
 HYBRID = str(Path(__file__).parents[2] / "models" / "hybrid-28m")
 MAX_TOKENS = 24

@@ -16,8 +16,8 @@ import sys
 from itertools import islice
 from pathlib import Path
 
-from sametoken.engine.tokenizer import load_tokenizer
-from sametoken.models.embedded import resolve_model
+from sametoken.models.names import resolve_model
+from sametoken.text.tokenizer import load_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 from sources import read_rows

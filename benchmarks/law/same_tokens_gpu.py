@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
 
 TRUTH = "plain, together"
 TEMPERATURES = (0.0, 0.8)

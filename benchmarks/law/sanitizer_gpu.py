@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
 
 TARGET = {
     "architectures": ["LlamaForCausalLM"],
@@ -141,8 +141,11 @@ def require_equal(
 
 def run_kernels() -> None:
     """Loads through tensor descriptors, early starts and prefetches, at odd row counts."""
-    from sametoken.kernels.gemm.triton import product
-    from sametoken.kernels.gemm.tuning import CANONICAL, TritonConfig
+    from sametoken.ops.model.gemm.triton import product
+    from sametoken.ops.model.gemm.tuning import (
+        CANONICAL,
+        TritonConfig,
+    )
 
     forms = (
         TritonConfig(16, 32, 64, num_warps=4, num_stages=3, overlap=True),

@@ -12,9 +12,9 @@ from typing import Any
 from bombs import CHAT, COMPLETIONS
 
 from sametoken import LLM, SamplingParams
-from sametoken.core.outputs import CompletionOutput
-from sametoken.core.structured_outputs import StructuredOutputs
-from sametoken.server.logprobs import MIN_LOGPROB
+from sametoken.serving.http.logprobs import MIN_LOGPROB
+from sametoken.types.outputs import CompletionOutput
+from sametoken.types.structured_outputs import StructuredOutputs
 
 NUM_CASES = 96
 #: The last cases, which are long.

@@ -33,7 +33,7 @@ SERVING = {
 }
 #: For what comes or never does, however busy the machine is.
 PATIENCE_S = 600.0
-_ENGINE_MODULE = "sametoken.engine.process_main"
+_ENGINE_MODULE = "sametoken.serving.engine_main"
 
 
 class Server:

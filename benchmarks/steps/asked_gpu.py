@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.config import EngineConfig
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
 
 REQUESTS, INPUT, OUTPUT = 64, 512, 128
 BAD_WORDS = ((5, 6), (7, 8, 9), (11,))

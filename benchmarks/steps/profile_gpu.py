@@ -20,9 +20,9 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from sametoken.config import EngineConfig
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
 
 STEPS = 20
 SHOWN = 48

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sametoken import LLM, SamplingParams
 from sametoken.bench.datasets import load_dataset
-from sametoken.core.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationMetrics
 
 DATASETS = ("gsm8k", "humaneval", "mt-bench")
 MTP = "mtp"

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from sources import exercise, fenced, instructed, mbpp_rows, package_sources, read_rows
 
-from sametoken.engine.tokenizer import load_tokenizer
-from sametoken.models.embedded import resolve_model
+from sametoken.models.names import resolve_model
+from sametoken.text.tokenizer import load_tokenizer
 
 # A prompt and its kind; of each kind so many sampled answers beside the greedy one.
 Ask = tuple[str, str]

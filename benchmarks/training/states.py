@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from sametoken import LLM, SamplingParams
-from sametoken.models.embedded import resolve_model
 from sametoken.models.loader import read_config
+from sametoken.models.names import resolve_model
 from sametoken.train.generate import read_prompts
 from sametoken.train.options import Eagle3Options
 

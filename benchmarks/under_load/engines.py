@@ -72,7 +72,7 @@ class Sametoken:
     def __init__(self, asked: Asked) -> None:
         from sametoken.config import EngineConfig
         from sametoken.engine.input_processor import InputProcessor, PromptTokens
-        from sametoken.engine.tokenizer import load_tokenizer_of
+        from sametoken.text.tokenizer import load_tokenizer_of
 
         build = importlib.import_module("sametoken.engine.build")
         options = asked.options("sametoken") | {"device": asked.device} | asked.more
@@ -103,8 +103,8 @@ class Sametoken:
         self._num_drafts = self._num_accepted = 0
 
     def add(self, request: Request) -> None:
-        from sametoken.core.sampling_params import SamplingParams
-        from sametoken.core.structured_outputs import StructuredOutputs
+        from sametoken.types.sampling_params import SamplingParams
+        from sametoken.types.structured_outputs import StructuredOutputs
 
         asked = {"temperature": 0.0, **request.asked}
         if schema := asked.pop("grammar", None):

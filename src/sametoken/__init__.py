@@ -10,10 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sametoken.core.outputs import CompletionOutput, RequestOutput
-    from sametoken.core.sampling_params import SamplingParams
-    from sametoken.core.structured_outputs import StructuredOutputs
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
+    from sametoken.types.outputs import (
+        CompletionOutput,
+        RequestOutput,
+    )
+    from sametoken.types.sampling_params import SamplingParams
+    from sametoken.types.structured_outputs import StructuredOutputs
 
 # Read by torch's OpenMP runtime when it is loaded: how long an idle thread spins before it
 # sleeps. The default collapses on shared cores (docs/decisions/0005).
@@ -23,11 +26,11 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "Struct
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "sametoken.engine.llm",
-    "CompletionOutput": "sametoken.core.outputs",
-    "RequestOutput": "sametoken.core.outputs",
-    "SamplingParams": "sametoken.core.sampling_params",
-    "StructuredOutputs": "sametoken.core.structured_outputs",
+    "LLM": "sametoken.llm",
+    "CompletionOutput": "sametoken.types.outputs",
+    "RequestOutput": "sametoken.types.outputs",
+    "SamplingParams": "sametoken.types.sampling_params",
+    "StructuredOutputs": "sametoken.types.structured_outputs",
 }
 
 

@@ -8,16 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sametoken.core.acceptance_options import KEYED, SYNTHETIC, check_acceptance
-from sametoken.core.lookup_options import check_lookups
-from sametoken.core.option_values import (
+from sametoken.errors import ConfigError, shown
+from sametoken.types.option_values import (
+    KEYED,
+    SYNTHETIC,
+    check_acceptance,
+    check_lookups,
     json_object,
     require_path,
     require_types,
     suggestion,
     typed,
 )
-from sametoken.errors import ConfigError, shown
 
 EXTRACT = "extract_hidden_states"
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", EXTRACT)

@@ -10,7 +10,7 @@ import sametoken
 PACKAGE = Path(sametoken.__file__).parent
 MAX_STATEMENTS = 40
 MAX_PARAMETERS = 8
-MAX_LINES = 400
+MAX_LINES = 450
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -48,7 +48,7 @@ def test_parameter_lists_are_short():
     wide = {
         name: n
         for name, f in functions()
-        if (n := num_parameters(f)) > MAX_PARAMETERS and not name.startswith("kernels/")
+        if (n := num_parameters(f)) > MAX_PARAMETERS and not name.startswith("ops/")
     }
     assert wide == {}
 

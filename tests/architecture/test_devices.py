@@ -12,16 +12,18 @@ import pytest
 import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
-CHECKED = ("layers", "drafters", "models", "verification", "runner", "state")
+CHECKED = ("layers", "drafters", "models", "sampling", "runner", "state", "distributed")
 #: Functions that may ask, and why.
 ALLOWED = {
-    ("models/dummy.py", "dummy_reader"): "shapes alone, on the device that has no memory",
-    ("runner/layout_ring.py", "LayoutRing.allocate"): "a GPU reads pinned memory by itself",
-    ("runner/process_group.py", "ProcessGroup.__init__"): "each device has its own library",
+    ("models/load/dummy.py", "dummy_reader"): "shapes alone, on the device that has no memory",
+    ("runner/graphs.py", "LayoutRing.allocate"): "a GPU reads pinned memory by itself",
+    ("distributed/process_group.py", "ProcessGroup.__init__"): "each device has its own library",
     ("state/host_copy.py", "HostCopy.of"): "a copy from a GPU lands later",
     ("state/upload.py", "upload"): "to a GPU through pinned memory",
     ("state/upload.py", "to_host"): "from a GPU to pinned memory",
-    ("verification/grammar.py", "_permissive"): "masks are pinned where they may travel",
+    ("distributed/ranks.py", "LeadingRank.stream"): "work on a GPU is ordered by a CUDA stream",
+    ("distributed/ranks.py", "SoleRank.stream"): "work on a GPU is ordered by a CUDA stream",
+    ("sampling/grammar_masks.py", "_permissive"): "masks are pinned where they may travel",
 }
 
 
@@ -68,7 +70,7 @@ def test_nobody_asks_for_the_device_but_for_what_is_listed():
 def test_an_engine_on_a_cpu_imports_no_triton():
     """Triton is part of CUDA builds of torch alone."""
     code = (
-        "import sys, sametoken.engine.build, sametoken.runner.graphs, sametoken.kernels.step.ops\n"
+        "import sys, sametoken.engine.build, sametoken.runner.graphs, sametoken.ops.step.types\n"
         "sys.exit('triton' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
@@ -77,7 +79,7 @@ def test_an_engine_on_a_cpu_imports_no_triton():
 def test_the_operations_of_a_step_name_the_types_they_take():
     """Where a device's truth goes in as ``Any``, the type checker sees no wrong field."""
     vague = {}
-    for path in sorted((PACKAGE / "kernels" / "step").glob("*.py")):
+    for path in sorted((PACKAGE / "ops" / "step").glob("*.py")):
         names = {
             node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
         }

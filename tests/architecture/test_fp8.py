@@ -11,12 +11,12 @@ PACKAGE = Path(sametoken.__file__).parent
 # From the speculative config, through what opens and loads heads, to the reader of weights.
 MAKERS = {
     "drafters/build.py",
-    "models/eagle1_checkpoint.py",
-    "models/eagle3_checkpoint.py",
-    "models/eagle_checkpoint.py",
-    "models/experts.py",
-    "models/mtp_checkpoint.py",
-    "models/weights.py",
+    "models/heads/eagle.py",
+    "models/heads/eagle3.py",
+    "models/heads/base.py",
+    "models/qwen3_5.py",
+    "models/heads/mtp.py",
+    "models/load/weights.py",
 }
 # Names by which such a weight is asked for, made or told apart.
 NAMES = {"quantize_fp8", "Fp8Weight", "Fp8DeviceWeight", "quantize", "fp8"}
@@ -41,8 +41,8 @@ def test_the_checker_sees_every_way_to_make_one():
     assert names_in("weight = weight.quantize_fp8()") == {"quantize_fp8"}
     assert names_in("make = weight.quantize_fp8") == {"quantize_fp8"}
     assert names_in("WeightReader(source, kernels, quantize_fp8=True)") == {"quantize_fp8"}
-    assert names_in("from sametoken.kernels.gemm.fp8 import quantize as q") == {"quantize"}
-    assert names_in("from sametoken.kernels.gemm import fp8") == {"fp8"}
+    assert names_in("from sametoken.ops.model.gemm.fp8 import quantize as q") == {"quantize"}
+    assert names_in("from sametoken.ops.model.gemm import fp8") == {"fp8"}
     assert names_in("weight.matmul(x)") == set()
 
 
@@ -52,11 +52,11 @@ def test_draft_heads_alone_are_quantized():
         for path in PACKAGE.rglob("*.py")
         if names_in(path.read_text(encoding="utf-8"))
     }
-    assert {path for path in found if not path.startswith("kernels/")} == MAKERS
+    assert {path for path in found if not path.startswith("ops/")} == MAKERS
 
 
 def test_a_mixture_of_experts_only_turns_it_off():
-    source = (PACKAGE / "models" / "experts.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "models" / "qwen3_5.py").read_text(encoding="utf-8")
     values = [
         node.value.value
         for node in ast.walk(ast.parse(source))

@@ -27,7 +27,7 @@ def run_python(code: str) -> str:
 def light_modules() -> list[str]:
     """Every module of the layers that stay on the host."""
     names = ["sametoken", "sametoken.config", "sametoken.errors"]
-    for folder in ("core", "scheduler"):
+    for folder in ("types", "scheduler", "io"):
         for path in sorted((PACKAGE / folder).glob("*.py")):
             stem = "" if path.stem == "__init__" else f".{path.stem}"
             names.append(f"sametoken.{folder}{stem}")

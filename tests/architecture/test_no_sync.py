@@ -16,27 +16,29 @@ import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
 CHECKED = (
-    "runner", "drafters", "verification", "state", "kernels/logits_rules", "kernels/step",
+    "runner", "drafters", "sampling", "state", "ops/sampling", "ops/step",
 )  # fmt: skip
 # Their work is to bring results to the host, once it asks for them.
 HOST_SIDE = (
     "runner/async_output.py",
-    "runner/committed_rows.py",
     "runner/stream.py",
     "state/host_copy.py",
-    "verification/host.py",
 )
-# The reference and what takes its rows apart; on a GPU they serve tests alone. ``Edits.pack`` works
-# on tensors of the host.
-ON_CPUS = ("kernels/logits_rules/reference.py", "kernels/logits_rules/layout.py")
+# References; on a GPU they serve tests alone. ``Edits.pack`` works on tensors of the host.
+ON_CPUS = (
+    "ops/sampling/logits_rules.py",
+    "ops/sampling/logits_rules_reference.py",
+    "ops/sampling/sample.py",
+    "ops/sampling/truncation.py",
+)
 READS = frozenset(("item", "cpu", "tolist", "numpy", "synchronize"))
 DATA_SIZED = frozenset(("nonzero", "repeat_interleave", "unique", "masked_select", "argwhere"))
 REDUCTIONS = frozenset(("any", "all", "max", "min", "sum", "amax", "amin", "equal", "isnan"))
 
 COMPACT = "the operations of a CPU's step lay out rows for the drafts that exist"
 ALLOWED = {
-    ("kernels/step/compact.py", "known_drafts", "tolist"): (1, COMPACT),
-    ("kernels/step/reference.py", "live_rows", "nonzero"): (2, COMPACT),
+    ("ops/step/compact.py", "known_drafts", "tolist"): (1, COMPACT),
+    ("ops/step/reference.py", "live_rows", "nonzero"): (2, COMPACT),
 }
 
 

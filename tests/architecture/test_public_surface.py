@@ -7,9 +7,13 @@ import inspect
 
 import sametoken
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.core.outputs import CompletionOutput, Logprob, RequestOutput
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.llm import LLM
+from sametoken.llm import LLM
+from sametoken.types.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 ENGINE = {
     "model": "smollm2",

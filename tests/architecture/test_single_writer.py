@@ -26,18 +26,18 @@ HOST = {
     ("state/commit.py", "assign_blocks"): {"block_table"},
 }
 REFERENCE = {
-    ("kernels/step/reference.py", "commit"): {"token_ids", "num_tokens", "num_computed"},
-    ("kernels/step/reference.py", "publish"): {"draft_ids", "num_drafts"},
-    ("kernels/recurrent/row_by_row.py", "RowByRowPass.finish"): RECURRENT,
+    ("ops/step/reference.py", "commit"): {"token_ids", "num_tokens", "num_computed"},
+    ("ops/step/reference.py", "publish"): {"draft_ids", "num_drafts"},
+    ("ops/model/recurrent/row_by_row.py", "RowByRowPass.finish"): RECURRENT,
 }
 TRITON = {
-    ("kernels/step/triton_rows.py", "commit_row"): {"token_ids", "num_tokens", "num_computed"},
-    ("kernels/step/triton_commit.py", "_publish_kernel"): {"draft_ids", "num_drafts"},
-    ("kernels/recurrent/runs.py", "_plan_runs_kernel"): RECURRENT,
+    ("ops/step/triton_commit.py", "commit_row"): {"token_ids", "num_tokens", "num_computed"},
+    ("ops/step/triton_commit.py", "_publish_kernel"): {"draft_ids", "num_drafts"},
+    ("ops/model/recurrent/runs.py", "_plan_runs_kernel"): RECURRENT,
 }
 WRITERS = HOST | REFERENCE | TRITON
 #: Pointers named like the fields of ``Drafts``, which these kernels make.
-OWN_OUTPUTS = ("kernels/ngram/triton.py",)
+OWN_OUTPUTS = ("ops/lookup/ngram_triton.py",)
 VIEWS = frozenset(("view", "flatten", "unsqueeze", "squeeze", "t", "transpose", "select", "narrow"))
 
 
@@ -153,7 +153,7 @@ def test_the_named_functions_alone_write_the_device_s_truth():
     found: dict[tuple[str, str], set[str]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        kernel = name.startswith("kernels/") and name not in OWN_OUTPUTS
+        kernel = name.startswith("ops/") and name not in OWN_OUTPUTS
         for function, field in writes_in(path.read_text(), kernel):
             found.setdefault((name, function), set()).add(field)
     assert found == WRITERS
@@ -197,7 +197,7 @@ def test_the_step_alone_commits_and_publishes():
     calls = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name, tree = path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
-        assert not imports_of(tree) or name.startswith("kernels/step/"), name
+        assert not imports_of(tree) or name.startswith("ops/step/"), name
         if found := calls_of(tree):
             calls[name] = found
     assert calls == {"runner/step.py": {("settle", verb) for verb in VERBS}}

@@ -13,10 +13,10 @@ import torch
 from helpers.harness import Shape, allocate, build, draft_model, request
 from helpers.spoilt import Spoilt, make_stream, measure, spoilt_at
 from helpers.toy import MODULUS, ToyModel
-from sametoken.core.outputs import SpeculationMetrics
-from sametoken.drafters.chain import drafts_of
-from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.base import drafts_of
+from sametoken.drafters.context import Coupling
 from sametoken.drafters.ngram import NgramDrafter
+from sametoken.types.outputs import SpeculationMetrics
 
 pytestmark = pytest.mark.usefixtures("layouts")
 

@@ -15,7 +15,7 @@ from mutants import catalogue
 from regression.test_vllm_39273 import PROMPTS as HYBRID_PROMPTS
 from regression.test_vllm_39273 import SHAPE, ThreeStepsThenNone
 from regression.test_vllm_39273 import K as MANY
-from sametoken.audit.answers import Ask
+from sametoken.audit.asks import Ask
 from sametoken.audit.compare import CORRUPTION
 from sametoken.audit.diagnosis import STALE_LENGTHS
 from sametoken.audit.engine_audit import AuditSettings, audit_engine
@@ -24,7 +24,7 @@ from sametoken.bench.acceptance import BEYOND_FIRST, OTHER_DRAFTER
 from sametoken.config import EngineConfig
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.eagle import EagleDrafter
-from sametoken.kernels.select import select_kernels
+from sametoken.ops.dispatch import select_kernels
 
 K = 4
 CONFIG = EngineConfig.from_options(

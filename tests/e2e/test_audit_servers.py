@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 from helpers.serving import build_corrupt, build_noisy
-from sametoken.audit.answers import Ask
+from sametoken.audit.asks import Ask
 from sametoken.audit.compare import CORRUPTION
 from sametoken.audit.server_audit import audit_sides, server_side
 from sametoken.audit.servers import Server

@@ -13,11 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sametoken.audit.answers import Ask
-from sametoken.audit.compare import CORRUPTION, TIE
+from sametoken.audit.asks import Ask
+from sametoken.audit.compare import CORRUPTION, REPEATED, TIE
 from sametoken.audit.server_audit import audit_sides, server_side
 from sametoken.audit.servers import Server
-from sametoken.audit.text_defects import REPEATED
 from sametoken.audit.verdict import CORRUPTED, NONDETERMINISTIC
 
 WORDS = [f" w{i}" for i in range(40)]

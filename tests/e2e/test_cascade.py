@@ -11,12 +11,15 @@ from helpers.harness import CPU, Ran, Shape, build, draft_model, request, run
 from helpers.suffixes import Options
 from helpers.toy import ToyModel
 from sametoken.drafters.base import Drafts
-from sametoken.drafters.cascade import CascadeDrafter
+from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.models.base import HiddenStates
 from sametoken.runner.stream import LaggingStream
-from sametoken.state.history import NO_HISTORY, TokenHistory
+from sametoken.state.sequences import (
+    NO_HISTORY,
+    TokenHistory,
+)
 
 K = 4
 PROMPT = (50, 51, 52)

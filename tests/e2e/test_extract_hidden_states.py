@@ -22,13 +22,22 @@ from helpers.static_steps import in_steps
 from sametoken import LLM, SamplingParams
 from sametoken.cli.main import app
 from sametoken.config import EngineConfig
-from sametoken.core.directory_lock import LOCK
-from sametoken.engine import extraction, state_writer
 from sametoken.engine.resolve import resolve_extraction
-from sametoken.engine.shards import ExtractedStates, prompt_digest, read_manifest
 from sametoken.errors import ConfigError, EngineDeadError
-from sametoken.kernels.select import select_kernels
+from sametoken.extraction import (
+    recording as extraction,
+)
+from sametoken.extraction import (
+    writer as state_writer,
+)
+from sametoken.extraction.shards import (
+    ExtractedStates,
+    prompt_digest,
+    read_manifest,
+)
+from sametoken.io.files import LOCK
 from sametoken.models.loader import load_model
+from sametoken.ops.dispatch import select_kernels
 from sametoken.runner.swap import SwapStore
 
 transformers_logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from helpers.harness import request, run
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.kernels.select import CHOICE
+from sametoken.ops.dispatch import CHOICE
 
 transformers_logging.disable_progress_bar()
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -8,10 +8,10 @@ import pytest
 
 from helpers.decaying_sum import MixedToy
 from helpers.harness import ScriptedDrafter, Shape, allocate, build, request, run
-from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
-from sametoken.kernels.native.bundle import NativeKernels
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.runner.swap import SwapStore
 
 SHAPE = Shape(prefix_caching=False, cache_emitted=False)

@@ -27,9 +27,9 @@ from helpers.forward import CPU, Bench
 from helpers.hybrids import merged_experts
 from helpers.rows import ragged_rows
 from sametoken.errors import UnsupportedError
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.select import select_kernels
 from sametoken.models.loader import load_model
+from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.reference import ReferenceKernels
 
 transformers_logging.disable_progress_bar()
 NUM_GREEDY = 12

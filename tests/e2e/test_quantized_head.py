@@ -7,7 +7,7 @@ import pytest
 from helpers.harness import run
 from helpers.packed import packed_in
 from helpers.twin import Twin, twin_requests
-from sametoken.kernels.gemm.fp8 import Fp8Weight
+from sametoken.ops.model.gemm.fp8 import Fp8Weight
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

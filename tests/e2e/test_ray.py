@@ -23,12 +23,12 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
-from sametoken.engine.serving_limits import ServingLimits
-from sametoken.server.batch.config import BatchConfig
-from sametoken.server.batch.run import run_batch
-from sametoken.server.config import ServerConfig
-from sametoken.server.ray.config import RayConfig
-from sametoken.server.ray.serve import deploy
+from sametoken.serving.batch.config import BatchConfig
+from sametoken.serving.batch.run import run_batch
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.limits import ServingLimits
+from sametoken.serving.ray.config import RayConfig
+from sametoken.serving.ray.serve import deploy
 
 # One cluster for all of them, also where tests are spread over processes.
 pytestmark = pytest.mark.xdist_group("ray")

@@ -26,9 +26,7 @@ from helpers.checkpoints import VOCAB, head_tensors, write_llama, write_speculat
 from sametoken.cli.main import app
 from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import CheckpointError
-from sametoken.models.checkout import HYBRID_NAME
-from sametoken.models.embedded import resolve_model
-from sametoken.models.heads import HEAD_NAME
+from sametoken.models.names import HEAD_NAME, HYBRID_NAME, resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sametoken"

@@ -10,10 +10,10 @@ import torch
 
 from helpers.harness import Parts, ScriptedDrafter, Shape, allocate, build, request, run
 from helpers.hybrid_toy import HybridToy
-from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
-from sametoken.kernels.native.bundle import NativeKernels
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
 
 pytestmark = pytest.mark.usefixtures("layouts")
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from helpers.bench_engine import document
 from helpers.browser import chromium, needs_chromium
-from sametoken.bench.files import write_json
+from sametoken.bench.documents import write_json
 from sametoken.cli.main import app
 
 pytestmark = [needs_chromium, pytest.mark.xdist_group("report page")]

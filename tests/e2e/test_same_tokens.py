@@ -20,10 +20,10 @@ from helpers.harness import Ran, ScriptedDrafter, Shape, build, collect, draft_m
 from helpers.static_steps import CHOICE, DeviceChoices, chosen_steps
 from helpers.toy import ToyModel
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.kernels.native.bundle import NativeKernels
-from sametoken.kernels.ngram import reference
-from sametoken.kernels.ngram.triton import lookup as device_lookup
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.ops.lookup import ngram as reference
+from sametoken.ops.lookup.ngram_triton import lookup as device_lookup
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.runner.stream import LaggingStream
 
 MODEL = ToyModel()

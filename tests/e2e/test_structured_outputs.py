@@ -11,8 +11,8 @@ import pytest
 
 from helpers.harness import Ran, ScriptedDrafter, Shape, build, draft_model, run
 from helpers.structured import EOS, model, structured_request, text_of, token
-from sametoken.core.structured_outputs import StructuredOutputs
 from sametoken.drafters.ngram import NgramDrafter
+from sametoken.types.structured_outputs import StructuredOutputs
 
 SCHEMA = {
     "type": "object",

@@ -1,6 +1,6 @@
 """The law for two ranks: any drafter, chunks, company and steps in flight, the same tokens.
 
-Ranks are threads here; tests/unit/engine/test_ranks.py has them as processes.
+Ranks are threads here; tests/unit/distributed/test_ranks.py has them as processes.
 """
 
 from __future__ import annotations

@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from helpers.rows import runs_of
-from sametoken.kernels.attention.triton import SPLIT, AttentionConfig, attention, choose
-from sametoken.kernels.interface import AttentionRows, AttentionShape, LayerKV, RowRuns
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    RowRuns,
+)
+from sametoken.ops.model.attention.triton import (
+    SPLIT,
+    AttentionConfig,
+    attention,
+    choose,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 from gpu_files import LENGTHS, OPTIONS, write_files
 
 from sametoken import LLM, SamplingParams
-from sametoken.engine.shards import ExtractedStates
+from sametoken.extraction.shards import ExtractedStates
 
 MAX_TOKENS = 24
 

@@ -15,20 +15,23 @@ from helpers.checkpoints import eagle1_tensors, write_checkpoint, write_eagle1
 from helpers.hybrids import FULL, LINEAR, twin_config, twin_tensors
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.kernels.gemm import fp8
-from sametoken.kernels.gemm.fp8 import Fp8Weight
-from sametoken.kernels.gemm.fp8_triton import (
+from sametoken.models.heads.mtp import MTPCheckpoint
+from sametoken.models.loader import load_model, read_config
+from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.model.gemm import fp8
+from sametoken.ops.model.gemm.fp8 import Fp8Weight
+from sametoken.ops.model.gemm.fp8_triton import (
     DEPTH,
     Fp8DeviceWeight,
     default_config,
     product,
     rounded,
 )
-from sametoken.kernels.gemm.tuning import GemmShape, TritonConfig
-from sametoken.kernels.norm_rope.triton import rms_norm
-from sametoken.kernels.select import select_kernels
-from sametoken.models.loader import load_model, read_config
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.model.gemm.tuning import (
+    GemmShape,
+    TritonConfig,
+)
+from sametoken.ops.model.norm_rope_triton import rms_norm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.kernels.activation.triton import silu_mul
-from sametoken.kernels.gemm.selfcheck import check_gemm
-from sametoken.kernels.gemm.triton import product
-from sametoken.kernels.gemm.tuning import (
+from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.gemm.selfcheck import check_gemm
+from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     ROW_BUCKETS,
     CublasConfig,
@@ -17,7 +17,7 @@ from sametoken.kernels.gemm.tuning import (
     TuningTable,
     default_config,
 )
-from sametoken.kernels.triton import DeviceWeight
+from sametoken.ops.triton import DeviceWeight
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import EngineDeadError, InvariantError, StaleInputsError
 from sametoken.runner.async_output import PendingOutput
-from sametoken.runner.graphs import StepGraphs
-from sametoken.runner.layout_ring import LayoutRing
+from sametoken.runner.graphs import LayoutRing, StepGraphs
 
 MAX_TOKENS = 64
 

@@ -21,15 +21,21 @@ from sametoken.drafters import build as drafters
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.build import build_engine
-from sametoken.kernels.cache_types import Recurrent
-from sametoken.kernels.experts import reference as experts_reference
-from sametoken.kernels.experts import triton as experts
-from sametoken.kernels.experts.triton import StackedExperts
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.kernels.interface import AttentionRows, RowRuns
-from sametoken.kernels.recurrent.row_by_row import RowByRowPass
-from sametoken.kernels.recurrent.triton import TritonPass
-from sametoken.kernels.reference import PlainWeight
+from sametoken.ops.backend import (
+    AttentionRows,
+    RowRuns,
+)
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model import moe as experts_reference
+from sametoken.ops.model import moe_triton as experts
+from sametoken.ops.model.gated_delta_rule.rule import (
+    GatedDelta,
+    GatedDeltaParams,
+)
+from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.model.recurrent.triton import TritonPass
+from sametoken.ops.reference import PlainWeight
 from sametoken.runner.swap import SwapStore
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}

@@ -18,8 +18,8 @@ from helpers.forward import CPU, Bench
 from helpers.gguf_files import convert
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model
+from sametoken.ops.reference import ReferenceKernels
 
 MAX_TOKENS = 48
 COUNT = 16

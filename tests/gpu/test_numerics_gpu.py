@@ -21,8 +21,8 @@ from recorded_gpu import record
 
 from helpers.forward import CPU, Bench
 from helpers.harness import request
-from sametoken.kernels.select import select_kernels
 from sametoken.models.loader import load_model
+from sametoken.ops.dispatch import select_kernels
 
 MAX_TOKENS = 32
 MAX_LEN = 640

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from helpers.ruled import Ruled, check_rows, greedy, make_scene, random_request
-from sametoken.core.layout import NO_REQUESTS, TABLE_ROWS, StepLayout, StepShape
-from sametoken.core.plan import Admission, PlanRow, StepPlan
-from sametoken.kernels.interface import (
+from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
     Cuts,
@@ -20,28 +18,42 @@ from sametoken.kernels.interface import (
     QKNorm,
     RotaryTable,
 )
+from sametoken.types.layout import (
+    NO_REQUESTS,
+    TABLE_ROWS,
+    StepLayout,
+    StepShape,
+)
+from sametoken.types.plan import (
+    Admission,
+    PlanRow,
+    StepPlan,
+)
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from sametoken.kernels.activation import reference as activation_reference
-from sametoken.kernels.activation.triton import silu_mul
-from sametoken.kernels.embedding.triton import embed_beside, embedding
-from sametoken.kernels.logits_rules import reference as rules_reference
-from sametoken.kernels.logits_rules import triton as rules
-from sametoken.kernels.ngram import reference as ngram_reference
-from sametoken.kernels.ngram.triton import lookup
-from sametoken.kernels.norm_rope import reference as norm_reference
-from sametoken.kernels.norm_rope import triton as norm_rope
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.sampling import reference as sampling_reference
-from sametoken.kernels.sampling import triton as sampling
-from sametoken.kernels.step import triton as ops
-from sametoken.kernels.step.types import LayoutTable
-from sametoken.kernels.triton import TritonKernels
-from sametoken.kernels.truncation import reference as truncation_reference
-from sametoken.kernels.truncation import triton as truncation
 from sametoken.layers.norm import RMSNorm
+from sametoken.ops.lookup import ngram as ngram_reference
+from sametoken.ops.lookup.ngram_triton import lookup
+from sametoken.ops.model import activation as activation_reference
+from sametoken.ops.model import norm_rope as norm_reference
+from sametoken.ops.model import norm_rope_triton as norm_rope
+from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.embedding_triton import (
+    embed_beside,
+    embedding,
+)
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.sampling import logits_rules_reference as rules_reference
+from sametoken.ops.sampling import logits_rules_triton as rules
+from sametoken.ops.sampling import sample as sampling_reference
+from sametoken.ops.sampling import sample_triton as sampling
+from sametoken.ops.sampling import truncation as truncation_reference
+from sametoken.ops.sampling import truncation_triton as truncation
+from sametoken.ops.step import triton as ops
+from sametoken.ops.step.types import LayoutTable
+from sametoken.ops.triton import TritonKernels
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 

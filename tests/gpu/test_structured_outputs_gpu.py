@@ -8,8 +8,8 @@ from gpu_files import OPTIONS, SIZES, speculation, write_files
 from helpers.harness import Ran, request
 from helpers.structured import VOCAB, structured_request, text_of
 from sametoken.config import EngineConfig
-from sametoken.core.structured_outputs import StructuredOutputs
 from sametoken.engine.build import build_engine
+from sametoken.types.structured_outputs import StructuredOutputs
 
 FORMS = (
     StructuredOutputs(regex="(ab|cd){2,9}-[0-9]{1,5}"),

@@ -8,11 +8,17 @@ import torch
 
 from helpers.hybrid_toy import HIDDEN, rowwise
 from helpers.toy import toy_config
-from sametoken.kernels.cache_types import LatentKV, Recurrent
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.kernels.recurrent.rule import RawRows
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.base import HiddenStates
+from sametoken.ops.cache_types import (
+    LatentKV,
+    Recurrent,
+)
+from sametoken.ops.model.gated_delta_rule.rule import (
+    GatedDelta,
+    GatedDeltaParams,
+)
+from sametoken.ops.model.recurrent.rule import RawRows
+from sametoken.ops.reference import ReferenceKernels
 
 FP32 = torch.float32
 

@@ -15,19 +15,23 @@ import torch
 from helpers.recorded import noted
 from helpers.recurrent import poison
 from helpers.static_steps import STEPS, chosen_steps, launcher_of
-from sametoken.core.layout import StepLayout
-from sametoken.core.plan import Admission, BlockAssignment, PlanRow, StepPlan
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import Drafts
-from sametoken.drafters.context import DraftContext
-from sametoken.drafters.coupling import Coupling
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.step.types import NUM_COUNTS
+from sametoken.drafters.context import Coupling, DraftContext
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.step.types import NUM_COUNTS
 from sametoken.runner.step import Step
 from sametoken.state.caches import ModelCache
 from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.types.layout import StepLayout
+from sametoken.types.plan import (
+    Admission,
+    BlockAssignment,
+    PlanRow,
+    StepPlan,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

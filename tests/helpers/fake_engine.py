@@ -8,15 +8,23 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerFast
 
 from helpers.chat_model import CHAT_TEMPLATE, SPECIAL, byte_tokenizer
-from sametoken.core.outputs import Logprob, SpeculationMetrics
-from sametoken.core.request import RequestUpdate
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.input_processor import InputProcessor, ProcessedRequest, PromptTokens
 from sametoken.engine.output_processor import OutputProcessor
-from sametoken.engine.request_stream import RequestStream
-from sametoken.engine.stats import STEP_TIME_BOUNDS, EngineLoad, EngineStats, Histogram
 from sametoken.engine.summary import EngineSummary
-from sametoken.engine.tokenizer import Tokenizer
+from sametoken.serving.engine_client import RequestStream
+from sametoken.serving.stats import (
+    STEP_TIME_BOUNDS,
+    EngineLoad,
+    EngineStats,
+    Histogram,
+)
+from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.outputs import (
+    Logprob,
+    SpeculationMetrics,
+)
+from sametoken.types.request import RequestUpdate
+from sametoken.types.sampling_params import SamplingParams
 
 SUMMARY = EngineSummary(
     model="toy",

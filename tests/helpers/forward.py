@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from helpers.recurrent import poison
-from sametoken.kernels.interface import AttentionRows
-from sametoken.kernels.step.reference import rows_at
 from sametoken.models.base import HiddenStates
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.step.reference import rows_at
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import Sequences
 

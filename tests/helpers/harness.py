@@ -12,27 +12,30 @@ import torch
 from helpers.recorded import emitted_rows, noted, watched
 from helpers.recurrent import poison
 from helpers.static_steps import STEPS, chosen_steps, launcher_of
-from sametoken.core.plan import Admission
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import Drafts, NoDrafter
-from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.core import EngineCore
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
-from sametoken.runner.processing import LogitsProcessing
+from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import StepRunner
 from sametoken.runner.step import Step
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 from sametoken.runner.swap import SwapStore
+from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.caches import ModelCache
-from sametoken.state.history import NO_HISTORY, TokenHistory
 from sametoken.state.sampling import SamplingTable
-from sametoken.state.sequences import Sequences
-from sametoken.verification.grammar import SlotGrammars
+from sametoken.state.sequences import (
+    NO_HISTORY,
+    Sequences,
+    TokenHistory,
+)
+from sametoken.types.plan import Admission
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import torch
 
 from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench, requests_of
 from sametoken.drafters.eagle import EagleDrafter
-from sametoken.kernels.interface import AttentionRows
+from sametoken.ops.backend import AttentionRows
 from sametoken.state.caches import ModelCache
 
 ONE_SLOT = torch.tensor([list(range(MAX_LEN // BLOCK_SIZE))])

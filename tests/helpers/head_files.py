@@ -19,9 +19,9 @@ from helpers.drafting import CPU, MAX_LEN, Bench
 from helpers.hybrids import FULL, write_hybrid
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.select import select_backend
 from sametoken.models.loader import load_model, read_config
+from sametoken.ops.dispatch import select_backend
+from sametoken.ops.reference import ReferenceKernels
 
 
 class HeadFiles:

@@ -7,8 +7,11 @@ import torch
 from helpers.checkpoints import HIDDEN, VOCAB
 from helpers.recurrent import poison
 from helpers.rows import ragged_rows
-from sametoken.kernels.interface import AttentionRows, Kernels
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.ops.backend import (
+    AttentionRows,
+    Kernels,
+)
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 
 CPU = torch.device("cpu")

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sametoken.config import EngineConfig
-from sametoken.engine.async_llm import AsyncLLM
 from sametoken.engine.build import build_engine
-from sametoken.engine.serving_limits import ServingLimits
-from sametoken.server.app import create_app
-from sametoken.server.config import ServerConfig
-from sametoken.server.listen import bind
-from sametoken.server.run import DrainingServer
+from sametoken.serving.async_llm import AsyncLLM
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.listen import bind
+from sametoken.serving.http.run import DrainingServer
+from sametoken.serving.limits import ServingLimits
 
 TOY_ENGINE = {
     "device": "cpu",

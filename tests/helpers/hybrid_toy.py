@@ -5,11 +5,17 @@ from __future__ import annotations
 import torch
 
 from helpers.toy import toy_config
-from sametoken.kernels.cache_types import PagedKV, Recurrent
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.kernels.recurrent.rule import RawRows
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.base import HiddenStates
+from sametoken.ops.cache_types import (
+    PagedKV,
+    Recurrent,
+)
+from sametoken.ops.model.gated_delta_rule.rule import (
+    GatedDelta,
+    GatedDeltaParams,
+)
+from sametoken.ops.model.recurrent.rule import RawRows
+from sametoken.ops.reference import ReferenceKernels
 
 HIDDEN = 12
 

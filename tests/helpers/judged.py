@@ -11,21 +11,29 @@ from torch import Tensor
 from helpers.recorded import noted
 from helpers.static_steps import STEPS, DeviceChoices, launcher_of
 from helpers.toy import toy_config
-from sametoken.core.layout import StepLayout
-from sametoken.core.plan import Admission, PlanRow, StepPlan
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import NoDrafter
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.step.types import Chances, StepInputs, VerifyResult
 from sametoken.layers.parallel import ALONE
 from sametoken.models.base import HiddenStates
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.step.types import (
+    Chances,
+    StepInputs,
+    VerifyResult,
+)
 from sametoken.runner.async_output import HostBuffer, OutputRing
-from sametoken.runner.processing import LogitsProcessing
+from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.step import Step
+from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.state import commit
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.grammar import SlotGrammars
+from sametoken.types.layout import StepLayout
+from sametoken.types.plan import (
+    Admission,
+    PlanRow,
+    StepPlan,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 GARBAGE = 3  # What lies above num_tokens: a valid id, so that reading it is not an error.

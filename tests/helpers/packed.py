@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from sametoken.kernels.gemm.reference import MatrixWeight
+from sametoken.ops.model.gemm.reference import MatrixWeight
 
 
 def packed_in(part: Any, name: str = "") -> Iterator[tuple[str, MatrixWeight]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sametoken.kernels.cache_types import Recurrent
-from sametoken.kernels.interface import AttentionRows
-from sametoken.kernels.recurrent.row_by_row import RowByRowPass
-from sametoken.kernels.recurrent.rule import LayerMemory, RawRows
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.model.recurrent.rule import (
+    LayerMemory,
+    RawRows,
+)
 from sametoken.state.caches import ModelCache
 
 

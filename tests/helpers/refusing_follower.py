@@ -5,8 +5,11 @@ from __future__ import annotations
 import socket
 import sys
 
-from sametoken.core.child_process import Failure, encode
 from sametoken.errors import UnsupportedError
+from sametoken.io.child_process import (
+    Failure,
+    encode,
+)
 
 if __name__ == "__main__":
     sock = socket.socket(fileno=int(sys.argv[1]))

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sametoken.core.plan import Admission
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.errors import RequestError
-from sametoken.kernels.interface import SampledRows
+from sametoken.ops.backend import SampledRows
+from sametoken.sampling.admission import require_choosable
 from sametoken.state.sampling import SamplingTable
-from sametoken.verification.admission import require_choosable
+from sametoken.types.plan import Admission
+from sametoken.types.sampling_params import SamplingParams
 
 FORBIDDEN = -np.inf
 

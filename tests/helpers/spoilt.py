@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
-from sametoken.core.outputs import SpeculationMetrics
 from sametoken.runner.stream import LaggingStream
+from sametoken.types.outputs import SpeculationMetrics
 
 
 def spoilt_at(num_tokens: int, k: int) -> int:

@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.sampling import triton as sampling
-from sametoken.kernels.step import compact, reference
-from sametoken.kernels.step import triton as in_triton
-from sametoken.kernels.truncation import triton as truncation
 from sametoken.models.base import HiddenStates
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.sampling import sample_triton as sampling
+from sametoken.ops.sampling import truncation_triton as truncation
+from sametoken.ops.step import (
+    compact,
+    reference,
+)
+from sametoken.ops.step import triton as in_triton
 from sametoken.runner.runner import EagerLauncher, StepRunner
 from sametoken.runner.step import Step
 

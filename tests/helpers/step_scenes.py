@@ -10,12 +10,21 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sametoken.core.layout import StepLayout, StepShape
-from sametoken.core.plan import PlanRow, StepPlan
-from sametoken.kernels.step import compact, reference
-from sametoken.kernels.step import triton as in_triton
-from sametoken.kernels.step.types import LayoutTable
+from sametoken.ops.step import (
+    compact,
+    reference,
+)
+from sametoken.ops.step import triton as in_triton
+from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
+from sametoken.types.layout import (
+    StepLayout,
+    StepShape,
+)
+from sametoken.types.plan import (
+    PlanRow,
+    StepPlan,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: Every implementation of ``StepOps``, and those whose shapes are static.

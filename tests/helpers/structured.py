@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers.harness import request
 from helpers.toy import ToyModel
-from sametoken.core.request import EngineRequest
-from sametoken.core.structured_outputs import StructuredOutputs
-from sametoken.engine.grammar import GrammarCompiler
-from sametoken.engine.grammar_trials import ThreadTrials
-from sametoken.engine.tokenizer import Tokenizer
+from sametoken.text.grammar.grammar import GrammarCompiler
+from sametoken.text.grammar.trials import ThreadTrials
+from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.request import EngineRequest
+from sametoken.types.structured_outputs import StructuredOutputs
 
 EOS, SPECIAL = 0, 1
 MERGED = ('{"', '": ', '",', "true", "10")

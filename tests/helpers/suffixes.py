@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from sametoken.kernels.suffix.layout import GROUP, MAX_VOTERS, Earlier, Limits
+from sametoken.ops.lookup.suffix import (
+    GROUP,
+    MAX_VOTERS,
+    Earlier,
+    Limits,
+)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from sametoken.kernels.cache_types import PagedKV
 from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.ops.cache_types import PagedKV
 
 MODULUS = 1_000_003
 

@@ -11,11 +11,11 @@ import torch
 from helpers.recorded import RecordedLogits
 from helpers.static_steps import in_steps
 from sametoken.config import EngineConfig
-from sametoken.core.outputs import RequestOutput
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.engine.build import build_engine
-from sametoken.engine.llm import LLM
+from sametoken.llm import LLM
 from sametoken.runner.runner import EagerLauncher
+from sametoken.types.outputs import RequestOutput
+from sametoken.types.sampling_params import SamplingParams
 
 
 class Front(NamedTuple):

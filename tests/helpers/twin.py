@@ -10,12 +10,12 @@ from helpers.checkpoints import VOCAB, write_checkpoint
 from helpers.harness import CPU, Shape, allocate, build, request, run
 from helpers.hybrids import twin_config, twin_tensors
 from helpers.spoilt import Spoilt, make_stream
-from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.context import Coupling
 from sametoken.drafters.eagle import EagleDrafter
-from sametoken.kernels.interface import Kernels
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.backend import Kernels
+from sametoken.ops.reference import ReferenceKernels
 
 # Token 0 begins every prompt; lengths are around the edges of chunks, which are of 8.
 PROMPTS = (

@@ -9,9 +9,9 @@ from helpers.harness import request
 from helpers.static_steps import in_steps
 from helpers.thread_ranks import engine_over_threads
 from sametoken.config import EngineConfig
-from sametoken.core.request import EngineRequest
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
+from sametoken.types.request import EngineRequest
 
 VOCAB = 48
 OPTIONS = {

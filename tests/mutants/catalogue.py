@@ -16,26 +16,41 @@ from typing import Any
 import pytest
 import torch
 
-from sametoken.core.layout import DRAFT_LIMIT, PLACE, STEP_ID
-from sametoken.core.length_bound import LenBound
-from sametoken.drafters.cascade import CascadeDrafter
+from sametoken.drafters.combined import CascadeDrafter, SharedDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
-from sametoken.drafters.shared import SharedDrafter
-from sametoken.engine.state_writer import StateWriter, _Sequence
-from sametoken.kernels.logits_rules.reference import apply_rules
-from sametoken.kernels.recurrent.row_by_row import RowByRowPass
-from sametoken.kernels.step import compact, reference
-from sametoken.kernels.step import triton as in_triton
-from sametoken.kernels.step.types import LayoutTable, StepInputs
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.extraction.writer import (
+    StateWriter,
+    _Sequence,
+)
+from sametoken.models.heads.mtp import MTPCheckpoint
+from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.sampling.logits_rules_reference import apply_rules
+from sametoken.ops.step import (
+    compact,
+    reference,
+)
+from sametoken.ops.step import triton as in_triton
+from sametoken.ops.step.types import (
+    LayoutTable,
+    StepInputs,
+)
 from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
-from sametoken.scheduler.prefix_cache import block_keys
+from sametoken.sampling.grammar_masks import (
+    Cursor,
+    SlotGrammars,
+)
+from sametoken.scheduler.block_pool import block_keys
 from sametoken.state import commit
-from sametoken.verification.grammar import Cursor, SlotGrammars
+from sametoken.types.layout import (
+    DRAFT_LIMIT,
+    PLACE,
+    STEP_ID,
+)
+from sametoken.types.length_bound import LenBound
 
 SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
 FEW = "tests/e2e/test_same_tokens.py::test_few_requests"
@@ -76,7 +91,7 @@ STRUCTURED = (
     "::test_drafts_of_the_right_form_that_are_wrong_leave_no_trace"
 )
 EXTRACTED = (
-    "tests/unit/engine/test_state_writer.py"
+    "tests/unit/extraction/test_state_writer.py"
     "::test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not"
 )
 TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
@@ -167,7 +182,7 @@ def optimistic_end(x: StepInputs) -> torch.Tensor:
 @mutant(
     "optimistic-length-taken-for-exact",
     "vllm#38419",
-    "tests/unit/core/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
+    "tests/unit/types/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
     "guard",
     HOST,
 )

@@ -20,8 +20,8 @@ from sametoken.drafters import build as drafters
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.engine.build import build_engine
-from sametoken.engine.tokenizer import load_tokenizer
-from sametoken.models.checkout import HYBRID_DIRECTORY
+from sametoken.models.names import HYBRID_DIRECTORY
+from sametoken.text.tokenizer import load_tokenizer
 
 K = 64
 SHAPE = Shape(

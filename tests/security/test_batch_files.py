@@ -14,9 +14,12 @@ import pytest
 from helpers.fake_engine import FakeEngine
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, RequestError
-from sametoken.server.batch import run as module
-from sametoken.server.batch.config import BatchConfig
-from sametoken.server.batch.run import BatchSummary, run_batch
+from sametoken.serving.batch import run as module
+from sametoken.serving.batch.config import BatchConfig
+from sametoken.serving.batch.run import (
+    BatchSummary,
+    run_batch,
+)
 
 CONFIG = EngineConfig(model="toy", device="cpu")
 BATCH = BatchConfig(("toy",), concurrency=2)

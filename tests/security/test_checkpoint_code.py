@@ -16,13 +16,16 @@ from transformers import PreTrainedTokenizerFast
 import sametoken
 from helpers.checkpoints import write_llama
 from sametoken import LLM
-from sametoken.engine.tokenizer import Tokenizer, load_tokenizer
 from sametoken.errors import RequestError, SametokenError, UnsupportedError
+from sametoken.text.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+)
 
 PACKAGE = Path(sametoken.__file__).parent
 ROOT = Path(__file__).parents[2]
 #: Between one user's own processes, over a socket pair that nobody else has.
-PICKLES = {"engine/messages.py"}
+PICKLES = {"serving/messages.py"}
 
 
 class Unread:

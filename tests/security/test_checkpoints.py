@@ -32,17 +32,25 @@ from helpers.hybrids import write_hybrid
 from sametoken import LLM
 from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.drafters.token_map import read_token_map
-from sametoken.engine.generation_defaults import default_sampling_params
-from sametoken.engine.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
+from sametoken.drafters.eagle import read_token_map
+from sametoken.engine.input_processor import default_sampling_params
 from sametoken.errors import CheckpointError, ConfigError, SametokenError
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.rotary import rotary_table
 from sametoken.models import decoder
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
-from sametoken.models.huggingface import INDEX, SINGLE, SafetensorsSource
+from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.load.huggingface import (
+    INDEX,
+    SINGLE,
+    SafetensorsSource,
+)
 from sametoken.models.loader import load_model, read_config
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.text.tokenizer import (
+    MAX_BYTES,
+    load_tokenizer,
+    require_own_end,
+)
 
 CPU = torch.device("cpu")
 #: Of one example, on a busy machine; without bounds it is minutes, or never.

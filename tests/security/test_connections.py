@@ -21,11 +21,11 @@ from fastapi.testclient import TestClient
 
 from helpers.budgets import heartbeat, resident_mb
 from helpers.fake_engine import FakeEngine
-from sametoken.server import connections
-from sametoken.server.app import create_app
-from sametoken.server.config import ServerConfig
-from sametoken.server.listen import bind
-from sametoken.server.run import DrainingServer
+from sametoken.serving.http import connections
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.listen import bind
+from sametoken.serving.http.run import DrainingServer
 
 HALF = b"GET /health HTTP/1.1\r\nHost: a\r\nX-Half: "
 HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"

@@ -10,23 +10,35 @@ import pytest
 
 from helpers.budgets import heartbeat
 from helpers.fake_engine import SUMMARY, FakeEngine
-from sametoken.core.outputs import CompletionOutput
-from sametoken.core.sampling_params import (
+from sametoken.engine.input_processor import PromptTokens
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.chat import (
+    _Answer,
+    _ChoiceWriter,
+)
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.in_process import (
+    AppRequest,
+    whole_answer,
+)
+from sametoken.serving.http.schemas import ChatRequest
+from sametoken.serving.http.tool_parsers import (
+    parse_hermes,
+    parse_required,
+)
+from sametoken.serving.http.tools import ToolUse
+from sametoken.text.stop_strings import (
+    StopCursor,
+    StopStrings,
+)
+from sametoken.types.outputs import CompletionOutput
+from sametoken.types.sampling_params import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_STOP_CHARS,
     MAX_STOPS,
     SamplingParams,
 )
-from sametoken.engine.input_processor import PromptTokens
-from sametoken.engine.stop_strings import StopCursor, StopStrings
-from sametoken.server.app import create_app
-from sametoken.server.chat import _Answer, _ChoiceWriter
-from sametoken.server.config import ServerConfig
-from sametoken.server.in_process import AppRequest, whole_answer
-from sametoken.server.schemas import ChatRequest
-from sametoken.server.tool_parsers import parse_hermes, parse_required
-from sametoken.server.tools import ToolUse
 
 HEADERS = ((b"content-type", b"application/json"),)
 MOST = ServerConfig().max_request_bytes

@@ -15,13 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.fake_engine import FakeEngine
-from sametoken.core.sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    SamplingParams,
-)
 from sametoken.engine.input_processor import (
     PromptTokens,
     conversations_of,
@@ -29,15 +22,22 @@ from sametoken.engine.input_processor import (
     prompts_of,
 )
 from sametoken.errors import RequestError, shown
-from sametoken.server.app import create_app
-from sametoken.server.body import read_model
-from sametoken.server.config import ServerConfig
-from sametoken.server.errors import ApiError
-from sametoken.server.schemas import (
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.body import read_model
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
+)
+from sametoken.types.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    SamplingParams,
 )
 
 INPUTS = FakeEngine()._inputs

@@ -18,11 +18,22 @@ from helpers.budgets import resident_mb
 from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 from helpers.structured import VOCAB, compiler, ids
-from sametoken.core.structured_outputs import StructuredOutputs, Stuck
-from sametoken.engine.grammar_trials import TrialProcess
-from sametoken.engine.json_schema import _apart, _disjoint, check_schema
 from sametoken.errors import RequestError
-from sametoken.verification.grammar import BudgetedMatcher, Cursor, MaskBudget
+from sametoken.sampling.grammar_masks import (
+    BudgetedMatcher,
+    Cursor,
+    MaskBudget,
+)
+from sametoken.text.grammar.json_schema import (
+    _apart,
+    _disjoint,
+    check_schema,
+)
+from sametoken.text.grammar.trials import TrialProcess
+from sametoken.types.structured_outputs import (
+    StructuredOutputs,
+    Stuck,
+)
 
 AMBIGUOUS = 'root ::= root root root | "a" | "b" | ""'
 

@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from sametoken.errors import UnsupportedError
-from sametoken.kernels.native import build as building
-from sametoken.kernels.native.build import RECIPES, build, find_compiler
+from sametoken.ops.native import build as building
+from sametoken.ops.native.build import (
+    RECIPES,
+    build,
+    find_compiler,
+)
 
 PLAIN = RECIPES[-1]
 
@@ -118,7 +122,7 @@ def test_nothing_is_loaded_from_a_folder_of_another_user(cache, compiler, monkey
 
 LOAD = """
 import ctypes
-from sametoken.kernels.native.build import RECIPES, build
+from sametoken.ops.native.build import RECIPES, build
 print(ctypes.CDLL(str(build(RECIPES[-1], {compiler!r}))).answer())
 """
 
@@ -147,7 +151,7 @@ def test_a_truncated_library_ends_no_process(cache, tmp_path):
 
 def test_builds_at_the_same_time_leave_one_whole_library(cache, compiler):
     code = (
-        "from sametoken.kernels.native.build import RECIPES, build;"
+        "from sametoken.ops.native.build import RECIPES, build;"
         f"print(build(RECIPES[-1], {compiler!r}))"
     )
     running = [

@@ -17,10 +17,13 @@ from helpers.bench_engine import document
 from sametoken.audit.servers import _post, parse_completion
 from sametoken.bench.comparison import compare_runs
 from sametoken.bench.datasets import load_dataset
-from sametoken.bench.files import read_json, write_json
-from sametoken.bench.html import render_page
+from sametoken.bench.documents import (
+    read_json,
+    render_page,
+    write_json,
+)
 from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
-from sametoken.bench.serving_workload import Server
+from sametoken.bench.workload import Server
 from sametoken.bench.workload import read_prompts as read_bench_prompts
 from sametoken.cli.bench_sweep import _drafter
 from sametoken.errors import CheckpointError, ConfigError, RequestError
@@ -124,7 +127,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, read, good):
 
 @every_reader
 def test_an_archive_of_one_endless_line_is_given_up(tmp_path, read, good, monkeypatch):
-    monkeypatch.setattr("sametoken.core.json_text.MAX_LINE_BYTES", 10**6)
+    monkeypatch.setattr("sametoken.io.json_text.MAX_LINE_BYTES", 10**6)
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(b"[" * 10**7, compresslevel=1))
     with pytest.raises(ConfigError, match=r"line 1 of .* has more than 1000000 bytes"):

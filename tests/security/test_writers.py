@@ -14,19 +14,29 @@ import torch
 
 from helpers.toy import toy_config
 from sametoken.config import EXTRACT, SpeculativeConfig
-from sametoken.core.outputs import RowResult, StepResult
-from sametoken.core.plan import Admission, PlanRow, StepPlan
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.extract import CommittedRows
-from sametoken.engine.extraction import open_extraction
-from sametoken.engine.shards import ExtractedStates, read_manifest
 from sametoken.errors import CheckpointError, ConfigError
+from sametoken.extraction.recording import open_extraction
+from sametoken.extraction.shards import (
+    ExtractedStates,
+    read_manifest,
+)
+from sametoken.types.outputs import (
+    RowResult,
+    StepResult,
+)
+from sametoken.types.plan import (
+    Admission,
+    PlanRow,
+    StepPlan,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 LAYERS, HIDDEN, VOCAB = (1, 2), toy_config(50).hidden_size, 50
 HOLDER = """
 import sys, time
 from pathlib import Path
-from sametoken.core.directory_lock import DirectoryLock
+from sametoken.io.files import DirectoryLock
 lock = DirectoryLock(Path(sys.argv[1]), "")
 print("held", flush=True)
 time.sleep(600)

@@ -11,7 +11,10 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sametoken.audit.answers import Answers, Ask
+from sametoken.audit.asks import (
+    Answers,
+    Ask,
+)
 from sametoken.audit.engine_runs import RunSettings, run_asks
 from sametoken.bench.acceptance import (
     BEYOND_FIRST,
@@ -20,7 +23,7 @@ from sametoken.bench.acceptance import (
     Profile,
     profile_findings,
 )
-from sametoken.bench.trace import Window
+from sametoken.bench.measure import Window
 from sametoken.engine.core import EngineCore
 
 STALE_LENGTHS = "running drafts fall behind fresh ones"

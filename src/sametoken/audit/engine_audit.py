@@ -6,17 +6,26 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sametoken.audit.answers import Answers, Ask
-from sametoken.audit.compare import Comparison, compare, compare_logits, differences
+from sametoken.audit.asks import (
+    Answers,
+    Ask,
+)
+from sametoken.audit.compare import (
+    Comparison,
+    TextDefect,
+    compare,
+    compare_logits,
+    differences,
+    text_defects,
+)
 from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
 from sametoken.audit.engine_runs import RunSettings, run_asks
-from sametoken.audit.text_defects import TextDefect, text_defects
 from sametoken.audit.verdict import Verdict
 from sametoken.config import EngineConfig
-from sametoken.core.lookup_options import LOOKUPS
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.errors import ConfigError
+from sametoken.types.option_values import LOOKUPS
 
 Build = Callable[[EngineConfig], EngineCore]
 

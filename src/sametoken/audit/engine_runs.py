@@ -7,12 +7,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sametoken.audit.answers import Answer, Answers, Ask, TopTwo
-from sametoken.bench.trace import Window
-from sametoken.core.outputs import PositionLogprobs
-from sametoken.core.request import EngineRequest, RequestUpdate
-from sametoken.core.sampling_params import SamplingParams
+from sametoken.audit.asks import (
+    Answer,
+    Answers,
+    Ask,
+    TopTwo,
+)
+from sametoken.bench.measure import Window
 from sametoken.engine.core import EngineCore
+from sametoken.types.outputs import PositionLogprobs
+from sametoken.types.request import (
+    EngineRequest,
+    RequestUpdate,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 NUM_CANDIDATES = 2
 

@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sametoken.audit.answers import Answers, Ask
-from sametoken.audit.compare import SAMPLED, TIE, Comparison, compare, differences
+from sametoken.audit.asks import (
+    Answers,
+    Ask,
+)
+from sametoken.audit.compare import (
+    REPEATED,
+    SAMPLED,
+    TIE,
+    Comparison,
+    TextDefect,
+    compare,
+    differences,
+    text_defects,
+)
 from sametoken.audit.diagnosis import Diagnosis
 from sametoken.audit.servers import Server, ask_server, read_counters
-from sametoken.audit.text_defects import REPEATED, TextDefect, text_defects
 from sametoken.audit.verdict import Verdict
 from sametoken.bench.acceptance import Profile, profile_findings
 from sametoken.bench.scrape import ACCEPTED_PER_POSITION, Counters

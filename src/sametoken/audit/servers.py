@@ -13,10 +13,15 @@ from typing import Any
 
 import httpx
 
-from sametoken.audit.answers import Answer, Answers, Ask, TopTwo
+from sametoken.audit.asks import (
+    Answer,
+    Answers,
+    Ask,
+    TopTwo,
+)
 from sametoken.bench.scrape import Counters, scrape
-from sametoken.core.json_text import parse_json
 from sametoken.errors import RequestError
+from sametoken.io.json_text import parse_json
 
 NUM_CANDIDATES = 2
 

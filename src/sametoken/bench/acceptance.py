@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sametoken.core.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationMetrics
 
 OTHER_DRAFTER = "drafter of another model or vocabulary"
 BEYOND_FIRST = "acceptance lost beyond position 1"

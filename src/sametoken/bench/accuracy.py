@@ -13,7 +13,7 @@ from sametoken.bench.datasets import load_dataset
 from sametoken.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
 
 GSM8K = "gsm8k"
 #: lm-eval's task whose eight worked examples stand before every question of ``gsm8k``.

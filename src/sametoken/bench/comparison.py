@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import sametoken
-from sametoken.bench.files import read_json
+from sametoken.bench.documents import read_json
 from sametoken.errors import ConfigError
 
 HIGHER, LOWER = "higher", "lower"

@@ -11,8 +11,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
+from sametoken.io.json_text import json_lines
 
 RANDOM, SPEC_BENCH = "random", "spec-bench"
 _RANDOM_ITEMS, _RANDOM_LEN = 1000, 64

@@ -8,10 +8,10 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from sametoken.core.outputs import RequestOutput
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.llm import LLM
 from sametoken.errors import NumericalError, UnsupportedError
+from sametoken.llm import LLM
+from sametoken.types.outputs import RequestOutput
+from sametoken.types.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
 _LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

@@ -14,25 +14,23 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.build import Placement, load_drafter, require_drafter_fits
-from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
+    RequestMemory,
     resolve_device,
     resolve_dtype,
     resolve_max_model_len,
     resolve_sizes,
 )
-from sametoken.kernels.ngram import reference as ngram
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.select import Backend
-from sametoken.kernels.step import compact
-from sametoken.kernels.suffix import reference as suffix
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.dummy import dummy_reader
-from sametoken.models.embedded import resolve_model
-from sametoken.models.heads import resolve_drafter
+from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.loader import read_config
+from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
+from sametoken.ops.dispatch import Backend
+from sametoken.ops.lookup import ngram, suffix
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.step import compact
 
 #: Tensors there have shapes and no memory.
 SHAPES_ONLY = torch.device("meta")

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sametoken.bench.datasets import RANDOM, DatasetItem, load_dataset
-from sametoken.engine.tokenizer import Tokenizer
 from sametoken.errors import ConfigError
+from sametoken.text.tokenizer import Tokenizer
 
 
 def dataset_prompts(

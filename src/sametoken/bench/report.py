@@ -1,4 +1,7 @@
-"""From records of runs to numbers that can be read, kept and compared."""
+"""From records of runs to numbers that can be read, kept and compared.
+
+Percentiles, as every command of ``bench`` means them.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,9 @@ import torch
 
 import sametoken
 from sametoken.bench.measure import RequestRecord, Run, StepRecord
-from sametoken.bench.percentiles import percentile
 from sametoken.bench.roofline import Bandwidth, Traffic
-from sametoken.core.outputs import SpeculationMetrics
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.types.outputs import SpeculationMetrics
 
 _PACKAGES = ("torch", "triton", "transformers")
 
@@ -231,3 +233,12 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which ``percent`` of all lie, interpolated between neighbours."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -15,15 +15,15 @@ from torch import Tensor
 from sametoken.bench.memory import SHAPES_ONLY, load_shapes
 from sametoken.config import DUMMY, HEADS, SpeculativeConfig
 from sametoken.drafters.build import fitting_head
-from sametoken.drafters.token_map import read_token_map
+from sametoken.drafters.eagle import read_token_map
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.select import select_kernels
-from sametoken.layers.sparse_moe import SparseMoE
+from sametoken.layers.feed_forward import SparseMoE
 from sametoken.models.base import ModelConfig
-from sametoken.models.eagle3 import Eagle3Head
+from sametoken.models.heads.eagle3 import Eagle3Head
+from sametoken.models.heads.mtp import MTPHead
 from sametoken.models.loader import read_config
-from sametoken.models.mtp import MTPHead
+from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.reference import ReferenceKernels
 
 # Many times what caches hold, and at 5 TB/s long enough that starting a kernel costs nothing.
 CUDA_BYTES = 4 << 30

@@ -12,14 +12,26 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import sametoken
-from sametoken.bench.load import Load, LoadRun, run_load
-from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
+from sametoken.bench.openai_stream import (
+    Endpoint,
+    Load,
+    LoadRun,
+    ServedRequest,
+    run_load,
+    send,
+    served_trace,
+    traced_body,
+)
 from sametoken.bench.scrape import scrape
-from sametoken.bench.served_trace import served_trace, traced_body
 from sametoken.bench.serving_numbers import Goal, serving_numbers
-from sametoken.bench.serving_workload import CHAT, COMPLETIONS, Server, ServingWorkload
-from sametoken.core.seeds import derive_seed
+from sametoken.bench.workload import (
+    CHAT,
+    COMPLETIONS,
+    Server,
+    ServingWorkload,
+)
 from sametoken.errors import ConfigError
+from sametoken.types.sampling_params import derive_seed
 
 _OURS = "sametoken"
 _JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
@@ -57,7 +69,7 @@ async def bench_serving(
         advance: called whenever a measured request is done.
 
     Returns:
-        The object that ``sametoken.bench.document`` describes.
+        The object that ``sametoken.bench.documents`` describes.
 
     Raises:
         ConfigError: the server cannot be reached, or does not list the model.

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from sametoken.bench.load import LoadRun
-from sametoken.bench.openai_stream import ServedRequest
-from sametoken.bench.percentiles import percentile
+from sametoken.bench.openai_stream import LoadRun, ServedRequest
+from sametoken.bench.report import percentile
 from sametoken.bench.scrape import Counters
 from sametoken.errors import ConfigError
 

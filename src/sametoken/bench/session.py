@@ -16,8 +16,11 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.engine.resolve import ResolvedConfig, resolve_device, resolve_sizes
-from sametoken.engine.tokenizer import Tokenizer, load_tokenizer_of
 from sametoken.errors import CheckpointError, ConfigError
+from sametoken.text.tokenizer import (
+    Tokenizer,
+    load_tokenizer_of,
+)
 
 _WARMUP_TOKENS = 16
 

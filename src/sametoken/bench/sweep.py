@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sametoken.bench.files import read_json, write_json
+from sametoken.bench.documents import (
+    read_json,
+    write_json,
+)
 from sametoken.bench.sweep_spec import Cell, Sweep
 from sametoken.errors import ConfigError
 

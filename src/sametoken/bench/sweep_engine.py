@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sametoken.bench.document import offline_document
+from sametoken.bench.documents import offline_document
 from sametoken.bench.session import Session
 from sametoken.bench.sweep import BEGUN, CellStore
 from sametoken.bench.sweep_spec import Cell

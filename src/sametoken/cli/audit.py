@@ -16,12 +16,12 @@ from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from sametoken.audit.answers import Ask
+    from sametoken.audit.asks import Ask
     from sametoken.audit.engine_audit import AuditSettings
     from sametoken.audit.server_audit import Side
     from sametoken.audit.verdict import Verdict
     from sametoken.bench.datasets import DatasetItem
-    from sametoken.engine.tokenizer import Tokenizer
+    from sametoken.text.tokenizer import Tokenizer
 
 DIFFERENT = 1
 
@@ -137,7 +137,10 @@ def audit(
     Exits with 0 only if everything is identical, with 1 if anything differs.
     """
     from sametoken.audit.engine_audit import AuditSettings
-    from sametoken.audit.render import html_of, lines_of
+    from sametoken.audit.verdict import (
+        html_of,
+        lines_of,
+    )
 
     asked = _Asked.of(**{one.name: options.pop(one.name) for one in _PROMPTS})
     servers = _Servers(concurrency=concurrency, **{o.name: options.pop(o.name) for o in _SERVERS})
@@ -180,7 +183,7 @@ def _announce(text: str) -> None:
 
 def _audit_engine(config: EngineConfig, asked: _Asked, settings: AuditSettings) -> Verdict:
     from sametoken.audit.engine_audit import audit_engine
-    from sametoken.engine.tokenizer import all_eos_ids
+    from sametoken.text.tokenizer import all_eos_ids
 
     path, tokenizer = _tokenizer(config)
     has_template = bool(tokenizer.hf.chat_template)
@@ -193,8 +196,8 @@ def _audit_engine(config: EngineConfig, asked: _Asked, settings: AuditSettings) 
 
 
 def _tokenizer(config: EngineConfig) -> tuple[Path, Tokenizer]:
-    from sametoken.engine.tokenizer import load_tokenizer_of
-    from sametoken.models.embedded import resolve_model
+    from sametoken.models.names import resolve_model
+    from sametoken.text.tokenizer import load_tokenizer_of
 
     path = resolve_model(config.model, _announce)
     tokenizer = load_tokenizer_of(config, path)
@@ -242,7 +245,7 @@ def _engine_side(config: EngineConfig, tokenizer: Tokenizer, concurrency: int) -
     from sametoken.audit.engine_runs import RunSettings, run_asks
     from sametoken.audit.server_audit import Side
     from sametoken.engine.build import build_engine
-    from sametoken.engine.tokenizer import all_eos_ids
+    from sametoken.text.tokenizer import all_eos_ids
 
     core = build_engine(config, _announce)
     eos = frozenset(all_eos_ids(core.resolved.model.eos_token_ids, tokenizer))

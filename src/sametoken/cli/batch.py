@@ -10,8 +10,8 @@ import typer
 
 from sametoken.cli.options import options_of, with_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
-from sametoken.server.batch.config import BatchConfig
-from sametoken.server.ray.config import require_ray
+from sametoken.serving.batch.config import BatchConfig
+from sametoken.serving.ray.config import require_ray
 
 
 @with_options(
@@ -34,7 +34,7 @@ def batch(
         require_ray()
     config = EngineConfig.from_options(model=model, **options)
 
-    from sametoken.server.batch.run import run_batch
+    from sametoken.serving.batch.run import run_batch
 
     summary = run_batch(config, Path(source), Path(output), batch_config)
     typer.echo(

@@ -15,12 +15,11 @@ from sametoken.bench.workload import PRESETS, Workload
 from sametoken.cli.bench_report import report
 from sametoken.cli.bench_serve import serve
 from sametoken.cli.bench_sweep import sweep
-from sametoken.cli.memory import memory_report
 from sametoken.cli.options import engine_options, with_options
-from sametoken.cli.wide import wide_console
+from sametoken.cli.report import memory_report, wide_console
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
-from sametoken.core.lookup_options import LOOKUPS
 from sametoken.errors import ConfigError
+from sametoken.types.option_values import LOOKUPS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,8 +136,7 @@ def _bench(
     from rich.console import Console
     from rich.progress import Progress
 
-    from sametoken.bench.document import offline_document
-    from sametoken.bench.files import write_json
+    from sametoken.bench.documents import offline_document, write_json
     from sametoken.bench.session import Session
 
     asked = {parameter.name: options.pop(parameter.name) for parameter in _ASKED}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sametoken.cli.wide import wide_console
+from sametoken.cli.report import wide_console
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def report(
 ) -> None:
     """Compare runs: the first, as it was before, with those after it."""
     from sametoken.bench.comparison import compare_runs
-    from sametoken.bench.files import write_text
-    from sametoken.bench.html import render_page
+    from sametoken.bench.documents import render_page, write_text
 
     data = compare_runs(runs, label or ())
     if html is not None:

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sametoken.bench.serving_workload import Server, ServingWorkload
+from sametoken.bench.workload import (
+    Server,
+    ServingWorkload,
+)
 from sametoken.cli.options import options_of, with_options
-from sametoken.cli.wide import wide_console
+from sametoken.cli.report import wide_console
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sametoken.bench.load import Load
+    from sametoken.bench.openai_stream import Load
     from sametoken.bench.serving_numbers import Goal
 
 SOME_FAILED = 1
@@ -83,7 +86,7 @@ def serve(
     With neither a rate nor a concurrency all requests come at once. Failed requests are
     counted and named, and make the exit code 1.
     """
-    from sametoken.bench.files import write_json
+    from sametoken.bench.documents import write_json
     from sametoken.bench.serving_numbers import parse_goals
 
     server, workload = _take(Server, options), _take(ServingWorkload, options)
@@ -136,7 +139,7 @@ def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list
     Raises:
         ConfigError: one of them is no list of numbers, or impossible.
     """
-    from sametoken.bench.load import Load
+    from sametoken.bench.openai_stream import Load
 
     at_once = _numbers("concurrency", concurrency, int)
     rates = _numbers("request_rate", request_rate, float)

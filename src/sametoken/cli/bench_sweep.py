@@ -19,10 +19,10 @@ from sametoken.bench.sweep_spec import (
     make_sweep,
 )
 from sametoken.cli.options import engine_options, options_of, with_options
-from sametoken.cli.wide import wide_console
+from sametoken.cli.report import wide_console
 from sametoken.config import option
-from sametoken.core.json_text import parse_json
 from sametoken.errors import ConfigError
+from sametoken.io.json_text import parse_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,7 +85,7 @@ def sweep(
     """
     from rich.console import Console
 
-    from sametoken.bench.files import read_json
+    from sametoken.bench.documents import read_json
     from sametoken.bench.sweep import run_sweep
 
     axes = {parameter.name: options.pop(parameter.name) for parameter in _AXES}
@@ -148,7 +148,7 @@ def _drafter(text: str) -> dict[str, Any] | None:
 
 def _rows(asked: Sweep, directory: Path) -> list[dict[str, Any]]:
     """Every cell with its status and its main numbers."""
-    from sametoken.bench.files import read_json
+    from sametoken.bench.documents import read_json
     from sametoken.bench.sweep import CellStore
 
     store = CellStore(directory)

@@ -10,15 +10,18 @@ import typer
 
 from sametoken.cli.report import per_position, tokens_per_second
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
-from sametoken.core.outputs import RequestOutput
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.models.checkout import HYBRID_NAME, has_hybrid
+from sametoken.models.names import (
+    HYBRID_NAME,
+    has_hybrid,
+)
+from sametoken.types.outputs import RequestOutput
+from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
 
 AUDIT_FAILED = 1
 NGRAM = SpeculativeConfig(
@@ -178,7 +181,7 @@ def _loaded(
     scenes: Sequence[Scene], announce: Callable[[str], None]
 ) -> tuple[dict[str, LLM], list[dict[str, LLM]]]:
     """Engines that have run once: plain ones by model, then each scene's by its drafts."""
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
 
     models = dict.fromkeys(scene.model for scene in scenes)
     plain = {model: LLM(model, announce=announce) for model in models}
@@ -223,8 +226,8 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> R
     Raises:
         NumericalError: the request failed.
     """
-    from sametoken.engine.detokenizer import make_detokenizer
-    from sametoken.engine.tokenizer import Tokenizer
+    from sametoken.text.detokenizer import make_detokenizer
+    from sametoken.text.tokenizer import Tokenizer
 
     detokenizer = make_detokenizer(Tokenizer(llm.get_tokenizer()), skip_special_tokens=True)
     num_shown = num_accepted = 0

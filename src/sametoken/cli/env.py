@@ -36,9 +36,9 @@ def _facts() -> dict[str, Any]:
     import torch
 
     from sametoken.config import EngineConfig
-    from sametoken.core.cache import cache_directory
     from sametoken.engine.resolve import resolve_device
-    from sametoken.kernels.select import select_kernels
+    from sametoken.io.cache_directory import cache_directory
+    from sametoken.ops.dispatch import select_kernels
 
     device = resolve_device(EngineConfig())
     facts: dict[str, Any] = {

@@ -17,7 +17,7 @@ from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
     from sametoken.bench.accuracy import Evaluation
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
 
 BELOW = 1
 
@@ -66,7 +66,7 @@ def evaluate(
     from rich.console import Console
 
     from sametoken.bench.accuracy import Asked, require_harness
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
 
     require_harness()
     questions = {parameter.name: options.pop(parameter.name) for parameter in _QUESTIONS}

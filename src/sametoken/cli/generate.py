@@ -21,9 +21,9 @@ from sametoken.cli.report import as_json, explain, summary
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP
 
 if TYPE_CHECKING:
-    from sametoken.core.outputs import RequestOutput
     from sametoken.engine.input_processor import PromptTokens
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
+    from sametoken.types.outputs import RequestOutput
 
 
 @with_options(sampling_options(), engine_options())
@@ -71,7 +71,7 @@ def generate(
 
 
 def _load(model: str, options: dict[str, Any]) -> LLM:
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
 
     return LLM(model, announce=_announce, **options)
 

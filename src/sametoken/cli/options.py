@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.core.sampling_params import SamplingParams
+from sametoken.types.sampling_params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -11,12 +11,18 @@ import typer
 
 from sametoken.cli.options import options_of, with_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
-from sametoken.core.json_text import parse_json
-from sametoken.engine.serving_limits import ServingLimits
 from sametoken.errors import ConfigError
-from sametoken.server.config import ServerConfig
-from sametoken.server.listen import bind, check_certificate
-from sametoken.server.ray.config import RayConfig, require_ray
+from sametoken.io.json_text import parse_json
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.listen import (
+    bind,
+    check_certificate,
+)
+from sametoken.serving.limits import ServingLimits
+from sametoken.serving.ray.config import (
+    RayConfig,
+    require_ray,
+)
 
 API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
 
@@ -65,13 +71,13 @@ def serve(
     engine_config = EngineConfig.from_options(model=model, **options)
     check_certificate(config)
     if ray_config is not None:
-        from sametoken.server.ray.serve import run as run_on_ray
+        from sametoken.serving.ray.serve import run as run_on_ray
 
         if run_on_ray(engine_config, limits, config, ray_config):
             raise KeyboardInterrupt
         return
     with bind(config) as listener:
-        from sametoken.server.run import run
+        from sametoken.serving.http.run import run
 
         interrupted = run(engine_config, limits, config, listener)
     if interrupted:

@@ -132,7 +132,7 @@ def token_map(
     **options: Any,
 ) -> None:
     """Choose the tokens that a draft head may propose: those that answers are made of."""
-    from sametoken.models.embedded import resolve_model
+    from sametoken.models.names import resolve_model
     from sametoken.train.token_map import write_token_map
 
     path = resolve_model(model, _say)
@@ -182,7 +182,7 @@ def _train_drafter(
     states: tuple[Path, ...] = (),
 ) -> None:
     """Run one of the trainings against a target, and say what came of it."""
-    from sametoken.models.embedded import resolve_model
+    from sametoken.models.names import resolve_model
     from sametoken.train.distillation import TrainingText
 
     given = {parameter.name: options.pop(parameter.name) for parameter in _SOURCE}
@@ -249,9 +249,9 @@ def _write_text(
     import torch
     from rich.progress import Progress
 
-    from sametoken.core.sampling_params import SamplingParams
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
     from sametoken.train.generate import read_prompts, write_text
+    from sametoken.types.sampling_params import SamplingParams
 
     asked = read_prompts(prompts)
     llm = LLM(model, announce=_say, **options)
@@ -280,7 +280,7 @@ def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | Non
     loaded: list[Any] = []
 
     def encode(messages: Any) -> list[int]:
-        from sametoken.engine.tokenizer import load_tokenizer
+        from sametoken.text.tokenizer import load_tokenizer
 
         if not loaded:
             loaded.append(load_tokenizer(model))

@@ -1,4 +1,7 @@
-"""The drafter protocol and the null drafter."""
+"""The drafter protocol and the null drafter.
+
+What drafters that draft token by token share.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sametoken.drafters.context import DraftContext
+from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
 
 
@@ -63,3 +67,19 @@ class NoDrafter:
         # With k = 0 nobody has any.
         num_drafts = torch.zeros_like(context.slots) if k else context.x.num_drafts
         return Drafts(draft_ids, num_drafts)
+
+
+def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Drafts:
+    """Drafts whose i-th tokens are ``tokens[i]`` for the chains; none for other requests.
+
+    Args:
+        context: the step's context.
+        chains: the requests that sample.
+        tokens: one [R] int64 for each of the k draft positions.
+    """
+    if chains.owner is None:
+        return Drafts(*context.ops.stacked(tokens, context.samples))
+    drafted = torch.stack(tokens, dim=1)
+    draft_ids = drafted.new_zeros(context.slots.shape[0], len(tokens))
+    draft_ids[chains.owner] = drafted
+    return Drafts(draft_ids, context.samples * len(tokens))

@@ -9,29 +9,31 @@ from pathlib import Path
 import torch
 
 from sametoken.config import EXTRACT, SpeculativeConfig
-from sametoken.core.lookup_options import LOOKUPS
 from sametoken.drafters.base import Drafter, NoDrafter
-from sametoken.drafters.cascade import CascadeDrafter
-from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.combined import CascadeDrafter
+from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
-from sametoken.drafters.eagle import EagleDrafter
+from sametoken.drafters.eagle import EagleDrafter, read_token_map
 from sametoken.drafters.extract import extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
-from sametoken.drafters.token_map import read_token_map
 from sametoken.errors import ConfigError, InvariantError, UnsupportedError
-from sametoken.kernels.cache_types import LayerCache
-from sametoken.kernels.select import Backend
-from sametoken.kernels.suffix.layout import Limits
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
-from sametoken.models.eagle_checkpoint import HeadCheckpoint
+from sametoken.models.heads.base import HeadCheckpoint
+from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.cache_types import LayerCache
+from sametoken.ops.dispatch import Backend
+from sametoken.ops.lookup.suffix import Limits
 from sametoken.state.caches import ModelCache
-from sametoken.state.history import NO_HISTORY, TokenHistory
+from sametoken.state.sequences import (
+    NO_HISTORY,
+    TokenHistory,
+)
+from sametoken.types.option_values import LOOKUPS
 
 _Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sametoken.drafters.base import Drafts, NoDrafter
-from sametoken.drafters.chain import drafts_of
-from sametoken.drafters.context import DraftContext
-from sametoken.drafters.coupling import Coupling
+from sametoken.drafters.base import Drafts, NoDrafter, drafts_of
+from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.errors import DrafterMismatchError
-from sametoken.kernels.step.types import Chains
 from sametoken.models.base import CausalLM, ModelConfig
+from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
 
 

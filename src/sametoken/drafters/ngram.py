@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
-from sametoken.kernels.ngram import reference
+from sametoken.ops.lookup import ngram as reference
 from sametoken.state.caches import ModelCache
 
 Lookup = Callable[..., tuple[Tensor, Tensor]]

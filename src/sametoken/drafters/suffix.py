@@ -10,10 +10,13 @@ from torch import Tensor
 
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
-from sametoken.kernels.suffix import reference
-from sametoken.kernels.suffix.layout import Earlier, Limits
+from sametoken.ops.lookup import suffix as reference
+from sametoken.ops.lookup.suffix import (
+    Earlier,
+    Limits,
+)
 from sametoken.state.caches import ModelCache
-from sametoken.state.history import TokenHistory
+from sametoken.state.sequences import TokenHistory
 
 Search = Callable[..., tuple[Tensor, Tensor]]
 

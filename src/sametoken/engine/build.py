@@ -10,6 +10,10 @@ from pathlib import Path
 import torch
 
 from sametoken.config import ADAPTIVE, EngineConfig
+from sametoken.distributed.ranks import (
+    Ranks,
+    start_ranks,
+)
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
     LoadedDrafter,
@@ -18,15 +22,13 @@ from sametoken.drafters.build import (
     require_drafter_fits,
     required_aux_layers,
 )
-from sametoken.drafters.coupling import Coupling
-from sametoken.drafters.shared import share_drafter
+from sametoken.drafters.combined import share_drafter
+from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
-from sametoken.engine.extraction import Extraction, NoExtraction, open_extraction
-from sametoken.engine.ranks import Ranks, start_ranks
-from sametoken.engine.request_memory import RequestMemory
 from sametoken.engine.resolve import (
     ROWS_PER_WEIGHT_READ,
     MemoryPlan,
+    RequestMemory,
     ResolvedConfig,
     plan_memory,
     reachable_positions,
@@ -42,27 +44,37 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.errors import ConfigError
-from sametoken.kernels.cache_types import LayerCache, bytes_per_block, bytes_per_slot
-from sametoken.kernels.select import Backend, select_backend
-from sametoken.kernels.step.types import Chances
+from sametoken.extraction.recording import (
+    Extraction,
+    NoExtraction,
+    open_extraction,
+)
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.embedded import resolve_model
-from sametoken.models.heads import resolve_drafter
 from sametoken.models.loader import load_model, read_config
+from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
+from sametoken.ops.cache_types import (
+    LayerCache,
+    bytes_per_block,
+    bytes_per_slot,
+)
+from sametoken.ops.dispatch import (
+    Backend,
+    select_backend,
+)
+from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
-from sametoken.runner.processing import LogitsProcessing
+from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
-from sametoken.runner.step import Step
+from sametoken.runner.step import Step, conditional_rates
 from sametoken.runner.swap import SwapStore
+from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
-from sametoken.verification.grammar import SlotGrammars
-from sametoken.verification.synthetic import conditional_rates
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sametoken.core.layout import StepShape
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.kernels.triton import TritonKernels
-from sametoken.runner.graphs import StepGraphs
-from sametoken.runner.layout_ring import LayoutRing
-from sametoken.runner.processing import LogitsProcessing
+from sametoken.ops.triton import TritonKernels
+from sametoken.runner.graphs import LayoutRing, StepGraphs
+from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher
 from sametoken.runner.step import Step
+from sametoken.types.layout import StepShape
 
 #: Steps of more rows take longer to compute than to launch: they run without a graph.
 MOST_ROWS = 1536

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 
-from sametoken.core.request import EngineRequest, RequestUpdate
-from sametoken.engine.extraction import Extraction, NoExtraction
+from sametoken.distributed.process_group import (
+    NoPeers,
+    Peers,
+)
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import EngineDeadError
+from sametoken.extraction.recording import (
+    Extraction,
+    NoExtraction,
+)
 from sametoken.runner.async_output import PendingOutput
-from sametoken.runner.process_group import NoPeers, Peers
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.types.request import (
+    EngineRequest,
+    RequestUpdate,
+)
 
 
 class EngineCore:

@@ -1,4 +1,7 @@
-"""From prompts as users write them to requests of token ids."""
+"""From prompts as users write them to requests of token ids.
+
+The sampling parameters that a checkpoint's author recommends.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,25 @@ import itertools
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.core.seeds import derive_seed
-from sametoken.core.structured_outputs import Grammar
-from sametoken.engine.grammar import GrammarCompiler, GrammarTrials
-from sametoken.engine.grammar_trials import ThreadTrials
-from sametoken.engine.stop_strings import StopStrings
-from sametoken.engine.tokenizer import Messages, Tokenizer
-from sametoken.errors import RequestError, shown
-from sametoken.verification.admission import require_choosable
+from sametoken.errors import CheckpointError, RequestError, shown
+from sametoken.models.load.huggingface import read_generation_config
+from sametoken.sampling.admission import require_choosable
+from sametoken.text.grammar.grammar import (
+    GrammarCompiler,
+    GrammarTrials,
+)
+from sametoken.text.grammar.trials import ThreadTrials
+from sametoken.text.stop_strings import StopStrings
+from sametoken.text.tokenizer import (
+    Messages,
+    Tokenizer,
+)
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams, derive_seed
+from sametoken.types.structured_outputs import Grammar
 
 #: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
 Prompt = str | Mapping[str, Any]
@@ -389,3 +399,22 @@ def _listed(name: str, given: Any) -> list[Any]:
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise RequestError(f"{name} of type {type(given).__name__} are not possible", "give a list")
     return list(given)
+
+
+_RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
+
+
+def default_sampling_params(model_path: Path) -> SamplingParams:
+    """What the checkpoint's generation_config.json recommends, else the usual defaults.
+
+    Raises:
+        CheckpointError: the file is not a JSON object, or a value in it is impossible.
+    """
+    recommended = read_generation_config(model_path)
+    chosen = {name: recommended.get(name) for name in _RECOMMENDED}
+    try:
+        return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
+    except RequestError as error:
+        raise CheckpointError(
+            f"{recommended.location}: {error.cause}", "repair or delete the file"
+        ) from error

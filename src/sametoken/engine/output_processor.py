@@ -5,20 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from sametoken.core.outputs import (
+from sametoken.engine.input_processor import ProcessedRequest
+from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
+from sametoken.sampling.grammar_masks import (
+    MASK_CREDIT_S,
+    MASK_SECONDS,
+)
+from sametoken.text.detokenizer import (
+    Detokenizer,
+    make_detokenizer,
+)
+from sametoken.text.stop_strings import (
+    StopCursor,
+    StopMatch,
+    StopStrings,
+)
+from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.outputs import (
     CompletionOutput,
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
 )
-from sametoken.core.request import EngineRequest, RequestUpdate
-from sametoken.core.structured_outputs import Stuck
-from sametoken.engine.detokenizer import Detokenizer, make_detokenizer
-from sametoken.engine.input_processor import ProcessedRequest
-from sametoken.engine.stop_strings import StopCursor, StopMatch, StopStrings
-from sametoken.engine.tokenizer import Tokenizer
-from sametoken.errors import NumericalError, SametokenError, StructuredOutputError
-from sametoken.verification.grammar import MASK_CREDIT_S, MASK_SECONDS
+from sametoken.types.request import (
+    EngineRequest,
+    RequestUpdate,
+)
+from sametoken.types.structured_outputs import Stuck
 
 
 @dataclass(frozen=True, slots=True)

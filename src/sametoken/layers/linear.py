@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels
-from sametoken.kernels.weight import Weight
 from sametoken.layers.parallel import TensorParallel
+from sametoken.ops.backend import Kernels
+from sametoken.ops.weight import Weight
 
 
 class Projection(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sametoken.kernels.interface import Kernels
+from sametoken.ops.backend import Kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.kernels.interface import RotaryTable
+from sametoken.ops.backend import RotaryTable
 
 DEFAULT_THETA = 10_000.0
 SCALED_TYPES = ("linear", "llama3", "yarn")

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sametoken.kernels.cache_types import LayerCache
-from sametoken.kernels.interface import AttentionRows
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.cache_types import LayerCache
 from sametoken.state.caches import ModelCache
 
 

@@ -11,17 +11,31 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.kernels.cache_types import LayerCache, PagedKV, Recurrent
-from sametoken.kernels.interface import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
-from sametoken.kernels.weight import UnquantizedWeight
 from sametoken.layers.attention import Attention
-from sametoken.layers.mlp import GatedMLP
+from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import ALONE, gather_columns
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.settings import Settings
-from sametoken.models.weights import Part, Split, WeightReader
+from sametoken.models.load.settings import Settings
+from sametoken.models.load.weights import (
+    Part,
+    Split,
+    WeightReader,
+)
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    Kernels,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.ops.cache_types import (
+    LayerCache,
+    PagedKV,
+    Recurrent,
+)
+from sametoken.ops.weight import UnquantizedWeight
 from sametoken.state.caches import ModelCache
 
 HEAD = "lm_head.weight"

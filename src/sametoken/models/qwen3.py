@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sametoken.kernels.interface import QKNorm
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import WINDOWED, Decoder
-from sametoken.models.weights import WeightReader
+from sametoken.models.load.weights import WeightReader
+from sametoken.ops.backend import QKNorm
 
 
 class Qwen3ForCausalLM(Decoder):

@@ -1,21 +1,30 @@
-"""CUDA graphs of steps, cut at the logits: two for each shape that is captured."""
+"""CUDA graphs of steps, cut at the logits: two for each shape that is captured.
+
+Tensors over memory that a CUDA graph's pool owns: good until another graph of it runs.
+
+Layouts on their way to captured steps: a ring in host memory, counted on both sides.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from sametoken.core.layout import NO_REQUESTS, StepLayout, StepShape
-from sametoken.kernels.step.types import LayoutTable
-from sametoken.runner.layout_ring import LayoutRing
-from sametoken.runner.lent import lent
-from sametoken.runner.processing import Between
+from sametoken.ops.step.types import LayoutTable, StepOps
+from sametoken.runner.logits_processing import Between
 from sametoken.runner.runner import Launcher
 from sametoken.runner.step import Computed, Step
+from sametoken.types.layout import (
+    NO_REQUESTS,
+    TABLE_ROWS,
+    StepLayout,
+    StepShape,
+)
 
 WARM_UP_RUNS = 2
 
@@ -128,3 +137,81 @@ class StepGraphs:
     def _forward(self, layout: LayoutTable) -> Computed:
         self.layouts.fetch(layout.table)
         return self.step.forward(layout)
+
+
+Lent = TypeVar("Lent")
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class _Memory:
+    """Device memory as CUDA's array interface (version 3) describes it."""
+
+    def __init__(self, words: Tensor) -> None:
+        size = words.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(words.shape),
+            "typestr": f"<i{size}" if size > 1 else "|u1",
+            "data": (words.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def lent(held: Lent) -> Lent:
+    """A tensor, or a frozen dataclass with its tensors, that does not keep its memory.
+
+    While a tensor lives, its graph's pool gives its memory to no other capture. Of one that is
+    lent the pool disposes; what the graph leaves there is still read at the same address.
+    """
+    if isinstance(held, Tensor) and held.numel():
+        assert held.is_contiguous()
+        words = held.view(_WORDS[held.element_size()])
+        return torch.as_tensor(_Memory(words), device=held.device).view(held.dtype)  # type: ignore[return-value]
+    if is_dataclass(held) and not isinstance(held, type):
+        parts: dict[str, Any] = {one.name: getattr(held, one.name) for one in fields(held)}
+        return replace(held, **{name: lent(part) for name, part in parts.items()})
+    return held
+
+
+@dataclass(slots=True)
+class LayoutRing:
+    """The host writes a layout before each launch, and the launch fetches it by itself.
+
+    Host and device count launches alike, so the n-th launch reads the n-th layout. An entry is
+    written again after as many launches as the ring has entries; there must be as many of
+    them as launches can be in flight.
+
+    Attributes:
+        entries: [N, E] int64 in host memory that the device reaches.
+        turn: [1] int64 on the device, launches that it has begun.
+        ops: fetch.
+    """
+
+    entries: Tensor
+    turn: Tensor
+    ops: StepOps
+    _written: int = 0
+
+    @classmethod
+    def allocate(
+        cls, num_entries: int, largest: StepShape, ops: StepOps, device: torch.device
+    ) -> LayoutRing:
+        """A ring for layouts of at most as many requests as ``largest`` has."""
+        shape, pinned = (num_entries, TABLE_ROWS * largest.table_width), device.type == "cuda"
+        entries = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+        return cls(entries, torch.zeros(1, dtype=torch.int64, device=device), ops)
+
+    def memory(self, shape: StepShape) -> Tensor:
+        """[TABLE_ROWS, width] int64 on the device, for ``fetch``."""
+        return self.turn.new_empty(TABLE_ROWS, shape.table_width)
+
+    def write(self, table: list[list[int]]) -> None:
+        """The layout of the next launch, as ``StepLayout.table`` gives it."""
+        values = torch.tensor([*chain(*table)], dtype=torch.int64)
+        self.entries[self._written % self.entries.shape[0], : values.numel()] = values
+        self._written += 1
+
+    def fetch(self, table: Tensor) -> None:
+        """Read the next layout into device memory, in stream order; may be captured."""
+        self.ops.fetch(self.entries, self.turn, table)

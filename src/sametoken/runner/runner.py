@@ -5,17 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from sametoken.core.layout import NO_REQUESTS, StepLayout, StepShape, padded
-from sametoken.core.plan import StepPlan
-from sametoken.kernels.step.types import LayoutTable
+from sametoken.ops.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
-from sametoken.runner.processing import Between, LogitsProcessing
+from sametoken.runner.logits_processing import (
+    Between,
+    LogitsProcessing,
+)
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
 from sametoken.state.commit import admit, assign_blocks
-from sametoken.state.history import NO_HISTORY, TokenHistory
+from sametoken.state.sequences import (
+    NO_HISTORY,
+    TokenHistory,
+)
 from sametoken.state.upload import upload
+from sametoken.types.layout import (
+    NO_REQUESTS,
+    StepLayout,
+    StepShape,
+    padded,
+)
+from sametoken.types.plan import StepPlan
 
 
 class Runner(Protocol):

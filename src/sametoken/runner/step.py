@@ -1,7 +1,15 @@
-"""One step: the same functions on every device, called one by one or captured in two graphs."""
+"""One step: the same functions on every device, called one by one or captured in two graphs.
+
+Synthetic acceptance: drafts accepted by chance at given rates, to measure times alone.
+
+The target's logits are computed and its tokens chosen as ever, so that a step takes the time
+it takes; but which drafts are accepted is drawn (``StepOps.verify``), and what is emitted means
+nothing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,14 +17,34 @@ from torch import Tensor
 
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.context import DraftContext
-from sametoken.kernels.interface import Kernels
-from sametoken.kernels.step.ops import StepOps
-from sametoken.kernels.step.types import Chances, LayoutTable, StepInputs, VerifyResult
 from sametoken.layers.parallel import ALONE, TensorParallel
 from sametoken.models.base import CausalLM, HiddenStates
+from sametoken.ops.backend import Kernels
+from sametoken.ops.step.types import (
+    Chances,
+    LayoutTable,
+    StepInputs,
+    StepOps,
+    VerifyResult,
+)
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+
+
+def conditional_rates(unconditional: Sequence[float], device: torch.device) -> Tensor:
+    """[k] fp32: how often draft i is accepted if all before it are. Made once, on start-up.
+
+    Args:
+        unconditional: k rates from 0 to 1, none above the one before it: how often draft i
+            and all before it are accepted (``SpeculativeConfig.synthetic_rates``).
+        device: where steps run.
+    """
+    before = (1.0, *unconditional)
+    rates = [
+        rate / last if last else 0.0 for rate, last in zip(unconditional, before, strict=False)
+    ]
+    return torch.tensor(rates, dtype=torch.float32, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sametoken.core.plan import StepPlan, SwapIn, SwapOut
 from sametoken.state.caches import ModelCache
 from sametoken.state.upload import to_device, to_host, upload
+from sametoken.types.plan import (
+    StepPlan,
+    SwapIn,
+    SwapOut,
+)
 
 
 class SwapStore:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from sametoken.core.request import EngineRequest
 from sametoken.errors import InvariantError
-from sametoken.scheduler.block_pool import BlockPool
+from sametoken.scheduler.block_pool import (
+    BlockPool,
+    PrefixCache,
+    block_keys,
+)
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import Turn
-from sametoken.scheduler.prefix_cache import PrefixCache, block_keys
 from sametoken.scheduler.request_state import RequestState
+from sametoken.types.request import EngineRequest
 
 
 class KVMemory:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from sametoken.core.request import EngineRequest
 from sametoken.errors import ConfigError, RequestError
+from sametoken.types.request import EngineRequest
 
 _AT_LEAST_ONE = (
     "max_num_seqs",

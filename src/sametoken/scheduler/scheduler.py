@@ -7,10 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from sametoken.core.length_bound import LenBound
-from sametoken.core.outputs import RowResult, StepResult
-from sametoken.core.plan import PlanRow, StepPlan, SwapIn, SwapOut
-from sametoken.core.request import EngineRequest, RequestUpdate
 from sametoken.errors import InvariantError, RequestError
 from sametoken.scheduler.integrity import (
     check_blocks,
@@ -20,10 +16,29 @@ from sametoken.scheduler.integrity import (
 )
 from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.limits import SchedulerLimits
-from sametoken.scheduler.plan_draft import PlanDraft, Turn
-from sametoken.scheduler.request_state import RequestState, SavedKV, Status
-from sametoken.scheduler.row_budget import RowBudget
-from sametoken.scheduler.settlement import poisoned_update, settled_update
+from sametoken.scheduler.plan_draft import PlanDraft, RowBudget, Turn
+from sametoken.scheduler.request_state import (
+    RequestState,
+    SavedKV,
+    Status,
+    poisoned_update,
+    settled_update,
+)
+from sametoken.types.length_bound import LenBound
+from sametoken.types.outputs import (
+    RowResult,
+    StepResult,
+)
+from sametoken.types.plan import (
+    PlanRow,
+    StepPlan,
+    SwapIn,
+    SwapOut,
+)
+from sametoken.types.request import (
+    EngineRequest,
+    RequestUpdate,
+)
 
 
 @dataclass(frozen=True, slots=True)

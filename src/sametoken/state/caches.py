@@ -8,9 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sametoken.kernels.cache_types import LayerCache, LayerLatent, PagedKV
-from sametoken.kernels.interface import LayerKV
-from sametoken.kernels.recurrent.rule import Folded, LayerMemory
+from sametoken.ops.backend import LayerKV
+from sametoken.ops.cache_types import (
+    LayerCache,
+    LayerLatent,
+    PagedKV,
+)
+from sametoken.ops.model.recurrent.rule import (
+    Folded,
+    LayerMemory,
+)
 
 
 @dataclass(frozen=True, slots=True)

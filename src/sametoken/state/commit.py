@@ -6,9 +6,12 @@ With ``StepOps.commit`` and ``publish``, what a step does, this is all that writ
 
 from __future__ import annotations
 
-from sametoken.core.plan import Admission, BlockAssignment
 from sametoken.state.sequences import Sequences
 from sametoken.state.upload import upload
+from sametoken.types.plan import (
+    Admission,
+    BlockAssignment,
+)
 
 
 def admit(sequences: Sequences, admission: Admission) -> None:

@@ -9,12 +9,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from sametoken.core.plan import Admission
 from sametoken.errors import InvariantError
-from sametoken.kernels.interface import Cuts
-from sametoken.kernels.logits_rules.layout import Edits
-from sametoken.kernels.logits_rules.types import LogitsRules
+from sametoken.ops.backend import Cuts
+from sametoken.ops.sampling.logits_rules import Edits, LogitsRules
 from sametoken.state.upload import upload
+from sametoken.types.plan import Admission
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sametoken.core.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationMetrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
+from sametoken.io.json_text import json_lines
 from sametoken.train.compute import generator_of
 from sametoken.train.text import conversation_in, text_in
 

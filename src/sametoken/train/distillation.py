@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sametoken.core.outputs import SpeculationMetrics
-from sametoken.engine.shards import ExtractedStates
 from sametoken.errors import ConfigError
+from sametoken.extraction.shards import ExtractedStates
 from sametoken.train.acceptance import Acceptance, walk
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.compute import Compute
@@ -32,6 +31,7 @@ from sametoken.train.states import (
 )
 from sametoken.train.target import FrozenTarget
 from sametoken.train.text import Encode, Sequences, read_sequences
+from sametoken.types.outputs import SpeculationMetrics
 
 # At most this many batches are measured.
 _MEASURED_BATCHES = 64

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sametoken.models.base import ModelConfig
-from sametoken.models.huggingface import model_config
-from sametoken.models.settings import Settings
+from sametoken.models.load.huggingface import model_config
+from sametoken.models.load.settings import Settings
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows, padded_length
 from sametoken.train.compute import Compute, choose_compute

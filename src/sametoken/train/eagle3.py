@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from sametoken.errors import ConfigError
-from sametoken.kernels.interface import RotaryTable
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.loader import read_config
+from sametoken.ops.backend import RotaryTable
 from sametoken.train.batches import DraftRows, padded_length
 from sametoken.train.compute import Compute, choose_compute, generator_of
 from sametoken.train.distillation import (
@@ -70,7 +70,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Network(HeadNetwork):
-    """A trainable EAGLE-3 head; ``models/eagle3.py`` runs the result.
+    """A trainable EAGLE-3 head; ``models/heads/eagle3.py`` runs the result.
 
     Training-time test (Li et al., arXiv:2503.01840, section 3.2; SafeAILab/EAGLE
     ``eagle/traineagle3/cnets.py``; vllm-project/speculators ``models/eagle3/core.py``) unrolls

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sametoken.core.json_text import json_lines
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.errors import ConfigError
+from sametoken.io.json_text import json_lines
 from sametoken.train.text import messages_in, text_in, token_ids_in
+from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from sametoken.engine.llm import LLM
+    from sametoken.llm import LLM
 
 # Requests per slot in one call of the engine. With fewer, slots idle while the last ones end.
 _REQUESTS_PER_SLOT = 8

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sametoken.core.files import replacing
 from sametoken.errors import CheckpointError, ConfigError, NumericalError
+from sametoken.io.files import replacing
 from sametoken.train.acceptance import Acceptance
 from sametoken.train.options import LoopOptions
 

@@ -29,9 +29,13 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.hybrid import FULL, LINEAR, gated_delta_rule
+from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.loader import open_checkpoint
-from sametoken.models.mtp_checkpoint import PREFIX
+from sametoken.models.qwen3_5 import (
+    FULL,
+    LINEAR,
+    gated_delta_rule,
+)
 from sametoken.train.compute import generator_of
 
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
@@ -148,7 +152,7 @@ class GatedDeltaNet(Qwen3_5GatedDeltaNet):  # type: ignore[misc]
 
 
 class MTPModule(nn.Module):
-    """The multi-token-prediction module of Qwen3.5, as ``models/mtp.py`` runs it."""
+    """The multi-token-prediction module of Qwen3.5, as ``models/heads/mtp.py`` runs it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

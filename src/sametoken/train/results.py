@@ -21,11 +21,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sametoken.core.directory_lock import LOCK, DirectoryLock
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.io.files import (
+    LOCK,
+    DirectoryLock,
+)
 from sametoken.models.base import ModelConfig
-from sametoken.models.huggingface import INDEX, SINGLE
-from sametoken.models.mtp_checkpoint import PREFIX
+from sametoken.models.heads.mtp import PREFIX
+from sametoken.models.load.huggingface import (
+    INDEX,
+    SINGLE,
+)
 from sametoken.train.networks import DecoderNetwork
 
 RESULT = "training.json"

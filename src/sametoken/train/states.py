@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sametoken.engine.shards import ExtractedStates
 from sametoken.errors import ConfigError
+from sametoken.extraction.shards import ExtractedStates
 from sametoken.models.base import ModelConfig
 from sametoken.train.batches import Batch, Batches
 from sametoken.train.target import FrozenTarget, TargetStates, rms_norm

@@ -18,8 +18,8 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, require_supported
+from sametoken.models.load.weights import TensorSource
 from sametoken.models.loader import open_checkpoint
-from sametoken.models.weights import TensorSource
 
 _ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sametoken.core.json_text import json_lines
 from sametoken.errors import ConfigError
+from sametoken.io.json_text import json_lines
 
 #: Turns a conversation's messages, or a plain text, into token ids.
 Encode = Callable[[Any], Sequence[int]]

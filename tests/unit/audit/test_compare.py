@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.audit.answers import Answer
+from sametoken.audit.asks import Answer
 from sametoken.audit.compare import (
     CORRUPTION,
     TIE,
@@ -14,7 +14,7 @@ from sametoken.audit.compare import (
     first_difference,
     margin_of,
 )
-from sametoken.bench.trace import Window
+from sametoken.bench.measure import Window
 
 
 def top(*margins: float):

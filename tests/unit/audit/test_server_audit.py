@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.audit.answers import Answer, Ask
+from sametoken.audit.asks import (
+    Answer,
+    Ask,
+)
 from sametoken.audit.compare import CORRUPTION, TIE
 from sametoken.audit.server_audit import Side, audit_sides, logit_step
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.audit.answers import Answer
-from sametoken.audit.text_defects import repeated_fragment, text_defects
+from sametoken.audit.asks import Answer
+from sametoken.audit.compare import (
+    repeated_fragment,
+    text_defects,
+)
 
 CLEAN = tuple(range(60))
 

@@ -7,11 +7,13 @@ import json
 import pytest
 
 from sametoken.audit import verdict as words
-from sametoken.audit.answers import Answer
-from sametoken.audit.compare import Comparison, compare
-from sametoken.audit.render import html_of, lines_of
-from sametoken.audit.text_defects import TextDefect
-from sametoken.audit.verdict import Verdict
+from sametoken.audit.asks import Answer
+from sametoken.audit.compare import Comparison, TextDefect, compare
+from sametoken.audit.verdict import (
+    Verdict,
+    html_of,
+    lines_of,
+)
 
 PLAIN = {
     str(i): Answer(tuple(range(10)), top=(((0, -0.1), (1, -0.1 - margin)),) * 10)

@@ -11,7 +11,7 @@ from sametoken.bench.acceptance import (
     one_line,
     profile_findings,
 )
-from sametoken.core.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationMetrics
 
 
 def metrics_of(windows) -> SpeculationMetrics:

@@ -8,8 +8,11 @@ import pytest
 
 from helpers.bench_engine import document
 from sametoken.bench.comparison import METRICS, compare_runs
-from sametoken.bench.files import write_json
-from sametoken.bench.html import embedded_json, render_page
+from sametoken.bench.documents import (
+    embedded_json,
+    render_page,
+    write_json,
+)
 from sametoken.errors import ConfigError
 
 

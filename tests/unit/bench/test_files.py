@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sametoken.bench.files import read_json, write_json, write_text
+from sametoken.bench.documents import (
+    read_json,
+    write_json,
+    write_text,
+)
 from sametoken.errors import ConfigError
 
 

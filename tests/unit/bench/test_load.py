@@ -8,7 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from sametoken.bench.load import Load, run_load
+from sametoken.bench.openai_stream import (
+    Load,
+    run_load,
+)
 from sametoken.errors import ConfigError
 
 

@@ -12,9 +12,9 @@ from helpers.checkpoints import LLAMA
 from sametoken.bench.measure import measure
 from sametoken.bench.workload import RequestSource, Workload
 from sametoken.config import EngineConfig
-from sametoken.core.request import RequestUpdate
 from sametoken.engine.build import build_engine
 from sametoken.errors import NumericalError
+from sametoken.types.request import RequestUpdate
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 

@@ -16,11 +16,11 @@ from sametoken.bench.memory import measure_memory
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.reference import ReferenceKernels
 
 MB, GB = 10**6, 10**9
 HEADS = {"eagle": Eagle1Checkpoint, "eagle3": Eagle3Checkpoint, "mtp": MTPCheckpoint}

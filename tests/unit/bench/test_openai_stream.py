@@ -9,9 +9,14 @@ import json
 import httpx
 import pytest
 
-from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
-from sametoken.bench.served_trace import served_trace, traced_body
-from sametoken.bench.trace import Window
+from sametoken.bench.measure import Window
+from sametoken.bench.openai_stream import (
+    Endpoint,
+    ServedRequest,
+    send,
+    served_trace,
+    traced_body,
+)
 
 ENDPOINT = Endpoint("/v1/completions", "m", is_chat=False)
 DONE = "data: [DONE]\n\n"

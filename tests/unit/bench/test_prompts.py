@@ -6,8 +6,8 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 from sametoken.bench.prompts import dataset_prompts
-from sametoken.engine.tokenizer import load_tokenizer
 from sametoken.errors import ConfigError
+from sametoken.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

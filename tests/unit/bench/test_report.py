@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from sametoken.bench.measure import RequestRecord, Run, StepRecord
-from sametoken.bench.percentiles import percentile
-from sametoken.bench.report import environment, summarise
+from sametoken.bench.report import environment, percentile, summarise
 from sametoken.bench.roofline import Bandwidth, Traffic
-from sametoken.core.outputs import SpeculationMetrics
+from sametoken.types.outputs import SpeculationMetrics
 
 TRAFFIC = Traffic(weights=1000, draft_weights=200, kv_per_token=10)
 BANDWIDTH = Bandwidth(1e6, "a test")

@@ -13,11 +13,11 @@ from helpers.hybrids import EXPERTS, hybrid_config
 from sametoken.bench.roofline import draft_elements, read_bandwidth, step_traffic
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
 OPTIONS = {

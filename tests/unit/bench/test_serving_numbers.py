@@ -6,8 +6,7 @@ import statistics
 
 import pytest
 
-from sametoken.bench.load import LoadRun
-from sametoken.bench.openai_stream import ServedRequest
+from sametoken.bench.openai_stream import LoadRun, ServedRequest
 from sametoken.bench.scrape import Counters
 from sametoken.bench.serving_numbers import Goal, parse_goals, serving_numbers
 from sametoken.errors import ConfigError

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.bench.serving_workload import Server, ServingWorkload
+from sametoken.bench.workload import (
+    Server,
+    ServingWorkload,
+)
 from sametoken.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.bench.files import write_json
+from sametoken.bench.documents import write_json
 from sametoken.bench.sweep import DONE, FAILED, CellStore, launch_engine, run_sweep
 from sametoken.bench.sweep_spec import Sweep
 from sametoken.errors import ConfigError

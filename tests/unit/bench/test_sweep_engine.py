@@ -11,7 +11,7 @@ import pytest
 from helpers.bench_engine import write_config
 from sametoken.bench import session as session_module
 from sametoken.bench import sweep_engine
-from sametoken.bench.files import read_json
+from sametoken.bench.documents import read_json
 from sametoken.bench.roofline import Bandwidth
 from sametoken.bench.sweep import DONE, FAILED, CellStore
 from sametoken.bench.sweep_spec import Sweep

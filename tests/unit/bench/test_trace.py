@@ -8,9 +8,13 @@ import pytest
 
 from helpers.bench_engine import tiny_engine, tiny_requests
 from helpers.chat_model import byte_tokenizer
-from sametoken.bench.measure import measure
-from sametoken.bench.trace import Trace, Window, token_texts
-from sametoken.engine.tokenizer import Tokenizer
+from sametoken.bench.measure import (
+    Trace,
+    Window,
+    measure,
+    token_texts,
+)
+from sametoken.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.bench_engine import document
-from sametoken.bench.files import write_json
+from sametoken.bench.documents import write_json
 from sametoken.cli.main import app
 
 

@@ -16,16 +16,16 @@ import sametoken
 from sametoken.cli import generate as generate_module
 from sametoken.cli.main import app
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.core.outputs import (
+from sametoken.engine.resolve import RequestMemory
+from sametoken.errors import NumericalError, UnsupportedError
+from sametoken.llm import LLM
+from sametoken.types.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     SpeculationMetrics,
 )
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.llm import LLM
-from sametoken.engine.request_memory import RequestMemory
-from sametoken.errors import NumericalError, UnsupportedError
+from sametoken.types.sampling_params import SamplingParams
 
 SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
 

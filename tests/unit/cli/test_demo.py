@@ -12,12 +12,16 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from sametoken import llm as llm_module
 from sametoken.cli import demo
 from sametoken.cli.demo import ACCEPTED_STYLE, HYBRID_SCENE, SCENES, Comparison, answer
 from sametoken.cli.main import app
-from sametoken.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine import llm as llm_module
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 LETTERS = "abcdefgh"
 

@@ -13,7 +13,7 @@ INTERRUPTED = 130
 @pytest.fixture
 def started(monkeypatch) -> list:
     """What the command would have run, without running it."""
-    import sametoken.server.run
+    import sametoken.serving.http.run
 
     calls: list = []
 
@@ -21,7 +21,7 @@ def started(monkeypatch) -> list:
         calls.append(arguments)
         return len(calls) == INTERRUPTED
 
-    monkeypatch.setattr(sametoken.server.run, "run", run)
+    monkeypatch.setattr(sametoken.serving.http.run, "run", run)
     return calls
 
 

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from sametoken.cli.main import app
-from sametoken.server.ray import serve
-from sametoken.server.ray.config import RayConfig
+from sametoken.serving.ray import serve
+from sametoken.serving.ray.config import RayConfig
 
 
 def run(*arguments: str):

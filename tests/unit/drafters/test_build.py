@@ -23,15 +23,15 @@ from helpers.hybrids import FULL, write_hybrid
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
-from sametoken.drafters.cascade import CascadeDrafter
+from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.errors import CheckpointError, DrafterMismatchError, InvariantError, UnsupportedError
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.select import select_backend
 from sametoken.models.loader import load_model, read_config
+from sametoken.ops.dispatch import select_backend
+from sametoken.ops.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
 BACKEND = dataclasses.replace(select_backend(CPU), model=KERNELS)

@@ -7,11 +7,11 @@ import pytest
 from helpers.drafting import NOT_A_TOKEN, Bench, requests_of
 from helpers.suffixes import Options
 from helpers.toy import ToyModel
-from sametoken.drafters.cascade import CascadeDrafter
+from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
-from sametoken.state.history import NO_HISTORY
+from sametoken.state.sequences import NO_HISTORY
 
 VOCAB = 3
 

@@ -18,11 +18,11 @@ from helpers.drafting import CPU, MAX_LEN, Bench, requests_of
 from helpers.hybrids import FULL, hybrid_config, hybrid_tensors
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.drafters.eagle import EagleDrafter
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.reference import ReferenceKernels
 
 OPTIONS = {
     "kernels": ReferenceKernels(),

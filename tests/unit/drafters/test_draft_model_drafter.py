@@ -11,7 +11,7 @@ from helpers.drafting import BLOCK_SIZE, Bench, requests_of
 from helpers.toy import ToyModel, toy_config
 from sametoken.drafters.draft_model import DraftModelDrafter, require_fit
 from sametoken.errors import DrafterMismatchError
-from sametoken.kernels.sampling.reference import sample
+from sametoken.ops.sampling.sample import sample
 
 VOCAB = 11
 

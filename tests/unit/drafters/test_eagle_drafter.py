@@ -21,12 +21,12 @@ from helpers.head_drafting import (
     check_lookahead_slots,
     head_bench,
 )
-from sametoken.kernels.cache_types import PagedKV
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.base import HiddenStates
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import load_model
+from sametoken.ops.cache_types import PagedKV
+from sametoken.ops.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
 OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": MAX_LEN}

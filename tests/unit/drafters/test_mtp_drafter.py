@@ -14,9 +14,9 @@ from helpers.head_drafting import (
     head_bench,
 )
 from helpers.hybrids import FULL, hybrid_config, hybrid_tensors, twin_config, twin_tensors
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.reference import ReferenceKernels
 
 OPTIONS = {
     "kernels": ReferenceKernels(),

@@ -8,7 +8,7 @@ import torch
 
 from helpers.thread_ranks import run_ranks
 from sametoken.drafters.base import Drafts, NoDrafter
-from sametoken.drafters.shared import share_drafter
+from sametoken.drafters.combined import share_drafter
 from sametoken.layers.parallel import ALONE
 
 CONTEXT = SimpleNamespace(slots=torch.tensor([5, 1, 3]), max_num_drafts=2)

@@ -8,7 +8,7 @@ from helpers.drafting import CPU, MAX_LEN, NOT_A_TOKEN, Bench, requests_of
 from helpers.suffixes import Options, slow_search
 from helpers.toy import ToyModel
 from sametoken.drafters.suffix import SuffixDrafter
-from sametoken.state.history import TokenHistory
+from sametoken.state.sequences import TokenHistory
 
 
 class KeepingBench(Bench):

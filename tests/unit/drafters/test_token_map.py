@@ -13,10 +13,10 @@ from helpers.checkpoints import VOCAB
 from helpers.drafting import Bench
 from helpers.head_files import HeadFiles
 from sametoken.drafters.build import require_drafter_fits, required_aux_layers
-from sametoken.drafters.token_map import read_token_map
+from sametoken.drafters.eagle import read_token_map
 from sametoken.errors import ConfigError
-from sametoken.kernels.gemm.fp8 import Fp8Weight
 from sametoken.models.loader import read_config
+from sametoken.ops.model.gemm.fp8 import Fp8Weight
 
 HEADS = ("eagle", "eagle3", "mtp")
 SOME = [19, 2, 3, 7, 11, 0, 22, 5]

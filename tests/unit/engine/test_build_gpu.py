@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sametoken.core.layout import StepLayout, StepShape, padded
-from sametoken.core.plan import PlanRow, StepPlan
 from sametoken.engine.build_gpu import (
     MOST_ROWS,
     ROW_MULTIPLE,
@@ -19,6 +17,15 @@ from sametoken.engine.build_gpu import (
 )
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.runner import EagerLauncher
+from sametoken.types.layout import (
+    StepLayout,
+    StepShape,
+    padded,
+)
+from sametoken.types.plan import (
+    PlanRow,
+    StepPlan,
+)
 
 sizes = st.tuples(st.integers(1, 300), st.sampled_from([0, 1, 3, 7, 64]), st.integers(64, 9000))
 

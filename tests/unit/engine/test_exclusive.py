@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sametoken.engine.exclusive import Exclusive
+from sametoken.engine.caller import Exclusive
 from sametoken.errors import EngineDeadError, RequestError
 
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.engine.generation_defaults import default_sampling_params
+from sametoken.engine.input_processor import default_sampling_params
 from sametoken.errors import CheckpointError
+from sametoken.types.sampling_params import SamplingParams
 
 
 def test_recommended_values_take_the_place_of_the_usual_ones(tmp_path):

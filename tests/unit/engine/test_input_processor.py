@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.core.seeds import derive_seed
-from sametoken.core.structured_outputs import StructuredOutputs
 from sametoken.engine.input_processor import InputProcessor, PromptTokens
 from sametoken.errors import RequestError
+from sametoken.types.sampling_params import SamplingParams, derive_seed
+from sametoken.types.structured_outputs import StructuredOutputs
 
 VOCAB = 340
 MAX_LEN = 32

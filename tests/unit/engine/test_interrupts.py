@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from sametoken.engine.interrupts import DeferredInterrupts
+from sametoken.engine.caller import DeferredInterrupts
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +121,6 @@ def test_an_interpreter_without_signals_has_nothing_to_defer(monkeypatch):
         raise ValueError("signal only works in main thread of the main interpreter")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sametoken.engine.interrupts.signal.signal", refuse)
+        patch.setattr("sametoken.engine.caller.signal.signal", refuse)
         with DeferredInterrupts(print) as interrupts:
             interrupts.check()

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sametoken.core.outputs import Logprob
-from sametoken.core.request import RequestUpdate
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.core.structured_outputs import Stuck
 from sametoken.engine.input_processor import InputProcessor, PromptTokens
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.errors import NumericalError, StructuredOutputError
+from sametoken.types.outputs import Logprob
+from sametoken.types.request import RequestUpdate
+from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.structured_outputs import Stuck
 
 PROMPT = (40, 41, 42)
 EOS = 0

@@ -8,10 +8,14 @@ import torch
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.engine.request_memory import RequestMemory
+from sametoken.engine.resolve import RequestMemory
 from sametoken.engine.summary import explanation
-from sametoken.kernels.cache_types import LatentKV, PagedKV, Recurrent
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.cache_types import (
+    LatentKV,
+    PagedKV,
+    Recurrent,
+)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 
 DRAFT_KV = (PagedKV(3, 5, 5, torch.float32),)
 KV = 2 * DRAFT_KV

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.linear import Linear
-from sametoken.layers.mlp import GatedMLP
 from sametoken.layers.norm import RMSNorm
+from sametoken.ops.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
 

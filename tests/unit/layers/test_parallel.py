@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from helpers.thread_ranks import run_ranks
-from sametoken.kernels.partial_sum.reference import partial_sum
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.parallel import ALONE, gather_columns
-from sametoken.layers.sparse_moe import DividedExperts
+from sametoken.ops.model.partial_sum import partial_sum
+from sametoken.ops.reference import ReferenceKernels
 
 KERNELS = ReferenceKernels()
 

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 
 from sametoken.errors import CheckpointError
-from sametoken.models import checkout
-from sametoken.models.checkout import HYBRID_DIRECTORY, HYBRID_FILES, HYBRID_NAME, has_hybrid
-from sametoken.models.embedded import resolve_model
+from sametoken.models import names as checkout
+from sametoken.models.names import (
+    HYBRID_DIRECTORY,
+    HYBRID_FILES,
+    HYBRID_NAME,
+    has_hybrid,
+    resolve_model,
+)
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,9 +9,9 @@ from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench
 from helpers.rows import ragged_rows
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.select import select_kernels
 from sametoken.models.loader import load_model
+from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.reference import ReferenceKernels
 
 transformers_logging.disable_progress_bar()
 NUM_LAYERS = 4

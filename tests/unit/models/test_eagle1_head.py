@@ -29,10 +29,10 @@ from helpers.heads import (
     rows_of_one_slot,
 )
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.kernels.select import select_kernels
 from sametoken.models.base import HiddenStates
-from sametoken.models.eagle1_checkpoint import Eagle1Checkpoint
+from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.loader import read_config
+from sametoken.ops.dispatch import select_kernels
 
 WRITERS = {"safeailab": write_eagle1, "speculators": write_eagle1_speculators}
 

@@ -26,10 +26,10 @@ from helpers.heads import (
     rows_of_one_slot,
 )
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.kernels.select import select_kernels
 from sametoken.models.base import HiddenStates
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
+from sametoken.ops.dispatch import select_kernels
 
 
 def load(directory, target=None):
@@ -178,7 +178,7 @@ def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
 @pytest.mark.parametrize("write", [write_safeailab, write_speculators])
 @pytest.mark.parametrize("chunk_elements", [1 << 20, 2 * HIDDEN], ids=["whole", "chunks"])
 def test_a_draft_vocabulary_in_any_order_is_sorted(tmp_path, monkeypatch, write, chunk_elements):
-    monkeypatch.setattr("sametoken.models.weights.CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("sametoken.models.load.weights.CHUNK_ELEMENTS", chunk_elements)
     tensors = head_tensors(8)
     ascending = load(write(tmp_path / "ascending", tensors))
     order = torch.randperm(len(DRAFT_IDS), generator=torch.Generator().manual_seed(4))

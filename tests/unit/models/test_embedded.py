@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from sametoken.errors import CheckpointError
-from sametoken.models import embedded
-from sametoken.models.embedded import resolve_model
+from sametoken.models import names as embedded
+from sametoken.models.names import resolve_model
 
 CONTENT = b"GGUF and so on" * 1000
 

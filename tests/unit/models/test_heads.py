@@ -11,11 +11,16 @@ from helpers.checkpoints import write_llama
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.build import required_aux_layers
 from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
-from sametoken.models import heads
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
-from sametoken.models.embedded import EMBEDDED_FILE
-from sametoken.models.heads import HEAD_DIRECTORY, HEAD_FILES, HEAD_NAME, resolve_drafter
+from sametoken.models import names as heads
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
+from sametoken.models.names import (
+    EMBEDDED_FILE,
+    HEAD_DIRECTORY,
+    HEAD_FILES,
+    HEAD_NAME,
+    resolve_drafter,
+)
 
 SMOLLM2 = Path("/models") / EMBEDDED_FILE
 MAX_BYTES = 25_000_000

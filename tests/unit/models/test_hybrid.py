@@ -11,10 +11,13 @@ from safetensors.torch import load_file, save_file
 from helpers.checkpoints import random_weight, write_checkpoint
 from helpers.forward import CPU, Bench
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.kernels.cache_types import PagedKV, Recurrent
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.models.loader import load_model, read_config
+from sametoken.ops.cache_types import (
+    PagedKV,
+    Recurrent,
+)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.reference import ReferenceKernels
 
 CONFIG = {
     "architectures": ["Qwen3_5MoeForCausalLM"],

@@ -9,11 +9,14 @@ import torch
 
 from helpers.forward import CPU, Bench
 from helpers.hybrids import write_hybrid
-from sametoken.kernels.gemm.tuning import load_table
-from sametoken.kernels.interface import Kernels, RowRuns
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.kernels.triton import TritonKernels
 from sametoken.models.loader import load_model
+from sametoken.ops.backend import (
+    Kernels,
+    RowRuns,
+)
+from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 

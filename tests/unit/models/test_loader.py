@@ -13,9 +13,9 @@ from transformers.utils import logging as transformers_logging
 
 from helpers.forward import CPU, Bench
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
-from sametoken.kernels.reference import ReferenceKernels
-from sametoken.models import weights
+from sametoken.models.load import weights
 from sametoken.models.loader import load_model
+from sametoken.ops.reference import ReferenceKernels
 
 transformers_logging.disable_progress_bar()
 SIZES = {

@@ -27,10 +27,10 @@ from helpers.hybrids import (
     write_hybrid,
 )
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.kernels.select import select_kernels
 from sametoken.models.base import HiddenStates
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import read_config
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.dispatch import select_kernels
 
 LAYER = "mtp.layers.0"
 

@@ -22,13 +22,16 @@ from helpers.hybrids import (
 )
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.kernels.cache_types import bytes_per_block, bytes_per_slot
-from sametoken.kernels.native.bundle import NativeKernels
-from sametoken.kernels.reference import ReferenceKernels
 from sametoken.layers.parallel import ALONE
-from sametoken.models import weights
+from sametoken.models.load import weights
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.tensor_parallel import require_divisible
+from sametoken.models.registry import require_divisible
+from sametoken.ops.cache_types import (
+    bytes_per_block,
+    bytes_per_slot,
+)
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
 
 SIZES = {
     "vocab_size": 48,

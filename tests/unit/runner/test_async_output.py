@@ -7,12 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sametoken.core.plan import PlanRow, StepPlan
-from sametoken.core.structured_outputs import Stuck
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.kernels.step.types import HAS_NAN, NO_TOKEN, SOUND
+from sametoken.ops.step.types import (
+    HAS_NAN,
+    NO_TOKEN,
+    SOUND,
+)
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.stream import LaggingStream
+from sametoken.types.plan import (
+    PlanRow,
+    StepPlan,
+)
+from sametoken.types.structured_outputs import Stuck
 
 PLAN = StepPlan(7, rows=(PlanRow(2, 1, 3, True), PlanRow(1, 1, 3, True), PlanRow(0, 8, 0, False)))
 GARBAGE = 10**12

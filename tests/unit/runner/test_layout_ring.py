@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from helpers.step_scenes import DEVICE, STATIC_OPS
-from sametoken.core.layout import NO_REQUESTS, StepLayout, StepShape
-from sametoken.core.plan import PlanRow, StepPlan
-from sametoken.runner.layout_ring import LayoutRing
+from sametoken.runner.graphs import LayoutRing
+from sametoken.types.layout import (
+    NO_REQUESTS,
+    StepLayout,
+    StepShape,
+)
+from sametoken.types.plan import (
+    PlanRow,
+    StepPlan,
+)
 
 RESERVED = 7
 each_op = pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)

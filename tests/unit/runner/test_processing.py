@@ -16,13 +16,13 @@ from helpers.judged import Row, case_of
 from helpers.logprobs import check_entry
 from helpers.ruled import expected_row
 from helpers.static_steps import STEPS
-from sametoken.core.plan import Admission
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.errors import RequestError
-from sametoken.kernels.truncation import reference as truncation
-from sametoken.runner.processing import LogitsProcessing
+from sametoken.ops.sampling import truncation
+from sametoken.runner.logits_processing import LogitsProcessing
+from sametoken.sampling.admission import require_choosable
 from sametoken.state.sampling import SamplingTable
-from sametoken.verification.admission import require_choosable
+from sametoken.types.plan import Admission
+from sametoken.types.sampling_params import SamplingParams
 
 VOCAB_SIZE = 9
 NO_TOKEN = -math.inf

@@ -18,21 +18,24 @@ from helpers.judged import Row, case_of
 from helpers.static_steps import STEPS, DeviceChoices
 from helpers.step_scenes import DEVICE, Scene, Slot, row_of
 from helpers.thread_ranks import run_ranks
-from sametoken.core.plan import Admission
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.ngram import NgramDrafter
-from sametoken.kernels.gemm.tuning import load_table
-from sametoken.kernels.ngram.triton import lookup
-from sametoken.kernels.recurrent.triton import TritonPass
-from sametoken.kernels.sampling import reference
-from sametoken.kernels.step import compact
-from sametoken.kernels.step import triton as in_triton
-from sametoken.kernels.step.types import NUM_COUNTS, Chances
-from sametoken.kernels.triton import TritonKernels
 from sametoken.models.base import HiddenStates
+from sametoken.ops.lookup.ngram_triton import lookup
+from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.model.recurrent.triton import TritonPass
+from sametoken.ops.sampling import sample as reference
+from sametoken.ops.step import compact
+from sametoken.ops.step import triton as in_triton
+from sametoken.ops.step.types import (
+    NUM_COUNTS,
+    Chances,
+)
+from sametoken.ops.triton import TritonKernels
 from sametoken.runner.step import Step
 from sametoken.state.sampling import SamplingTable
+from sametoken.types.plan import Admission
+from sametoken.types.sampling_params import SamplingParams
 
 VOCAB_SIZE = 5
 each_kind = pytest.mark.parametrize("steps", STEPS)

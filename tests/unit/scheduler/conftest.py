@@ -2,11 +2,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from sametoken.core.outputs import RowResult, StepResult
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.types.outputs import (
+    RowResult,
+    StepResult,
+)
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
 
 DEFAULTS = {
     "max_num_seqs": 4,

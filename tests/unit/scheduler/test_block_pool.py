@@ -1,8 +1,7 @@
 import pytest
 
 from sametoken.errors import InvariantError
-from sametoken.scheduler.block_pool import BlockPool
-from sametoken.scheduler.prefix_cache import PrefixCache
+from sametoken.scheduler.block_pool import BlockPool, PrefixCache
 
 
 def make_pool(num_blocks):

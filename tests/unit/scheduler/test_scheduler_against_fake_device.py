@@ -15,13 +15,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sametoken.core.outputs import RowResult, StepResult
-from sametoken.core.plan import Admission, PlanRow, StepPlan
-from sametoken.core.request import EngineRequest
-from sametoken.core.sampling_params import SamplingParams
+from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.limits import SchedulerLimits
-from sametoken.scheduler.prefix_cache import block_keys
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.types.outputs import (
+    RowResult,
+    StepResult,
+)
+from sametoken.types.plan import (
+    Admission,
+    PlanRow,
+    StepPlan,
+)
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
 
 VOCAB = 5
 GARBAGE = "garbage"

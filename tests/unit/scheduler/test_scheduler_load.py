@@ -2,7 +2,7 @@
 
 import random
 
-from sametoken.scheduler.row_budget import SHARE
+from sametoken.scheduler.plan_draft import SHARE
 
 
 class Load:

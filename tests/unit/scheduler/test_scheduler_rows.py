@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from sametoken.core.outputs import StepResult
 from sametoken.errors import InvariantError
+from sametoken.types.outputs import StepResult
 
 
 def test_nothing_to_do_is_no_plan(kit):

@@ -6,17 +6,21 @@ import torch
 
 from helpers.decaying_sum import DecayingSum
 from helpers.recurrent import poison
-from sametoken.core.plan import StepPlan, SwapIn, SwapOut
-from sametoken.kernels.cache_types import (
+from sametoken.ops.cache_types import (
     LatentKV,
     PagedKV,
     Recurrent,
     bytes_per_block,
     bytes_per_slot,
 )
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.runner.swap import SwapStore
 from sametoken.state.caches import ModelCache
+from sametoken.types.plan import (
+    StepPlan,
+    SwapIn,
+    SwapOut,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDE, NARROW = PagedKV(2, 6, 6, BF16), PagedKV(1, 8, 4, BF16, window=5)

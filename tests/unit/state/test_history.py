@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from sametoken.core.plan import Admission
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.state.commit import admit
-from sametoken.state.history import NO_HISTORY, TokenHistory
-from sametoken.state.sequences import Sequences
+from sametoken.state.sequences import (
+    NO_HISTORY,
+    Sequences,
+    TokenHistory,
+)
+from sametoken.types.plan import Admission
+from sametoken.types.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 UNDEFINED = -7

@@ -16,11 +16,20 @@ from hypothesis import strategies as st
 from helpers.decaying_sum import DecayingSum, DecayingSumWeights
 from helpers.recurrent import Slots
 from sametoken.errors import InvariantError
-from sametoken.kernels.cache_types import Recurrent, bytes_per_slot
-from sametoken.kernels.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.kernels.interface import AttentionRows, Kernels
-from sametoken.kernels.native.bundle import NativeKernels
-from sametoken.kernels.reference import ReferenceKernels
+from sametoken.ops.backend import (
+    AttentionRows,
+    Kernels,
+)
+from sametoken.ops.cache_types import (
+    Recurrent,
+    bytes_per_slot,
+)
+from sametoken.ops.model.gated_delta_rule.rule import (
+    GatedDelta,
+    GatedDeltaParams,
+)
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
 
 CPU = torch.device("cpu")
 NUM_SLOTS = 3

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from sametoken.core.plan import Admission
-from sametoken.core.sampling_params import SamplingParams
 from sametoken.errors import InvariantError
 from sametoken.state.sampling import SamplingTable
+from sametoken.types.plan import Admission
+from sametoken.types.sampling_params import SamplingParams
 
 
 def rules_of(table, slot):

@@ -8,13 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.step_scenes import ALL_OPS, DEVICE, integers, order_of, with_room
-from sametoken.core.layout import StepLayout
-from sametoken.core.plan import Admission, BlockAssignment, PlanRow, StepPlan
-from sametoken.core.sampling_params import SamplingParams
-from sametoken.kernels.step import compact
-from sametoken.kernels.step.types import LayoutTable
+from sametoken.ops.step import compact
+from sametoken.ops.step.types import LayoutTable
 from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sequences import Sequences
+from sametoken.types.layout import StepLayout
+from sametoken.types.plan import (
+    Admission,
+    BlockAssignment,
+    PlanRow,
+    StepPlan,
+)
+from sametoken.types.sampling_params import SamplingParams
 
 BLOCK, K, SLOTS, MAX_LEN = 4, 3, 3, 48
 each_op = pytest.mark.parametrize("ops", ALL_OPS.values(), ids=ALL_OPS)

@@ -23,7 +23,7 @@ from helpers.training import (
 )
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
 from sametoken.train.distillation import TrainingText
 from sametoken.train.eagle3 import Eagle3Network, train_eagle3

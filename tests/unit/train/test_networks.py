@@ -13,9 +13,9 @@ from helpers.forward import Bench
 from helpers.heads import OPTIONS, empty_kv, rows_of_one_slot
 from helpers.hybrids import FULL, LINEAR, hybrid_config, hybrid_tensors, write_hybrid
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.kernels.gated_delta_rule.reference import advance
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model, read_config
-from sametoken.models.mtp_checkpoint import MTPCheckpoint
+from sametoken.ops.model.gated_delta_rule.reference import advance
 from sametoken.train.networks import DecoderNetwork, delta_rule, in_drawing_order, load_decoder
 
 STEPS = 3

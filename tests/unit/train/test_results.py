@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from helpers.checkpoints import HIDDEN, VOCAB, head_tensors, write_llama
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.models.eagle3_checkpoint import Eagle3Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.loader import read_config
 from sametoken.train.results import HeadLayout, write_head
 

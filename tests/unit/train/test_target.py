@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from helpers.checkpoints import LLAMA, VOCAB, random_weight, write_checkpoint, write_llama
 from sametoken import LLM, SamplingParams
-from sametoken.engine.shards import ExtractedStates
 from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.extraction.shards import ExtractedStates
 from sametoken.train.target import FrozenTarget
 
 CPU = torch.device("cpu")

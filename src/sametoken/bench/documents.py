@@ -1,0 +1,138 @@
+"""JSON files that are whole or not there.
+
+What the commands keep of a measurement: one JSON object, the same for all of them.
+
+Its keys: ``benchmark``, ``synthetic``, ``workload``, ``settings``, ``environment``, and
+``results``, one for every concurrency or request rate. A result has numbers under the names of
+``Summary``, and besides them ``runs``, ``timeline`` and ``traces``.
+
+One page that works from disk: markup, style, script, plotly and data in one file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from sametoken.bench.report import Summary, environment, settings
+from sametoken.bench.session import Session
+from sametoken.errors import ConfigError
+from sametoken.io.files import replacing
+from sametoken.io.json_text import parse_json
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one move: nobody ever reads half of it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, shared=True) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.chmod(0o644)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error})", "give another path") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``write_text`` of a value that JSON knows.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no JSON object.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
+        value = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as JSON ({error})", "give a file that bench wrote"
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds no JSON object", "give a file that bench wrote")
+    return value
+
+
+def offline_document(
+    title: str, session: Session, summaries: Sequence[Summary], more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The object of an offline measurement.
+
+    Args:
+        title: what was run.
+        session: what was measured.
+        summaries: one for every concurrency.
+        more: of the workload, as JSON knows it.
+    """
+    workload = dataclasses.asdict(session.workload) | {"prompts": len(session.workload.prompts)}
+    return {
+        "benchmark": title,
+        "synthetic": list(session.resolved.config.synthetic),
+        "workload": workload | dict(more),
+        "settings": settings(session.resolved),
+        "environment": environment(session.resolved.device),
+        "bandwidth": dataclasses.asdict(session.bandwidth),
+        "traffic": dataclasses.asdict(session.traffic),
+        "results": [dataclasses.asdict(summary) for summary in summaries],
+    }
+
+
+_PAGES = "page"
+
+
+def render_page(name: str, title: str, data: dict[str, Any]) -> str:
+    """A page of ``bench/page`` with everything that it needs inside.
+
+    Args:
+        name: of ``NAME.html``, whose body it is, and of ``NAME.js``, which reads the data;
+            the style is shared.
+        title: of the window.
+        data: what the script reads, from the element with the id ``data``.
+
+    Returns:
+        HTML.
+    """
+    from plotly.offline import get_plotlyjs
+
+    parts = {
+        "title": _escaped(title),
+        "style": _file("style.css"),
+        "body": _file(f"{name}.html"),
+        "data": embedded_json(data),
+        "plotly": get_plotlyjs(),
+        "script": _file(f"{name}.js"),
+    }
+    return Template(_file("frame.html")).substitute(parts)
+
+
+def embedded_json(data: dict[str, Any]) -> str:
+    """JSON that cannot end the script element which holds it."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _escaped(text: str) -> str:
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
+        text = text.replace(character, entity)
+    return text
+
+
+def _file(name: str) -> str:
+    page = resources.files("sametoken.bench").joinpath(_PAGES, name)
+    return page.read_text(encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the processes that share one model."""

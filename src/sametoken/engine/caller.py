@@ -1,0 +1,186 @@
+"""One thread at a time at an engine, in the order they come.
+
+What signal handlers raise, kept until work may be interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+from sametoken.errors import EngineDeadError, RequestError
+
+#: Seconds after which a waiting thread looks whether it was interrupted.
+_POLL_S = 0.05
+
+
+class Exclusive:
+    """Guards what threads share: each holds it for a step, then lets the next one in.
+
+    A process that forks keeps it; the fork has neither the threads nor the device.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Whoever waits for the lock holds this, so that its last holder does not come first.
+        self._next = threading.Lock()
+        # Threads that hold the lock or wait for it, once for each time.
+        self._inside: list[int] = []
+        self._later: deque[Callable[[], None]] = deque()
+        self._pid = os.getpid()
+
+    @contextmanager
+    def held(self, check: Callable[[], None]) -> Iterator[None]:
+        """Wait for a turn and hold it for the block.
+
+        Args:
+            check: called now and then while waiting; may raise, which ends the wait.
+
+        Raises:
+            EngineDeadError: this process is a fork.
+            RequestError: this thread holds it already, or waits for it.
+        """
+        thread = threading.get_ident()
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                f"the engine runs in process {self._pid}, and process {os.getpid()} is its fork",
+                "load the model in the process that uses it, or start processes by spawn",
+            )
+        if thread in self._inside:
+            raise RequestError(
+                "a signal handler or a finalizer called the engine in the midst of its step",
+                "let it note what to do, and call the engine from outside",
+            )
+        self._inside.append(thread)
+        try:
+            self._acquire(check)
+            try:
+                self._catch_up()
+                yield
+            finally:
+                self._lock.release()
+        finally:
+            self._inside.remove(thread)
+            self._catch_up_if_free()
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do a short work while nobody holds this: at once, or when whoever does lets go.
+
+        It never waits, so that a finalizer may call it on any thread. In a fork nothing is done.
+        """
+        if os.getpid() == self._pid:
+            self._later.append(work)
+            self._catch_up_if_free()
+
+    def _acquire(self, check: Callable[[], None]) -> None:
+        _wait(self._next, check)
+        try:
+            _wait(self._lock, check)
+        finally:
+            self._next.release()
+
+    def _catch_up_if_free(self) -> None:
+        # Looked at again after each release: whoever came meanwhile could not get the lock.
+        thread = threading.get_ident()
+        while self._later and self._lock.acquire(blocking=False):
+            self._inside.append(thread)
+            try:
+                self._catch_up()
+            finally:
+                self._inside.remove(thread)
+                self._lock.release()
+
+    def _catch_up(self) -> None:
+        while self._later:
+            self._later.popleft()()
+
+
+def _wait(lock: threading.Lock, check: Callable[[], None]) -> None:
+    while not lock.acquire(timeout=_POLL_S):
+        check()
+
+
+#: Signals from outside whose handlers may raise; SIGINT, which is Ctrl-C, is masked first.
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
+)
+
+T = TypeVar("T")
+
+
+class DeferredInterrupts:
+    """A block that no signal handler's exception cuts.
+
+    Handlers run when they always do. What the first of them raises, ``KeyboardInterrupt`` as
+    a rule, waits for ``check`` or the end of the block. A second Ctrl-C is raised at once
+    while ``cuttable`` work runs. Signals belong to the main thread: elsewhere, and where the
+    interpreter handles none, the block changes nothing.
+
+    Args:
+        on_cut: told what is about to be raised in the midst of ``cuttable`` work.
+    """
+
+    def __init__(self, on_cut: Callable[[BaseException], None]) -> None:
+        self._on_cut = on_cut
+        self._former: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._pending: BaseException | None = None
+        self._num_sigints = 0
+        self._may_cut = False
+
+    def __enter__(self) -> DeferredInterrupts:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        # All are known before the first is replaced: the new handler looks the old one up.
+        former = {number: signal.getsignal(number) for number in SIGNALS}
+        self._former = {n: handler for n, handler in former.items() if callable(handler)}
+        try:
+            for number in self._former:
+                signal.signal(number, self._handle)
+        except ValueError:
+            # The main thread of a subinterpreter has no signals either.
+            self._former.clear()
+        except BaseException:
+            self._restore()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._restore()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what waits, if anything does."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            raise pending
+
+    def cuttable(self, work: Callable[[], T]) -> T:
+        """Do work that may take long; a second Ctrl-C cuts it, after ``on_cut``."""
+        self._may_cut = True
+        try:
+            return work()
+        finally:
+            self._may_cut = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._former[number](number, frame)
+        except BaseException as error:
+            self._num_sigints += number == signal.SIGINT
+            if self._may_cut and number == signal.SIGINT and self._num_sigints > 1:
+                self._on_cut(error)
+                raise
+            if self._pending is None:
+                self._pending = error
+
+    def _restore(self) -> None:
+        # SIGINT last, so that nothing interrupts this; what was replaced since stays.
+        for number, former in reversed(self._former.items()):
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, former)

@@ -1,0 +1,1 @@
+"""Hidden states of a running engine, recorded for training drafters."""

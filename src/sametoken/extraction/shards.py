@@ -1,0 +1,388 @@
+"""Hidden states on disk: safetensors shards, and a manifest that says what they hold.
+
+A directory holds ``manifest.json`` and shards of R rows each: ``hidden_states``
+[R, num_layers, hidden] in the model's dtype, ``token_ids`` [R] and ``next_token_ids`` [R]
+int64. Row by row they are a position's states, its token, and the token after it. The
+manifest names the ranges of positions that lie one after the other in each shard. Names
+and the meaning of layer ids are vLLM's ``extract_hidden_states`` method's: layer i is the
+stream that enters layer i, ``num_hidden_layers`` the one that enters the final norm.
+
+Every file is written under another name and then renamed, a shard before the manifest that
+names it. What the manifest names is there, whatever happened. It names each shard's run and
+SHA-256, and a shard with other bytes is refused when it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, ConfigError
+from sametoken.io.files import replacing
+from sametoken.io.json_text import parse_json
+
+FORMAT = "sametoken-hidden-states-2"
+MANIFEST = "manifest.json"
+_AGAIN = "extract the states again, into an empty directory"
+_PLAIN_NAME = re.compile(r"[\w-][\w.-]*", re.ASCII)
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Bytes of a row's two token ids.
+_ROW_IDS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StateSource:
+    """What states were taken from. States of different sources do not share a directory.
+
+    Attributes:
+        model: path of the checkpoint.
+        eagle_aux_hidden_state_layer_ids: the layers, in the order of ``hidden_states``.
+        dtype: of the states, as in "bfloat16".
+    """
+
+    model: str
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEntry:
+    """One request's sequence: ``num_rows`` positions from 0 on, one fewer than its tokens.
+
+    Attributes:
+        request_id: the engine's, which may come back in another run.
+        prompt_digest: ``prompt_digest`` of the prompt.
+        prompt_len: tokens of the prompt.
+        num_rows: positions that are written.
+        complete: the request ended by itself, and all its rows are written. What an abort,
+            NaN, or the end of the process has cut short never becomes complete.
+    """
+
+    request_id: str
+    prompt_digest: str
+    prompt_len: int
+    num_rows: int
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Positions ``start .. stop - 1`` of the sequence of that index in the manifest."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file, and the ranges that lie in it one after the other.
+
+    Attributes:
+        file: its name within the directory.
+        writer: names the run that wrote it; the file names it too.
+        sha256: of the whole file, in hexadecimal.
+    """
+
+    file: str
+    writer: str
+    sha256: str
+    ranges: tuple[RowRange, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all ranges."""
+        return sum(part.stop - part.start for part in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a directory holds.
+
+    Attributes:
+        complete: no request was under way when this was written.
+    """
+
+    source: StateSource
+    complete: bool = True
+    sequences: tuple[SequenceEntry, ...] = ()
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def finished_prompts(self) -> frozenset[str]:
+        """Digests of the prompts whose sequences are complete: a later run may skip those."""
+        return frozenset(one.prompt_digest for one in self.sequences if one.complete)
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedSequence:
+    """One sequence as a trainer wants it.
+
+    Attributes:
+        token_ids: [n] int64, prompt and output.
+        hidden_states: [n - 1, num_layers, hidden]; the last token was never run.
+        prompt_len: leading tokens that are the prompt.
+    """
+
+    request_id: str
+    token_ids: Tensor
+    hidden_states: Tensor
+    prompt_len: int
+
+
+class ExtractedStates:
+    """The complete sequences of a directory by index, in the order of the manifest.
+
+    Shards that came after the manifest was read are not seen; an engine may go on writing.
+
+    Raises:
+        CheckpointError: the manifest is missing or malformed, or a shard is shorter than it
+            says; on access, a shard is not as it was written.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.manifest = read_manifest(Path(directory))
+        self._directory = Path(directory)
+        self._complete = [i for i, one in enumerate(self.manifest.sequences) if one.complete]
+        # By shard: the state of the file when its bytes were checked.
+        self._checked: dict[str, tuple[int, int, int]] = {}
+        # By sequence: shards, and where its rows begin and end in each.
+        self._places: dict[int, list[tuple[Shard, int, int]]] = {}
+        for shard in self.manifest.shards:
+            self._require_room(shard)
+            first = 0
+            for part in shard.ranges:
+                last = first + part.stop - part.start
+                self._places.setdefault(part.sequence, []).append((shard, first, last))
+                first = last
+
+    def __len__(self) -> int:
+        return len(self._complete)
+
+    def __getitem__(self, index: int) -> ExtractedSequence:
+        sequence = self._complete[index]
+        entry = self.manifest.sequences[sequence]
+        parts = [self._read(*place) for place in self._places[sequence]]
+        states, tokens, following = (torch.cat(part) for part in zip(*parts, strict=True))
+        token_ids = torch.cat((tokens, following[-1:]))
+        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self.manifest.source.vocab_size:
+            raise CheckpointError(
+                f"sequence {entry.request_id!r} of {self._directory} holds token ids outside "
+                f"0..{self.manifest.source.vocab_size - 1}",
+                _AGAIN,
+            )
+        return ExtractedSequence(entry.request_id, token_ids, states, entry.prompt_len)
+
+    def _read(self, shard: Shard, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+        path = self._directory / shard.file
+        try:
+            self._require_intact(path, shard)
+            with safe_open(path, framework="pt") as file:
+                states, tokens, following = (
+                    file.get_slice(name)[first:last]
+                    for name in ("hidden_states", "token_ids", "next_token_ids")
+                )
+        except (OSError, SafetensorError) as error:
+            raise _damaged(path, error) from error
+        return states, tokens, following
+
+    def _require_room(self, shard: Shard) -> None:
+        """Refuse a file that is too short for its rows, before memory is set aside for them."""
+        path, source = self._directory / shard.file, self.manifest.source
+        elements = len(source.eagle_aux_hidden_state_layer_ids) * source.hidden_size
+        row_bytes = elements * _DTYPES[source.dtype].itemsize + _ROW_IDS
+        try:
+            size = path.stat().st_size if path.is_file() else 0
+        except OSError as error:
+            raise _damaged(path, error) from error
+        if size < shard.num_rows * row_bytes:
+            raise _damaged(path, f"{size} bytes for {shard.num_rows} rows of {row_bytes}")
+
+    def _require_intact(self, path: Path, shard: Shard) -> None:
+        """Compare a file with what the manifest says of it, once for each state of the file."""
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            state = found.st_ino, found.st_size, found.st_mtime_ns
+            if self._checked.get(shard.file) == state:
+                return
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != shard.sha256:
+            raise CheckpointError(
+                f"{path} is not the file that run {shard.writer} wrote: it is truncated, edited, "
+                f"or another run's ({_writer_of(path)})",
+                _AGAIN,
+            )
+        _require_shapes(path, shard, self.manifest.source)
+        self._checked[shard.file] = state
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """A short name of a prompt, the same on every machine."""
+    text = " ".join(map(str, token_ids))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a directory.
+
+    Raises:
+        CheckpointError: it is missing, malformed, of another format, or contradicts itself.
+    """
+    path = directory / MANIFEST
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
+        text = path.read_bytes()
+        found = parse_json(text)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{directory} holds no {MANIFEST}", "give a directory of extracted hidden states"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error})", _AGAIN) from error
+    written = found.get("format") if isinstance(found, dict) else None
+    if isinstance(written, str) and written != FORMAT:
+        raise CheckpointError(f"{path} is of format {written!r}", f"extract again, in {FORMAT!r}")
+    try:
+        source = _SOURCE.validate_json(text, strict=True)
+        rest = _CONTENTS.validate_json(text, strict=True)
+        manifest = Manifest(source, rest.complete, rest.sequences, rest.shards)
+        _require_sound(manifest)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is malformed ({error})", _AGAIN) from error
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Put a manifest in place of the last one.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    value = {
+        "format": FORMAT,
+        **asdict(manifest.source),
+        "complete": manifest.complete,
+        "sequences": [asdict(one) for one in manifest.sequences],
+        "shards": [asdict(one) for one in manifest.shards],
+    }
+    text = json.dumps(value, indent=1)
+    with _replacing(directory / MANIFEST) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def write_shard(
+    directory: Path,
+    file: str,
+    writer: str,
+    ranges: tuple[RowRange, ...],
+    tensors: dict[str, Tensor],
+) -> Shard:
+    """Write a shard's file; it counts from the next manifest on, which must name it.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    told = json.dumps([asdict(one) for one in ranges])
+    metadata = {"format": "pt", "writer": writer, "ranges": told}
+    with _replacing(directory / file) as unfinished:
+        save_file(tensors, unfinished, metadata=metadata)
+        with unfinished.open("rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
+    return Shard(file, writer, digest, ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """A manifest's file, but for its source."""
+
+    format: str
+    complete: bool
+    sequences: tuple[SequenceEntry, ...]
+    shards: tuple[Shard, ...]
+
+
+_SOURCE = TypeAdapter(StateSource)
+_CONTENTS = TypeAdapter(_Contents)
+
+
+def _require_sound(manifest: Manifest) -> None:
+    """Raise ValueError unless the ranges are the rows of the sequences, each of them once."""
+    source = manifest.source
+    sizes = (source.vocab_size, source.hidden_size, len(source.eagle_aux_hidden_state_layer_ids))
+    if min(sizes) < 1 or source.dtype not in _DTYPES:
+        raise ValueError(f"states of sizes {sizes} and dtype {source.dtype!r}")
+    files = Counter(shard.file for shard in manifest.shards)
+    for file, count in files.items():
+        if count > 1 or not _PLAIN_NAME.fullmatch(file):
+            raise ValueError(f"shard {file!r} is named {count} times, or is no plain file name")
+    num_rows = [0] * len(manifest.sequences)
+    for part in (part for shard in manifest.shards for part in shard.ranges):
+        known = 0 <= part.sequence < len(num_rows)
+        if not known or part.start != num_rows[part.sequence] or part.stop <= part.start:
+            raise ValueError(f"rows {part.start}..{part.stop - 1} of sequence {part.sequence}")
+        num_rows[part.sequence] = part.stop
+    for entry, found in zip(manifest.sequences, num_rows, strict=True):
+        if entry.num_rows != found or not found or not entry.prompt_len >= 0:
+            raise ValueError(
+                f"sequence {entry.request_id!r} has {entry.num_rows} rows, the shards {found}"
+            )
+
+
+def _require_shapes(path: Path, shard: Shard, source: StateSource) -> None:
+    rows = [shard.num_rows]
+    states = [*rows, len(source.eagle_aux_hidden_state_layer_ids), source.hidden_size]
+    expected = {
+        "hidden_states": (states, _DTYPES[source.dtype]),
+        "token_ids": (rows, torch.int64),
+        "next_token_ids": (rows, torch.int64),
+    }
+    with safe_open(path, framework="pt") as file:
+        if not expected.keys() <= set(file.keys()):
+            raise _damaged(path, f"it holds {sorted(file.keys())}")
+        for name, (shape, dtype) in expected.items():
+            part = file.get_slice(name)
+            if part.get_shape() != shape or part[:0].dtype != dtype:
+                raise _damaged(path, f"{name} is {part.get_shape()} of {part.get_dtype()}")
+
+
+def _writer_of(path: Path) -> str:
+    """Whom a file names as its writer."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return f"it names {(file.metadata() or {}).get('writer')!r}"
+    except (OSError, SafetensorError) as error:
+        return str(error)
+
+
+def _damaged(path: Path, why: object) -> CheckpointError:
+    return CheckpointError(f"{path} is missing, truncated or corrupt ({why})", _AGAIN)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    try:
+        with replacing(path, synced=True) as unfinished:
+            yield unfinished
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error})",
+            "make room there, or set another shared_storage_path",
+        ) from error

@@ -1,0 +1,1 @@
+"""Files and JSON that somebody else wrote, read within bounds; files of our own, written whole."""

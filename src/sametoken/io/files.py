@@ -1,0 +1,164 @@
+"""Safe file access: reads of regular files within a size limit, and atomic writes.
+
+One writer at a time in a directory, told apart by a lock that dies with its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+import uuid
+import weakref
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic_core import from_json
+
+from sametoken.errors import ConfigError
+
+#: A weight map of 200,000 tensors has half of it.
+MAX_JSON_BYTES = 2**25
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file for reading, or a link to one; never waits, as a pipe would.
+
+    Raises:
+        OSError: there is none, or it is a directory, a pipe, a socket or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no regular file")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        OSError: as ``open_regular``.
+        ValueError: it is too large, not UTF-8, not JSON, nested deeper than 200, or holds a
+            number of more than 4300 digits.
+    """
+    with open_regular(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"it is larger than {MAX_JSON_BYTES} bytes")
+    # Unlike elsewhere, infinities are taken: configs of Mamba-2 models hold them.
+    return from_json(data)
+
+
+def is_there(path: Path) -> bool:
+    """Whether the folder has an entry of this name, were it a link to nowhere."""
+    return os.path.lexists(path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, synced: bool = False, shared: bool = False) -> Iterator[Path]:
+    """Replace a file atomically by the one that the block writes.
+
+    Yields the path of a temporary file beside ``path``. It is renamed at the end of the block,
+    or removed if the block raises, which leaves the old file as it was.
+
+    Args:
+        path: the file to create or replace.
+        synced: the content is on the disk before the rename.
+        shared: other processes may write the same file, so the temporary name is unique.
+            Otherwise it is fixed, so that what a crash leaves is overwritten by the next write.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    name = f".{path.name}.{uuid.uuid4().hex}" if shared else f"{path.name}.tmp"
+    unfinished = path.with_name(name)
+    try:
+        yield unfinished
+        if synced:
+            sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or the names in a directory, to the disk.
+
+    Raises:
+        OSError: it cannot be opened or flushed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+LOCK = ".lock"
+_SHOWN_HOLDER = 200
+
+
+class DirectoryLock:
+    """Holds a directory until it is closed, or its process ends in whatever way.
+
+    The kernel holds the lock (``flock``), on the file ``.lock``, which stays where it is and
+    says who took it last. Processes that are started meanwhile do not inherit it.
+
+    Args:
+        directory: an existing one.
+        remedy: what a user can do if another process holds it.
+
+    Raises:
+        ConfigError: another process or object holds the directory, or it cannot be locked.
+    """
+
+    def __init__(self, directory: Path, remedy: str) -> None:
+        path = directory / LOCK
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            self._close = weakref.finalize(self, os.close, descriptor)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError("it is no regular file")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _own_name().encode(), 0)
+        except BlockingIOError as error:
+            holder = _name_in(descriptor)
+            raise ConfigError(f"{directory} is held by {holder}", remedy) from error
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be locked ({error})",
+                "choose a directory that can be written, on a file system with locks",
+            ) from error
+
+    def close(self) -> None:
+        """Let others have the directory."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _own_name() -> str:
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    return f"process {os.getpid()} on {socket.gethostname()} since {began}"
+
+
+def _name_in(descriptor: int) -> str:
+    """Who the file says took the lock; anybody may have written there."""
+    text = os.pread(descriptor, _SHOWN_HOLDER, 0).decode(errors="replace")
+    return "".join(c if c.isprintable() else "?" for c in text) or "another process"

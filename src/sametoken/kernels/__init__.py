@@ -1,1 +1,0 @@
-"""One folder per operation, each with its reference beside it."""

@@ -1,1 +1,0 @@
-"""The short causal convolution before the gated delta rule."""

@@ -1,1 +1,0 @@
-"""Embedding lookup on the device, and embeddings normed beside hidden states."""

@@ -1,1 +1,0 @@
-"""Which experts serve a row, and the weighted sum of what they say."""

@@ -1,1 +1,0 @@
-"""Logits changed by token id or by history: masks, biases and penalties of each window row."""

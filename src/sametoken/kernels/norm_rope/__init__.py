@@ -1,1 +1,0 @@
-"""RMS norms, rotary embedding, and the KV write."""

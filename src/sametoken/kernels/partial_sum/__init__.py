@@ -1,1 +1,0 @@
-"""Sums of the ranks' partial products: in rank order, rounded once."""

@@ -1,0 +1,357 @@
+"""The engine for programs: prompts in, outputs out, in the caller's thread."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
+from typing import Any
+
+from sametoken.config import DEFAULT_MODEL, EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.engine.caller import DeferredInterrupts, Exclusive
+from sametoken.engine.core import EngineCore
+from sametoken.engine.input_processor import (
+    InputProcessor,
+    ProcessedRequest,
+    Prompt,
+    PromptTokens,
+    conversations_of,
+    default_sampling_params,
+    params_of,
+    prompts_of,
+)
+from sametoken.engine.output_processor import OutputProcessor
+from sametoken.engine.resolve import ResolvedConfig
+from sametoken.errors import RequestError
+from sametoken.text.tokenizer import (
+    Messages,
+    Tokenizer,
+    all_eos_ids,
+    load_tokenizer_of,
+    require_own_end,
+)
+from sametoken.types.outputs import (
+    RequestOutput,
+    SpeculationMetrics,
+)
+from sametoken.types.sampling_params import SamplingParams
+
+_logger = logging.getLogger("sametoken")
+
+
+class LLM:
+    """A model that is loaded and ready.
+
+    Threads may share it: their requests run in the same steps, and each thread gets its own
+    outputs. Ctrl-C, or another signal whose handler raises, ends the call that it interrupts,
+    once the step under way is done (a step of long prompts may take seconds on a CPU); its
+    requests are aborted and the ``LLM`` serves the next call. A second Ctrl-C cuts the step, and
+    then every later call raises ``EngineDeadError``: make another ``LLM``. So does a call in a
+    fork of the process that made it.
+
+    Args:
+        model: checkpoint directory, GGUF file, or a known name.
+        announce: told in one line of whatever takes long; by default the log is.
+        options: the fields of ``EngineConfig``.
+
+    Raises:
+        ConfigError: an option is unknown or impossible.
+        CheckpointError: the checkpoint or its tokenizer cannot be read.
+        UnsupportedError: the model or an option is not implemented.
+    """
+
+    def __init__(
+        self,
+        model: str = DEFAULT_MODEL,
+        *,
+        announce: Callable[[str], None] = _logger.info,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.from_options(model=model, **options)
+        engine = build_engine(config, announce)
+        for what in config.synthetic:
+            announce(f"{what}: only times mean anything")
+        self._start(engine, load_tokenizer_of(config, engine.resolved.model_path))
+
+    @classmethod
+    def from_engine(cls, engine: EngineCore, tokenizer: Tokenizer | None) -> LLM:
+        """Over an engine that is already built."""
+        llm = cls.__new__(cls)
+        llm._start(engine, tokenizer)
+        return llm
+
+    def _start(self, engine: EngineCore, tokenizer: Tokenizer | None) -> None:
+        model = engine.resolved.model
+        self._engine = engine
+        self._exclusive = Exclusive()
+        self._tokenizer = tokenizer
+        require_own_end(tokenizer, model.vocab_size)
+        self._inputs = InputProcessor(
+            tokenizer,
+            vocab_size=model.vocab_size,
+            max_model_len=engine.resolved.max_model_len,
+            eos_token_ids=all_eos_ids(model.eos_token_ids, tokenizer),
+            num_speculative_tokens=engine.resolved.config.num_drafts,
+            seed=engine.resolved.config.seed,
+        )
+        self._outputs = OutputProcessor(tokenizer)
+        self._latest: dict[str, RequestOutput] = {}
+        self._request_ids = map(str, itertools.count())
+        self._speculation = SpeculationMetrics()
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        """Every setting of the engine with its value and the reason for it."""
+        return self._engine.resolved
+
+    @property
+    def speculation_metrics(self) -> SpeculationMetrics:
+        """Speculation counters of all finished requests together."""
+        return self._speculation
+
+    def get_tokenizer(self) -> Any:
+        """The Hugging Face tokenizer.
+
+        Raises:
+            RequestError: ``skip_tokenizer_init`` is set.
+        """
+        if self._tokenizer is None:
+            raise RequestError("no tokenizer is loaded", "leave skip_tokenizer_init out")
+        return self._tokenizer.hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, else the usual defaults.
+
+        Raises:
+            CheckpointError: the file is not a JSON object.
+        """
+        return default_sampling_params(self.resolved.model_path)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several, which then share the engine's steps.
+
+        Args:
+            prompts: texts, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
+            sampling_params: one for all, or one per prompt; None takes the model's defaults.
+            use_tqdm: show progress on stderr.
+
+        Returns:
+            One output per prompt, in order. A request that fails while it runs has
+            ``finish_reason`` ``"error"``; the others go on.
+
+        Raises:
+            RequestError: a prompt or a parameter is invalid; nothing has run then.
+            EngineDeadError: the engine failed as a whole, or this is a fork.
+            KeyboardInterrupt: Ctrl-C, once the step under way is done.
+        """
+        tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
+        return self._run(tokenized, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several; otherwise as ``generate``.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
+            sampling_params: as in ``generate``.
+            use_tqdm: as in ``generate``.
+            template_options: for the chat template, ``chat_template`` among them.
+        """
+        several = conversations_of(messages)
+        prompts = [self.render_chat(conversation, **template_options) for conversation in several]
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
+        """The prompt that ``chat`` completes, ready for the assistant's answer."""
+        options = {"add_generation_prompt": True, **template_options}
+        return self._inputs.tokenize_chat(messages, **options)
+
+    def generate_stream(
+        self, prompt: Prompt | PromptTokens, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, giving the output so far after every step that adds to it.
+
+        Text once given is never taken back. The request starts with the first ``next``;
+        closing the iterator aborts it, as does whatever ``next`` raises.
+
+        Raises:
+            RequestError: the prompt or a parameter is invalid.
+        """
+        tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        request = self._inputs.process(next(self._request_ids), tokens, params)
+        return self._stream(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it stands; its output says ``"abort"``. Unknown ids are ignored.
+
+        Any thread, signal handler or finalizer may call this; it never waits. While another
+        thread runs a step, the request ends with that step.
+        """
+        self._later(partial(self._end, request_id))
+
+    def _run(
+        self,
+        prompts: Sequence[PromptTokens],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = params_of(sampling_params, len(prompts))
+        requests = [
+            self._inputs.process(next(self._request_ids), prompt, chosen)
+            for prompt, chosen in zip(prompts, params, strict=True)
+        ]
+        request_ids = [request.request_id for request in requests]
+        waiting, outputs = set(request_ids), dict[str, RequestOutput]()
+        with self._interrupts() as interrupts:
+            try:
+                self._submit(requests, interrupts, stream=False)
+                with _progress(len(request_ids), shown=use_tqdm) as advance:
+                    while waiting:
+                        ready = self._advance(waiting, interrupts)
+                        outputs |= ready
+                        waiting -= ready.keys()
+                        advance(len(ready))
+                self._drain(interrupts)
+            except BaseException:
+                self._later(partial(self._forget, request_ids))
+                raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _submit(
+        self,
+        requests: Sequence[ProcessedRequest],
+        interrupts: DeferredInterrupts,
+        *,
+        stream: bool,
+    ) -> None:
+        """Queue all requests or, if the engine refuses one of them, none."""
+        completions = [completion for request in requests for completion in request.completions]
+        num_added = 0
+        with self._exclusive.held(interrupts.check):
+            try:
+                for completion in completions:
+                    self._engine.add_request(completion)
+                    num_added += 1
+                now = time.monotonic()
+                for request in requests:
+                    self._outputs.add(request, now, stream=stream)
+            except Exception:
+                for added in completions[:num_added]:
+                    self._engine.release(added.request_id)
+                raise
+
+    def _stream(self, request: ProcessedRequest) -> Iterator[RequestOutput]:
+        request_id, finished = request.request_id, False
+        try:
+            with self._interrupts() as interrupts:
+                self._submit([request], interrupts, stream=True)
+            while not finished:
+                output = self._next_output(request_id)
+                finished = output.finished
+                yield output
+        finally:
+            self._later(partial(self._forget, [request_id]))
+        with self._interrupts() as interrupts:
+            self._drain(interrupts)
+
+    def _next_output(self, request_id: str) -> RequestOutput:
+        with self._interrupts() as interrupts:
+            while not (ready := self._advance({request_id}, interrupts)):
+                pass
+        return ready[request_id]
+
+    def _advance(
+        self, waiting: Set[str], interrupts: DeferredInterrupts
+    ) -> dict[str, RequestOutput]:
+        """Outputs of these requests, by id; where there are none yet, after one more step."""
+        interrupts.check()
+        with self._exclusive.held(interrupts.check):
+            if waiting.isdisjoint(self._latest):
+                self._step(interrupts)
+            return {one: self._latest.pop(one) for one in waiting & self._latest.keys()}
+
+    def _step(self, interrupts: DeferredInterrupts) -> None:
+        try:
+            updates = interrupts.cuttable(self._engine.step)
+            processed = self._outputs.process(updates, time.monotonic())
+            self._collect(processed.outputs, processed.released)
+        except BaseException as error:
+            # Tokens that were not taken in are lost to all who wait for them.
+            self._engine.stop(error)
+            raise
+
+    def _drain(self, interrupts: DeferredInterrupts) -> None:
+        """Settle the steps that finished requests left in flight.
+
+        Only where all went well: an interrupted engine may never come to rest.
+        """
+        resting = False
+        while not resting:
+            interrupts.check()
+            with self._exclusive.held(interrupts.check):
+                resting = bool(self._outputs.num_unfinished) or not self._engine.has_unfinished
+                if not resting:
+                    self._step(interrupts)
+
+    def _interrupts(self) -> DeferredInterrupts:
+        return DeferredInterrupts(self._engine.stop)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        with self._interrupts():
+            self._exclusive.later(work)
+
+    def _forget(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._end(request_id)
+            self._latest.pop(request_id, None)
+
+    def _end(self, request_id: str) -> None:
+        processed = self._outputs.abort(request_id, time.monotonic())
+        self._collect(processed.outputs, processed.released, aborted=True)
+
+    def _collect(
+        self,
+        outputs: Sequence[RequestOutput],
+        released: Mapping[str, int],
+        *,
+        aborted: bool = False,
+    ) -> None:
+        for request_id, num_kept_tokens in released.items():
+            self._engine.release(request_id, num_kept_tokens, aborted=aborted)
+        for output in outputs:
+            self._latest[output.request_id] = output
+            if output.finished:
+                self._speculation += output.metrics.speculation
+
+
+@contextlib.contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call with the number of requests that just finished."""
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("requests", total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,247 @@
+"""The multi-token-prediction module (MTP, NextN) of Qwen3-Next and Qwen3.5.
+
+Row p holds the token at p + 1 and the target's last hidden state at p, and predicts the
+token at p + 2. Facts taken from vLLM (``vllm/model_executor/models/qwen3_next_mtp.py``,
+``qwen3_5_mtp.py``) and SGLang (``python/sglang/srt/models/qwen3_5_mtp.py``):
+
+- ``fc`` maps ``[pre_fc_norm_embedding(embedding) | pre_fc_norm_hidden(hidden)]``, 2h wide,
+  to h, without a bias, in drafted rows too.
+- The target's state is the one after its final norm. The next row takes the module's own
+  state after ``norm``, which logits are made from as well. Acceptance falls with states
+  from before those norms (measured in ggml-org/llama.cpp#24025 and ROCm/ATOM#1764).
+- One layer of gated full attention follows, with an MLP as the target's layer 0 has it.
+  One trained layer serves every further draft.
+- Norm weights are stored as their difference from 1, as the target's are.
+- Embedding and lm_head are the target's.
+
+The multi-token-prediction module out of its target's own checkpoint.
+
+Published checkpoints of Qwen3-Next and Qwen3.5 hold it as ``mtp.*`` at the top level, beside
+``model.*`` or ``model.language_model.*``: ``mtp.fc``, ``mtp.pre_fc_norm_embedding``,
+``mtp.pre_fc_norm_hidden``, ``mtp.layers.0.*`` and ``mtp.norm``. transformers does not know
+these tensors (``_keys_to_ignore_on_load_unexpected``) and leaves them out when it saves.
+
+Configs of Qwen3.5 count its layers in ``mtp_num_hidden_layers`` and say in
+``mtp_use_dedicated_embeddings`` whether it has an embedding of its own; vLLM reads the
+count of Qwen3-Next from ``num_nextn_predict_layers``. No count means one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from reprlib import repr as short
+
+import torch
+from torch import Tensor
+
+from sametoken.config import DUMMY
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.linear import Linear
+from sametoken.layers.norm import RMSNorm
+from sametoken.layers.rotary import rotary_table
+from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer, attention_cache
+from sametoken.models.heads.base import (
+    HeadStates,
+    SharedWeights,
+    load_lm_head,
+    require_sizes,
+)
+from sametoken.models.load.dummy import dummy_reader
+from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.settings import Settings
+from sametoken.models.load.weights import (
+    Part,
+    WeightReader,
+)
+from sametoken.models.loader import read_config
+from sametoken.models.qwen3_5 import (
+    HybridDecoder,
+    load_gated_attention,
+    load_layer_mlp,
+    load_norm,
+)
+from sametoken.models.registry import ARCHITECTURES
+from sametoken.ops.backend import (
+    AttentionRows,
+    Kernels,
+)
+from sametoken.ops.cache_types import PagedKV
+from sametoken.ops.weight import (
+    UnquantizedWeight,
+    Weight,
+)
+from sametoken.state.caches import ModelCache
+
+
+@dataclass(frozen=True, slots=True)
+class MTPHead:
+    """The module's weights and its forward pass, as an ``EagleHead``.
+
+    Attributes:
+        embedding: [V, hidden], the target's own.
+        lm_head: [V', hidden], likewise; V' is V, or as many as ``token_ids`` has.
+        caches: KV of the one layer.
+        token_ids: [V'] int64, ascending, all that it proposes; None: every token.
+    """
+
+    kernels: Kernels
+    embedding: UnquantizedWeight
+    embedding_norm: RMSNorm
+    hidden_norm: RMSNorm
+    fc: Linear
+    layer: DecoderLayer
+    norm: RMSNorm
+    lm_head: Weight
+    caches: tuple[PagedKV, ...]
+    token_ids: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices between embedding and lm_head."""
+        return self.fc.nbytes + self.layer.nbytes
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's states after its final norm; ``forward`` only reads them."""
+        return self.kernels.take_rows(hidden.last, rows)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: Tensor | None = None,
+    ) -> HeadStates:
+        """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
+        both = self.kernels.embed_beside(
+            token_ids, self.embedding, self.embedding_norm, hidden, self.hidden_norm
+        )
+        residual = self.fc(both)
+        layer = self.layer
+        attended = layer.attention(layer.input_norm(residual), rows, cache.kv(0), kept)
+        x, residual = layer.post_attention_norm.add(
+            attended, self.kernels.take_rows(residual, kept)
+        )
+        last, _ = self.norm.add(layer.mlp(x), residual)
+        return HeadStates(last, last)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, V'] fp32."""
+        return self.lm_head.matmul(last, out_dtype=torch.float32)
+
+
+PREFIX = "mtp"
+_ANOTHER_METHOD = "another speculative method"
+
+
+class MTPCheckpoint:
+    """The module in the target's directory, as a ``HeadCheckpoint``.
+
+    Args:
+        directory: the target's.
+        load_format: "auto", or "dummy" for random weights.
+
+    Raises:
+        CheckpointError: no config, or a checkpoint without the module's weights.
+        UnsupportedError: an architecture without such a module, or a form that is not run.
+    """
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        self._directory = directory
+        self._is_dummy = load_format == DUMMY
+        self.config = read_config(directory, load_format=load_format)
+        _require_form(self.config, directory)
+        if not self._is_dummy and f"{PREFIX}.fc.weight" not in self._open_tensors().names():
+            raise _without_module(directory)
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse another target than the one whose checkpoint this is."""
+        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """None: the module reads what the target makes its logits from."""
+        return ()
+
+    def load(
+        self,
+        shared: SharedWeights,
+        *,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+        token_ids: Tensor | None = None,
+        quantize_fp8: bool = False,
+    ) -> MTPHead:
+        """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
+        config = self.config
+        if self._is_dummy:
+            reader = dummy_reader(self._directory, kernels, dtype, device)
+        else:
+            reader = WeightReader(self._open_tensors(), kernels, dtype, device)
+        reader = replace(reader, quantize_fp8=quantize_fp8)
+        head = MTPHead(
+            kernels=kernels,
+            embedding=shared.embedding,
+            embedding_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
+            hidden_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
+            fc=reader.linear(2 * config.hidden_size, Part(f"{PREFIX}.fc", config.hidden_size)),
+            layer=_load_layer(config, reader, max_positions),
+            norm=load_norm(config, reader, f"{PREFIX}.norm"),
+            lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
+            caches=(attention_cache(config, dtype),),
+            token_ids=token_ids,
+        )
+        reader.require_all_read(allowed=DERIVED_TENSORS)
+        return head
+
+    def _open_tensors(self) -> SafetensorsSource:
+        return SafetensorsSource(self._directory, prefix=f"{PREFIX}.")
+
+
+def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -> DecoderLayer:
+    prefix = f"{PREFIX}.layers.0"
+    rotary = rotary_table(
+        config.rope, head_dim=config.head_dim, max_positions=max_positions, device=reader.device
+    )
+    return DecoderLayer(
+        load_norm(config, reader, f"{prefix}.input_layernorm"),
+        load_gated_attention(config, reader, f"{prefix}.self_attn", rotary),
+        load_norm(config, reader, f"{prefix}.post_attention_layernorm"),
+        load_layer_mlp(config, reader, f"{prefix}.mlp", 0),
+    )
+
+
+def _require_form(config: ModelConfig, directory: Path) -> None:
+    """Refuse what is no module of one layer over the target's embedding."""
+    architecture = config.architecture
+    if not issubclass(ARCHITECTURES.get(architecture, object), HybridDecoder):
+        raise UnsupportedError(
+            f"{directory}: method 'mtp' does not run with {architecture}",
+            f"use a Qwen3.5 or Qwen3-Next checkpoint, or {_ANOTHER_METHOD}",
+        )
+    settings = Settings(config.extra, str(directory))
+    num_layers = settings.get("mtp_num_hidden_layers", settings.get("num_nextn_predict_layers", 1))
+    if num_layers == 0:
+        raise _without_module(directory)
+    if num_layers != 1:
+        raise UnsupportedError(
+            f"{directory}: a multi-token-prediction module of {short(num_layers)} layers "
+            "is not run",
+            f"use {_ANOTHER_METHOD}",
+        )
+    if settings.get("mtp_use_dedicated_embeddings"):
+        raise UnsupportedError(
+            f"{directory}: a multi-token-prediction module with an embedding of its own is not run",
+            f"use {_ANOTHER_METHOD}",
+        )
+
+
+def _without_module(directory: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds no multi-token-prediction module ({PREFIX}.*): it was trained without "
+        "one, or lost it when it was converted",
+        f"use the checkpoint as it was published, or {_ANOTHER_METHOD}",
+    )

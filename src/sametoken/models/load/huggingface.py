@@ -1,0 +1,341 @@
+"""Hugging Face directories: config.json, generation_config.json and safetensors files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from reprlib import repr as short
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.io.files import (
+    is_there,
+    open_regular,
+    read_json,
+)
+from sametoken.layers.rotary import DEFAULT_THETA
+from sametoken.models.base import ModelConfig
+from sametoken.models.load.settings import (
+    MAX_LAYERS,
+    NO_SETTINGS,
+    Settings,
+    require_head_counts,
+)
+from sametoken.models.load.weights import rows_per_chunk
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth")
+#: Of a file's name, on any system.
+MAX_NAME_BYTES = 255
+AGAIN = "download the checkpoint again"
+
+_HYBRID = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+# What transformers assumes of a key that config.json leaves out.
+_IMPLIED: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "Qwen3NextForCausalLM": _HYBRID | {"num_key_value_heads": 2},
+    "Qwen3_5ForCausalLM": _HYBRID | {"num_key_value_heads": 4},
+    "Qwen3_5ForConditionalGeneration": _HYBRID | {"num_key_value_heads": 4},
+    "Qwen3_5MoeForCausalLM": _HYBRID | {"num_key_value_heads": 2},
+    "Qwen3_5MoeForConditionalGeneration": _HYBRID | {"num_key_value_heads": 2},
+}
+# What a model that also sees says once for itself and its text decoder.
+_COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
+PARTIAL_ROTARY = frozenset(
+    name for name, keys in _IMPLIED.items() if keys.items() >= _HYBRID.items()
+)
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_FLOATING = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+
+
+class HuggingFaceCheckpoint:
+    """A directory with config.json and safetensors files.
+
+    Raises:
+        CheckpointError: no config.json, malformed JSON, or a key is missing or impossible.
+        UnsupportedError: the weights are quantized, or a setting is not implemented.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        config_file = directory / "config.json"
+        config = Settings(read_json_object(config_file), str(config_file))
+        self.config = model_config(config, read_generation_config(directory))
+
+    def open_tensors(self) -> SafetensorsSource:
+        """The tensors of the directory."""
+        return SafetensorsSource(self._directory)
+
+
+def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelConfig:
+    """The architecture that a config.json in transformers' form describes.
+
+    Args:
+        given: the file's object.
+        generation: that of generation_config.json, empty if there is none.
+
+    Raises:
+        CheckpointError: a key is missing or impossible.
+        UnsupportedError: the weights are quantized, or a setting is not implemented.
+    """
+    config, location = given.values, given.location
+    if config.get("quantization_config"):
+        raise UnsupportedError(
+            f"{location} has a quantization_config", "use the checkpoint's unquantized weights"
+        )
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(f"{location} names no architecture", 'set "architectures"')
+    architecture = str(architectures[0])
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        config = text | {key: config[key] for key in _COMMON if config.get(key) is not None}
+    settings = Settings({**_IMPLIED.get(architecture, {}), **config}, location)
+    vocab_size = settings.integer("vocab_size")
+    hidden_size = settings.integer("hidden_size")
+    num_heads = settings.integer("num_attention_heads")
+    num_kv_heads = settings.integer("num_key_value_heads", num_heads)
+    head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
+    require_head_counts(num_heads, num_kv_heads, head_dim, location)
+    end_ids = generation.token_ids("eos_token_id", vocab_size)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=settings.integer(
+            "intermediate_size", settings.get("moe_intermediate_size")
+        ),
+        num_layers=settings.integer("num_hidden_layers", most=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=settings.positions("max_position_embeddings"),
+        rope=_rope(settings, rotates_parts=architecture in PARTIAL_ROTARY),
+        tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
+        attention_bias=bool(settings.get("attention_bias", False)),
+        eos_token_ids=end_ids or settings.token_ids("eos_token_id", vocab_size),
+        bos_token_id=next(iter(settings.token_ids("bos_token_id", vocab_size)), None),
+        dtype=_dtype(settings),
+        extra=dict(settings.values),
+    )
+
+
+def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
+    """Rope settings, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
+    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{settings.location}: the rope settings are not an object", AGAIN)
+    if any(isinstance(value, dict) for value in given.values()):
+        raise UnsupportedError(
+            f"{settings.location} has rope settings per layer type", "use another checkpoint"
+        )
+    own = Settings(given, settings.location)
+    whole = settings.number("partial_rotary_factor", 1.0)
+    partial = own.number("partial_rotary_factor", whole)
+    if partial > 1.0:
+        raise CheckpointError(
+            f"{settings.location}: partial_rotary_factor={partial!r} rotates more than a head",
+            AGAIN,
+        )
+    if partial != 1.0 and not rotates_parts:
+        raise UnsupportedError(
+            f"{settings.location}: partial_rotary_factor={partial!r} is not supported",
+            "use a checkpoint that rotates whole heads",
+        )
+    if partial != 1.0:
+        given = {**given, "partial_rotary_factor": partial}
+    rope_type = own.get("rope_type") or own.get("type") or "default"
+    theta = own.number("rope_theta", settings.number("rope_theta", DEFAULT_THETA))
+    rope = {**given, "rope_type": rope_type, "rope_theta": theta}
+    if rope_type in ("llama3", "yarn"):
+        longest = settings.positions("max_position_embeddings")
+        original = own.positions("original_max_position_embeddings", longest)
+        original = settings.positions("original_max_position_embeddings", original)
+        rope["original_max_position_embeddings"] = original
+        rope["factor"] = own.number("factor", longest / original)
+    return rope
+
+
+def _dtype(settings: Settings) -> torch.dtype:
+    name = settings.get("dtype", settings.get("torch_dtype", "float32"))
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise UnsupportedError(
+            f"{settings.location}: dtype {short(name)} is not supported",
+            f"use one of {tuple(_DTYPES)}",
+        )
+    return _DTYPES[name]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a checkpoint's JSON file.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or holds something else.
+    """
+    try:
+        value = read_json(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path.parent} holds no {path.name}", "give a checkpoint directory or a GGUF file"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})", AGAIN) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object", AGAIN)
+    return value
+
+
+def read_generation_config(directory: Path) -> Settings:
+    """What generation_config.json says; nothing where there is none.
+
+    Raises:
+        CheckpointError: it is there and is no JSON object.
+    """
+    path = directory / "generation_config.json"
+    return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
+
+
+class SafetensorsSource:
+    """The safetensors files of a directory, single or sharded.
+
+    Args:
+        directory: the checkpoint's.
+        prefix: only tensors whose names begin so are there.
+
+    Raises:
+        CheckpointError: no weights, only pickled ones, a shard missing, or a file truncated.
+    """
+
+    def __init__(self, directory: Path, prefix: str = "") -> None:
+        self.location = str(directory)
+        self._files: dict[str, Path] = {}
+        for path in _safetensors_files(directory):
+            with _opened(path) as file:
+                names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            for name in names:
+                if self._files.setdefault(name, path) != path:
+                    raise CheckpointError(
+                        f"tensor {name} is in {self._files[name]} and in {path.name}", AGAIN
+                    )
+
+    def names(self) -> Collection[str]:
+        """Names as they stand in the files."""
+        return self._files.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape in the file's header."""
+        with _opened(self._files[name]) as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def integers(self, name: str) -> Tensor:
+        """A whole tensor of integers.
+
+        Raises:
+            CheckpointError: it is of another dtype, or cannot be read.
+        """
+        with _opened(self._files[name]) as file:
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in _INTEGERS:
+                raise CheckpointError(
+                    f"tensor {name} of {self._files[name]} has dtype {dtype}, no integers", AGAIN
+                )
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Rows of the tensor. The file is mapped only meanwhile: mapped pages count as memory."""
+        with _opened(self._files[name]) as file:
+            tensor = file.get_slice(name)
+            shape, dtype = tensor.get_shape(), tensor.get_dtype()
+            if dtype not in _FLOATING:
+                raise UnsupportedError(
+                    f"tensor {name} of {self._files[name]} has dtype {dtype}",
+                    f"use a checkpoint of unquantized weights ({', '.join(_FLOATING)})",
+                )
+            step = rows_per_chunk(math.prod(shape[1:]))
+            for first in range(0, shape[0], step):
+                yield tensor[first : first + step]
+
+
+def _safetensors_files(directory: Path) -> list[Path]:
+    single, index = directory / SINGLE, directory / INDEX
+    if is_there(single):
+        return [single]
+    if is_there(index):
+        return _shards(index)
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        raise UnsupportedError(
+            f"{directory} holds pickled weights only ({pickled[0]}), which may run code when read",
+            "convert them to safetensors",
+        )
+    raise CheckpointError(f"{directory} holds no safetensors file", AGAIN)
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that a weight map names, all of them in its own folder."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map", AGAIN)
+    names = list(weight_map.values())
+    for name in names:
+        if not isinstance(name, str) or not _is_plain(name):
+            raise CheckpointError(
+                f"{index} lists {short(name)}, which is no name of a file beside it", AGAIN
+            )
+    shards = [index.parent / name for name in dict.fromkeys(names)]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise CheckpointError(f"{index} lists {missing[0]}, which is not there", AGAIN)
+    return shards
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name leads nowhere but into the folder it is used in, on any system."""
+    is_one = name == PurePosixPath(name).name == PureWindowsPath(name).name
+    fits = len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
+    return is_one and fits and name not in ("", "..") and "\0" not in name
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file; what is wrong with it is told by its name."""
+    try:
+        open_regular(path).close()
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} is truncated or corrupt ({error})", AGAIN) from error

@@ -1,0 +1,328 @@
+"""From a checkpoint's tensors to packed weights, a few rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.linear import Linear, Projection, RowParallelLinear
+from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.ops.backend import Kernels
+from sametoken.ops.weight import (
+    UnquantizedWeight,
+    Weight,
+)
+
+CHUNK_ELEMENTS = 1 << 20
+
+
+class TensorSource(Protocol):
+    """The tensors of one checkpoint under their Hugging Face names.
+
+    Attributes:
+        location: the file or directory, for messages.
+    """
+
+    location: str
+
+    def names(self) -> Collection[str]:
+        """Every tensor's name; those without a Hugging Face name keep their own."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that exists."""
+        ...
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """The tensor in order, as tensors of whole rows, of any floating dtype, on any device.
+
+        Raises:
+            CheckpointError: the data cannot be read.
+            UnsupportedError: the data is not of a floating dtype.
+        """
+        ...
+
+
+class Split(Enum):
+    """What of a tensor each of several ranks holds: all, or an equal run of rows or columns."""
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that becomes rows of a fused weight.
+
+    Attributes:
+        rows: of the whole tensor, as the checkpoint has it.
+        places: int64, a permutation on the host: row i of this rank's share becomes row
+            ``places[i]`` of the weight's part. None: row i.
+        split: how ranks divide the tensor among them.
+        runs: numbers of adjacent rows, ``rows`` together, of which ranks divide each by
+            itself; (): all rows are one run.
+    """
+
+    name: str
+    rows: int
+    places: Tensor | None = None
+    split: Split = Split.WHOLE
+    runs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank holds of a tensor; of a vector only rows count.
+
+    Attributes:
+        rows: runs of the tensor's rows, which the share has one after the other.
+        columns: the same of each.
+        places: that of ``Part``.
+    """
+
+    rows: tuple[range, ...]
+    columns: range
+    places: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all runs."""
+        return sum(len(run) for run in self.rows)
+
+    def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
+        """Copy what the share has of a chunk whose row 0 is the tensor's row ``first``."""
+        offset = 0
+        for run in self.rows:
+            begin = max(run.start, first)
+            end = min(run.stop, first + chunk.shape[0])
+            if begin < end:
+                wanted = chunk[begin - first : end - first]
+                self._put(destination, offset + begin - run.start, wanted)
+            offset += len(run)
+
+    def _put(self, destination: Tensor, row: int, wanted: Tensor) -> None:
+        """Copy whole rows of the tensor to the share's rows from ``row`` on."""
+        if wanted.dim() > 1:
+            wanted = wanted[:, self.columns.start : self.columns.stop]
+        rows = slice(row, row + wanted.shape[0])
+        if self.places is None:
+            destination[rows].copy_(wanted)
+        else:
+            destination[self.places[rows].to(destination.device)] = wanted.to(destination)
+
+
+def _of_rank(whole: range, parallel: TensorParallel) -> range:
+    size = len(whole) // parallel.size
+    return whole[parallel.rank * size : (parallel.rank + 1) * size]
+
+
+def _adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
+    """Ranges of so many numbers each, one after the other from 0 on."""
+    ends = tuple(accumulate(counts))
+    return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReader:
+    """Reads tensors, checks them, and packs them for one bundle of kernels.
+
+    Shapes that callers give are the checkpoint's; of a split tensor this rank's share is
+    read, and the shape of what is returned is the share's.
+
+    Attributes:
+        dtype: what every weight is converted to.
+        device: where every weight goes.
+        parallel: the ranks that divide split tensors among them.
+        quantize_fp8: whether projections become fp8: of draft heads, never of a target.
+    """
+
+    source: TensorSource
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device
+    parallel: TensorParallel = ALONE
+    quantize_fp8: bool = False
+    _read: set[str] = field(default_factory=set)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.source.names()
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A [size] tensor such as a norm's weight."""
+        return self.tensor(Part(name, size))
+
+    def tensor(
+        self, part: Part, row_shape: tuple[int, ...] = (), dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A [part.rows, *row_shape] tensor as it is, in ``dtype``, by default the reader's."""
+        return self._filled((part,), row_shape, dtype)
+
+    def packed_stack(self, count: int, in_features: int, part: Part) -> list[Weight]:
+        """Each matrix of a [count, part.rows, in_features] tensor, packed by itself.
+
+        Ranks divide every matrix as ``part`` says.
+        """
+        self._require_shape(part.name, (count, part.rows, in_features))
+        share = self._share(part, (in_features,))
+        packed: list[Weight] = []
+        for chunk in self.source.chunks(part.name):
+            for matrix in chunk:
+                own = self._empty((share,), (in_features,))
+                share.copy(own, matrix, 0)
+                self._require_finite(own, part.name)
+                packed.append(self.kernels.pack(own))
+        self._read.add(part.name)
+        return packed
+
+    def packed(self, in_features: int, *parts: Part) -> UnquantizedWeight:
+        """The parts stacked into one [sum of rows, in_features] weight.
+
+        Raises:
+            CheckpointError: a part is missing, of another shape, unreadable, or not finite.
+            UnsupportedError: a part is of a dtype that cannot be converted.
+        """
+        return self.kernels.pack(self._filled(parts, (in_features,)))
+
+    def projection(self, weight: UnquantizedWeight) -> Weight:
+        """The form in which the reader's projections are kept; may be a copy in fp8."""
+        return weight.quantize_fp8() if self.quantize_fp8 else weight
+
+    def linear(self, in_features: int, *parts: Part, bias: bool = False) -> Linear:
+        """A projection fused of ``parts``, named without their ``.weight`` and ``.bias``."""
+        weights = (replace(part, name=f"{part.name}.weight") for part in parts)
+        weight = self.projection(self.packed(in_features, *weights))
+        if not bias:
+            return Linear(weight)
+        biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
+        return Linear(weight, self._filled(biases))
+
+    def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
+        """A projection whose input the ranks divide among them; its output is whole."""
+        if self.parallel.size == 1:
+            return self.linear(in_features, part, bias=bias)
+        split = replace(part, name=f"{part.name}.weight", split=Split.COLUMNS)
+        weight = self.projection(self.packed(in_features, split))
+        added = self.vector(f"{part.name}.bias", part.rows) if bias else None
+        return RowParallelLinear(self.kernels, self.parallel, weight, added)
+
+    def require_equal(self, name: str, copy: str) -> None:
+        """Refuse a checkpoint whose second copy of a tied tensor differs from the first.
+
+        Raises:
+            CheckpointError: the two differ.
+        """
+        equal = self.source.shape(name) == self.source.shape(copy) and all(
+            torch.equal(a, b)
+            for a, b in zip(self.source.chunks(name), self.source.chunks(copy), strict=True)
+        )
+        if not equal:
+            raise CheckpointError(
+                f"{self.source.location}: {copy} differs from {name}, to which the config ties it",
+                "set tie_word_embeddings to false if the checkpoint means both",
+            )
+        self._read.add(copy)
+
+    def require_all_read(self, *, allowed: tuple[str, ...], unused: tuple[str, ...] = ()) -> None:
+        """Refuse a checkpoint that holds tensors which the model has no use for.
+
+        Args:
+            allowed: endings of names that may stay unread.
+            unused: beginnings of names that may stay unread.
+
+        Raises:
+            UnsupportedError: the model would silently differ from the one that was trained.
+        """
+        unread = sorted(set(self.source.names()) - self._read)
+        unread = [n for n in unread if not (n.endswith(allowed) or n.startswith(unused))]
+        if unread:
+            shown = ", ".join(unread[:3]) + (", ..." if len(unread) > 3 else "")
+            raise UnsupportedError(
+                f"{self.source.location} holds {len(unread)} tensors that its architecture "
+                f"does not use: {shown}",
+                "check the architecture and the bias settings in its config",
+            )
+
+    def _filled(
+        self,
+        parts: tuple[Part, ...],
+        row_shape: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """This rank's shares of the parts, one after the other."""
+        # Checked first: a config at odds with the file must not decide what is allocated.
+        for part in parts:
+            self._require_shape(part.name, (part.rows, *row_shape))
+        shares = tuple(self._share(part, row_shape) for part in parts)
+        destination = self._empty(shares, row_shape, dtype)
+        first = 0
+        for part, share in zip(parts, shares, strict=True):
+            self._fill(destination[first : first + share.num_rows], part, share)
+            first += share.num_rows
+        return destination
+
+    def _empty(
+        self,
+        shares: tuple[Share, ...],
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Memory for shares of tensors whose rows have one shape."""
+        rows = sum(share.num_rows for share in shares)
+        own_shape = (len(shares[0].columns), *row_shape[1:]) if row_shape else ()
+        return torch.empty((rows, *own_shape), dtype=dtype or self.dtype, device=self.device)
+
+    def _share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
+        """This rank's share of a [part.rows, *row_shape] tensor."""
+        rows = _adjacent(part.runs or (part.rows,))
+        columns = range(row_shape[0] if row_shape else 1)
+        if part.split is Split.ROWS:
+            rows = tuple(_of_rank(run, self.parallel) for run in rows)
+        elif part.split is Split.COLUMNS:
+            columns = _of_rank(columns, self.parallel)
+        return Share(rows, columns, part.places)
+
+    def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
+        if name not in self:
+            raise CheckpointError(
+                f"{self.source.location} lacks the tensor {name}",
+                "download or convert the checkpoint again",
+            )
+        found = self.source.shape(name)
+        if found != wanted:
+            raise CheckpointError(
+                f"tensor {name} of {self.source.location} has shape {list(found)}, "
+                f"the config wants {list(wanted)}",
+                "check that config and weights belong together",
+            )
+
+    def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
+        """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
+        first = 0
+        for chunk in self.source.chunks(part.name):
+            share.copy(destination, chunk, first)
+            first += chunk.shape[0]
+        self._require_finite(destination, part.name)
+        self._read.add(part.name)
+
+    def _require_finite(self, tensor: Tensor, name: str) -> None:
+        low, high = torch.aminmax(tensor)
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise CheckpointError(
+                f"tensor {name} of {self.source.location} holds NaN or infinite values"
+                f" in {str(tensor.dtype).removeprefix('torch.')}",
+                "download or convert the checkpoint again",
+            )
+
+
+def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:
+    """How many rows of ``row_elements`` to read at once: at least ``multiple_of``."""
+    return max(CHUNK_ELEMENTS // (row_elements * multiple_of), 1) * multiple_of

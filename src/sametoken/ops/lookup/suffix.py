@@ -1,0 +1,215 @@
+"""What suffix search is told, and how it ranks the places that it finds.
+
+Suffix search in plain PyTorch; also the CPU path.
+
+The idea is that of suffix decoding (Oliaro et al. 2024, arXiv:2411.04975): drafts follow the
+longest earlier match of the sequence's end, in its own text or in those of earlier requests,
+and are as long as the match is long and its continuations agree. Where that work keeps suffix
+trees, texts are scanned here, which needs no structure that could fall behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Of so many neighbouring places, the best one votes, and so many of those at most.
+GROUP = 16
+MAX_VOTERS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """Texts of earlier requests. R texts.
+
+    Attributes:
+        texts: [R, W] int64 token ids; what lies at ``lengths`` and above is never used.
+        lengths: [R] int64, tokens of each.
+    """
+
+    texts: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a draft may be, as tables: kernels that read them do no arithmetic of their own.
+
+    Attributes:
+        num_drafts: [depth + 1] int64, drafts at most after a match of so many tokens.
+        agreeing: [MAX_VOTERS + 1] int64, how many of so many voters must agree on a draft
+            and all before it.
+        k: the longest draft.
+    """
+
+    num_drafts: Tensor
+    agreeing: Tensor
+    k: int
+
+    @classmethod
+    def of(
+        cls, k: int, *, depth: int, min_match: int, factor: float, min_prob: float,
+        device: torch.device,
+    ) -> Limits:  # fmt: skip
+        """Tables on ``device``.
+
+        Args:
+            k: drafts at most.
+            depth: longest match, in tokens.
+            min_match: shortest match that gives drafts.
+            factor: drafts at most for each matched token.
+            min_prob: share of the voters that must agree, 0..1; never less than one.
+            device: where the search will run.
+        """
+        lengths = range(depth + 1)
+        num_drafts = [min(k, int(factor * n)) if n >= min_match else 0 for n in lengths]
+        agreeing = [max(1, math.ceil(min_prob * n)) for n in range(MAX_VOTERS + 1)]
+        return cls(
+            torch.tensor(num_drafts, dtype=torch.int64, device=device),
+            torch.tensor(agreeing, dtype=torch.int64, device=device),
+            k,
+        )
+
+    @property
+    def depth(self) -> int:
+        """Longest match, in tokens."""
+        return self.num_drafts.shape[0] - 1
+
+
+_NO_TOKEN = torch.iinfo(torch.int64).min
+
+
+def search(
+    token_ids: Tensor, slots: Tensor, num_tokens: Tensor, *, earlier: Earlier, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Drafts that the continuations of the longest match agree on.
+
+    A place is a token equal to the sequence's last one, with a token after it; the match is
+    how many tokens up to it equal those up to the sequence's end. Of every ``GROUP``
+    neighbouring places the one with the longest match, the earliest of several, may vote;
+    those whose match is the longest of all do, ``MAX_VOTERS`` at most, the row's own text
+    before others. Draft by draft, the token that most voters have next is taken, that of the
+    first of them in a tie, and the others are out.
+
+    Args:
+        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
+        slots: [B] int64, the slot of each row.
+        num_tokens: [B] int64; 0 for padding, which finds nothing.
+        earlier: texts of other requests.
+        limits: where drafts end.
+
+    Returns:
+        ids [B, k] int64, of which the first ``count`` [B] int64 hold; the others are 0.
+    """
+    ranks = _ranks(token_ids, slots, num_tokens, earlier, limits.depth)
+    best = ranks.topk(MAX_VOTERS, dim=1).values
+    span = _span(token_ids, earlier)
+    length = best // span
+    voting = (best >= 0) & (length == length[:, :1])
+    num_voters = voting.sum(dim=1)
+    if best.numel():
+        # Voters come first.
+        best, voting = (one[:, : max(int(num_voters.max()), 1)] for one in (best, voting))
+    most = torch.where(num_voters > 0, limits.num_drafts[length[:, 0].clamp(min=0)], 0)
+    needed = limits.agreeing[num_voters]
+    tokens, going = _following(
+        span - 1 - best % span, limits.k, token_ids, slots, num_tokens, earlier
+    )
+
+    drafts = torch.zeros((slots.shape[0], limits.k), dtype=torch.int64, device=slots.device)
+    count = torch.zeros_like(num_tokens)
+    agree = voting
+    for i in range(limits.k):
+        token, there = tokens[:, :, i], going[:, :, i] & agree
+        same = (token[:, :, None] == token[:, None, :]) & there[:, :, None] & there[:, None, :]
+        votes, winner = same.sum(dim=2).max(dim=1)
+        chosen = token.gather(1, winner[:, None])
+        goes_on = (count == i) & (i < most) & (votes >= needed)
+        if not goes_on.any():
+            break
+        drafts[:, i] = torch.where(goes_on, chosen.squeeze(1), 0)
+        count += goes_on
+        agree = there & (token == chosen)
+    return drafts, count
+
+
+def _following(
+    place: Tensor,
+    k: int,
+    token_ids: Tensor,
+    slots: Tensor,
+    num_tokens: Tensor,
+    earlier: Earlier,
+) -> tuple[Tensor, Tensor]:
+    """The k tokens after places, [B, V, k], and as bool how far their texts go on."""
+    max_len, width = token_ids.shape[1], earlier.texts.shape[1]
+    is_own = place < max_len
+    offset = torch.arange(1, k + 1, device=place.device)
+    position = torch.where(is_own, place, (place - max_len) % width)[:, :, None] + offset
+    going = position < num_tokens[:, None, None]
+    own = is_own[:, :, None]
+    tokens = token_ids[slots[:, None, None], torch.where(going & own, position, 0)]
+    if not earlier.lengths.numel():
+        return tokens, going
+    text = torch.where(is_own, 0, (place - max_len) // width)
+    going = torch.where(own, going, position < earlier.lengths[text][:, :, None])
+    others = earlier.texts[text[:, :, None], torch.where(going & ~own, position, 0)]
+    return torch.where(own, tokens, others), going
+
+
+def _span(token_ids: Tensor, earlier: Earlier) -> int:
+    """Places in all: those of a row's own text, then those of every earlier one."""
+    return token_ids.shape[1] + earlier.texts.numel()
+
+
+def _ranks(
+    token_ids: Tensor, slots: Tensor, num_tokens: Tensor, earlier: Earlier, depth: int
+) -> Tensor:
+    """[B, groups] int64: the best place of every group, longest first, then earliest; or -1."""
+    max_len, (num_texts, width) = token_ids.shape[1], earlier.texts.shape
+    own_groups, text_groups = -(-max_len // GROUP), -(-width // GROUP)
+    total = max(own_groups + num_texts * text_groups, MAX_VOTERS)
+    span = _span(token_ids, earlier)
+    own = _within_longest(token_ids, num_tokens).index_select(0, slots)
+    last = (num_tokens - 1).clamp(min=0)
+    final = own.gather(1, last[:, None])
+    # The row's tokens from its end backwards; what precedes its first equals nothing.
+    backwards = last[:, None] - torch.arange(depth, device=own.device)
+    ending = own.gather(1, backwards.clamp(min=0)).masked_fill(backwards < 0, _NO_TOKEN)
+    ranks = torch.full((slots.shape[0], total), -1, dtype=torch.int64, device=slots.device)
+
+    def note(row: Tensor, length: Tensor, place: Tensor, group: Tensor) -> None:
+        rank = length * span + (span - 1 - place)
+        ranks.view(-1).scatter_reduce_(0, row * total + group, rank, "amax")
+
+    ends = torch.arange(own.shape[1], device=own.device)
+    row, end = ((own == final) & (ends < last[:, None])).nonzero(as_tuple=True)
+    note(row, _match_length(own, row, end, ending[row]), end, end // GROUP)
+
+    if num_texts:
+        texts = _within_longest(earlier.texts, earlier.lengths)
+        ends = torch.arange(texts.shape[1], device=own.device)
+        found = (texts == final[:, :, None]) & (ends < earlier.lengths[:, None] - 1)
+        found &= (num_tokens > 0)[:, None, None]
+        row, text, end = found.nonzero(as_tuple=True)
+        length = _match_length(texts, text, end, ending[row])
+        group = own_groups + text * text_groups + end // GROUP
+        note(row, length, max_len + text * width + end, group)
+    return ranks
+
+
+def _match_length(texts: Tensor, text: Tensor, end: Tensor, ending: Tensor) -> Tensor:
+    """[M] int64: how many tokens of texts, from ``end`` backwards, equal [M, depth] endings."""
+    backwards = end[:, None] - torch.arange(ending.shape[1], device=end.device)
+    tokens = texts[text[:, None], backwards.clamp(min=0)]
+    equal = (tokens == ending) & (backwards >= 0)
+    return equal.long().cumprod(dim=1).sum(dim=1)
+
+
+def _within_longest(token_ids: Tensor, num_tokens: Tensor) -> Tensor:
+    """The columns that hold tokens of any row."""
+    longest = int(num_tokens.max()) if num_tokens.numel() else 0
+    return token_ids[:, : max(longest, 1)]

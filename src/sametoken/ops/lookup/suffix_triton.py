@@ -1,0 +1,210 @@
+"""Suffix search in Triton: groups of places are ranked first, then the best of them vote."""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.lookup.suffix import (
+    GROUP,
+    MAX_VOTERS,
+    Earlier,
+    Limits,
+)
+from sametoken.ops.pdl import (
+    overlapped,
+    wait_for_earlier,
+)
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _rank_kernel(
+    token_ids,  # [S, max_len]
+    slots,  # [B]
+    num_tokens,  # [B]
+    texts,  # [R, W]
+    text_lengths,  # [R]
+    ranks,  # [B, TOTAL]
+    batch,  # B
+    token_stride,
+    text_stride,
+    SPAN: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OWN_TILES: tl.constexpr,
+    TEXT_TILES: tl.constexpr,
+    OWN_GROUPS: tl.constexpr,
+    TEXT_GROUPS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One tile of places of a row's own text, or of an earlier one."""
+    wait_for_earlier(OVERLAP)
+    # Along one axis: the others have no room for the tiles of very many texts.
+    row, tile = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(0) // batch
+    length = tl.load(num_tokens + row)
+    last = length - 1
+    own = token_ids + tl.load(slots + row) * token_stride
+    text, first_place, num_places = own, last * 0, last
+    group, num_groups = tile * 0, tile * 0 + OWN_GROUPS
+    start = tile * BLOCK
+    if tile >= OWN_TILES:
+        index = ((tile - OWN_TILES) // TEXT_TILES).to(tl.int64)
+        start = (tile - OWN_TILES) % TEXT_TILES * BLOCK
+        text = texts + index * text_stride
+        first_place = MAX_LEN + index * WIDTH
+        # Padding finds nothing in other texts either.
+        num_places = tl.where(length > 0, tl.load(text_lengths + index) - 1, 0)
+        group = (OWN_GROUPS + index * TEXT_GROUPS).to(tl.int32)
+        num_groups = tile * 0 + TEXT_GROUPS
+    end = start + tl.arange(0, BLOCK).to(tl.int64)
+    matches = end < num_places
+    final = tl.load(own + last, last >= 0, other=0)
+    matches &= tl.load(text + end, matches, other=0) == final
+    rank = end * 0 - 1
+    if tl.max(matches.to(tl.int32), axis=0) != 0:
+        here, size = matches, matches.to(tl.int64)
+        for back in range(1, DEPTH):
+            here &= (end >= back) & (last >= back)
+            there = tl.load(own + last - back, last >= back, other=0)
+            here &= tl.load(text + end - back, here, other=0) == there
+            size += here.to(tl.int64)
+        rank = tl.where(matches, size * SPAN + (SPAN - 1 - first_place - end), -1)
+    best = tl.max(tl.reshape(rank, (BLOCK // GROUP, GROUP)), axis=1)
+    within = start // GROUP + tl.arange(0, BLOCK // GROUP)
+    tl.store(ranks + row * TOTAL + group + within, best, within < num_groups)
+
+
+@triton.jit
+def _vote_kernel(
+    token_ids,  # [S, max_len]
+    slots,  # [B]
+    num_tokens,  # [B]
+    texts,  # [R, W]
+    text_lengths,  # [R]
+    best,  # [B, VOTERS]
+    num_drafts,  # [DEPTH + 1]
+    agreeing,  # [VOTERS + 1]
+    drafted,  # [B, K]
+    count,  # [B]
+    token_stride,
+    text_stride,
+    SPAN: tl.constexpr,
+    MAX_LEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VOTERS: tl.constexpr,
+    K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    voter = tl.arange(0, VOTERS)
+    rank = tl.load(best + row * VOTERS + voter)
+    longest = tl.max(rank, axis=0) // SPAN
+    voting = (rank >= 0) & (rank // SPAN == longest)
+    num_voters = tl.sum(voting.to(tl.int32), axis=0)
+    most = tl.load(num_drafts + longest, num_voters > 0, other=0)
+    needed = tl.load(agreeing + num_voters)
+
+    place = SPAN - 1 - rank % SPAN
+    is_own = place < MAX_LEN
+    index = tl.where(voting & ~is_own, (place - MAX_LEN) // WIDTH, 0)
+    first = tl.where(is_own, place, (place - MAX_LEN) % WIDTH) + 1
+    limit = tl.load(num_tokens + row)
+    limit = tl.where(is_own, limit, tl.load(text_lengths + index, voting & ~is_own, other=0))
+    own = token_ids + tl.load(slots + row) * token_stride
+    total = row * 0
+    for i in range(K):
+        there = voting & (first + i < limit)
+        mine = tl.load(own + first + i, there & is_own, other=0)
+        others = tl.load(texts + index * text_stride + first + i, there & ~is_own, other=0)
+        token = tl.where(is_own, mine, others)
+        same = (token[:, None] == token[None, :]) & there[:, None] & there[None, :]
+        votes = tl.sum(same.to(tl.int32), axis=1)
+        winner = tl.max(votes, axis=0)
+        # Of voters for the fullest side, the first decides a tie.
+        leader = tl.min(tl.where(votes == winner, voter, VOTERS), axis=0)
+        chosen = tl.sum(tl.where(voter == leader, token, 0), axis=0)
+        goes_on = (total == i) & (i < most) & (winner >= needed)
+        tl.store(drafted + row * K + i, tl.where(goes_on, chosen, 0))
+        total += goes_on.to(tl.int64)
+        voting = there & (token == chosen)
+    tl.store(count + row, total)
+
+
+def search(
+    token_ids: Tensor, slots: Tensor, num_tokens: Tensor, *, earlier: Earlier, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Drafts that the continuations of the longest match agree on (``reference.search``).
+
+    Args:
+        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
+        slots: [B] int64, the slot of each row.
+        num_tokens: [B] int64; 0 for padding, which finds nothing.
+        earlier: texts of other requests.
+        limits: where drafts end.
+
+    Returns:
+        ids [B, k] int64, of which the first ``count`` [B] int64 hold; the others are 0.
+    """
+    texts = earlier.texts
+    assert token_ids.stride(1) == texts.stride(1) == 1
+    assert slots.is_contiguous()
+    assert num_tokens.is_contiguous()
+    batch, (num_texts, width), max_len = slots.shape[0], texts.shape, token_ids.shape[1]
+    own_tiles, text_tiles = triton.cdiv(max_len, _BLOCK), triton.cdiv(width, _BLOCK)
+    own_groups, text_groups = triton.cdiv(max_len, GROUP), triton.cdiv(width, GROUP)
+    total = max(own_groups + num_texts * text_groups, MAX_VOTERS)
+    sizes = {"SPAN": max_len + texts.numel(), "MAX_LEN": max_len, "WIDTH": max(width, 1)}
+    ranks = slots.new_full((batch, total), -1)
+    _rank_kernel[(batch * (own_tiles + num_texts * text_tiles),)](
+        token_ids,
+        slots,
+        num_tokens,
+        texts,
+        earlier.lengths,
+        ranks,
+        batch,
+        token_ids.stride(0),
+        texts.stride(0),
+        OWN_TILES=own_tiles,
+        TEXT_TILES=max(text_tiles, 1),
+        OWN_GROUPS=own_groups,
+        TEXT_GROUPS=text_groups,
+        TOTAL=total,
+        DEPTH=limits.depth,
+        GROUP=GROUP,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **sizes,
+        **overlapped(slots),
+    )
+    best = ranks.topk(MAX_VOTERS, dim=1).values
+    draft_ids, count = slots.new_empty(batch, limits.k), slots.new_empty(batch)
+    _vote_kernel[(batch,)](
+        token_ids,
+        slots,
+        num_tokens,
+        texts,
+        earlier.lengths,
+        best,
+        limits.num_drafts,
+        limits.agreeing,
+        draft_ids,
+        count,
+        token_ids.stride(0),
+        texts.stride(0),
+        VOTERS=MAX_VOTERS,
+        K=limits.k,
+        num_warps=1,
+        **sizes,
+        **overlapped(slots),
+    )
+    return draft_ids, count

@@ -1,0 +1,1 @@
+"""Operations of a model: products, attention, norms, experts, recurrent rules."""

@@ -1,0 +1,91 @@
+"""The gated activation in Triton."""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.pdl import (
+    overlapped,
+    wait_for_earlier,
+)
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up,  # [T, 2 * WIDTH]
+    out,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    source = gate_up + row * 2 * WIDTH + columns
+    gate = tl.load(source, inside, other=0.0).to(tl.float32)
+    up = tl.load(source + WIDTH, inside, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * WIDTH + columns, value.to(out.dtype.element_ty), inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    assert gate_up.is_contiguous()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        _silu_mul_kernel[grid](
+            gate_up, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **overlapped(gate_up)
+        )
+    return out
+
+
+@triton.jit
+def _sigmoid_mul_kernel(
+    x,  # [T, WIDTH]
+    gate,  # [T, WIDTH], rows gate_stride apart
+    out,  # [T, WIDTH]
+    gate_stride,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    place = row * WIDTH + columns
+    g = tl.load(gate + row * gate_stride + columns, inside, other=0.0).to(tl.float32)
+    value = tl.load(x + place, inside, other=0.0).to(tl.float32) / (1.0 + tl.exp(-g))
+    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once; rows of gate may lie apart."""
+    num_rows, width = x.shape
+    assert x.is_contiguous()
+    assert gate.shape == x.shape
+    # Of no rows, contiguous tensors may have any stride.
+    assert gate.stride(1) == 1 or not num_rows
+    out = torch.empty_like(x)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        _sigmoid_mul_kernel[grid](
+            x,
+            gate,
+            out,
+            gate.stride(0),
+            WIDTH=width,
+            BLOCK=_BLOCK,
+            num_warps=4,
+            **overlapped(x),
+        )
+    return out

@@ -1,0 +1,39 @@
+"""Causal attention over paged KV in plain PyTorch, one row at a time.
+
+Every shape below is set by the row's position alone, so a row cannot tell whether it is a
+decode, a window or a prefill row. Positions that the row cannot see take no part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+)
+
+
+def attention(q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV) -> Tensor:
+    """Attention of [T, H, D] queries over their slots' KV: [T, H * D]."""
+    out = torch.empty_like(q).flatten(1)
+    stops = (rows.positions + 1).tolist()
+    for row, (slot, stop) in enumerate(zip(rows.slots.tolist(), stops, strict=True)):
+        first = max(0, stop - (shape.sliding_window or stop))
+        keys = _gathered(kv.keys, rows.block_table[slot], first, stop)
+        values = _gathered(kv.values, rows.block_table[slot], first, stop)
+        grouped = q[row].clone().float().unflatten(0, (shape.num_kv_heads, -1))
+        weights = torch.softmax(grouped @ keys.mT * shape.scale, dim=-1)
+        out[row] = (weights @ values).flatten().to(q.dtype)
+    return out
+
+
+def _gathered(cache: Tensor, blocks: Tensor, first: int, stop: int) -> Tensor:
+    """Positions ``first`` to ``stop`` - 1 of one slot: [kv_heads, positions, head_dim] fp32."""
+    block_size = cache.shape[2]
+    before = first // block_size
+    used = cache[blocks[before : -(-stop // block_size)]].float()
+    at = slice(first - before * block_size, stop - before * block_size)
+    return used.transpose(0, 1).flatten(1, 2)[:, at].contiguous()

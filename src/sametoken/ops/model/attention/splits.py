@@ -1,0 +1,159 @@
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+"""Splits of a row's KV: one by itself, all of them walked in order, or partial results merged."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sametoken.ops.model.attention.arithmetic import (
+    block_of,
+    empty_split,
+    end_of,
+    merged,
+    split_range,
+    total_of,
+    with_tile,
+)
+from sametoken.ops.pdl import ask_l2
+
+
+@triton.jit
+def ask_for_split(
+    split,
+    last_position,
+    table,
+    keys,
+    values,
+    block_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Ask L2 for a split's KV, while the kernel in front still writes the newest of it."""
+    ROW_BYTES: tl.constexpr = HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8)
+    if OVERLAP and ROW_BYTES % 16 == 0:
+        at = tl.minimum(split * SPLIT + tl.arange(0, SPLIT), last_position)
+        block = tl.load(table + at // BLOCK_SIZE)
+        row = block * block_stride + at % BLOCK_SIZE * HEAD_DIM
+        ask_l2((keys + row).to(tl.int64), ROW_BYTES)
+        ask_l2((values + row).to(tl.int64), ROW_BYTES)
+
+
+@triton.jit
+def split_result(
+    q,  # as for with_tile
+    position,
+    split,
+    table,
+    keys,
+    values,
+    block_stride,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+):
+    """One split's weighted values, total weight and highest score."""
+    acc, totals, peak = empty_split(BLOCK_DIM, position.shape[0], KV_LEFT)
+    stop = end_of(position, split, SPLIT)
+    block = block_of(table, split * SPLIT, stop, BLOCK_SIZE)
+    for begin in tl.range(split * SPLIT, stop, TILE):
+        following = block_of(table, begin + TILE, stop, BLOCK_SIZE)
+        acc, totals, peak = with_tile(
+            (acc, totals, peak), q, position, begin, stop, block, table, keys, values, block_stride,
+            scale, HEAD_DIM, BLOCK_SIZE, TILE, SLIDING_WINDOW, KV_LEFT,
+        )  # fmt: skip
+        block = following
+    return acc, total_of(totals, KV_LEFT), peak
+
+
+@triton.jit
+def walked(
+    q,  # as for with_tile
+    position,
+    table,
+    keys,
+    values,
+    block_stride,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+):
+    """All splits of these queries, each merged where it ends, in one loop over their tiles.
+
+    One loop, so that loads of a split are on their way while the one before is computed.
+    """
+    QUERIES: tl.constexpr = position.shape[0]
+    first, last = split_range(position, SPLIT, SLIDING_WINDOW)
+    stop = end_of(position, last, SPLIT)
+    acc, totals, peak = empty_split(BLOCK_DIM, QUERIES, KV_LEFT)
+    sums, weight, top = acc, tl.zeros([QUERIES], tl.float32), peak
+    block = block_of(table, first * SPLIT, stop, BLOCK_SIZE)
+    for begin in tl.range(first * SPLIT, stop, TILE):
+        following = block_of(table, begin + TILE, stop, BLOCK_SIZE)
+        acc, totals, peak = with_tile(
+            (acc, totals, peak), q, position, begin, stop, block, table, keys, values, block_stride,
+            scale, HEAD_DIM, BLOCK_SIZE, TILE, SLIDING_WINDOW, KV_LEFT,
+        )  # fmt: skip
+        block = following
+        # By selection: a branch would stand between the matrix unit and its accumulators.
+        ends = ((begin + TILE) % SPLIT == 0) | (begin + TILE >= stop)
+        part = (acc, total_of(totals, KV_LEFT), peak)
+        whole = merged(sums, weight, top, part, scale, KV_LEFT)
+        sums = tl.where(ends, whole[0], sums)
+        weight = tl.where(ends, whole[1], weight)
+        top = tl.where(ends, whole[2], top)
+        acc = tl.where(ends, 0.0, acc)
+        totals = tl.where(ends, 0.0, totals)
+        peak = tl.where(ends, float("-inf"), peak)
+    return sums, weight
+
+
+@triton.jit
+def merged_parts(
+    sums,  # [max_splits, HEAD_DIM] fp32
+    stats,  # [max_splits, 2] fp32: total weight, highest score
+    position,  # [1] int32
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+):
+    """One query's partial results, merged in the order of the splits: [BLOCK_DIM, 1] and [1]."""
+    acc, _, peak = empty_split(BLOCK_DIM, 1, True)
+    total = tl.zeros([1], tl.float32)
+    first, last = split_range(position, SPLIT, SLIDING_WINDOW)
+    # Four splits' loads in flight, then four merges; one beyond the last changes nothing.
+    for split in range(first, last + 1, 4):
+        part_0 = _part(sums, stats, split, last, HEAD_DIM, BLOCK_DIM)
+        part_1 = _part(sums, stats, split + 1, last, HEAD_DIM, BLOCK_DIM)
+        part_2 = _part(sums, stats, split + 2, last, HEAD_DIM, BLOCK_DIM)
+        part_3 = _part(sums, stats, split + 3, last, HEAD_DIM, BLOCK_DIM)
+        acc, total, peak = merged(acc, total, peak, part_0, scale, True)
+        acc, total, peak = merged(acc, total, peak, part_1, scale, True)
+        acc, total, peak = merged(acc, total, peak, part_2, scale, True)
+        acc, total, peak = merged(acc, total, peak, part_3, scale, True)
+    return acc, total
+
+
+@triton.jit
+def _part(sums, stats, split, last, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    dim = tl.arange(0, BLOCK_DIM)[:, None]
+    stat = stats + split * 2 + tl.arange(0, 1)
+    seen = split <= last
+    acc = tl.load(sums + split * HEAD_DIM + dim, seen & (dim < HEAD_DIM), 0)
+    total = tl.load(stat, seen, 0)
+    peak = tl.load(stat + 1, seen, float("-inf"))
+    return acc, total, peak

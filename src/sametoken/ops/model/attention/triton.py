@@ -1,0 +1,330 @@
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+"""Causal attention over paged KV on a GPU, with one arithmetic for every kind of row.
+
+A row's KV is cut into splits of a fixed size, anchored at position 0. Each split gives a
+partial result (weighted values, their total weight, the highest score), and partial results
+are merged in the order of the splits. Whether one program walks the splits of its rows
+("walk"), or many programs take one split each and a second kernel merges ("spread"), is a
+matter of speed: both run ``arithmetic``, so the bits agree, for every query tile and however
+rows are cut into runs (tests/gpu/test_attention_gpu.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.errors import InvariantError
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    RunGroup,
+)
+from sametoken.ops.model.attention.arithmetic import (
+    next_turn,
+    normalised,
+    of_turn,
+    per_element,
+    per_query,
+    split_range,
+    tile_queries,
+    tile_rows,
+)
+from sametoken.ops.model.attention.splits import (
+    ask_for_split,
+    merged_parts,
+    split_result,
+    walked,
+)
+from sametoken.ops.model.attention.tuning import (
+    SPLIT,
+    AttentionConfig,
+    Form,
+    choose,
+)
+from sametoken.ops.pdl import (
+    overlapped,
+    release_next,
+    wait,
+    wait_once,
+)
+
+__all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
+
+LOG2_E = 1.4426950408889634
+
+# No compiled form depends on what changes from step to step.
+_jit = triton.jit(
+    do_not_specialize=["first_run", "width", "max_splits"],
+    do_not_specialize_on_alignment=["starts"],
+)
+
+
+def attention(
+    q: Tensor,
+    shape: AttentionShape,
+    rows: AttentionRows,
+    kv: LayerKV,
+    *,
+    max_seq_len: int | None = None,
+    config: AttentionConfig | None = None,
+) -> Tensor:
+    """Attention of [T, H, D] queries over their slots' KV: [T, H * D] in q's dtype.
+
+    Short runs and long ones are launched apart, each cut up for its sizes. The launches follow
+    from shapes and host arguments alone, so they can be captured. Rows behind the last run are
+    not written.
+
+    Args:
+        q: [T, H, D], contiguous, bf16, fp16 or fp32.
+        shape: head counts, and how far back a row sees.
+        rows: where the rows stand, with their runs.
+        kv: the layer's KV, both tensors contiguous within a block and of equal strides.
+        max_seq_len: no row stands at this position or beyond; by default what the block
+            table has room for.
+        config: how to cut the launches up; chosen from the shapes by default.
+
+    Raises:
+        InvariantError: rows without runs, or fewer rows than even runs have.
+    """
+    num_rows, runs = q.shape[0], rows.runs
+    if runs is None:
+        raise InvariantError("attention was given rows without runs", "set AttentionRows.runs")
+    if runs.starts is None and runs.count * runs.max_rows > num_rows:
+        raise InvariantError(f"{runs.count} runs of {runs.max_rows} are more than {num_rows} rows")
+    capacity = rows.block_table.shape[1] * kv.keys.shape[2]
+    max_seq_len = capacity if max_seq_len is None else min(max_seq_len, capacity)
+    assert q.is_contiguous()
+    assert kv.keys.stride() == kv.values.stride()
+    assert kv.keys.stride()[2:] == (shape.head_dim, 1)
+    assert rows.block_table.stride(1) == 1
+    out = q.new_empty(num_rows, shape.num_heads * shape.head_dim)
+    for group in runs.groups if num_rows else ():
+        cut = config or choose(group.num_runs, group.max_rows, shape, max_seq_len, q.dtype)
+        assert cut.split % cut.tile == 0
+        _launch(q, shape, rows, kv, out, group, max_seq_len, cut)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    shape: AttentionShape,
+    rows: AttentionRows,
+    kv: LayerKV,
+    out: Tensor,
+    group: RunGroup,
+    max_seq_len: int,
+    config: AttentionConfig,
+) -> None:
+    assert rows.runs is not None
+    heads_per_kv = shape.num_heads // shape.num_kv_heads
+    tiles = config.num_tiles(group.num_runs, group.max_rows, heads_per_kv)
+    scale = shape.scale * LOG2_E
+    strides = (rows.block_table.stride(0), *kv.keys.stride()[:2])
+    where = (rows.positions, rows.slots, rows.runs.starts, group.first, group.max_rows)
+    inputs = (q, kv.keys, kv.values, *where, rows.block_table, *strides, scale)
+    sizes = {
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_DIM": max(16, triton.next_power_of_2(shape.head_dim)),
+        "SPLIT": config.split,
+        "SLIDING_WINDOW": shape.sliding_window or 0,
+        **overlapped(q),
+    }
+    constants = sizes | {
+        "GROUP": heads_per_kv,
+        "BLOCK_SIZE": kv.keys.shape[2],
+        "BLOCK_QUERIES": config.block_queries,
+        "TILE": config.tile,
+        "KV_LEFT": config.kv_left,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.form == "walk":
+        _walk_kernel[tiles, shape.num_kv_heads](*inputs, out, **constants)
+        return
+    max_splits = triton.cdiv(max_seq_len, config.split)
+    lanes = config.num_lanes(tiles * shape.num_kv_heads, max_splits)
+    places = group.num_runs * group.max_rows
+    size = (places, shape.num_heads, max_splits)
+    sums = q.new_empty(*size, shape.head_dim, dtype=torch.float32)
+    stats = q.new_empty(*size, 2, dtype=torch.float32)
+    _spread_kernel[tiles, shape.num_kv_heads, lanes](*inputs, sums, stats, max_splits, **constants)
+    _merge_kernel[places, shape.num_heads](
+        sums, stats, *where, out, max_splits, scale, num_warps=1, **sizes
+    )
+
+
+@_jit
+def _walk_kernel(
+    q,  # [num_rows, heads, HEAD_DIM]
+    keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
+    values,
+    positions,  # [num_rows] int64
+    slots,  # [num_rows] int64
+    starts,  # [runs + 1] int64, or None: every run has ``width`` rows
+    first_run,  # of the launch
+    width,  # the most rows of its runs
+    block_table,  # [num_slots, max_blocks] int64
+    table_stride,
+    block_stride,
+    head_stride,
+    scale,
+    out,  # [num_rows, heads, HEAD_DIM]
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    release_next(OVERLAP)
+    begin, first, stop, _place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    if starts is not None and first >= stop:
+        wait_once(OVERLAP)
+        return
+    slot = tl.load(slots + begin)
+    position, _index, first_index, at, mask = tile_queries(
+        positions, slots, slot, starts, first, stop,
+        GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT,
+    )  # fmt: skip
+    wait(OVERLAP)
+    q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
+    out += first_index * HEAD_DIM
+    keys += tl.program_id(1) * head_stride
+    values += tl.program_id(1) * head_stride
+
+    turn = tl.min(position) * 0 - 1
+    while turn <= tl.max(position):
+        of_now = of_turn(turn, position)
+        acc, total = walked(
+            q_tile, of_now, block_table + slot * table_stride, keys, values, block_stride, scale,
+            HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
+        )  # fmt: skip
+        result = normalised(acc, total, KV_LEFT).to(out.dtype.element_ty)
+        # Dead rows give 0: all alike, they ask no more experts than one of them.
+        stored = (turn < 0) | (of_now >= 0)
+        tl.store(out + at, result, mask=mask & per_query(stored, KV_LEFT))
+        turn = next_turn(turn, position, acc)
+
+
+@_jit
+def _spread_kernel(
+    q,  # as for _walk_kernel
+    keys,
+    values,
+    positions,
+    slots,
+    starts,
+    first_run,
+    width,
+    block_table,
+    table_stride,
+    block_stride,
+    head_stride,
+    scale,
+    sums,  # [places, heads, max_splits, HEAD_DIM] fp32
+    stats,  # [places, heads, max_splits, 2] fp32: total weight, highest score
+    max_splits,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    KV_LEFT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    release_next(OVERLAP)
+    begin, first, stop, place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
+    if starts is not None and first >= stop:
+        wait_once(OVERLAP)
+        return
+    slot = tl.load(slots + begin)
+    position, index, first_index, at, mask = tile_queries(
+        positions, slots, slot, starts, first, stop,
+        GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT,
+    )  # fmt: skip
+    first_part = first_index + (place - first).to(tl.int64) * tl.num_programs(1) * GROUP
+    sums += first_part * max_splits * HEAD_DIM
+    stats += first_part * max_splits * 2
+    dim = per_element(tl.arange(0, BLOCK_DIM), KV_LEFT)
+    keys += tl.program_id(1) * head_stride
+    values += tl.program_id(1) * head_stride
+    table = block_table + slot * table_stride
+    first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
+    split = first_split + tl.program_id(2)
+    if split <= last_split:
+        ask_for_split(
+            split, tl.max(position), table, keys, values, block_stride,
+            HEAD_DIM, BLOCK_SIZE, SPLIT, OVERLAP,
+        )  # fmt: skip
+    wait(OVERLAP)
+    q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
+    turn = tl.min(position) * 0 - 1
+    while split <= last_split:
+        of_now = of_turn(turn, position)
+        acc, total, peak = split_result(
+            q_tile, of_now, split, table, keys, values, block_stride, scale,
+            HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
+        )  # fmt: skip
+        part = index * max_splits + split
+        stored = of_now >= 0
+        part_at = per_query(part, KV_LEFT) * HEAD_DIM + dim
+        tl.store(sums + part_at, acc, mask=mask & per_query(stored, KV_LEFT))
+        tl.store(stats + part * 2, total, mask=stored)
+        tl.store(stats + part * 2 + 1, peak, mask=stored)
+        turn = next_turn(turn, position, acc)
+        finished = turn > tl.max(position)
+        turn = tl.where(finished, -1, turn)
+        split = tl.where(finished, split + tl.num_programs(2), split)
+
+
+@_jit
+def _merge_kernel(
+    sums,  # as for _spread_kernel
+    stats,
+    positions,
+    slots,
+    starts,
+    first_run,
+    width,
+    out,  # [num_rows, heads, HEAD_DIM]
+    max_splits,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    release_next(OVERLAP)
+    begin, row, stop, place = tile_rows(starts, first_run, width, 1)
+    if starts is not None and row >= stop:
+        wait_once(OVERLAP)
+        return
+    heads, head = tl.num_programs(1), tl.program_id(1)
+    part = place.to(tl.int64) * heads + head
+    sums += part * max_splits * HEAD_DIM
+    stats += part * max_splits * 2
+    position = tl.load(positions + row + tl.arange(0, 1)).to(tl.int32)
+    if starts is not None:
+        dead = tl.load(slots + row) != tl.load(slots + begin)
+    wait(OVERLAP)
+    acc, total = merged_parts(
+        sums, stats, position, scale, HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW
+    )
+    dim = tl.arange(0, BLOCK_DIM)[:, None]
+    result = normalised(acc, total, True)
+    if starts is not None:
+        result = tl.where(dead, 0.0, result)
+    at = (row.to(tl.int64) * heads + head) * HEAD_DIM
+    tl.store(out + at + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

@@ -1,0 +1,125 @@
+"""What a pass leaves of its raw rows in the slots' memory, and how many programs copy it."""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sametoken.ops.model.recurrent.runs import (
+    EMPTY,
+    FIRST_ROW,
+    NUM_FOLDED,
+    NUM_LASTING,
+    NUM_ROWS,
+    SLOT,
+    fact,
+)
+from sametoken.ops.pdl import wait
+
+#: Channels of raw rows that a warp keeps at once.
+KEPT_CHANNELS = 512
+# New rows that it keeps at once.
+_KEPT_ROWS = tl.constexpr(4)
+# Multiprocessors of a large GPU, and warps that one holds, with 32 columns of a state in each.
+_MULTIPROCESSORS, _WARPS = 132, 8
+
+
+@triton.jit
+def keep_raw(
+    keeper,
+    num_keepers,
+    qkv,  # [T, C], rows qkv_stride apart
+    a,  # [T, HV], rows a_stride apart
+    b,  # [T, HV], rows b_stride apart
+    field,  # [FIELDS] of the run
+    history,  # [S, K - 1, C], written
+    pending_qkv,  # [S, P, C], written
+    pending_gates,  # [S, P, 2 * HV], written
+    qkv_stride,
+    a_stride,
+    b_stride,
+    max_pending,
+    C: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Keep the raw rows before the next first row and after it, for some blocks of channels."""
+    TAPS: tl.constexpr = K - 1
+    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
+    num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED)
+    num_lasting, empty = fact(field, NUM_LASTING), fact(field, EMPTY) != 0
+    wait(OVERLAP)
+    if num_rows > 0:
+        history += slot * TAPS * C
+        pending_qkv += slot * max_pending * C
+        tap = tl.arange(0, TAPS_BLOCK)
+        index = num_lasting + tap
+        raw = _raw_row(index, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, C, TAPS)
+        exists = (tap < TAPS) & ((index >= TAPS) | (empty == 0))
+        # New rows from ``first_new`` on become pending, behind what stays there.
+        has_lasting = num_lasting > 0
+        first_new = tl.where(has_lasting, num_lasting - num_folded, 0)
+        stays = tl.where(has_lasting, 0, num_folded)
+        num_new = (num_rows - first_new).to(tl.int32)
+        qkv += (first_row + first_new) * qkv_stride
+        pending_qkv += stays * C
+        for block in range(keeper, (C + BLOCK - 1) // BLOCK, num_keepers):
+            column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+            inside = column < C
+            kept = tl.load(raw[:, None] + column, exists[:, None] & inside, other=0.0)
+            # Another thread may still have to read what this one writes.
+            tl.debug_barrier()
+            _copy_rows(qkv + column, qkv_stride, pending_qkv + column, C, num_new, inside)
+            tl.store(history + tap[:, None] * C + column, kept, (tap < TAPS)[:, None] & inside)
+        if keeper == 0:
+            head = tl.arange(0, HEADS)[None, :]
+            gates = pending_gates + (slot * max_pending + stays) * 2 * HV + head
+            new = first_row + first_new
+            _copy_rows(a + new * a_stride + head, a_stride, gates, 2 * HV, num_new, head < HV)
+            _copy_rows(b + new * b_stride + head, b_stride, gates + HV, 2 * HV, num_new, head < HV)
+
+
+@triton.jit
+def _raw_row(
+    index,  # [n]; 0 is the oldest row of the history
+    qkv,  # [T, C], qkv_stride apart
+    history,  # [K - 1, C] of the slot
+    pending,  # [P, C] of the slot
+    first_row,
+    num_folded,
+    qkv_stride,
+    C: tl.constexpr,
+    TAPS: tl.constexpr,
+):
+    """Pointers to raw rows of a slot: its history, then pending rows, then rows of the pass."""
+    row = index - TAPS
+    new = first_row + row - num_folded
+    held = tl.where(row < 0, history + index * C, pending + row * C)
+    return tl.where(row < num_folded, held, qkv + new * qkv_stride)
+
+
+@triton.jit
+def _copy_rows(source, source_stride, target, target_stride, num_rows, inside):
+    """Copy rows of [1, n] addresses, several at once."""
+    place = tl.arange(0, _KEPT_ROWS)[:, None]
+    for first in range(0, num_rows, _KEPT_ROWS):
+        row = first + place
+        values = tl.load(source + row * source_stride, (row < num_rows) & inside, other=0.0)
+        tl.store(target + row * target_stride, values, (row < num_rows) & inside)
+
+
+def num_keepers(programs: int, batch: int, num_warps: int, blocks: int, long: bool) -> int:
+    """Programs of a run that keep raw rows: one a block, or fewer where all fit a GPU so.
+
+    Beside long runs so few that no multiprocessor has a program more, if there is room for any.
+    """
+    places = _MULTIPROCESSORS * _WARPS // num_warps
+    if long:
+        places = triton.cdiv(programs * batch, _MULTIPROCESSORS) * _MULTIPROCESSORS
+    room = places // batch - programs
+    return min(blocks, room) if room > 0 else blocks

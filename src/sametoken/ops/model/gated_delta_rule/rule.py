@@ -1,0 +1,101 @@
+"""Gated DeltaNet as a recurrent rule: sizes, a layer's weights, and its row function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from sametoken.ops.model.gated_delta_rule import reference
+from sametoken.ops.model.gated_delta_rule.reference import convolve_row
+from sametoken.ops.model.recurrent.rule import RowFunction
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """``RecurrentRule`` of a layer with so many heads; a raw row is [q | k | v] beside a and b.
+
+    Attributes:
+        conv_kernel: as ``RecurrentRule.conv_kernel``.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Widths of q, k and v."""
+        keys = self.num_key_heads * self.key_dim
+        return keys, keys, self.out_features
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of [q | k | v]."""
+        return sum(self.qkv_sizes)
+
+    @property
+    def gate_sizes(self) -> tuple[int, int]:
+        """Widths of a and b."""
+        return self.num_value_heads, self.num_value_heads
+
+    @property
+    def out_features(self) -> int:
+        """Width of all value heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[Hv, Dk, Dv]."""
+        return self.num_value_heads, self.key_dim, self.value_dim
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The sizes as Triton kernels name them."""
+        return {
+            "HK": self.num_key_heads,
+            "HV": self.num_value_heads,
+            "DK": self.key_dim,
+            "DV": self.value_dim,
+            "K": self.conv_kernel,
+        }
+
+    def divided(self, size: int) -> GatedDelta:
+        """What each of ``size`` ranks has: value heads go with their key head."""
+        key_heads, value_heads = self.num_key_heads // size, self.num_value_heads // size
+        return replace(self, num_key_heads=key_heads, num_value_heads=value_heads)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaParams:
+    """``RuleWeights``: one layer's weights between its projections.
+
+    Attributes:
+        A_log, dt_bias: [Hv].
+        conv_weight: [K, C]: a checkpoint's [C, 1, K], by taps.
+        conv_bias: [C] or None.
+    """
+
+    rule: GatedDelta
+    A_log: Tensor
+    dt_bias: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+
+    def row_function(self) -> RowFunction:
+        """As ``RuleWeights.row_function``."""
+        rule, decay_rate, dt_bias = self.rule, self.A_log.float().exp(), self.dt_bias.float()
+        conv_weight = self.conv_weight.float()
+        conv_bias = None if self.conv_bias is None else self.conv_bias.float()
+
+        def run_row(state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
+            q, k, v = convolve_row(window, conv_weight, conv_bias).split(rule.qkv_sizes)
+            a, b = gates.split(rule.gate_sizes)
+            log_decay, beta = reference.gates(a, b, decay_rate, dt_bias)
+            q, k = q.view(-1, rule.key_dim), k.view(-1, rule.key_dim)
+            v = v.view(-1, rule.value_dim)
+            return reference.advance(state, q, k, v, log_decay, beta).flatten()
+
+        return run_row

@@ -1,0 +1,323 @@
+"""Gated DeltaNet between its projections in Triton: one row function, folded by position.
+
+A pass makes three kinds of launch. ``plan_runs`` derives from positions what each slot
+folds, runs for good and leaves pending. Per layer ``prepare`` turns raw rows, pending ones
+included, into what the rule reads, and ``advance`` walks them in order with the state in
+registers: first those that are only folded, then new ones, which also read the state. Row
+counts, windows and batches are no part of any compiled form, and one loop runs all rows, so
+decode, verify, fold and prefill run the same instructions and a row has the same bits in each.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.model.gated_delta_rule.keep import (
+    KEPT_CHANNELS,
+    keep_raw,
+    num_keepers,
+)
+from sametoken.ops.model.gated_delta_rule.prepare import prepare
+from sametoken.ops.model.gated_delta_rule.rule import (
+    GatedDelta,
+    GatedDeltaParams,
+)
+from sametoken.ops.model.recurrent.rule import (
+    LayerMemory,
+    RawRows,
+)
+from sametoken.ops.model.recurrent.runs import (
+    BROKEN,
+    EMPTY,
+    FIELDS,
+    FIRST_ROW,
+    NUM_FOLDED,
+    NUM_LASTING,
+    NUM_ROWS,
+    SLOT,
+    STOP_ROW,
+    Runs,
+    fact,
+)
+from sametoken.ops.pdl import (
+    overlapped,
+    release_next,
+    wait,
+)
+
+# What a warp reads of a state at once: 16 bytes a thread.
+_FLOATS_PER_WARP = 128
+# A run of so many rows takes so long that multiprocessors with more programs than others, where
+# some are free late, cost more than an early start saves.
+_LONG = 128
+# Prepared rows that are run or on their way.
+_STAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RuleTile:
+    """How a state is cut among programs. Sums follow the columns: an engine keeps to one.
+
+    Attributes:
+        value_columns: columns of a head's state that one warp holds.
+        num_warps: of every program; each has columns of its own.
+        max_registers: per thread; fewer let more programs run beside each other. None: as
+            many as the compiler takes.
+    """
+
+    value_columns: int = 32
+    num_warps: int = 2
+    max_registers: int | None = None
+
+    def fitted(self, value_dim: int) -> RuleTile:
+        """No more columns and warps than a state has."""
+        most = triton.next_power_of_2(value_dim)
+        columns = min(self.value_columns, most)
+        return replace(self, value_columns=columns, num_warps=min(self.num_warps, most // columns))
+
+
+@triton.jit
+def _keys(BK: tl.constexpr, LANES: tl.constexpr):
+    """[LANES, 1, RUNS, TOGETHER]: a thread's keys come in runs of four, which it reads at once."""
+    TOGETHER: tl.constexpr = min(4, BK // LANES)
+    RUNS: tl.constexpr = BK // (LANES * TOGETHER)
+    lane = tl.arange(0, LANES)[:, None, None, None]
+    run = tl.arange(0, RUNS)[None, None, :, None]
+    return (run * LANES + lane) * TOGETHER + tl.arange(0, TOGETHER)[None, None, None, :]
+
+
+@triton.jit
+def _add_product(factor, total, a, b):
+    """The running sum factor * total, and one more product; it rounds once."""
+    return 1.0, tl.fma(a, b, factor * total)
+
+
+@triton.jit
+def _along(state, part):
+    """Sum over keys of state [LANES, WARPS, RUNS, TOGETHER, V] times part [.., 1]: [WARPS, V].
+
+    Every rounding is written out: no compiler chooses one.
+    """
+    state, part = tl.broadcast(state, part)
+    HELD: tl.constexpr = state.shape[2] * state.shape[3]
+    state = tl.reshape(state, (state.shape[0], state.shape[1], HELD, state.shape[4]))
+    part = tl.reshape(part, (part.shape[0], part.shape[1], HELD, part.shape[4]))
+    factor, total = tl.reduce((state, part), 2, _add_product)
+    return tl.sum(factor * total, axis=0)
+
+
+@triton.jit
+def _delta(state, k, v, decay, beta):
+    return beta * tl.fma(-decay, _along(state, k), v)
+
+
+@triton.jit
+def _updated(state, k, decay, delta):
+    return tl.fma(k, delta[None, :, None, None, :], decay * state)
+
+
+@triton.jit
+def _advance_tile(
+    tile,
+    run,
+    prepared,  # [T + B * P, WIDTH]
+    field,  # [FIELDS] of the run
+    states,  # [S, HV, DK, DV]
+    out,  # [T, HV * DV]
+    max_pending,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BK: tl.constexpr,
+    WARPS: tl.constexpr,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Run a run's rows over some columns of one head's state."""
+    TILES: tl.constexpr = (DV + WARPS * V - 1) // (WARPS * V)
+    WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV + HK
+    head = tile // TILES
+    key_head = head // (HV // HK)
+    key = _keys(BK, LANES)
+    # A warp has columns of its own, so that no sum crosses warps.
+    warp = (tile % TILES) * WARPS + tl.arange(0, WARPS)
+    value = warp[:, None] * V + tl.arange(0, V)[None, :]
+    is_key, is_value = key < DK, value < DV
+    inside = is_key[:, :, :, :, None] & is_value[None, :, None, None, :]
+
+    # All at once: a load that waits for another one costs as much as the row itself.
+    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
+    num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
+    num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
+    empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
+    # Offsets from one address: a thread keeps no address per element.
+    at_once = key[:, :, :, :, None] * DV + value[None, :, None, None, :]
+    state_at = states + (slot * HV + head) * DK * DV + at_once
+    exists = inside & (empty == 0) & (num_rows > 0)
+    state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
+    # Nobody else writes the layer's states between ``plan_runs``, which nothing overtakes, and
+    # here.
+    wait(OVERLAP)
+
+    prepared += (first_row + run * max_pending) * WIDTH
+    q_at = prepared + key_head * DK + key
+    k_at = q_at + HK * DK
+    v_at = prepared + 2 * HK * DK + head * DV + value
+    decay_at = prepared + 2 * HK * DK + HV * DV + head
+    q_k_at = prepared + WIDTH - HK + key_head
+    out += first_row * HV * DV + head * DV + value
+    # One loop without branches, so that a folded row and a new one go through the same
+    # instructions; a folded row's sums with q are not stored.
+    for t in tl.range(num_folded + num_rows, num_stages=STAGES):
+        at, is_new = t * WIDTH, t >= num_folded
+        k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, :, None]
+        q = tl.load(q_at + at, is_key, other=0.0)[:, :, :, :, None]
+        v = tl.load(v_at + at, is_value, other=0.0)
+        decay, beta = tl.load(decay_at + at), tl.load(decay_at + at + HV)
+        q_k = tl.load(q_k_at + at)
+        delta = _delta(state, k, v, decay, beta)
+        read = tl.fma(delta, q_k, decay * _along(state, q)).to(out.dtype.element_ty)
+        tl.store(out + (t - num_folded) * HV * DV, read, is_value & is_new)
+        state = _updated(state, k, decay, delta)
+        if t + 1 == num_lasting:
+            tl.store(state_at, state, inside)
+
+    _fill_dead(out, num_rows, (stop_row - first_row).to(tl.int32), broken, is_value, HV * DV)
+
+
+@triton.jit
+def _fill_dead(out, num_rows, stop, broken, is_value, ROW: tl.constexpr):
+    """Dead rows are zero; those of a slot whose rows do not follow are nobody's."""
+    fill = tl.zeros(is_value.shape, tl.float32) + tl.where(broken, float("nan"), 0.0)
+    for row in range(num_rows, stop):
+        tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_value)
+
+
+@triton.jit(do_not_specialize=["max_pending"])
+def _advance_kernel(
+    prepared,  # [T + B * P, WIDTH]
+    qkv,  # [T, C], rows qkv_stride apart
+    a,  # [T, HV], rows a_stride apart
+    b,  # [T, HV], rows b_stride apart
+    runs,  # [B, FIELDS]
+    states,  # [S, HV, DK, DV], written
+    history,  # [S, K - 1, C], written
+    pending_qkv,  # [S, P, C], written
+    pending_gates,  # [S, P, 2 * HV], written
+    out,  # [T, HV * DV], written
+    qkv_stride,
+    a_stride,
+    b_stride,
+    max_pending,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    WARPS: tl.constexpr,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEPT_BLOCK: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    release_next(OVERLAP)
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    PROGRAMS: tl.constexpr = HV * ((DV + WARPS * V - 1) // (WARPS * V))
+    program = tl.program_id(0)
+    run = tl.program_id(1).to(tl.int64)
+    field = runs + run * FIELDS
+    if program < PROGRAMS:
+        _advance_tile(
+            program, run, prepared, field, states, out, max_pending,
+            HK, HV, DK, DV, BK, WARPS, V, LANES, STAGES, OVERLAP,
+        )  # fmt: skip
+    else:
+        keep_raw(
+            program - PROGRAMS, tl.num_programs(0) - PROGRAMS, qkv, a, b, field,
+            history, pending_qkv, pending_gates, qkv_stride, a_stride, b_stride, max_pending,
+            C, HV, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, OVERLAP,
+        )  # fmt: skip
+
+
+def advance(
+    runs: Runs,
+    params: GatedDeltaParams,
+    raw: RawRows,
+    memory: LayerMemory,
+    tile: RuleTile | None = None,
+) -> Tensor:
+    """Convolution and gated delta rule of a pass's rows in one layer: [T, Hv * Dv].
+
+    Sums run in fp32 and round once, to the dtype of the raw rows. Dead rows of a run are zero;
+    rows behind the last run are not written.
+
+    Args:
+        runs: of the pass.
+        params: the layer's weights.
+        raw: the rows, in the dtype in which raw rows are kept.
+        memory: what the slots keep in the layer; written.
+        tile: how states are cut; the same in all passes.
+    """
+    if not runs.rows.count:
+        return raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
+    prepared = prepare(runs, params, raw, memory)
+    return advance_prepared(runs, params.rule, prepared, raw, memory, tile or RuleTile())
+
+
+def advance_prepared(
+    runs: Runs,
+    rule: GatedDelta,
+    prepared: Tensor,
+    raw: RawRows,
+    memory: LayerMemory,
+    tile: RuleTile,
+) -> Tensor:
+    """The rule over what ``prepare`` made of the rows; arguments are those of ``advance``."""
+    tile = tile.fitted(rule.value_dim)
+    num_rows, num_channels = raw.mixed.shape
+    assert raw.mixed.dtype == memory.history.dtype
+    out = raw.mixed.new_empty(num_rows, rule.out_features)
+    keys, batch = triton.next_power_of_2(rule.key_dim), runs.table.shape[0]
+    tiles = triton.cdiv(rule.value_dim, tile.value_columns * tile.num_warps)
+    programs, block = rule.num_value_heads * tiles, KEPT_CHANNELS * tile.num_warps
+    blocks = triton.cdiv(num_channels, block)
+    long = runs.rows.max_rows >= _LONG
+    keepers = num_keepers(programs, batch, tile.num_warps, blocks, long)
+    _advance_kernel[(programs + keepers, batch)](
+        prepared,
+        raw.mixed,
+        *raw.gates,
+        runs.table,
+        memory.states,
+        memory.history,
+        memory.pending_mixed,
+        memory.pending_gates,
+        out,
+        *raw.strides,
+        memory.max_pending,
+        **rule.constants,
+        BK=keys,
+        WARPS=tile.num_warps,
+        V=tile.value_columns,
+        LANES=min(keys, max(1, _FLOATS_PER_WARP // tile.value_columns)),
+        HEADS=triton.next_power_of_2(rule.num_value_heads),
+        KEPT_BLOCK=block,
+        TAPS_BLOCK=triton.next_power_of_2(max(rule.conv_kernel - 1, 1)),
+        STAGES=_STAGES,
+        num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
+        **overlapped(out, early=not long),
+    )
+    return out

@@ -1,0 +1,71 @@
+"""Matrix products in plain PyTorch, in calls of one fixed shape.
+
+A library's matrix product may choose its order of additions by the number of rows. So it
+is only ever called with ``ROWS`` rows, zero padded: the row law holds on any CPU
+(tests/unit/ops/test_row_law.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROWS = 8
+FEATURES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixWeight:
+    """A weight as one contiguous tensor [N, K]."""
+
+    matrix: Tensor
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.matrix.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.matrix.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one copy."""
+        return self.matrix.nbytes
+
+
+def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ matrix.T (+ bias)``: [T, K] and [N, K] -> [T, N] in x's dtype."""
+    out = x.new_empty(x.shape[0], matrix.shape[0])
+    for first, tile in _tiles(x):
+        last = first + ROWS
+        out[first:last] = F.linear(tile, matrix, bias)[: x.shape[0] - first]
+    return out
+
+
+def product_fp32(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix.T`` in fp32, without rounding to x's dtype: [T, K] and [N, K] -> [T, N]."""
+    out = x.new_empty(x.shape[0], matrix.shape[0], dtype=torch.float32)
+    tiles = list(_tiles(x.float()))
+    for start in range(0, matrix.shape[0], FEATURES):
+        block = matrix[start : start + FEATURES].float()
+        columns = slice(start, start + block.shape[0])
+        for first, tile in tiles:
+            last = first + ROWS
+            out[first:last, columns] = F.linear(tile, block)[: x.shape[0] - first]
+    return out
+
+
+def _tiles(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """First row and a fresh [ROWS, K] copy of each tile of [T, K], the last zero padded."""
+    for first in range(0, x.shape[0], ROWS):
+        tile = x.new_zeros(ROWS, x.shape[1])
+        rows = x[first : first + ROWS]
+        tile[: rows.shape[0]] = rows
+        yield first, tile

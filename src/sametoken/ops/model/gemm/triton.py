@@ -1,0 +1,331 @@
+"""Matrix products on a GPU: one Triton kernel body, and the vendor's where its bits match.
+
+No form splits the sum over in_features, and all add it in order, so a row's bits do not
+depend on the row count, the tiles, or the form (tests/gpu/test_gemm_gpu.py).
+
+The sums of a product's tile over in_features, in order, and what is asked for before them.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sametoken.ops.model.activation_triton import silu_mul
+from sametoken.ops.model.gemm.tuning import (
+    CublasConfig,
+    Epilogue,
+    GemmConfig,
+    TritonConfig,
+)
+from sametoken.ops.pdl import (
+    ask_l2,
+    can_overlap,
+    release_next,
+    wait,
+)
+
+
+@triton.jit
+def sums(
+    x_tiles,
+    first_row,
+    x_at,  # [rows, depth] pointers
+    row_present,
+    w_tiles,
+    first_feature,
+    w_at,  # [features, depth] pointers
+    present,
+    half,
+    out_features,
+    in_features,
+    EPILOGUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+):
+    """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32.
+
+    WEIGHTS_FIRST fills the pipeline of loads before the kernel in front has finished. The
+    pipeline takes up what is loaded and multiplied in one turn: weights, then, for activations
+    come through registers, a turn ahead. The wait stands in the first turn, behind the weights
+    of all stages (tests/unit/ops/test_overlap.py).
+    """
+    DEPTH: tl.constexpr = w_at.shape[1]
+    depth = tl.arange(0, DEPTH)
+    acc = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
+    up = tl.zeros([w_at.shape[0], x_at.shape[0]], tl.float32)
+    if WEIGHTS_FIRST:
+        x_tile = tl.zeros([x_at.shape[0], DEPTH], x_at.dtype.element_ty)
+    for k in tl.range(0, in_features, DEPTH):
+        inside = k + depth < in_features
+        if WEIGHTS_FIRST:
+            if k == 0:
+                wait(OVERLAP)
+                x_tile = _tile(None, 0, x_at, k, row_present, inside, EVEN_DEPTH)
+            next_inside = k + DEPTH + depth < in_features
+            x_next = _tile(None, 0, x_at, k + DEPTH, row_present, next_inside, False)
+        else:
+            x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
+        w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
+        acc = _with_products(acc, w_tile, x_tile)
+        if EPILOGUE == "silu_mul":
+            first_up = out_features + first_feature
+            w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
+            up = _with_products(up, w_tile, x_tile)
+        if WEIGHTS_FIRST:
+            x_tile = x_next
+    return acc, up
+
+
+@triton.jit
+def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
+    """Rows that are present, [rows, depth]; the rest of the tile is zero and adds nothing."""
+    if tiles is not None:
+        return tiles.load([first, k])
+    if EVEN_DEPTH:
+        return tl.load(at + k, mask=present[:, None], other=0.0)
+    return tl.load(at + k, mask=present[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _with_products(acc, w_tile, x_tile):
+    """``acc + w_tile @ x_tile.T``: [features, rows] fp32."""
+    if w_tile.dtype == tl.float8e4nv:
+        # Hopper keeps some 14 bits of a sum of fp8 products: that of one tile alone.
+        return acc + tl.dot(w_tile, x_tile.T)
+    return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+
+
+@triton.jit
+def start_early(
+    w_row,
+    half,
+    EPILOGUE: tl.constexpr,
+    RELEASE: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Ask for weights while the kernel in front still computes the activations."""
+    release_next(RELEASE)
+    if PREFETCH_BYTES:
+        _prefetch(w_row, PREFETCH_BYTES, PIECES)
+        if EPILOGUE == "silu_mul":
+            _prefetch(w_row + half, PREFETCH_BYTES, PIECES)
+
+
+@triton.jit
+def _prefetch(w_row, BYTES: tl.constexpr, PIECES: tl.constexpr):
+    """Ask L2 for the first BYTES of each row: [n] pointers, 16-byte aligned.
+
+    In a piece a thread where pieces fit: threads beyond the rows would ask for the same again.
+    """
+    if BYTES % (16 * PIECES) == 0:
+        piece = tl.arange(0, PIECES)[None, :] * (BYTES // PIECES)
+        ask_l2(w_row[:, None].to(tl.int64) + piece, BYTES // PIECES)
+    else:
+        ask_l2(w_row.to(tl.int64), BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Of operands in fp8, what their product stands for.
+
+    Attributes:
+        features: [N] fp32, factors of the matrix's rows.
+        rows: [T] fp32, factors of the activations' rows.
+        dtype: of the result, but for logits.
+    """
+
+    features: Tensor
+    rows: Tensor
+    dtype: torch.dtype
+
+
+def epilogue_of(bias: Tensor | None, out_dtype: torch.dtype | None) -> Epilogue:
+    """How a product by ``Weight.matmul`` ends."""
+    assert out_dtype in (None, torch.float32)
+    assert bias is None or out_dtype is None
+    if out_dtype is not None:
+        return "logits"
+    return "none" if bias is None else "bias"
+
+
+def product(
+    config: GemmConfig,
+    x: Tensor,
+    matrix: Tensor,
+    epilogue: Epilogue = "none",
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One product by one given kernel.
+
+    Args:
+        config: the kernel.
+        x: [T, K], contiguous.
+        matrix: [N, K], contiguous, of x's dtype.
+        epilogue: what is done before the store; "silu_mul" gives [T, N / 2], "logits" fp32.
+        bias: [N], that of "bias".
+    """
+    assert x.is_contiguous()
+    assert matrix.is_contiguous()
+    assert x.shape[1] == matrix.shape[1]
+    assert x.dtype == matrix.dtype
+    assert (bias is not None) == (epilogue == "bias")
+    if isinstance(config, CublasConfig):
+        return _library_product(x, matrix, epilogue, bias)
+    return tiled_product(config, x, matrix, epilogue, bias)
+
+
+def _library_product(x: Tensor, matrix: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:
+    if epilogue == "logits":
+        return torch.mm(x, matrix.t(), out_dtype=torch.float32)
+    if epilogue == "bias":
+        return F.linear(x, matrix, bias)
+    out = torch.mm(x, matrix.t())
+    return silu_mul(out) if epilogue == "silu_mul" else out
+
+
+def tiled_product(
+    config: TritonConfig,
+    x: Tensor,
+    matrix: Tensor,
+    epilogue: Epilogue,
+    bias: Tensor | None,
+    scaling: Scaling | None = None,
+) -> Tensor:
+    """``product`` by the Triton kernel, which knows operands of float8 e4m3 too.
+
+    Those have a ``scaling``, applied before the epilogue. The bits of their product depend
+    on ``config.block_depth``, and on no other choice.
+    """
+    rows, in_features = x.shape
+    out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
+    row_bytes = in_features * x.element_size()
+    dtype = x.dtype if scaling is None else scaling.dtype
+    if epilogue == "logits":
+        dtype = torch.float32
+    out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    if not rows:
+        return out
+    x_tiles = w_tiles = None
+    if config.tma:
+        if config.tma_rows:
+            x_tiles = TensorDescriptor.from_tensor(x, [config.block_rows, config.block_depth])
+        w_tiles = TensorDescriptor.from_tensor(matrix, [config.block_features, config.block_depth])
+    programs = triton.cdiv(rows, config.block_rows) * triton.cdiv(
+        out_features, config.block_features
+    )
+    launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.overlap:
+        launch["launch_pdl"] = True
+    _product_kernel[(programs,)](
+        x,
+        matrix,
+        x_tiles,
+        w_tiles,
+        bias,
+        None if scaling is None else scaling.features,
+        None if scaling is None else scaling.rows,
+        out,
+        rows,
+        out_features,
+        in_features,
+        EPILOGUE=epilogue,
+        OVERLAP=config.overlap,
+        RELEASE=config.release if can_overlap(x) else "never",
+        WEIGHTS_FIRST=config.weights_first,
+        PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
+        PIECES=max(1, 32 * config.num_warps // config.block_features),
+        EVEN_DEPTH=in_features % config.block_depth == 0,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_FEATURES=config.block_features,
+        BLOCK_DEPTH=config.block_depth,
+        **launch,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x,  # [rows, in_features]
+    weight,  # [out_features, in_features]; [2 * out_features, in_features] for silu_mul
+    x_tiles,  # tensor descriptors, each None where tiles are loaded through pointers
+    w_tiles,
+    bias,  # [out_features], or None
+    feature_scales,  # those of weight's rows, or None
+    row_scales,  # [rows], or None
+    out,  # [rows, out_features]
+    rows,
+    out_features,
+    in_features,
+    EPILOGUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    RELEASE: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
+    PIECES: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    # Neighbouring programs share a weight tile, so that it leaves memory once.
+    row_tiles = tl.cdiv(rows, BLOCK_ROWS)
+    first_row = (tl.program_id(0) % row_tiles) * BLOCK_ROWS
+    first_feature = (tl.program_id(0) // row_tiles) * BLOCK_FEATURES
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    feature = first_feature + tl.arange(0, BLOCK_FEATURES)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    w_row = weight + feature.to(tl.int64) * in_features
+    half = tl.cast(out_features, tl.int64) * in_features
+
+    if OVERLAP:
+        present = feature < out_features
+        w_start = tl.where(present, w_row, weight)
+        start_early(w_start, half, EPILOGUE, RELEASE == "early", PREFETCH_BYTES, PIECES)
+    if not WEIGHTS_FIRST:
+        wait(OVERLAP)
+
+    x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
+    w_at = w_row[:, None] + depth[None, :]
+    acc, up = sums(
+        x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features,
+        half, out_features, in_features, EPILOGUE, OVERLAP, WEIGHTS_FIRST, EVEN_DEPTH,
+    )  # fmt: skip
+    release_next(RELEASE == "late")
+
+    stored = (row < rows)[None, :] & (feature < out_features)[:, None]
+    at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
+    dtype = out.dtype.element_ty
+    acc = _scaled(acc, feature_scales, feature, feature < out_features, row_scales, row, rows)
+    if EPILOGUE == "bias":
+        acc += tl.load(bias + feature, mask=feature < out_features, other=0)[:, None]
+    elif EPILOGUE == "silu_mul":
+        up_feature = feature + out_features
+        up = _scaled(up, feature_scales, up_feature, feature < out_features, row_scales, row, rows)
+        acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
+    tl.store(out + at, acc.to(dtype), mask=stored)
+
+
+@triton.jit
+def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
+    """Sums of fp8 products times the scales of both operands, if there are any."""
+    if feature_scales is not None:
+        w_scale = tl.load(feature_scales + feature, mask=present, other=0)
+        x_scale = tl.load(row_scales + row, mask=row < rows, other=0)
+        acc *= w_scale[:, None] * x_scale[None, :]
+    return acc
+
+
+@triton.jit
+def _silu_mul(gate, up):
+    """The arithmetic of ``activation.triton``, so that fused and unfused bits agree."""
+    return gate / (1.0 + tl.exp(-gate)) * up

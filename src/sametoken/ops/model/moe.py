@@ -1,0 +1,50 @@
+"""Routing and experts in plain PyTorch; also the CPU path, with the weights' own products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.ops.weight import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateExperts:
+    """Experts one by one: [gate | up] and down of each."""
+
+    gate_up: Sequence[Weight]
+    down: Sequence[Weight]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(weight.nbytes for weight in (*self.gate_up, *self.down))
+
+    def __call__(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The weighted sum of every row's experts, added in the order of their ids, in fp32."""
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for expert in chosen.unique().tolist():
+            rows, places = torch.nonzero(chosen == expert, as_tuple=True)
+            inner = self.gate_up[expert].gated_matmul(x[rows])
+            output = self.down[expert].matmul(inner, out_dtype=out_dtype)
+            out[rows] += output.float() * weights[rows, places, None]
+        return out.to(out_dtype or x.dtype)
+
+
+def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """[T, top_k] expert ids and fp32 weights; of equal probabilities the lowest id wins."""
+    probabilities = logits.float().softmax(dim=-1)
+    weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
+    weights, chosen = weights[:, :top_k], chosen[:, :top_k]
+    if normalise:
+        # One column after the other: a library may sum by the number of rows.
+        total = torch.zeros_like(weights[:, 0])
+        for column in weights.unbind(dim=-1):
+            total = total + column
+        weights = weights / total[:, None]
+    return chosen, weights.to(logits.dtype).float()

@@ -1,0 +1,304 @@
+"""Routing and experts in Triton, without a shape that depends on what was chosen.
+
+Rows are grouped by expert on the device; a product then walks the rows of one expert, a
+tile at a time. All sums over features run in order, as those of ``gemm`` do, so a row's bits
+depend neither on the tiles nor on which other rows chose the same expert.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.pdl import (
+    overlapped,
+    wait_for_earlier,
+)
+
+_GROUP_BLOCK = 1024
+_COLUMNS = 1024
+
+#: Rows of an expert per tile: above so many rows of the pass, and up to them.
+_MANY_ROWS, _LARGE_TILE, _SMALL_TILE = 256, 64, 16
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """The experts of a layer on the GPU.
+
+    Attributes:
+        gate_up: [E, 2 * I, H], gate first.
+        down: [E, H, I].
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def __call__(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """``mix`` of these experts."""
+        return mix(x, self, chosen, weights, out_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Pairs of a row and a choice by expert: counts [E], members [E, pairs], rows per tile."""
+
+    counts: Tensor
+    members: Tensor
+    block_rows: int
+
+
+@triton.jit
+def _route_kernel(
+    logits,  # [T, E]
+    chosen,  # [T, TOP_K], written
+    weights,  # [T, TOP_K], written
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, E_BLOCK)
+    inside = expert < E
+    logit = tl.load(logits + row * E + expert, inside, other=float("-inf")).to(tl.float32)
+    power = tl.where(inside, tl.exp(logit - tl.max(logit, axis=0)), 0.0)
+    left = tl.where(inside, power / tl.sum(power, axis=0), -1.0)
+    place = tl.arange(0, K_BLOCK)
+    ids = tl.zeros((K_BLOCK,), tl.int64)
+    found = tl.zeros((K_BLOCK,), tl.float32)
+    total = 0.0
+    for rank in tl.static_range(TOP_K):
+        best = tl.max(left, axis=0)
+        # NaN equals nothing; its row is nobody's, but must name an expert that exists.
+        first = tl.minimum(tl.min(tl.where(left == best, expert, E_BLOCK), axis=0), E - 1)
+        ids = tl.where(place == rank, first.to(tl.int64), ids)
+        found = tl.where(place == rank, best, found)
+        total += best
+        left = tl.where(expert == first, -1.0, left)
+    if NORMALISE:
+        found = found / total
+    at = row * TOP_K + place
+    tl.store(chosen + at, ids, place < TOP_K)
+    rounded = found.to(logits.dtype.element_ty).to(tl.float32)
+    tl.store(weights + at, rounded, place < TOP_K)
+
+
+def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """[T, top_k] expert ids and fp32 weights; of equal probabilities the lowest id wins."""
+    assert logits.is_contiguous()
+    num_rows, num_experts = logits.shape
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        _route_kernel[(num_rows,)](
+            logits,
+            chosen,
+            weights,
+            E=num_experts,
+            TOP_K=top_k,
+            NORMALISE=normalise,
+            E_BLOCK=triton.next_power_of_2(num_experts),
+            K_BLOCK=triton.next_power_of_2(top_k),
+            num_warps=1,
+            **overlapped(logits),
+        )
+    return chosen, weights
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _group_kernel(
+    chosen,  # [num_pairs]
+    counts,  # [E], written
+    members,  # [E, num_pairs], written
+    num_pairs,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The pairs of a row and a choice that name one expert, in order."""
+    wait_for_earlier(OVERLAP)
+    expert = tl.program_id(0)
+    members += expert.to(tl.int64) * num_pairs
+    count = 0
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
+        mine = tl.load(chosen + pair, pair < num_pairs, other=-1) == expert
+        place = count + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+        tl.store(members + place, pair, mine)
+        count += tl.sum(mine.to(tl.int32), axis=0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _expert_kernel(
+    x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
+    weight,  # [E, N, K]; [E, 2 * N, K] if GATED
+    counts,  # [E]
+    members,  # [E, num_pairs]
+    out,  # [num_pairs, N], written
+    num_pairs,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    expert = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    depth = tl.arange(0, BLOCK_DEPTH)
+    is_feature = feature < N
+    w_at = weight + expert * (2 * N * K if GATED else N * K) + feature[:, None] * K
+    count = tl.load(counts + expert)
+    members += expert * num_pairs
+    for first in range(0, count, BLOCK_ROWS):
+        member = first + tl.arange(0, BLOCK_ROWS)
+        is_pair = member < count
+        pair = tl.load(members + member, is_pair, other=0).to(tl.int64)
+        x_at = x + (pair // PAIRS_PER_ROW)[:, None] * K
+        acc = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
+        up = tl.zeros([BLOCK_FEATURES, BLOCK_ROWS], tl.float32)
+        for k in range(0, K, BLOCK_DEPTH):
+            column = (k + depth)[None, :]
+            x_tile = tl.load(x_at + column, is_pair[:, None] & (column < K), other=0)
+            is_weight = is_feature[:, None] & (column < K)
+            w_tile = tl.load(w_at + column, is_weight, other=0)
+            acc = tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
+            if GATED:
+                up_tile = tl.load(w_at + N * K + column, is_weight, other=0)
+                up = tl.dot(up_tile, x_tile.T, up, input_precision="ieee")
+        dtype = out.dtype.element_ty
+        if GATED:
+            gate, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+            acc = gate / (1.0 + tl.exp(-gate)) * up
+        at = out + pair[None, :] * N + feature[:, None]
+        tl.store(at, acc.to(dtype), is_feature[:, None] & is_pair[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    said,  # [T, TOP_K, WIDTH]
+    weights,  # [T, TOP_K]
+    out,  # [T, WIDTH], written
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(TOP_K):
+        at = said + (row * TOP_K + rank) * WIDTH + column
+        value = tl.load(at, column < WIDTH, other=0.0).to(tl.float32)
+        total += tl.load(weights + row * TOP_K + rank) * value
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), column < WIDTH)
+
+
+def mix(
+    x: Tensor,
+    experts: StackedExperts,
+    chosen: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The weighted sum of every row's experts, added by rank, in fp32: [T, H] -> [T, H].
+
+    What an expert says is rounded to the result's dtype first; its gate and up to x's.
+
+    Args:
+        x: [T, H].
+        experts: E experts.
+        chosen: [T, top_k] int64, below E.
+        weights: [T, top_k] fp32.
+        dtype: of the result; default x's.
+    """
+    num_rows, top_k = chosen.shape
+    num_experts, hidden, inner = experts.down.shape
+    for tensor in (x, experts.gate_up, experts.down, chosen, weights):
+        assert tensor.is_contiguous()
+    assert x.shape == (num_rows, hidden)
+    out = torch.empty_like(x, dtype=dtype)
+    if not num_rows:
+        return out
+    pairs = num_rows * top_k
+    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    members = torch.empty(num_experts, pairs, dtype=torch.int32, device=x.device)
+    _group_kernel[(num_experts,)](
+        chosen,
+        counts,
+        members,
+        pairs,
+        BLOCK=min(triton.next_power_of_2(pairs), _GROUP_BLOCK),
+        num_warps=4,
+        **overlapped(x),
+    )
+    groups = _Groups(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
+    gated = x.new_empty(pairs, inner)
+    _product(x, experts.gate_up, groups, gated, pairs_per_row=top_k, is_gated=True)
+    said = out.new_empty(pairs, hidden)
+    _product(gated, experts.down, groups, said, pairs_per_row=1, is_gated=False)
+    _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
+        said,
+        weights,
+        out,
+        TOP_K=top_k,
+        WIDTH=hidden,
+        BLOCK=min(triton.next_power_of_2(hidden), _COLUMNS),
+        num_warps=4,
+        **overlapped(x),
+    )
+    return out
+
+
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    groups: _Groups,
+    out: Tensor,
+    *,
+    pairs_per_row: int,
+    is_gated: bool,
+) -> None:
+    """Each pair's product with its expert, to ``out`` [pairs, N]."""
+    num_experts, pairs = groups.members.shape
+    out_features = out.shape[1]
+    features = min(max(triton.next_power_of_2(out_features), 16), 64)
+    depth = min(max(triton.next_power_of_2(weight.shape[2]), 16), 64)
+    _expert_kernel[(num_experts, triton.cdiv(out_features, features))](
+        x,
+        weight,
+        groups.counts,
+        groups.members,
+        out,
+        pairs,
+        N=out_features,
+        K=weight.shape[2],
+        PAIRS_PER_ROW=pairs_per_row,
+        GATED=is_gated,
+        BLOCK_ROWS=groups.block_rows,
+        BLOCK_FEATURES=features,
+        BLOCK_DEPTH=depth,
+        num_warps=4,
+        num_stages=4,
+        **overlapped(x),
+    )

@@ -1,0 +1,69 @@
+"""RMS norms, rotary embedding and the KV write in plain PyTorch; every row by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.ops.model.activation import silu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once."""
+    return _normed(x.float(), weight, eps).to(x.dtype)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    normed = _normed(x.float().unflatten(-1, (-1, weight.shape[0])), weight, eps)
+    return (normed.flatten(1) * silu(gate)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``r = x + residual`` rounded to dtype; ``(rms_norm(r), r)``."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    shape: AttentionShape,
+    rotary: RotaryTable,
+    rows: AttentionRows,
+    kv: LayerKV,
+    qk_norm: QKNorm | None,
+) -> Tensor:
+    """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim]."""
+    parts = qkv.split([shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
+    q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in parts)
+    q, k = q.float(), k.float()
+    if qk_norm is not None:
+        q = _normed(q, qk_norm.q_weight, qk_norm.eps)
+        k = _normed(k, qk_norm.k_weight, qk_norm.eps)
+    cos = rotary.cos[rows.positions].unsqueeze(1)
+    sin = rotary.sin[rows.positions].unsqueeze(1)
+
+    block_size = kv.keys.shape[2]
+    blocks, offsets = rows.kv_slots // block_size, rows.kv_slots % block_size
+    kv.keys[blocks, :, offsets] = _rotated(k, cos, sin).to(kv.keys.dtype)
+    kv.values[blocks, :, offsets] = v.to(kv.values.dtype)
+    return _rotated(q, cos, sin).to(qkv.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x * scale * weight.float()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [T, heads, head_dim] by [T, 1, rotary_dim / 2], element j with j + half."""
+    half = cos.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)

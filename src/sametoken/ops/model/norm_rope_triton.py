@@ -1,0 +1,333 @@
+"""RMS norms, rotary embedding and the KV write in Triton.
+
+One program owns whole rows (or whole heads of one row) and its shape is set by the width
+of the row alone, so every sum has one layout whatever the number of rows.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.ops.pdl import (
+    overlapped,
+    release_next,
+    wait,
+    wait_for_earlier,
+)
+
+_MAX_HEADS_PER_PROGRAM = 8
+_ELEMENTS_PER_WARP = 512
+_GATED_ELEMENTS = 1024
+
+
+@triton.jit
+def store_normed(
+    out,  # [WIDTH], written
+    value,  # [BLOCK] fp32, 0 beyond WIDTH
+    factor,  # [BLOCK] fp32
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The norm of one row, times ``factor``."""
+    columns = tl.arange(0, BLOCK)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    tl.store(out + columns, (value * scale * factor).to(out.dtype.element_ty), columns < WIDTH)
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,  # [T, WIDTH]
+    residual,  # [T, WIDTH] or None, replaced by x + residual
+    weight,  # [WIDTH]
+    out,  # [T, WIDTH], may be x
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * WIDTH
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    factor = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    wait_for_earlier(OVERLAP)
+    value = tl.load(x + start + columns, inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        added = value + tl.load(residual + start + columns, inside, other=0.0).to(tl.float32)
+        total = added.to(residual.dtype.element_ty)
+        tl.store(residual + start + columns, total, inside)
+        value = total.to(tl.float32)
+    store_normed(out + start, value, factor, eps, WIDTH, BLOCK)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` per row, in fp32, rounded once: [T, H] -> [T, H]."""
+    out = torch.empty_like(x)
+    _launch_rms_norm(x, None, weight, out, eps)
+    return out
+
+
+@triton.jit
+def _gated_rms_norm_kernel(
+    x,  # [T, HEADS, D]
+    gate,  # [T, HEADS, D], rows gate_stride apart
+    weight,  # [D]
+    out,  # [T, HEADS, D]
+    gate_stride,
+    eps,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (head < HEADS) & (column < D)
+    factor = tl.load(weight + column, column < D, other=0.0).to(tl.float32)
+    wait_for_earlier(OVERLAP)
+    at = (row * HEADS + head) * D + column
+    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + head * D + column, inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) / D + eps)[:, None]
+    normed = value * scale * factor * (g / (1.0 + tl.exp(-g)))
+    tl.store(out + at, normed.to(out.dtype.element_ty), inside)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    num_rows, dim = x.shape[0], weight.shape[0]
+    heads = x.shape[1] // dim
+    assert x.is_contiguous()
+    assert gate.stride(1) == 1
+    assert gate.shape == x.shape == (num_rows, heads * dim)
+    assert weight.is_contiguous()
+    assert aligned(x, weight)
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(dim)
+    group = min(triton.next_power_of_2(heads), max(_GATED_ELEMENTS // block, 1))
+    if num_rows:
+        _gated_rms_norm_kernel[(num_rows, triton.cdiv(heads, group))](
+            x,
+            gate,
+            weight,
+            out,
+            gate.stride(0),
+            eps,
+            HEADS=heads,
+            D=dim,
+            GROUP=group,
+            BLOCK=block,
+            num_warps=4,
+            **overlapped(x),
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``r = x + residual`` rounded to dtype; ``(rms_norm(r), r)``, in x and residual."""
+    assert residual.is_contiguous()
+    assert residual.shape == x.shape
+    assert residual.dtype == x.dtype
+    _launch_rms_norm(x, residual, weight, x, eps)
+    return x, residual
+
+
+def _launch_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, eps: float
+) -> None:
+    num_rows, width = x.shape
+    assert x.is_contiguous()
+    assert aligned(x, out, weight, x if residual is None else residual)
+    assert weight.shape == (width,)
+    assert weight.is_contiguous()
+    if num_rows:
+        _rms_norm_kernel[(num_rows,)](
+            x, residual, weight, out, eps, **row_program(width), **overlapped(x)
+        )
+
+
+def row_program(width: int) -> dict[str, int]:
+    """Launch options of a program that norms one row: they set the layout of its sum."""
+    block = triton.next_power_of_2(width)
+    num_warps = min(max(block // _ELEMENTS_PER_WARP, 1), 16)
+    return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps}
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether wide loads may start at each; other code, with other sums, would serve the rest."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+@triton.jit
+def _norm_and_rotate(
+    source,  # [HEADS, 1] pointers to the heads read
+    target,  # [HEADS, 1] pointers to the heads written
+    live,  # [HEADS, 1]
+    weight,  # [D] or None
+    cos,  # [HALF] of the row's position
+    sin,  # [HALF] of the row's position
+    eps,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Norm (if there is a weight) and rotate heads: element j pairs with j + HALF."""
+    half = tl.arange(0, HALF_BLOCK)[None, :]
+    rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
+    rotated = half < HALF
+    c = tl.load(cos + half, rotated, other=0.0)
+    s = tl.load(sin + half, rotated, other=0.0)
+    if weight is not None:
+        low_factor = tl.load(weight + half, rotated, other=0.0).to(tl.float32)
+        high_factor = tl.load(weight + HALF + half, rotated, other=0.0).to(tl.float32)
+        if 2 * HALF < D:
+            rest_factor = tl.load(weight + rest, rest < D, other=0.0).to(tl.float32)
+    wait(OVERLAP)
+    low = tl.load(source + half, live & rotated, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF + half, live & rotated, other=0.0).to(tl.float32)
+    if 2 * HALF < D:
+        tail = tl.load(source + rest, live & (rest < D), other=0.0).to(tl.float32)
+    if weight is not None:
+        squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        if 2 * HALF < D:
+            squares += tl.sum(tail * tail, axis=1)
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        low = low * scale * low_factor
+        high = high * scale * high_factor
+        if 2 * HALF < D:
+            tail = tail * scale * rest_factor
+    dtype = target.dtype.element_ty
+    tl.store(target + half, (low * c - high * s).to(dtype), live & rotated)
+    tl.store(target + HALF + half, (high * c + low * s).to(dtype), live & rotated)
+    if 2 * HALF < D:
+        tl.store(target + rest, tail.to(dtype), live & (rest < D))
+
+
+@triton.jit
+def _rope_and_cache_kernel(
+    qkv,  # [T, (Q + 2 * KV) * D], rows qkv_stride apart
+    q_out,  # [T, Q, D]
+    keys,  # [num_blocks, KV, BLOCK_SIZE, D]
+    values,  # [num_blocks, KV, BLOCK_SIZE, D]
+    cos,  # [max_positions, HALF]
+    sin,  # [max_positions, HALF]
+    positions,  # [T]
+    kv_slots,  # [T]
+    q_weight,  # [D] or None
+    k_weight,  # [D] or None
+    qkv_stride,
+    eps,
+    Q: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    release_next(OVERLAP)
+    Q_PROGRAMS: tl.constexpr = (Q + HEADS - 1) // HEADS
+    KV_PROGRAMS: tl.constexpr = (KV + HEADS - 1) // HEADS
+    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    head = tl.arange(0, HEADS)[:, None]
+    source = qkv + row * qkv_stride
+    position = tl.load(positions + row)
+    cos += position * HALF
+    sin += position * HALF
+    if program < Q_PROGRAMS:
+        head += program * HEADS
+        _norm_and_rotate(
+            source + head * D, q_out + (row * Q + head) * D, head < Q, q_weight, cos, sin, eps,
+            D, HALF, HALF_BLOCK, REST_BLOCK, OVERLAP,
+        )  # fmt: skip
+    else:
+        kv_slot = tl.load(kv_slots + row)
+        block, offset = kv_slot // BLOCK_SIZE, kv_slot % BLOCK_SIZE
+        if program < Q_PROGRAMS + KV_PROGRAMS:
+            head += (program - Q_PROGRAMS) * HEADS
+            written = ((block * KV + head) * BLOCK_SIZE + offset) * D
+            _norm_and_rotate(
+                source + (Q + head) * D, keys + written, head < KV, k_weight, cos, sin, eps,
+                D, HALF, HALF_BLOCK, REST_BLOCK, OVERLAP,
+            )  # fmt: skip
+        else:
+            head += (program - Q_PROGRAMS - KV_PROGRAMS) * HEADS
+            written = ((block * KV + head) * BLOCK_SIZE + offset) * D
+            column = tl.arange(0, D_BLOCK)[None, :]
+            inside = (head < KV) & (column < D)
+            wait(OVERLAP)
+            value = tl.load(source + (Q + KV + head) * D + column, inside, other=0.0)
+            tl.store(values + written + column, value.to(values.dtype.element_ty), inside)
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    shape: AttentionShape,
+    rotary: RotaryTable,
+    rows: AttentionRows,
+    kv: LayerKV,
+    qk_norm: QKNorm | None,
+) -> Tensor:
+    """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim].
+
+    Rows of ``qkv`` may lie apart.
+    """
+    num_rows, half = qkv.shape[0], rotary.cos.shape[1]
+    num_kv_heads, block_size, head_dim = kv.keys.shape[1:]
+    assert qkv.shape[1] == shape.q_size + 2 * shape.kv_size
+    assert (num_kv_heads, head_dim) == (shape.num_kv_heads, shape.head_dim)
+    assert 2 * half <= head_dim
+    assert qkv.stride(1) == 1
+    for tensor in (rotary.cos, rotary.sin, rows.positions, rows.kv_slots, kv.keys, kv.values):
+        assert tensor.is_contiguous()
+    assert aligned(qkv, rotary.cos, rotary.sin, kv.keys, kv.values)
+
+    q = qkv.new_empty(num_rows, shape.num_heads, head_dim)
+    heads = min(triton.next_power_of_2(num_kv_heads), _MAX_HEADS_PER_PROGRAM)
+    programs = triton.cdiv(shape.num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    if num_rows:
+        _rope_and_cache_kernel[(num_rows, programs)](
+            qkv,
+            q,
+            kv.keys,
+            kv.values,
+            rotary.cos,
+            rotary.sin,
+            rows.positions,
+            rows.kv_slots,
+            qk_norm.q_weight if qk_norm else None,
+            qk_norm.k_weight if qk_norm else None,
+            qkv.stride(0),
+            qk_norm.eps if qk_norm else 0.0,
+            Q=shape.num_heads,
+            KV=num_kv_heads,
+            D=head_dim,
+            HALF=half,
+            BLOCK_SIZE=block_size,
+            HEADS=heads,
+            D_BLOCK=triton.next_power_of_2(head_dim),
+            HALF_BLOCK=triton.next_power_of_2(half),
+            REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
+            num_warps=4,
+            **overlapped(qkv),
+        )
+    return q

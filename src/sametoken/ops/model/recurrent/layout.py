@@ -1,0 +1,80 @@
+"""Which rows of each slot a pass folds, runs for good and leaves pending."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+import torch
+
+from sametoken.errors import InvariantError
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.model.recurrent.rule import Folded
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """One slot's part in a pass: pending rows to run again, then rows of the pass.
+
+    Of these ``num_folded + num_rows`` the first ``num_lasting`` advance the state for good;
+    the others are the new pending.
+
+    Attributes:
+        starts: the first row stands at position 0, so the slot's former state is void.
+        first_row: index of the first row among the pass's rows.
+    """
+
+    slot: int
+    starts: bool
+    first_row: int
+    num_rows: int
+    num_folded: int
+    num_lasting: int
+
+    @property
+    def num_pending(self) -> int:
+        """Rows that are pending after the pass."""
+        return self.num_folded + self.num_rows - self.num_lasting
+
+
+def slot_rows(rows: AttentionRows, folded: Folded) -> tuple[SlotRows, ...]:
+    """The parts of a pass, derived from positions alone.
+
+    Args:
+        rows: the pass's rows; those of the reserved slot are dead and have no part.
+        folded: how far each slot is folded.
+
+    Raises:
+        InvariantError: a slot's rows do not follow on what is folded and pending.
+    """
+    slots, position = rows.slots, folded.position
+    committed = torch.ones_like(slots) if rows.committed is None else rows.committed
+    counts = position[slots], folded.num_pending[slots]
+    facts = torch.stack((slots, rows.positions, committed, *counts))
+    parts, first_row, reserved_slot = [], 0, position.shape[0] - 1
+    for slot, group in groupby(facts.t().tolist(), key=itemgetter(0)):
+        of_slot = list(group)
+        if slot != reserved_slot:
+            parts.append(_part(of_slot, first_row, folded.max_pending))
+        first_row += len(of_slot)
+    return tuple(parts)
+
+
+def _part(facts: list[list[int]], first_row: int, max_pending: int) -> SlotRows:
+    slot, first, _, folded, pending = facts[0]
+    flags = [fact[2] for fact in facts]
+    num_committed, starts = sum(flags), first == 0
+    num_folded = 0 if starts else first - folded
+    # Rows behind drafts that nobody judged yet say nothing about those drafts.
+    num_lasting = num_folded + num_committed if num_committed else 0
+    part = SlotRows(slot, starts, first_row, len(facts), num_folded, num_lasting)
+    follows = starts or 0 <= num_folded <= pending
+    in_order = all(flags[:num_committed])
+    if not (follows and in_order and part.num_pending <= max_pending):
+        raise InvariantError(
+            f"slot {slot} has {folded} positions folded and {pending} rows pending; "
+            f"{len(facts)} rows from position {first} on, {num_committed} of them committed, "
+            "do not follow on them"
+        )
+    return part

@@ -1,0 +1,94 @@
+"""Fold by position in plain PyTorch, for any rule: the kernels' reference, and the path without.
+
+A slot keeps one state per layer, good for positions below ``Folded.position``, and the raw
+inputs of the rows from there on (pending). A pass whose first row of the slot stands at p0
+first runs the pending rows below p0: those are the drafts that were accepted, since p0 is
+what is computed. Rejected drafts lie at p0 and above and are never run again
+(docs/decisions/0009-fold-by-position.md; tests/unit/state/test_recurrent.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import InvariantError
+from sametoken.ops.backend import AttentionRows
+from sametoken.ops.model.recurrent.layout import (
+    SlotRows,
+    slot_rows,
+)
+from sametoken.ops.model.recurrent.rule import (
+    Folded,
+    LayerMemory,
+    RawRows,
+    RowFunction,
+    RuleWeights,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RowByRowPass:
+    """``RecurrentPass`` whose rows run one by one.
+
+    Attributes:
+        parts: what each slot folds, runs and leaves pending.
+    """
+
+    folded: Folded
+    parts: tuple[SlotRows, ...]
+
+    @classmethod
+    def begin(cls, rows: AttentionRows, folded: Folded) -> RowByRowPass:
+        """As ``Kernels.begin_pass``."""
+        return cls(folded, slot_rows(rows, folded))
+
+    def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
+        """As ``RecurrentPass.run``."""
+        given, kept = raw.mixed.dtype, memory.history.dtype
+        if torch.promote_types(given, kept) != kept:
+            raise InvariantError(f"raw inputs in {given} are kept in {kept}")
+        run_row, gates = weights.row_function(), torch.cat(raw.gates, dim=-1)
+        out = gates.new_empty(gates.shape[0], weights.rule.out_features)
+        for part in self.parts:
+            rows = slice(part.first_row, part.first_row + part.num_rows)
+            out[rows] = self._run_slot(part, raw.mixed[rows], gates[rows], memory, run_row)
+        return out
+
+    def finish(self) -> None:
+        """Write how far each slot is folded."""
+        position, num_pending = self.folded.position, self.folded.num_pending
+        for part in self.parts:
+            start = 0 if part.starts else position[part.slot]
+            position[part.slot] = start + part.num_lasting
+            num_pending[part.slot] = part.num_pending
+
+    def _run_slot(
+        self,
+        part: SlotRows,
+        mixed: Tensor,
+        gates: Tensor,
+        memory: LayerMemory,
+        run_row: RowFunction,
+    ) -> Tensor:
+        """The slot's pending rows, then its rows of the pass: [num_rows, out_features] fp32."""
+        state, history = memory.states[part.slot], memory.history[part.slot]
+        pending, pending_gates = memory.pending_mixed[part.slot], memory.pending_gates[part.slot]
+        if part.starts:
+            state.zero_()
+            history.zero_()
+        folded, lasting, taps = part.num_folded, part.num_lasting, history.shape[0]
+        mixed = torch.cat((history, pending[:folded], mixed))
+        gates = torch.cat((pending_gates[:folded], gates))
+        out = []
+        for row in range(folded + part.num_rows):
+            if row == lasting:
+                state = state.clone()
+            window = mixed[row : row + taps + 1].float()
+            out.append(run_row(state, window, gates[row].float()))
+        history.copy_(mixed[lasting : lasting + taps])
+        pending[: part.num_pending] = mixed[taps + lasting :]
+        pending_gates[: part.num_pending] = gates[lasting:]
+        return torch.stack(out[folded:])

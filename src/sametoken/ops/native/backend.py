@@ -1,0 +1,364 @@
+"""The native bundle: thin wrappers that hand tensors' addresses to the C kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import InvariantError, UnsupportedError
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    LayerKV,
+    QKNorm,
+    RotaryTable,
+)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.ops.model.recurrent.rule import (
+    Folded,
+    LayerMemory,
+    RawRows,
+)
+from sametoken.ops.native.library import (
+    NativeLibrary,
+    WeightMemory,
+    load_library,
+)
+from sametoken.ops.native.recurrent import NativePass
+from sametoken.ops.reference import ComposedKernels
+from sametoken.ops.weight import Weight
+
+MAX_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """An ``UnquantizedWeight`` in groups of 32 columns, each one contiguous stream (tile.h).
+
+    Attributes:
+        library: where its products are.
+        panels: uint8, the only copy, padded with zeros to whole groups.
+        address: of ``panels``, read once.
+        dtype: bfloat16 or float32.
+    """
+
+    library: NativeLibrary
+    panels: Tensor
+    address: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the one copy."""
+        return self.panels.numel()
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        t, k = x.shape
+        n, dtype = self.out_features, out_dtype or x.dtype
+        _require(x, self.dtype)
+        if k != self.in_features:
+            raise InvariantError(f"{k} inputs do not fit a weight [{n}, {self.in_features}]")
+        out = torch.empty((t, n), dtype=dtype)
+        self.library.gemm(
+            x.data_ptr(),
+            self.address,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            t,
+            n,
+            k,
+            self.dtype is torch.bfloat16,
+            dtype is torch.bfloat16,
+        )
+        return out
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return silu_mul(self.library, self.matmul(x))
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        t, n, k = token_ids.shape[0], self.out_features, self.in_features
+        _require(token_ids, torch.int64)
+        out = torch.empty((t, k), dtype=self.dtype)
+        is_bf16 = self.dtype is torch.bfloat16
+        ids = token_ids.data_ptr()
+        if not self.library.embedding(ids, self.address, out.data_ptr(), t, n, k, is_bf16):
+            raise InvariantError(f"a token id lies outside the vocabulary 0..{n - 1}")
+        return out
+
+    def quantize_fp8(self) -> Weight:
+        raise UnsupportedError(
+            "the native kernels have no products with fp8 weights", 'leave "quantization" out'
+        )
+
+
+def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    t, width = gate_up.shape
+    _require(gate_up, gate_up.dtype)
+    out = torch.empty((t, width // 2), dtype=gate_up.dtype)
+    library.silu_mul(gate_up.data_ptr(), out.data_ptr(), t, width // 2, _is_bf16(gate_up))
+    return out
+
+
+class NativeKernels(ComposedKernels):
+    """``Kernels`` in C for CPUs; contracts are those of the protocol.
+
+    Raises:
+        UnsupportedError: on construction, where the C kernels cannot be built; on use,
+            for a dtype or head size they do not have.
+    """
+
+    name = "native"
+
+    def __init__(self, library: NativeLibrary | None = None) -> None:
+        library = library or load_library()
+        self._memory = WeightMemory(library.prefer_large_pages)
+        self._library = library
+        self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
+        self._sigmoid_mul, self._rope = library.sigmoid_mul, library.rope_and_cache
+        self._attention, self._sample = library.attention, library.sample
+        self._gated_delta = library.gated_delta
+
+    def require(self, shape: AttentionShape) -> None:
+        dim = shape.head_dim
+        if dim % 8 or dim > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"head_dim {dim} is not a multiple of 8 up to {MAX_HEAD_DIM}",
+                "set SAMETOKEN_KERNELS=reference, which is slower",
+            )
+
+    def pack(self, weight: Tensor) -> PanelWeight:
+        n, k = weight.shape
+        is_bf16 = _is_bf16(weight)
+        weight = weight.contiguous()
+        panels = self._memory.take(self._library.packed_bytes(n, k, is_bf16))
+        self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
+        return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._normed(x, None, weight, eps)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        by_head = (-1, weight.shape[0])
+        gate = gate.reshape(by_head).contiguous()
+        _require(gate, x.dtype)
+        return self._normed(x.view(by_head), gate, weight, eps).view(x.shape)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        t, h = x.shape
+        _require(x, x.dtype)
+        _require(residual, x.dtype)
+        self._add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            t,
+            h,
+            eps,
+            _is_bf16(x),
+            _norm_is_bf16(weight, x),
+        )
+        return x, residual
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        gate = gate.contiguous()
+        _require(x, x.dtype)
+        _require(gate, x.dtype)
+        out = torch.empty_like(x)
+        self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, _is_bf16(x))
+        return out
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        t, dim = qkv.shape[0], shape.head_dim
+        qkv = qkv.contiguous()
+        self.require(shape)
+        _require(qkv, kv.keys.dtype)
+        _require(rotary.cos, torch.float32)
+        _require(rotary.sin, torch.float32)
+        q = torch.empty((t, shape.num_heads, dim), dtype=qkv.dtype)
+        self._rope(
+            qkv.data_ptr(),
+            q.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            rotary.cos.data_ptr(),
+            rotary.sin.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.kv_slots.data_ptr(),
+            None if qk_norm is None else qk_norm.q_weight.data_ptr(),
+            None if qk_norm is None else qk_norm.k_weight.data_ptr(),
+            0.0 if qk_norm is None else qk_norm.eps,
+            t,
+            shape.num_heads,
+            shape.num_kv_heads,
+            dim,
+            rotary.cos.shape[1],
+            kv.keys.shape[2],
+            _is_bf16(qkv),
+            qk_norm is not None and _norm_is_bf16(qk_norm.q_weight, qkv),
+        )
+        return q
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        t, table = q.shape[0], rows.block_table
+        _require(q, kv.keys.dtype)
+        _require(table, torch.int64)
+        out = torch.empty((t, shape.q_size), dtype=q.dtype)
+        done = self._attention(
+            q.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            out.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.slots.data_ptr(),
+            table.data_ptr(),
+            t,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            kv.keys.shape[2],
+            table.shape[1],
+            shape.sliding_window or 0,
+            shape.scale,
+            _is_bf16(q),
+        )
+        if not done:
+            raise MemoryError(f"no memory for the attention of {t} rows")
+        return out
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        if slots is not None:
+            temperature, seeds = temperature[slots], seeds[slots]
+        count, num_columns = logits.shape
+        _require(logits, torch.float32)
+        _require(temperature, torch.float32)
+        _require(seeds, torch.int64)
+        _require(positions, torch.int64)
+        if token_ids is not None:
+            _require(token_ids, torch.int64)
+            if token_ids.shape != (num_columns,):
+                raise InvariantError(f"{num_columns} columns, token ids {list(token_ids.shape)}")
+        out = torch.empty(count, dtype=torch.int64)
+        done = self._sample(
+            logits.data_ptr(),
+            temperature.data_ptr(),
+            seeds.data_ptr(),
+            positions.data_ptr(),
+            None if token_ids is None else token_ids.data_ptr(),
+            out.data_ptr(),
+            count,
+            num_columns,
+        )
+        if not done:
+            raise MemoryError(f"no memory to sample {count} rows")
+        return out
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
+        return NativePass.begin(rows, folded, self.gated_delta)
+
+    def gated_delta(
+        self, parts: Tensor, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory
+    ) -> Tensor:
+        """Convolution and gated delta rule of a pass's rows, folded rows first: [T, Hv * Dv].
+
+        Args:
+            parts: each slot's part in the pass, from ``part_table``.
+            params: the layer's weights.
+            raw: the pass's rows as projected.
+            memory: what the slots keep in this layer; the states are advanced, the rest replaced.
+        """
+        rule = params.rule
+        out = torch.empty((raw.mixed.shape[0], rule.out_features), dtype=raw.mixed.dtype)
+        _require(memory.states, torch.float32)
+        for kept in (memory.history, memory.pending_mixed, memory.pending_gates):
+            _require(kept, out.dtype)
+        weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
+        # Named, so that what had to be copied outlives the call.
+        floats = [None if w is None else w.float().contiguous() for w in weights]
+        done = self._gated_delta(
+            parts.data_ptr(),
+            len(parts),
+            memory.states.data_ptr(),
+            memory.history.data_ptr(),
+            memory.pending_mixed.data_ptr(),
+            memory.pending_gates.data_ptr(),
+            raw.mixed.data_ptr(),
+            *(part.data_ptr() for part in raw.gates),
+            *raw.strides,
+            *(None if w is None else w.data_ptr() for w in floats),
+            out.data_ptr(),
+            rule.num_key_heads,
+            rule.num_value_heads,
+            rule.key_dim,
+            rule.value_dim,
+            rule.conv_kernel,
+            memory.max_pending,
+            _is_bf16(out),
+        )
+        if not done:
+            raise MemoryError(f"no memory for {len(out)} rows of a recurrent layer")
+        return out
+
+    def _normed(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        t, h = x.shape
+        _require(x, x.dtype)
+        out = torch.empty_like(x)
+        self._rms_norm(
+            x.data_ptr(),
+            None if gate is None else gate.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            t,
+            h,
+            eps,
+            _is_bf16(x),
+            _norm_is_bf16(weight, x),
+        )
+        return out
+
+
+def _is_bf16(x: Tensor) -> bool:
+    dtype = x.dtype
+    if dtype is torch.bfloat16:
+        return True
+    if dtype is torch.float32:
+        return False
+    raise UnsupportedError(f"the CPU kernels have no {dtype}", "use bfloat16 or float32")
+
+
+def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:
+    """Whether a norm's weight is bf16; it has the dtype of ``x`` or is fp32."""
+    _require(weight, torch.float32 if weight.dtype is torch.float32 else x.dtype)
+    return _is_bf16(weight)
+
+
+def _require(x: Tensor, dtype: torch.dtype) -> None:
+    """C code reads raw memory: a wrong dtype or a gap between rows must not get there."""
+    if x.dtype is not dtype or not x.is_contiguous():
+        raise InvariantError(f"a kernel wants contiguous {dtype}, got {x.dtype} {x.stride()}")

@@ -1,0 +1,178 @@
+"""Compile the C kernels once per machine, compiler and source text."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sametoken.errors import UnsupportedError
+from sametoken.io.cache_directory import (
+    CACHE_VARIABLE,
+    cache_directory,
+    foreign_hands,
+    make_cache_directory,
+)
+
+logger = logging.getLogger(__name__)
+
+SOURCE_DIRECTORY = Path(__file__).parent
+#: Contraction stays off so that every rounding is where the source has it (the row law).
+FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to build, tried in order of speed."""
+
+    name: str
+    compile_flags: tuple[str, ...]
+    link_flags: tuple[str, ...] = ()
+
+
+_FAST = ("-march=native", "-fopenmp")
+#: gcc 12 breaks off in this pass where vectors are 32 bytes wide (AVX2).
+_WITHOUT_PRE = (*_FAST, "-fno-tree-pre")
+#: The first leaves OpenMP's symbols open, to be bound to the runtime torch has loaded.
+RECIPES = (
+    Recipe("torch's OpenMP", _FAST),
+    Recipe("its own OpenMP", _FAST, ("-fopenmp",)),
+    Recipe("torch's OpenMP, one pass less", _WITHOUT_PRE),
+    Recipe("its own OpenMP, one pass less", _WITHOUT_PRE, ("-fopenmp",)),
+    Recipe("one thread", ("-march=native",)),
+    Recipe("one thread, generic instructions", ()),
+)
+
+
+def find_compiler() -> tuple[str, ...]:
+    """The C compiler's command: ``$CC``, cc, gcc or clang.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    named = shlex.split(os.environ.get("CC", ""))
+    candidates = [tuple(named)] if named else [("cc",), ("gcc",), ("clang",)]
+    for command in candidates:
+        if shutil.which(command[0]):
+            return command
+    raise UnsupportedError(
+        f"no C compiler found (looked for {', '.join(c[0] for c in candidates)})",
+        "install gcc or clang, or point CC at one",
+    )
+
+
+def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
+    """The shared library for ``recipe``, compiled unless the cache has it whole.
+
+    Raises:
+        UnsupportedError: the compiler or the cache directory failed, or others than this
+            user may write to the directory.
+        ConfigError: the cache directory's home is not known.
+    """
+    stem = f"kernels-{_fingerprint(recipe, compiler)}"
+    try:
+        directory = make_cache_directory()
+        _require_own(directory)
+        if cached := _cached(directory, stem):
+            return cached
+        logger.info("compiling the CPU kernels (%s) into %s", recipe.name, directory)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            finished = _compile(recipe, compiler, Path(scratch))
+            finished.chmod(0o700)
+            library = directory / f"{stem}-{_checksum(finished)}.so"
+            # Processes that build at the same time each replace the file by an equal one.
+            os.replace(finished, library)
+    except OSError as error:
+        raise UnsupportedError(
+            f"the CPU kernels could not be built in {cache_directory()}: {error}",
+            f"set {CACHE_VARIABLE} to a directory that can be written",
+        ) from error
+    return library
+
+
+def _require_own(directory: Path) -> None:
+    if why := foreign_hands(directory.resolve()):
+        raise UnsupportedError(
+            f"CPU kernels are not loaded from {directory}: {why}",
+            f"make it writable by you alone, or set {CACHE_VARIABLE} to another directory",
+        )
+
+
+def _cached(directory: Path, stem: str) -> Path | None:
+    """A library that this user built and that is whole: its name ends in its checksum."""
+    for path in sorted(directory.glob(f"{stem}-*.so")):
+        if why := foreign_hands(path):
+            logger.warning("%s is not loaded: %s", path, why)
+        elif path.is_file() and path.stem == f"{stem}-{_checksum(path)}":
+            return path
+        else:
+            logger.warning("%s is damaged and is built again", path)
+    return None
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCE_DIRECTORY.glob("*.[ch]"))
+
+
+def _compile(recipe: Recipe, compiler: Sequence[str], scratch: Path) -> Path:
+    objects = []
+    for source in _sources():
+        if source.suffix == ".c":
+            target = scratch / f"{source.stem}.o"
+            _run([*compiler, *FLAGS, *recipe.compile_flags, "-c", str(source), "-o", str(target)])
+            objects.append(str(target))
+    finished = scratch / "kernels.so"
+    _run([*compiler, "-shared", *objects, *recipe.link_flags, "-lm", "-o", str(finished)])
+    return finished
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UnsupportedError(
+            f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}",
+            "install a recent gcc or clang, or point CC at one",
+        )
+
+
+def _fingerprint(recipe: Recipe, compiler: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for source in _sources():
+        digest.update(source.name.encode() + source.read_bytes())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    command = repr((list(compiler), FLAGS, recipe.compile_flags, recipe.link_flags))
+    for part in (version, command.encode(), _cpu().encode()):
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """What ``-march=native`` depends on."""
+    parts = [platform.machine(), platform.processor()]
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        wanted = ("model name", "flags", "Features", "CPU part")
+        lines = information.read_text().split("\n\n")[0].splitlines()
+        parts += [line for line in lines if line.startswith(wanted)]
+    return "\n".join(parts)

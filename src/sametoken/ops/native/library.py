@@ -1,0 +1,150 @@
+"""The compiled kernels as Python functions with preset signatures.
+
+Memory for packed weights in large pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import UnsupportedError
+from sametoken.ops.native.build import (
+    RECIPES,
+    Recipe,
+    build,
+    find_compiler,
+)
+
+logger = logging.getLogger(__name__)
+
+_SIGNATURE_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+#: Arguments in order (p: pointer, i: int64, f: float) and whether an int64 comes back.
+_SIGNATURES = {
+    "team_size": ("", True),
+    "prefer_large_pages": ("pi", False),
+    "packed_bytes": ("iii", True),
+    "pack": ("ppiii", False),
+    "gemm": ("ppppiiiii", False),
+    "embedding": ("pppiiii", True),
+    "rms_norm": ("ppppiifii", False),
+    "add_rms_norm": ("pppiifii", False),
+    "silu_mul": ("ppiii", False),
+    "sigmoid_mul": ("pppiii", False),
+    "rope_and_cache": ("ppppppppppfiiiiiiii", False),
+    "attention": ("pppppppiiiiiiifi", True),
+    "sample": ("ppppppii", True),
+    "gated_delta": ("pippppppp" + "iii" + "ppppp" + "iiiiiii", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The exported C functions; their contracts stand in the C sources."""
+
+    team_size: Callable[[], int]
+    prefer_large_pages: Callable[[int, int], None]
+    packed_bytes: Callable[..., int]
+    pack: Callable[..., None]
+    gemm: Callable[..., None]
+    embedding: Callable[..., int]
+    rms_norm: Callable[..., None]
+    add_rms_norm: Callable[..., None]
+    silu_mul: Callable[..., None]
+    sigmoid_mul: Callable[..., None]
+    rope_and_cache: Callable[..., None]
+    attention: Callable[..., int]
+    sample: Callable[..., int]
+    gated_delta: Callable[..., int]
+
+
+@functools.cache
+def load_library() -> NativeLibrary:
+    """Build if need be, and load with the best recipe that works here.
+
+    Raises:
+        UnsupportedError: there is no C compiler, or none of the recipes works.
+    """
+    compiler = find_compiler()
+    failure = UnsupportedError("no recipe to build the CPU kernels")
+    for recipe in RECIPES:
+        try:
+            return _opened(recipe, build(recipe, compiler))
+        except UnsupportedError as error:
+            logger.info("kernels with %s: %s", recipe.name, error)
+            failure = error
+    raise failure
+
+
+def openmp_runtimes() -> list[Path]:
+    """OpenMP runtimes of torch: those mapped into this process, else those it ships."""
+    maps = Path("/proc/self/maps")
+    mapped = re.findall(r"/\S+", maps.read_text()) if maps.exists() else []
+    found = _named_openmp(Path(name) for name in mapped)
+    return found or _named_openmp((Path(torch.__file__).parent / "lib").iterdir())
+
+
+def _named_openmp(paths: Iterable[Path]) -> list[Path]:
+    return sorted({path for path in paths if re.match(r"lib(gomp|iomp5|omp)[-.]", path.name)})
+
+
+def _opened(recipe: Recipe, path: Path) -> NativeLibrary:
+    if "-fopenmp" in recipe.compile_flags and not recipe.link_flags:
+        # A second runtime would fight torch's for the cores and ignore set_num_threads.
+        for runtime in openmp_runtimes():
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedError(f"{path} does not load: {error}", "remove it and retry") from error
+    return NativeLibrary(**{name: _typed(library, name) for name in _SIGNATURES})
+
+
+def _typed(library: ctypes.CDLL, name: str) -> Any:
+    arguments, answers = _SIGNATURES[name]
+    function = getattr(library, name)
+    function.argtypes = [_SIGNATURE_TYPES[letter] for letter in arguments]
+    function.restype = ctypes.c_int64 if answers else None
+    return function
+
+
+ALIGNMENT = 64
+
+
+class WeightMemory:
+    """Cuts weights from slabs of ``slab_bytes``.
+
+    A weight of a megabyte cannot fill a large page of its own, and streaming it through
+    small pages is about a third slower. A slab's untouched rest takes no memory.
+
+    Args:
+        prefer_large_pages: ``(address, bytes)``, called on each fresh slab.
+        slab_bytes: size of a slab; larger weights get one of their own.
+    """
+
+    def __init__(
+        self, prefer_large_pages: Callable[[int, int], None], slab_bytes: int = 1 << 26
+    ) -> None:
+        self._prefer_large_pages = prefer_large_pages
+        self._slab_bytes = slab_bytes
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, size: int) -> Tensor:
+        """``size`` bytes, aligned to 64, not initialised."""
+        if self._used + size > self._slab.numel():
+            self._slab = torch.empty(max(size, self._slab_bytes), dtype=torch.uint8)
+            self._prefer_large_pages(self._slab.data_ptr(), self._slab.numel())
+            self._used = 0
+        start = self._used
+        self._used += -(-size // ALIGNMENT) * ALIGNMENT
+        return self._slab[start : start + size]

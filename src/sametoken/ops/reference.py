@@ -1,0 +1,181 @@
+"""The reference bundle: every kernel in plain PyTorch, readable rather than fast.
+
+Operations that every CPU bundle composes of its other ones, or takes from the references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    Cuts,
+    Kernels,
+    LayerKV,
+    Norm,
+    QKNorm,
+    RotaryTable,
+    SampledRows,
+)
+from sametoken.ops.model import activation, norm_rope, partial_sum
+from sametoken.ops.model import embedding as embedding_reference
+from sametoken.ops.model import moe as experts_reference
+from sametoken.ops.model.attention import reference as attention
+from sametoken.ops.model.gemm import reference as gemm
+from sametoken.ops.model.gemm.fp8 import (
+    Fp8Weight,
+    quantize,
+)
+from sametoken.ops.model.gemm.reference import MatrixWeight
+from sametoken.ops.model.moe import SeparateExperts
+from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.model.recurrent.rule import (
+    Folded,
+    RecurrentPass,
+    RecurrentRule,
+)
+from sametoken.ops.sampling import logits_rules_reference as logits_rules
+from sametoken.ops.sampling import sample as sampling
+from sametoken.ops.sampling import truncation
+from sametoken.ops.sampling.logits_rules import (
+    CommittedTokens,
+    LogitsRules,
+)
+from sametoken.ops.sampling.sample import make_keys
+from sametoken.ops.weight import (
+    UnquantizedWeight,
+    Weight,
+)
+
+
+class ComposedKernels:
+    """A part of ``Kernels`` over the rest; contracts are those of the protocol."""
+
+    def embed_beside(
+        self: Kernels,
+        token_ids: Tensor,
+        embedding: UnquantizedWeight,
+        embedding_norm: Norm,
+        hidden: Tensor,
+        hidden_norm: Norm,
+    ) -> Tensor:
+        return embedding_reference.embed_beside(
+            self, token_ids, embedding, embedding_norm, hidden, hidden_norm
+        )
+
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
+        return SeparateExperts(tuple(gate_up), tuple(down))
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return experts_reference.route(logits, top_k, normalise)
+
+    def apply_rules(
+        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
+    ) -> None:
+        logits_rules.apply_rules(logits, rows, committed, rules)
+
+    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
+        truncation.truncate(logits, slots, cuts)
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        """Every rule runs."""
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
+        return RowByRowPass.begin(rows, folded)
+
+    def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
+        return states if rows is None else states[rows]
+
+    def partial_sum(
+        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        return partial_sum.partial_sum(partials, dtype, bias)
+
+    def token_keys(
+        self: Kernels, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        tokens = self.sample(logits, temperature[rows.slots], seeds[rows.slots], rows.positions + 1)
+        # Of the values compared only NaN and -inf matter any more, which noise leaves as they are.
+        values = logits.gather(1, tokens[:, None])
+        values.masked_fill_(logits.amax(dim=-1, keepdim=True).isnan(), torch.nan)
+        return make_keys(values, tokens[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight(MatrixWeight):
+    """A weight as the checkpoint has it, as an ``UnquantizedWeight``."""
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        if out_dtype is None:
+            return gemm.product(x, self.matrix, bias)
+        return gemm.product_fp32(x, self.matrix).to(out_dtype)
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return activation.silu_mul(self.matmul(x))
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.matrix)
+
+    def quantize_fp8(self) -> Fp8Weight:
+        return Fp8Weight(*quantize(self.matrix))
+
+
+class ReferenceKernels(ComposedKernels):
+    """``Kernels`` in plain PyTorch, for any CPU; contracts are those of the protocol."""
+
+    name = "reference"
+
+    def require(self, shape: AttentionShape) -> None:
+        """Every shape runs."""
+
+    def pack(self, weight: Tensor) -> PlainWeight:
+        return PlainWeight(weight.contiguous())
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.rms_norm(x, weight, eps)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.gated_rms_norm(x, gate, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm_rope.add_rms_norm(x, residual, weight, eps)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return activation.sigmoid_mul(x, gate)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        return attention.attention(q, shape, rows, kv)
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)

@@ -1,0 +1,1 @@
+"""Operations on logits: keyed sampling, truncation, and rules of requests."""

@@ -1,0 +1,54 @@
+"""The operations of a step where the host reads the device's data at no cost: no dead row is run.
+
+A module that is ``ops.StepOps``: the reference, but rows are laid out for the drafts that exist,
+and a drafter runs live rows alone. Shapes follow the data, so it cannot be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sametoken.ops.step import reference
+from sametoken.ops.step.reference import (
+    advanced,
+    commit,
+    deliver,
+    fetch,
+    live_rows,
+    prepare_inputs,
+    publish,
+    stacked,
+    verify,
+)
+from sametoken.ops.step.types import (
+    CatchUp,
+    Sequences,
+    StepInputs,
+)
+
+__all__ = [
+    "advanced",
+    "catch_up",
+    "commit",
+    "deliver",
+    "fetch",
+    "known_drafts",
+    "prepare_inputs",
+    "publish",
+    "stacked",
+    "verify",
+]
+
+
+def known_drafts(sequences: Sequences, slots: Sequence[int]) -> list[int]:
+    """See ``StepOps.known_drafts``."""
+    drafts: list[int] = sequences.num_drafts[list(slots)].tolist()
+    return drafts
+
+
+def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: bool) -> CatchUp:
+    """See ``StepOps.catch_up``; live rows and requests that sample alone."""
+    found = reference.catch_up(sequences, x, end, with_newest=with_newest)
+    return live_rows(found, x.samples, sequences.reserved_slot)

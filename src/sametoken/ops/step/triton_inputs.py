@@ -1,0 +1,377 @@
+"""Inputs of a step from its layout, in one launch.
+
+Layouts from host memory and results to it, by kernels inside a captured step.
+
+A copy beside a graph costs both a gap on the device. The host memory is pinned, so that a GPU
+reaches it by its address. Contracts: ``ops.StepOps``.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sametoken.ops.backend import (
+    AttentionRows,
+    SampledRows,
+)
+from sametoken.ops.pdl import (
+    overlapped,
+    wait,
+    wait_for_earlier,
+)
+from sametoken.ops.step import types
+from sametoken.ops.step.types import (
+    NUM_COUNTS,
+    LayoutTable,
+    Sequences,
+    StepInputs,
+    VerifyResult,
+)
+from sametoken.types import layout as columns
+
+_BLOCK = 128
+
+_SLOT = tl.constexpr(columns.SLOT)
+_NUM_QUERY = tl.constexpr(columns.NUM_QUERY)
+_DRAFT_LIMIT = tl.constexpr(columns.DRAFT_LIMIT)
+_SAMPLES = tl.constexpr(columns.SAMPLES)
+_ROW_START = tl.constexpr(columns.ROW_START)
+_WINDOW_START = tl.constexpr(columns.WINDOW_START)
+
+
+@triton.jit
+def kv_slot_of(
+    table,  # [S, max_blocks], its stride, and the size of a block
+    slot,
+    position,
+    inside,
+):
+    """``block_id * block_size + offset`` of positions of slots."""
+    block_table, table_stride, block_size = table
+    entry = block_table + slot * table_stride + position // block_size
+    return tl.load(entry, inside, other=0) * block_size + position % block_size
+
+
+@triton.jit
+def store_rows(
+    rows,  # token ids, positions, slots, KV slots and flags of all rows, written
+    place,
+    inside,
+    found,  # tokens, positions and slots
+    committed,
+    table,  # as for kv_slot_of
+):
+    """Write what stands at rows, and where their KV lies."""
+    to_token_ids, to_positions, to_slots, to_kv_slots, to_committed = rows
+    token, position, slot = found
+    tl.store(to_token_ids + place, token, inside)
+    tl.store(to_positions + place, position, inside)
+    tl.store(to_slots + place, slot, inside)
+    tl.store(to_kv_slots + place, kv_slot_of(table, slot, position, inside), inside)
+    tl.store(to_committed + place, committed, inside)
+
+
+@triton.jit
+def _span(start, end, is_padding):
+    """From a running sum to the next one; of padding to the end."""
+    stop = tl.load(start + 1, ~is_padding, other=0)
+    return tl.load(start), tl.where(is_padding, end, stop)
+
+
+@triton.jit
+def _prepare_rows(
+    row,  # places among the request's rows
+    request,  # slot, computed, query, drafts
+    memory,  # token_ids, draft_ids, and their strides
+    reserved_slot,
+):
+    """Whether rows are live, and what stands there: token, position and slot."""
+    slot, computed, query, drafts = request
+    token_ids, draft_ids, token_stride, draft_stride = memory
+    live = row < query + drafts
+    row_slot = tl.where(live, slot, reserved_slot)
+    position = tl.where(live, computed + row, 0)
+    token = tl.load(token_ids + slot * token_stride + position, row < query, other=0)
+    is_draft = live & (row >= query)
+    draft = tl.load(draft_ids + slot * draft_stride + row - query, is_draft, other=0)
+    return tl.where(is_draft, draft, token), position, row_slot
+
+
+@triton.jit
+def _store_sampled(
+    outputs,  # index or None, slots, positions, token ids, offsets
+    place,
+    inside,
+    index,
+    found,  # of _prepare_rows
+    offset,
+):
+    """Write sampled rows; where every row is sampled only their places in their windows."""
+    to_index, to_slots, to_positions, to_token_ids, to_offsets = outputs
+    tl.store(to_offsets + place, offset.to(tl.int64), inside)
+    if to_index is not None:
+        token, position, row_slot = found
+        tl.store(to_index + place, index, inside)
+        tl.store(to_slots + place, row_slot, inside)
+        tl.store(to_positions + place, position, inside)
+        tl.store(to_token_ids + place, token, inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "layout_stride", "num_requests", "num_rows", "num_sampled", "reserved_slot"
+    ]
+)  # fmt: skip
+def _prepare_inputs_kernel(
+    layout,  # [TABLE_ROWS, layout_stride]
+    token_ids,  # [S, max_len]
+    num_tokens,  # [S]
+    num_computed,  # [S]
+    draft_ids,  # [S, k]
+    num_drafts,  # [S]
+    block_table,  # [S, max_blocks]
+    step_num_tokens,  # [B], written, as all below
+    step_num_computed,  # [B]
+    step_num_proposed,  # [B]
+    step_num_drafts,  # [B]
+    step_samples,  # [B] bool
+    row_token_ids,  # [T]
+    row_positions,  # [T]
+    row_slots,  # [T]
+    row_kv_slots,  # [T]
+    row_committed,  # [T] bool
+    sampled_index,  # [L], or None: every row is sampled
+    sampled_slots,  # [L]
+    sampled_positions,  # [L]
+    sampled_token_ids,  # [L]
+    sampled_offsets,  # [L]
+    layout_stride,
+    num_requests,
+    num_rows,
+    num_sampled,
+    token_stride,
+    draft_stride,
+    table_stride,
+    reserved_slot,
+    block_size,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait(OVERLAP)  # And no release: this writes where rows stand.
+    owner = tl.program_id(0).to(tl.int64)
+    is_padding = owner == num_requests
+    field = layout + owner
+    first, stop = _span(field + _ROW_START * layout_stride, num_rows, is_padding)
+    window, window_stop = _span(field + _WINDOW_START * layout_stride, num_sampled, is_padding)
+    slot = tl.load(field + _SLOT * layout_stride)
+    # Padding is named twice, so that neither a stale slot nor a stale count can wake it.
+    query = tl.load(field + _NUM_QUERY * layout_stride)
+    query = tl.where(is_padding | (slot == reserved_slot), 0, query)
+    computed = tl.load(num_computed + slot)
+    sampled = (query > 0) & (tl.load(field + _SAMPLES * layout_stride) != 0)
+    proposed = tl.where(sampled, tl.load(num_drafts + slot), 0)
+    drafts = tl.minimum(proposed, tl.load(field + _DRAFT_LIMIT * layout_stride))
+    if (tl.program_id(1) == 0) & (owner < num_requests):
+        tl.store(step_num_tokens + owner, tl.load(num_tokens + slot))
+        tl.store(step_num_computed + owner, computed)
+        tl.store(step_num_proposed + owner, proposed)
+        tl.store(step_num_drafts + owner, drafts)
+        tl.store(step_samples + owner, sampled)
+
+    request = (slot, computed, query, drafts)
+    memory = (token_ids, draft_ids, token_stride, draft_stride)
+    begin, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
+    rows = (row_token_ids, row_positions, row_slots, row_kv_slots, row_committed)
+    table = (block_table, table_stride, block_size)
+    for at in range(begin, (stop - first).to(tl.int32), step):
+        row = at + tl.arange(0, BLOCK)
+        found = _prepare_rows(row, request, memory, reserved_slot)
+        store_rows(rows, first + row, row < stop - first, found, row < query, table)
+    outputs = (
+        sampled_index, sampled_slots, sampled_positions, sampled_token_ids, sampled_offsets
+    )  # fmt: skip
+    for at in range(begin, (window_stop - window).to(tl.int32), step):
+        offset = at + tl.arange(0, BLOCK)
+        inside = offset < window_stop - window
+        # Behind the last window no row is a query's.
+        row = offset + tl.maximum(query - 1, 0)
+        found = _prepare_rows(row, request, memory, reserved_slot)
+        index = tl.where(is_padding, 0, first + row)
+        _store_sampled(outputs, window + offset, inside, index, found, offset)
+
+
+def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
+    """See ``StepOps.prepare_inputs``."""
+    shape, table = layout.shape, layout.table
+    slots = layout.row(columns.SLOT)
+    assert table.is_contiguous()
+    # Each by itself: a part of a larger tensor may be unaligned, and cost a compilation more.
+    facts = [slots.new_empty(shape.num_requests) for _ in range(4)]
+    samples = slots.new_empty(shape.num_requests, dtype=torch.bool)
+    token_ids, positions, row_slots, kv_slots = (slots.new_empty(shape.num_rows) for _ in range(4))
+    committed = slots.new_empty(shape.num_rows, dtype=torch.bool)
+    offsets = slots.new_empty(shape.num_sampled)
+    if shape.all_sampled:
+        sampled = SampledRows(None, row_slots, positions, token_ids, offsets)
+    else:
+        sampled = _separate(offsets)
+    longest = max(shape.max_rows, shape.num_rows - shape.num_requests, 1)
+    _prepare_inputs_kernel[(shape.num_requests + 1, triton.cdiv(longest, _BLOCK))](
+        table,
+        sequences.token_ids,
+        sequences.num_tokens,
+        sequences.num_computed,
+        sequences.draft_ids,
+        sequences.num_drafts,
+        sequences.block_table,
+        *facts,
+        samples,
+        token_ids,
+        positions,
+        row_slots,
+        kv_slots,
+        committed,
+        sampled.index,
+        sampled.slots,
+        sampled.positions,
+        sampled.token_ids,
+        offsets,
+        table.stride(0),
+        shape.num_requests,
+        shape.num_rows,
+        shape.num_sampled,
+        sequences.token_ids.stride(0),
+        sequences.draft_ids.stride(0),
+        sequences.block_table.stride(0),
+        sequences.reserved_slot,
+        sequences.block_size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlapped(slots),
+    )
+    num_tokens, num_computed, num_proposed, num_drafts = facts
+    return StepInputs(
+        step_ids=layout.row(columns.STEP_ID),
+        places=layout.row(columns.PLACE),
+        slots=slots,
+        num_tokens=num_tokens,
+        num_computed=num_computed,
+        num_query=layout.row(columns.NUM_QUERY),
+        num_proposed=num_proposed,
+        num_drafts=num_drafts,
+        samples=samples,
+        row_starts=layout.starts(columns.ROW_START),
+        window_starts=layout.starts(columns.WINDOW_START),
+        token_ids=token_ids,
+        rows=AttentionRows(
+            positions, row_slots, kv_slots, sequences.block_table, layout.runs, committed
+        ),
+        sampled=sampled,
+        max_num_drafts=sequences.max_num_drafts,
+    )
+
+
+def _separate(offsets: Tensor) -> SampledRows:
+    """Memory for sampled rows that are not all rows."""
+    index, slots, positions, token_ids = (torch.empty_like(offsets) for _ in range(4))
+    return SampledRows(index, slots, positions, token_ids, offsets)
+
+
+_COUNTS = tl.constexpr(types.NUM_COUNTS)
+#: Integers that one warp reads.
+_PER_WARP = 512
+
+
+@triton.jit(do_not_specialize=["num_entries", "entry_size", "size"])
+def _fetch_kernel(
+    entries,  # [num_entries, entry_size], in host memory
+    turn,  # [1], written
+    table,  # [size], written
+    num_entries,
+    entry_size,
+    size,
+    BLOCK: tl.constexpr,
+):
+    now = tl.load(turn)
+    entry = entries + (now % num_entries) * entry_size
+    place = tl.arange(0, BLOCK)
+    # Never from a cache: the host writes entries again.
+    value = tl.load(entry + place, place < size, other=0, cache_modifier=".cv")
+    tl.store(table + place, value, place < size)
+    # No thread may still have to read what another one writes.
+    tl.debug_barrier()
+    tl.store(turn, now + 1)
+
+
+@triton.jit(do_not_specialize=["row_stride"])
+def _deliver_kernel(
+    step_ids,  # [B]
+    places,  # [B]
+    num_drafts,  # [B]
+    num_proposed,  # [B]
+    num_accepted,  # [B]
+    faults,  # [B]
+    window_starts,  # [B + 1]
+    tokens,  # [L]
+    results,  # [R, row_stride], in host memory, written
+    row_stride,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_earlier(OVERLAP)
+    request = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + request)
+    first, stop = tl.load(window_starts + request), tl.load(window_starts + request + 1)
+    result = results + place * row_stride
+    awaited = place >= 0
+    tl.store(result, tl.load(step_ids + request), awaited)
+    tl.store(result + 1, tl.load(num_drafts + request), awaited)
+    tl.store(result + 2, tl.load(num_proposed + request), awaited)
+    tl.store(result + 3, tl.load(num_accepted + request), awaited)
+    tl.store(result + 4, tl.load(faults + request), awaited)
+    row = tl.arange(0, BLOCK)
+    inside = row < stop - first
+    token = tl.load(tokens + first + row, inside, other=0)
+    tl.store(result + _COUNTS + row, token, inside & awaited)
+
+
+def fetch(entries: Tensor, turn: Tensor, table: Tensor) -> None:
+    """See ``StepOps.fetch``."""
+    assert entries.is_contiguous()
+    assert table.is_contiguous()
+    assert table.numel() <= entries.shape[1]
+    _fetch_kernel[(1,)](
+        entries,
+        turn,
+        table,
+        entries.shape[0],
+        entries.shape[1],
+        table.numel(),
+        BLOCK=triton.next_power_of_2(table.numel()),
+        num_warps=4 if table.numel() > _PER_WARP else 1,
+    )
+
+
+def deliver(x: StepInputs, verdict: VerifyResult, results: Tensor) -> None:
+    """See ``StepOps.deliver``."""
+    assert results.stride(1) == 1
+    assert results.shape[1] >= NUM_COUNTS + x.max_num_drafts + 1
+    _deliver_kernel[(x.slots.shape[0],)](
+        x.step_ids,
+        x.places,
+        x.num_drafts,
+        x.num_proposed,
+        verdict.num_accepted,
+        verdict.faults,
+        x.window_starts,
+        verdict.tokens,
+        results,
+        results.stride(0),
+        BLOCK=triton.next_power_of_2(x.max_num_drafts + 1),
+        num_warps=1,
+        **overlapped(x.slots),
+    )

@@ -1,0 +1,220 @@
+"""The Triton bundle: every kernel on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import UnsupportedError
+from sametoken.ops.backend import (
+    AttentionRows,
+    AttentionShape,
+    Cuts,
+    LayerKV,
+    Norm,
+    QKNorm,
+    RotaryTable,
+    SampledRows,
+)
+from sametoken.ops.model import activation_triton as activation
+from sametoken.ops.model import embedding_triton
+from sametoken.ops.model import moe_triton as experts_triton
+from sametoken.ops.model import norm_rope_triton as norm_rope
+from sametoken.ops.model import partial_sum_triton as partial_sum
+from sametoken.ops.model.attention import triton as attention
+from sametoken.ops.model.gemm.fp8 import quantize
+from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
+from sametoken.ops.model.gemm.reference import MatrixWeight
+from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
+from sametoken.ops.model.gemm.triton import (
+    epilogue_of,
+    product,
+)
+from sametoken.ops.model.gemm.tuning import (
+    FLOAT32,
+    Epilogue,
+    GemmChooser,
+    GemmShape,
+    TuningTable,
+    load_table,
+)
+from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.recurrent import triton as recurrent
+from sametoken.ops.model.recurrent.rule import (
+    Folded,
+    RecurrentRule,
+)
+from sametoken.ops.sampling import logits_rules_triton as logits_rules
+from sametoken.ops.sampling import sample_triton as sampling
+from sametoken.ops.sampling import truncation_triton as truncation
+from sametoken.ops.sampling.logits_rules import (
+    CommittedTokens,
+    LogitsRules,
+)
+from sametoken.ops.weight import (
+    UnquantizedWeight,
+    Weight,
+)
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWeight(MatrixWeight):
+    """A weight on the GPU as the checkpoint has it, as an ``UnquantizedWeight``.
+
+    Attributes:
+        table: which kernel serves which row count.
+    """
+
+    table: GemmChooser
+
+    def matmul(
+        self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return self._product(x, epilogue_of(bias, out_dtype), bias)
+
+    def gated_matmul(self, x: Tensor) -> Tensor:
+        return self._product(x, "silu_mul")
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        return embedding_triton.embedding(token_ids, self.matrix)
+
+    def quantize_fp8(self) -> Fp8DeviceWeight:
+        return Fp8DeviceWeight(*quantize(self.matrix))
+
+    def _product(self, x: Tensor, epilogue: Epilogue, bias: Tensor | None = None) -> Tensor:
+        shape = GemmShape(self.out_features, self.in_features, epilogue)
+        config = FLOAT32 if x.dtype == torch.float32 else self.table.choose(shape, x.shape[0])
+        return product(config, x, self.matrix, epilogue, bias)
+
+
+class TritonKernels:
+    """``Kernels`` in Triton; contracts are those of the protocol.
+
+    Args:
+        table: which GEMM serves which shape; by default the one measured on this device.
+    """
+
+    name = "triton"
+
+    def __init__(self, table: TuningTable | None = None) -> None:
+        self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
+        # Of each shape one matrix that is still in use.
+        self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
+
+    def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
+        """Compare the chosen GEMMs with the canonical one on this chip, for packed weights.
+
+        The vendor's library serves a row count only once it has been proven here.
+
+        Args:
+            row_counts: the row counts that captured steps will run.
+        """
+        return self.table.prove(self._matrices.values(), tuple(row_counts))
+
+    def require(self, shape: AttentionShape) -> None:
+        if shape.head_dim > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"head_dim {shape.head_dim} is above {MAX_HEAD_DIM}", "use device 'cpu'"
+            )
+
+    def pack(self, weight: Tensor) -> DeviceWeight:
+        matrix = weight.contiguous()
+        self._matrices.setdefault(tuple(matrix.shape), matrix)
+        return DeviceWeight(matrix, self.table)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return activation.sigmoid_mul(x, gate)
+
+    def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
+        return states if rows is None else embedding_triton.embedding(rows, states)
+
+    def partial_sum(
+        self, partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Tensor:
+        return partial_sum.partial_sum(partials, dtype, bias)
+
+    def embed_beside(
+        self,
+        token_ids: Tensor,
+        embedding: UnquantizedWeight,
+        embedding_norm: Norm,
+        hidden: Tensor,
+        hidden_norm: Norm,
+    ) -> Tensor:
+        matrix = _own(embedding).matrix
+        return embedding_triton.embed_beside(token_ids, matrix, embedding_norm, hidden, hidden_norm)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.rms_norm(x, weight, eps)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm_rope.gated_rms_norm(x, gate, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm_rope.add_rms_norm(x, residual, weight, eps)
+
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> StackedExperts:
+        stacks = (torch.stack([_own(one).matrix for one in each]) for each in (gate_up, down))
+        return StackedExperts(*stacks)
+
+    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return experts_triton.route(logits, top_k, normalise)
+
+    def rope_and_cache(
+        self,
+        qkv: Tensor,
+        shape: AttentionShape,
+        rotary: RotaryTable,
+        rows: AttentionRows,
+        kv: LayerKV,
+        qk_norm: QKNorm | None,
+    ) -> Tensor:
+        return norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+
+    def attention(
+        self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
+    ) -> Tensor:
+        return attention.attention(q, shape, rows, kv)
+
+    def require_rule(self, rule: RecurrentRule) -> None:
+        recurrent.require_rule(rule)
+
+    def begin_pass(self, rows: AttentionRows, folded: Folded) -> recurrent.TritonPass:
+        return recurrent.TritonPass.begin(rows, folded)
+
+    def apply_rules(
+        self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
+    ) -> None:
+        logits_rules.apply_rules(logits, rows, committed, rules)
+
+    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
+        truncation.truncate(logits, slots, cuts)
+
+    def token_keys(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
+    ) -> Tensor:
+        return sampling.token_keys(logits, temperature, seeds, rows)
+
+    def sample(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+        token_ids: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)
+
+
+def _own(weight: Weight) -> DeviceWeight:
+    assert isinstance(weight, DeviceWeight), f"packed by {type(weight).__name__}"
+    return weight

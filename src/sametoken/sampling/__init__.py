@@ -1,0 +1,1 @@
+"""What requests ask of their logits: masks, log-probabilities, and their limits."""

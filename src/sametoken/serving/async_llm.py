@@ -1,0 +1,258 @@
+"""The engine for servers: requests from one event loop, computed in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.engine.input_processor import (
+    InputProcessor,
+    ProcessedRequest,
+    Prompt,
+    PromptTokens,
+    default_sampling_params,
+)
+from sametoken.engine.summary import EngineSummary
+from sametoken.errors import ConfigError, RequestError, SametokenError
+from sametoken.serving.engine_client import Front, RequestStream
+from sametoken.serving.engine_process import EngineProcess
+from sametoken.serving.limits import ServingLimits
+from sametoken.serving.messages import Build
+from sametoken.serving.stats import EngineStats
+from sametoken.text.grammar.trials import (
+    AT_ONCE,
+    TIME_LIMIT,
+    ProcessTrials,
+    busy,
+)
+from sametoken.text.tokenizer import (
+    Messages,
+    Tokenizer,
+    all_eos_ids,
+    load_tokenizer_of,
+    require_own_end,
+)
+from sametoken.types.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """A model that is loaded and ready in a process of its own.
+
+    That process sees token ids alone; text is made and stop strings are found here. Should it
+    die, its requests fail and it is started again, within the limits. All methods are called
+    on the event loop that started it.
+
+    Attributes:
+        resolved: the engine's settings, the tokenizer's end-of-text id among ``eos_token_ids``.
+    """
+
+    resolved: EngineSummary
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        config: EngineConfig,
+        limits: ServingLimits,
+        build: Build,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        summary = process.ready.summary
+        require_own_end(tokenizer, summary.vocab_size)
+        eos = all_eos_ids(summary.eos_token_ids, tokenizer)
+        self.resolved = replace(summary, eos_token_ids=eos)
+        self._tokenizer = tokenizer
+        self._trials = ProcessTrials()
+        self._inputs = InputProcessor(
+            tokenizer,
+            vocab_size=summary.vocab_size,
+            max_model_len=summary.max_model_len,
+            eos_token_ids=eos,
+            num_speculative_tokens=summary.num_speculative_tokens,
+            seed=config.seed,
+            trials=self._trials,
+        )
+        self._front = Front(process, config, build, limits, tokenizer)
+        # Of their own: slow grammars leave the other threads to the tokenizer.
+        self._grammar_threads = ThreadPoolExecutor(AT_ONCE, "grammar")
+        self._grammar_turns = asyncio.Semaphore(AT_ONCE)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        limits: ServingLimits | None = None,
+        *,
+        build: Build = build_engine,
+    ) -> AsyncLLM:
+        """Start the engine process and wait until it is ready.
+
+        Args:
+            config: what the user asked of the engine.
+            limits: what the server bounds.
+            build: makes the engine, in its process.
+
+        Raises:
+            ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as
+                ``build_engine``.
+            EngineDeadError: the process ended for another reason.
+        """
+        limits = limits or ServingLimits()
+        if limits.shadow_audit_rate and config.synthetic:
+            raise ConfigError(
+                f"a shadow audit of {' and '.join(config.synthetic)} compares made-up tokens",
+                "set shadow_audit_rate to 0",
+            )
+        process = await EngineProcess.start(config, build)
+        try:
+            path = Path(process.ready.summary.model_path)
+            tokenizer = await asyncio.to_thread(load_tokenizer_of, config, path)
+        except BaseException:
+            await process.stop(grace_s=0.0)
+            raise
+        return cls(process, config, limits, build, tokenizer)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken: the engine process is up, and nothing is drained."""
+        return self._front.is_ready
+
+    @property
+    def errored(self) -> SametokenError | None:
+        """Why there is no engine process; None while one is up."""
+        return self._front.supervisor.cause
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, in this process.
+
+        Raises:
+            RequestError: ``skip_tokenizer_init`` is set.
+        """
+        if self._tokenizer is None:
+            raise RequestError("no tokenizer is loaded", "leave skip_tokenizer_init out")
+        return self._tokenizer
+
+    def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> PromptTokens:
+        """The token ids of a prompt in any of its forms; see ``InputProcessor.tokenize``.
+
+        Raises:
+            RequestError: it has another form, is too long to fit, or is a text and there is
+                no tokenizer.
+        """
+        return self._inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
+
+    def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
+        """The prompt that a conversation makes, ready for the assistant's answer.
+
+        Raises:
+            RequestError: no tokenizer, no chat template, or messages that it refuses.
+        """
+        options = {"add_generation_prompt": True, **template_options}
+        return self._inputs.tokenize_chat(messages, **options)
+
+    async def start_grammar_trials(self) -> None:
+        """Get ready for the first grammar; without it, that grammar's request waits for seconds."""
+        work = self._grammar_threads.submit(self._inputs.start_trials)
+        # Whoever needs a grammar learns why there can be none.
+        with contextlib.suppress(SametokenError):
+            await asyncio.wrap_future(work)
+
+    async def prepare(
+        self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
+    ) -> list[ProcessedRequest]:
+        """Do what takes long for a request off the event loop, ready for ``begin``.
+
+        Args:
+            prompts: token ids.
+            params: for all of them.
+            request_id: prompt i is ``request_id-i``.
+
+        Raises:
+            RequestError: a prompt or a parameter is invalid.
+            OverloadedError: grammars are being compiled, and take long.
+            DrainingError, EngineRestartingError, EngineDeadError: no requests are taken.
+        """
+        self._front.require_ready()
+        process = partial(self._inputs.process_all, request_id, prompts, params)
+        if self._inputs.knows_grammar(params):
+            return await asyncio.to_thread(process)
+        try:
+            await asyncio.wait_for(self._grammar_turns.acquire(), TIME_LIMIT)
+        except TimeoutError as error:
+            raise busy() from error
+        work = self._grammar_threads.submit(process)
+        # With the thread's work, not with this call's: whoever gives up leaves a busy thread.
+        loop = asyncio.get_running_loop()
+        work.add_done_callback(lambda _: self._end_grammar_turn(loop))
+        return await asyncio.wrap_future(work)
+
+    def _end_grammar_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        with contextlib.suppress(RuntimeError):
+            # The loop may be closed: then nobody waits for a turn.
+            loop.call_soon_threadsafe(self._grammar_turns.release)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends, else the usual defaults.
+
+        Raises:
+            CheckpointError: the file is not a JSON object.
+        """
+        return default_sampling_params(Path(self.resolved.model_path))
+
+    def generate(
+        self, prompt: Prompt | PromptTokens, params: SamplingParams, request_id: str
+    ) -> RequestStream:
+        """Complete one prompt, giving the output so far after every step that adds to it.
+
+        The request is checked and sent before this returns; errors of the request are raised
+        here, not by the iterator. Outputs are cumulative: a reader that is slower than the
+        engine sees the newest. The last one is ``finished``. Closing the iterator
+        (``aclose``), cancelling its reader, or dropping it aborts the request. If the engine
+        process dies in mid-request, the iterator raises ``EngineDeadError``.
+
+        Raises:
+            RequestError: the prompt or a parameter is invalid, or the id is in use.
+            OverloadedError: too many wait; it says when to try again.
+            DrainingError: no new requests are taken any more.
+            EngineRestartingError: the engine died and is being started again.
+            EngineDeadError: the engine is gone for good.
+        """
+        self._front.require_ready()
+        tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
+        return self.begin(self._inputs.process(request_id, tokens, params))
+
+    def begin(self, request: ProcessedRequest) -> RequestStream:
+        """``generate`` for a request that ``prepare`` has checked."""
+        return self._front.begin(request)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request where it stands; its last output says ``"abort"``. Unknown: ignored."""
+        self._front.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters; cheap."""
+        return self._front.stats
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no new requests, and wait until those in flight have ended.
+
+        Returns:
+            Whether they all have, within ``timeout_s`` seconds.
+        """
+        self._front.draining = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._front.at_rest.wait(), timeout_s)
+        return self._front.at_rest.is_set()
+
+    async def shutdown(self) -> None:
+        """End the engine process; unfinished requests fail with ``EngineDeadError``."""
+        await self._front.supervisor.stop()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._trials.stop)

@@ -1,0 +1,215 @@
+"""Finished results on disk, so that a run that ends early goes on where it stood."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from sametoken.errors import ConfigError
+from sametoken.io.files import (
+    DirectoryLock,
+    replacing,
+    sync,
+)
+from sametoken.io.json_text import parse_json
+
+_FORMAT = "sametoken-batch-1"
+_SETTINGS = "settings.json"
+_PARTS = "part-*.jsonl"
+_ANEW = "remove the directory to have every line answered anew"
+
+
+class _Place(NamedTuple):
+    """Where a result stands: offset and length in bytes."""
+
+    path: Path
+    offset: int
+    length: int
+
+
+class Journal:
+    """A directory of part files; every run writes one of its own, by appending alone.
+
+    A record is one line: a checksum, the key, the result. ``append`` returns once its records
+    are on the disk, so what is found later was finished. A record that a crash or a full disk
+    cut short fails its checksum and counts as not there. One process at a time holds the
+    directory.
+
+    Args:
+        directory: made if it is not there.
+        settings: what results depend on; JSON values.
+
+    Raises:
+        ConfigError: another process holds the directory, it cannot be written, its results
+            were made under other settings, or part of it is missing.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        self._directory = directory
+        self._places: dict[str, _Place] = {}
+        with contextlib.ExitStack() as opened:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(
+                    DirectoryLock(directory, "wait for that run's end, or choose another output")
+                )
+                parts = self._found_parts()
+                self._require_settings({"format": _FORMAT, **settings}, are_new=not parts)
+                self._read(parts)
+                self._path = directory / f"part-{len(parts):05}.jsonl"
+                # Unbuffered: what could not be written is not tried again behind our back.
+                self._part = opened.enter_context(self._path.open("xb", buffering=0))
+                # The new part's name survives a crash.
+                sync(directory)
+            except OSError as error:
+                raise _unusable(directory, error) from error
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._places
+
+    def __getitem__(self, key: str) -> bytes:
+        """The result under a key."""
+        path, offset, length = self._places[key]
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(length)
+
+    def append(self, results: Iterable[tuple[str, bytes]]) -> None:
+        """Record finished results by key, for good; one that is there already stays.
+
+        Raises:
+            ConfigError: they cannot be written; what was recorded before is there.
+        """
+        whole = self._part.tell()
+        text, places = bytearray(), dict[str, _Place]()
+        for key, result in results:
+            if key in self._places or key in places:
+                continue
+            record = f"{key} ".encode() + result
+            head = f"{zlib.crc32(record):08x} "
+            start = whole + len(text) + len(head) + len(key) + 1
+            text += head.encode() + record + b"\n"
+            places[key] = _Place(self._path, start, len(result))
+        try:
+            _write_all(self._part, text)
+            os.fsync(self._part.fileno())
+        except OSError as error:
+            # The file ends with a whole record again, unless the disk refuses that too.
+            with contextlib.suppress(OSError):
+                self._part.truncate(whole)
+                self._part.seek(whole)
+            raise _unusable(self._path, error) from error
+        self._places |= places
+
+    def remove(self) -> None:
+        """Remove the directory, at once; its results are elsewhere now.
+
+        Raises:
+            ConfigError: it cannot be removed.
+        """
+        gone = self._directory.with_name(self._directory.name + ".gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        try:
+            self._directory.rename(gone)
+            shutil.rmtree(gone)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._directory} cannot be removed ({error})",
+                "remove it; the results are whole",
+            ) from error
+
+    def _found_parts(self) -> list[Path]:
+        """The parts of earlier runs, the earliest first."""
+        found = set(self._directory.glob(_PARTS))
+        parts = [self._directory / f"part-{i:05}.jsonl" for i in range(len(found))]
+        for part in parts:
+            if part not in found or not part.is_file():
+                raise ConfigError(
+                    f"{part} is missing, and {self._directory} holds parts of later runs",
+                    f"put it back, or {_ANEW}",
+                )
+        return parts
+
+    def _read(self, parts: Iterable[Path]) -> None:
+        # Of a result that two parts hold, one is taken: that of the earliest run.
+        for part in parts:
+            for key, place in _records_in(part):
+                self._places.setdefault(key, place)
+
+    def _require_settings(self, settings: dict[str, Any], *, are_new: bool) -> None:
+        path = self._directory / _SETTINGS
+        if are_new and not path.exists():
+            write_whole(path, [json.dumps(settings).encode()])
+            return
+        try:
+            if not path.is_file():
+                raise ValueError("it is missing")
+            found = parse_json(path.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
+        except ValueError as error:
+            raise ConfigError(
+                f"{path} does not say what the results beside it were made with ({error})", _ANEW
+            ) from error
+        for name in settings | found:
+            theirs, ours = found.get(name), settings.get(name)
+            if theirs != ours:
+                raise ConfigError(
+                    f"{self._directory} holds results of a run with {name}={theirs!r}, "
+                    f"and this one has {ours!r}",
+                    "go on with the same settings, or remove the directory",
+                )
+
+
+def write_whole(path: Path, lines: Iterable[bytes]) -> None:
+    """Write a file so that under its name there is all of it or nothing, whatever happens.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        with replacing(path, synced=True) as unfinished, unfinished.open("wb") as file:
+            file.writelines(line + b"\n" for line in lines)
+        sync(path.parent)
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be used ({error})",
+        "make room there, or choose another output; the same command goes on with what is left",
+    )
+
+
+def _write_all(file: FileIO, text: bytearray) -> None:
+    left = memoryview(text)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _records_in(part: Path) -> Iterator[tuple[str, _Place]]:
+    offset = 0
+    with part.open("rb") as file:
+        for line in file:
+            checksum, _, record = line.rstrip(b"\n").partition(b" ")
+            key, _, result = record.partition(b" ")
+            is_whole = line.endswith(b"\n") and key.isalnum()
+            if is_whole and checksum == b"%08x" % zlib.crc32(record):
+                start = offset + len(checksum) + len(key) + 2
+                yield key.decode("ascii"), _Place(part, start, len(result))
+            offset += len(line)

@@ -1,0 +1,161 @@
+"""OpenAI's batch format: what a line of the input asks for, what a line of the output says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sametoken.errors import RequestError
+from sametoken.io.json_text import parse_json
+from sametoken.serving.http.schemas import Text
+
+_KEY_DIGITS = 32
+_SKIPPED_BYTES = 2**20
+
+
+class BatchRequest(BaseModel):
+    """A line of the input; the body is checked by the endpoint that it is for."""
+
+    model_config = ConfigDict(strict=True)
+
+    custom_id: Text
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions", "/v1/completions"]
+    body: dict[str, Any]
+
+
+class BatchResponse(BaseModel):
+    """What the endpoint answered; ``body`` of a status other than 200 says what is wrong."""
+
+    status_code: int
+    request_id: str
+    body: dict[str, Any]
+
+
+class BatchError(BaseModel):
+    """Why a line has no response."""
+
+    code: str
+    message: str
+
+
+class BatchResult(BaseModel):
+    """A line of the output: a response or an error."""
+
+    id: str
+    custom_id: str | None
+    response: BatchResponse | None = None
+    error: BatchError | None = None
+
+
+@dataclass(frozen=True)
+class InputLine:
+    """One line of the input that is not blank.
+
+    Attributes:
+        number: counted from 1.
+        raw: its bytes, without the line's end; of a line that is too long, their digest.
+        refusal: why it is no request, as far as reading the file tells.
+    """
+
+    number: int
+    raw: bytes
+    refusal: BatchError | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """Names the line's contents: a line that was changed is another one."""
+        return hashlib.sha256(self.raw).hexdigest()[:_KEY_DIGITS]
+
+    @property
+    def result_id(self) -> str:
+        """The id of its result."""
+        return f"batch_req_{self.key}"
+
+    def parse(self) -> BatchRequest | BatchResult:
+        """The request, or the result that says why there is none."""
+        if self.refusal is not None:
+            return self._refused(None, self.refusal)
+        try:
+            given = parse_json(self.raw)
+        except ValueError as error:
+            return self._refused(None, self._error("invalid_json", f"it is not JSON: {error}"))
+        custom_id = given.get("custom_id") if isinstance(given, dict) else None
+        try:
+            return BatchRequest.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the line"
+            named = custom_id if isinstance(custom_id, str) else None
+            return self._refused(named, self._error("invalid_request", f"{where}: {first['msg']}"))
+
+    def refused(self, code: str, message: str) -> InputLine:
+        """The line as one that is no request."""
+        return replace(self, refusal=self._error(code, message))
+
+    def _error(self, code: str, message: str) -> BatchError:
+        return BatchError(code=code, message=f"line {self.number}: {message}")
+
+    def _refused(self, custom_id: str | None, error: BatchError) -> BatchResult:
+        return BatchResult(id=self.result_id, custom_id=custom_id, error=error)
+
+
+def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
+    """The lines of a file, in order. Of those with the same custom_id the first may be a request.
+
+    Args:
+        path: the file.
+        max_line_bytes: longer lines are refused, and not kept.
+
+    Raises:
+        RequestError: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return list(_told_apart(_not_blank(file, max_line_bytes)))
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read ({error})", "name a file of requests") from error
+
+
+def to_line(result: BatchResult) -> bytes:
+    """A result as a line of the output, without the line's end."""
+    return json.dumps(result.model_dump()).encode()
+
+
+def _not_blank(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
+    number = 0
+    while raw := file.readline(max_line_bytes + 1):
+        number += 1
+        if len(raw) > max_line_bytes and not raw.endswith(b"\n"):
+            line = InputLine(number, _rest_digest(file, raw))
+            yield line.refused("line_too_long", f"it has more than {max_line_bytes} bytes")
+        elif raw.strip():
+            yield InputLine(number, raw.strip())
+
+
+def _rest_digest(file: BinaryIO, begun: bytes) -> bytes:
+    """Skip what is left of a line; what names all of it."""
+    digest = hashlib.sha256(begun)
+    while rest := file.readline(_SKIPPED_BYTES):
+        digest.update(rest)
+        if rest.endswith(b"\n"):
+            break
+    return digest.digest()
+
+
+def _told_apart(lines: Iterable[InputLine]) -> Iterator[InputLine]:
+    first_line: dict[str, int] = {}
+    for line in lines:
+        custom_id = line.parse().custom_id
+        first = line.number if custom_id is None else first_line.setdefault(custom_id, line.number)
+        if first == line.number:
+            yield line
+        else:
+            yield line.refused("duplicate_custom_id", f"its custom_id is that of line {first}")

@@ -1,0 +1,246 @@
+"""A batch from its input to its output, in this process or on Ray.
+
+Lines of a batch answered by the application, many at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from sametoken.config import EngineConfig
+from sametoken.engine.resolve import resolve_device, resolve_sizes
+from sametoken.errors import ConfigError, EngineDeadError
+from sametoken.serving.async_llm import AsyncLLM
+from sametoken.serving.batch.config import BatchConfig
+from sametoken.serving.batch.journal import (
+    Journal,
+    write_whole,
+)
+from sametoken.serving.batch.lines import (
+    BatchRequest,
+    BatchResponse,
+    BatchResult,
+    InputLine,
+    read_input,
+    to_line,
+)
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.in_process import (
+    AppRequest,
+    whole_answer,
+)
+from sametoken.serving.limits import ServingLimits
+
+#: What tokens depend on. Speculation is not among it: a run may go on with another drafter.
+_SETTINGS = (
+    "model",
+    "tokenizer",
+    "dtype",
+    "device",
+    "load_format",
+    "max_model_len",
+    "tensor_parallel_size",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """What became of the lines.
+
+    Attributes:
+        num_answered: by this run.
+        num_kept: answered by an earlier run of the same batch.
+        num_refused: without a response, since they are no requests.
+    """
+
+    num_answered: int
+    num_kept: int
+    num_refused: int
+
+
+def run_batch(
+    config: EngineConfig, source: Path, output: Path, batch_config: BatchConfig
+) -> BatchSummary:
+    """Answer every line of a file, once, into another file in the same order.
+
+    Results are kept in ``OUTPUT.parts`` until all are there. A run that ended early is taken up
+    by the same call, which redoes what was not finished, and nothing else.
+
+    Raises:
+        RequestError: the input cannot be read.
+        ConfigError: the output is there already or cannot be written, another run holds it, or
+            an earlier one had other settings.
+        SametokenError: the engine cannot start, or is gone for good.
+    """
+    _require_free(output, source)
+    lines = read_input(source, batch_config.max_line_bytes)
+    parts = output.with_name(output.name + ".parts")
+    settings = {name: getattr(config, name) for name in _SETTINGS}
+    settings |= {
+        "served_model_name": list(batch_config.served_model_name),
+        "synthetic": list(config.synthetic),
+    }
+    with Journal(parts, settings) as journal:
+        sound = [line for line in lines if isinstance(line.parse(), BatchRequest)]
+        pending = [line for line in sound if line.key not in journal]
+        if pending:
+            answer_pending(config, batch_config, pending, journal.append)
+        write_whole(output, (_result(line, journal) for line in lines))
+        journal.remove()
+    return BatchSummary(len(pending), len(sound) - len(pending), len(lines) - len(sound))
+
+
+def _require_free(output: Path, source: Path) -> None:
+    try:
+        if not output.exists():
+            return
+        if source.exists() and output.samefile(source):
+            raise ConfigError(f"{output} is the input itself", "choose another output")
+        kind = "there already" if output.is_file() else "no regular file"
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be used ({error})", "choose another output") from error
+    raise ConfigError(f"{output} is {kind}", "remove it, or choose another output")
+
+
+def answer_pending(
+    config: EngineConfig,
+    batch_config: BatchConfig,
+    pending: Sequence[InputLine],
+    take: Callable[[Iterable[Answer]], None],
+) -> None:
+    """Answer lines, telling each group of results as it comes.
+
+    Raises:
+        SametokenError: the engine cannot start, or is gone for good.
+    """
+    if batch_config.ray:
+        from sametoken.serving.batch.on_ray import answer_on_ray
+
+        answer_on_ray(config, batch_config, pending, take)
+        return
+    asyncio.run(_answer_here(config, batch_config, pending, take))
+
+
+async def _answer_here(
+    config: EngineConfig,
+    batch_config: BatchConfig,
+    pending: Sequence[InputLine],
+    take: Callable[[Iterable[Answer]], None],
+) -> None:
+    engine = await AsyncLLM.start(config, BATCH_LIMITS)
+    try:
+        app = create_app(engine, batch_server_config(batch_config.served_model_name))
+        slots = resolve_sizes(config, resolve_device(config)).max_num_seqs
+        concurrency = batch_config.concurrency or slots
+        groups: AsyncGenerator[list[Answer], Any] = answers_of(app, pending, concurrency)
+        async with aclosing(groups):
+            async for group in groups:
+                # The engine goes on while the disk is waited for.
+                await asyncio.to_thread(take, group)
+    finally:
+        await engine.shutdown()
+
+
+def _result(line: InputLine, journal: Journal) -> bytes:
+    request = line.parse()
+    return journal[line.key] if isinstance(request, BatchRequest) else to_line(request)
+
+
+#: A batch is bounded by how many of its lines run at once, not by the queue.
+BATCH_LIMITS = ServingLimits(max_waiting=2**31, max_waiting_tokens=2**62)
+#: Engines that a line may lose before the whole run is given up.
+_MAX_LOST = 5
+_RETRY_S = 1.0
+_BUSY = frozenset({429, 503})
+_SEED_BITS = 63
+
+Answer = tuple[str, bytes]
+
+
+def batch_server_config(served_model_name: tuple[str, ...]) -> ServerConfig:
+    """Options of an application that only a batch speaks to."""
+    return ServerConfig(
+        served_model_name=served_model_name,
+        max_completions=2**16,
+        max_request_bytes=2**40,
+        max_bodies_bytes=2**60,
+    )
+
+
+async def answers_of(
+    app: ASGIApp, lines: Sequence[InputLine], concurrency: int
+) -> AsyncGenerator[list[Answer], None]:
+    """Keys and results as they come, those that are ready at the same time together.
+
+    Args:
+        app: the application.
+        lines: whose requests are sound.
+        concurrency: lines that run at once.
+
+    Raises:
+        EngineDeadError: the engine is gone for good.
+    """
+    running: set[asyncio.Task[Answer]] = set()
+    waiting = iter(lines)
+    try:
+        while True:
+            for line in waiting:
+                running.add(asyncio.ensure_future(_answer(app, line)))
+                if len(running) >= concurrency:
+                    break
+            if not running:
+                return
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            yield [task.result() for task in done]
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _answer(app: ASGIApp, line: InputLine) -> Answer:
+    request = line.parse()
+    assert isinstance(request, BatchRequest)
+    status, body = await _respond(app, request, line.key)
+    request_id = body.get("id") or f"req_{line.key}"
+    response = BatchResponse(status_code=status, request_id=request_id, body=body)
+    result = BatchResult(id=line.result_id, custom_id=request.custom_id, response=response)
+    return line.key, to_line(result)
+
+
+async def _respond(app: ASGIApp, request: BatchRequest, key: str) -> tuple[int, dict[str, Any]]:
+    if request.body.get("stream"):
+        error = invalid("a batch has no streams. Leave stream out", "stream", "unsupported")
+        return error.status, error.body
+    body = json.dumps(_with_seed(request.body, key)).encode()
+    headers = ((b"content-type", b"application/json"),)
+    sent = AppRequest("POST", request.url, headers=headers, body=body)
+    num_lost = 0
+    while num_lost < _MAX_LOST:
+        status, text = await whole_answer(app, sent)
+        answer: dict[str, Any] = json.loads(text)
+        if status not in _BUSY:
+            return status, answer
+        num_lost += answer["error"]["code"] == "engine_dead"
+        await asyncio.sleep(_RETRY_S)
+    raise EngineDeadError(
+        f"the engine was lost {_MAX_LOST} times under one request ({answer['error']['message']})",
+        "the same command goes on with what is left",
+    )
+
+
+def _with_seed(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The body with a seed: an answer must not depend on when and where its line was run."""
+    if body.get("seed") is not None:
+        return dict(body)
+    return {**body, "seed": int(key, 16) % 2**_SEED_BITS}

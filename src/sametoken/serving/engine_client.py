@@ -1,0 +1,308 @@
+"""Unfinished requests, between those who read them and the engine process.
+
+One request's outputs on their way to whoever asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+
+from sametoken.config import EngineConfig
+from sametoken.engine.input_processor import ProcessedRequest
+from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
+from sametoken.errors import DrainingError, OverloadedError, RequestError, SametokenError
+from sametoken.serving.engine_process import EngineProcess
+from sametoken.serving.limits import QueueBound, ServingLimits
+from sametoken.serving.messages import (
+    Build,
+    Refused,
+    Release,
+    StepReport,
+    Submit,
+)
+from sametoken.serving.shadow_audit import ShadowAudit
+from sametoken.serving.stats import EngineStats, Tally
+from sametoken.serving.supervisor import Supervisor
+from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.outputs import RequestOutput
+from sametoken.types.request import EngineRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """A request in the engine. Its stream lives as long as somebody reads it."""
+
+    request: ProcessedRequest
+    stream: weakref.ref[RequestStream]
+
+
+class Front:
+    """Sends requests to the engine process, and makes outputs of what comes back.
+
+    Every request ends exactly once: finished, aborted, refused, or lost with its process.
+
+    Attributes:
+        supervisor: of the engine process.
+        draining: whether new requests are refused.
+        at_rest: set while there is no unfinished request.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        config: EngineConfig,
+        build: Build,
+        limits: ServingLimits,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.draining = False
+        self.at_rest = asyncio.Event()
+        self.at_rest.set()
+        self._outputs = OutputProcessor(tokenizer)
+        self._requests: dict[str, _Unfinished] = {}
+        # Of unfinished requests and of their completions.
+        self._used_ids: set[str] = set()
+        self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
+        self._tally = Tally(process.ready.summary.num_speculative_tokens)
+        self._audit = ShadowAudit(limits.shadow_audit_rate)
+        self.supervisor = Supervisor(process, config, build, limits, self)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.supervisor.process is not None and not self.draining
+
+    @property
+    def stats(self) -> EngineStats:
+        """Everything as it stands."""
+        return replace(
+            self._tally.snapshot(),
+            ready=self.is_ready,
+            load=self._queue.load,
+            num_restarts=self.supervisor.num_restarts,
+            audit=self._audit.stats,
+        )
+
+    @property
+    def awaits_report(self) -> bool:
+        """Whether the engine has completions, or is about to get some."""
+        return self._queue.has_unfinished
+
+    def require_ready(self) -> EngineProcess:
+        """The engine process, if requests are taken.
+
+        Raises:
+            DrainingError, EngineRestartingError, EngineDeadError: they are not.
+        """
+        if self.draining:
+            raise DrainingError("the server takes no new requests", "send them to another one")
+        return self.supervisor.require_process()
+
+    def begin(self, request: ProcessedRequest) -> RequestStream:
+        """Send a request to the engine.
+
+        Raises:
+            RequestError: it can never run, or its id is in use.
+            OverloadedError: too many wait.
+            DrainingError, EngineRestartingError, EngineDeadError: no requests are taken.
+        """
+        process = self.require_ready()
+        self._require_unused_ids(request)
+        for completion in request.completions:
+            process.ready.limits.require_possible(completion)
+        try:
+            self._queue.require_room(len(request.completions), len(request.prompt.token_ids))
+        except OverloadedError:
+            self._tally.num_overloaded += 1
+            raise
+        self._release_replay(self._audit.interrupt())
+        stream = RequestStream(request.request_id, self.abort)
+        self._requests[request.request_id] = _Unfinished(request, weakref.ref(stream))
+        self._used_ids |= _ids_of(request)
+        self.at_rest.clear()
+        self._outputs.add(request, time.monotonic(), stream=True)
+        self._submit(request.completions)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request where it stands; unknown ids are ignored."""
+        self._deliver(self._outputs.abort(request_id, time.monotonic()), aborted=True)
+
+    # What the supervisor tells
+
+    def engine_died(self, cause: SametokenError) -> None:
+        """See ``Listener``: every unfinished request fails."""
+        self._audit.abandon()
+        self._queue.reset()
+        for request_id in list(self._requests):
+            self._lose(request_id, cause)
+        self.at_rest.set()
+
+    def engine_started(self) -> None:
+        """See ``Listener``."""
+        self._use_idle_time()
+
+    def take(self, message: StepReport | Refused) -> None:
+        """See ``Listener``."""
+        if isinstance(message, Refused):
+            self._take_refusal(message)
+            return
+        self._queue.note_load(message.load)
+        if message.step_seconds is not None:
+            self._tally.count_step(message.step_seconds)
+        for update in message.updates:
+            if update.request_id in self._used_ids:
+                self._tally.count_update(update)
+        self._release_replay(self._audit.take(message.updates))
+        self._deliver(self._outputs.process(message.updates, time.monotonic()))
+
+    def _take_refusal(self, refusal: Refused) -> None:
+        refused = [
+            request_id
+            for request_id, unfinished in self._requests.items()
+            if unfinished.request.completions[0].request_id in refusal.request_ids
+        ]
+        for request_id in refused:
+            self._lose(request_id, refusal.error)
+        if not refused:
+            self._audit.abandon()
+        self._use_idle_time()
+
+    # Requests
+
+    def _require_unused_ids(self, request: ProcessedRequest) -> None:
+        """Completions of one prompt are named after it, and must not meet another's name."""
+        for request_id in _ids_of(request) & self._used_ids:
+            raise RequestError(
+                f"request {request_id!r} is already here", "choose another request id"
+            )
+
+    def _submit(self, completions: tuple[EngineRequest, ...]) -> None:
+        self._queue.note_sent(len(completions), len(completions[0].prompt_token_ids))
+        self.supervisor.send(Submit(completions))
+
+    def _release_replay(self, request_id: str | None) -> None:
+        if request_id is not None:
+            self.supervisor.send(Release({request_id: None}, aborted=True))
+
+    def _deliver(self, processed: ProcessedUpdates, *, aborted: bool = False) -> None:
+        """Hand outputs to their readers, and tell the engine whom it can forget."""
+        if processed.released:
+            self.supervisor.send(Release(processed.released, aborted))
+        for output in processed.outputs:
+            unfinished = self._requests[output.request_id]
+            stream = unfinished.stream()
+            if stream is not None:
+                stream.put(output)
+            if output.finished:
+                self._forget(output.request_id)
+                self._tally.count_finished(output)
+                self._queue.note_finished(time.monotonic())
+                self._audit.note_finished(unfinished.request, output)
+        self._use_idle_time()
+
+    def _lose(self, request_id: str, error: SametokenError) -> None:
+        self._outputs.abort(request_id, time.monotonic())
+        stream = self._forget(request_id).stream()
+        if stream is not None:
+            # One of its own for each reader, since raising writes a traceback into it.
+            stream.fail(copy.copy(error))
+        self._tally.num_failed += 1
+
+    def _forget(self, request_id: str) -> _Unfinished:
+        unfinished = self._requests.pop(request_id)
+        self._used_ids -= _ids_of(unfinished.request)
+        return unfinished
+
+    def _use_idle_time(self) -> None:
+        if self._requests:
+            return
+        self.at_rest.set()
+        replay = self._audit.begin() if self.is_ready else None
+        if replay is not None:
+            self._submit((replay,))
+
+
+def _ids_of(request: ProcessedRequest) -> set[str]:
+    return {request.request_id, *(one.request_id for one in request.completions)}
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """An async iterator over cumulative outputs; the last one is ``finished``.
+
+    It holds the newest output alone, so a slow reader costs no memory. Closing it, cancelling
+    its reader, and dropping it all abort the request.
+
+    Args:
+        request_id: whose outputs these are.
+        abort: called with the id once nobody will read on; on the event loop.
+    """
+
+    _ended = True
+
+    def __init__(self, request_id: str, abort: Callable[[str], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._newest: RequestOutput | None = None
+        self._error: SametokenError | None = None
+        self._ended = False
+
+    def put(self, output: RequestOutput) -> None:
+        """Replace what the reader has not seen yet; nothing comes after the end."""
+        if self._ended:
+            return
+        self._newest = output
+        self._ended = output.finished
+        self._changed.set()
+
+    def fail(self, error: SametokenError) -> None:
+        """End in an error, after an output that was not seen yet."""
+        if self._ended:
+            return
+        self._error = error
+        self._ended = True
+        self._changed.set()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while self._newest is None:
+            if self._ended:
+                error, self._error = self._error, None
+                if error is not None:
+                    raise error
+                raise StopAsyncIteration
+            self._changed.clear()
+            try:
+                await self._changed.wait()
+            except asyncio.CancelledError:
+                self._close()
+                raise
+        output, self._newest = self._newest, None
+        return output
+
+    async def aclose(self) -> None:
+        """Read no further; an unfinished request is aborted."""
+        self._close()
+
+    def _close(self) -> None:
+        self._newest = self._error = None
+        if not self._ended:
+            self._ended = True
+            self._abort(self.request_id)
+        self._changed.set()
+
+    def __del__(self) -> None:
+        if not self._ended:
+            # Collection may run on any thread, and after the loop has closed.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._abort, self.request_id)

@@ -1,0 +1,132 @@
+"""The engine process as the serving process holds it: start, send, receive, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import subprocess
+from typing import Any
+
+from sametoken.config import EngineConfig
+from sametoken.errors import EngineDeadError, SametokenError
+from sametoken.io.child_process import (
+    LENGTH,
+    Failure,
+    decode,
+    encode,
+    spawn,
+    status_text,
+)
+from sametoken.serving.messages import (
+    Announcement,
+    Build,
+    Launch,
+    Ready,
+)
+
+#: Seconds that a process has to end by itself once its socket is closed.
+_GRACE_S = 5.0
+_MODULE = "sametoken.serving.engine_main"
+_logger = logging.getLogger("sametoken")
+
+
+class EngineProcess:
+    """One engine process, ready to serve.
+
+    A socket pair joins the two. The kernel closes the engine's end the moment its process
+    dies, however it dies, and ``receive`` then says so at once.
+
+    Attributes:
+        ready: what the engine said of itself once it was built.
+    """
+
+    ready: Ready
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._failure: SametokenError | None = None
+
+    @classmethod
+    async def start(cls, config: EngineConfig, build: Build) -> EngineProcess:
+        """Start a process, have it build an engine, and wait until that is done.
+
+        Raises:
+            ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: the engine's
+                own.
+            EngineDeadError: the process ended for another reason.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = spawn(_MODULE, theirs.fileno())
+        reader, writer = await asyncio.open_connection(sock=ours)
+        engine = cls(process, reader, writer)
+        try:
+            engine.send(Launch(config, build))
+            await engine._await_ready()
+        except BaseException:
+            await engine.stop(grace_s=0.0)
+            raise
+        return engine
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """Send a message; one to a process that has died is lost."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(message))
+
+    async def receive(self) -> Any | None:
+        """The next message; None once the process has died or said that it failed."""
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            message = decode(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+        if isinstance(message, Failure):
+            self._failure = message.error
+            return None
+        return message
+
+    async def stop(self, *, grace_s: float = _GRACE_S) -> SametokenError:
+        """Close the socket and wait for the end; kill the process if it takes too long.
+
+        Returns:
+            Why the process ended, in case nobody wanted it to.
+        """
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        try:
+            status = await asyncio.to_thread(self._process.wait, grace_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = await asyncio.to_thread(self._process.wait)
+        return self._failure or EngineDeadError(
+            f"the engine process ended with {status_text(status)}",
+            "see its log; requests that it lost can be sent again",
+        )
+
+    def kill(self, cause: SametokenError) -> None:
+        """End the process at once; ``stop`` says the cause."""
+        self._failure = cause
+        self._process.kill()
+
+    async def _await_ready(self) -> None:
+        while not isinstance(message := await self.receive(), Ready):
+            if message is None:
+                raise await self.stop()
+            if isinstance(message, Announcement):
+                _logger.info(message.text)
+        self.ready = message

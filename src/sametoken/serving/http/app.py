@@ -1,0 +1,277 @@
+"""The application: endpoints, their documentation, and what stands before them."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+import sametoken
+from sametoken.errors import RequestError
+from sametoken.serving.http.body import JsonRoute
+from sametoken.serving.http.chat import answer_chat
+from sametoken.serving.http.completions import complete
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.errors import (
+    as_api_error,
+    install_handlers,
+    invalid,
+)
+from sametoken.serving.http.metrics import make_registry
+from sametoken.serving.http.middleware import (
+    Authentication,
+    BodyBounds,
+    BodyLimit,
+    RateLimit,
+)
+from sametoken.serving.http.responses import (
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorResponse,
+    Health,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    Version,
+    json_response,
+)
+from sametoken.serving.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from sametoken.serving.http.served import (
+    Served,
+    served_names,
+)
+from sametoken.serving.http.times import RequestTimes
+from sametoken.serving.http.tools import template_tools
+from sametoken.serving.stats import AuditStats
+
+if TYPE_CHECKING:
+    from sametoken.serving.async_llm import AsyncLLM
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request must be changed"},
+    401: {"model": ErrorResponse, "description": "The API key is missing or wrong"},
+    404: {"model": ErrorResponse, "description": "There is no such model"},
+    408: {"model": ErrorResponse, "description": "The request came too slowly"},
+    413: {"model": ErrorResponse, "description": "The request is too large"},
+    429: {"model": ErrorResponse, "description": "Too many requests; Retry-After says when"},
+    500: {"model": ErrorResponse, "description": "The model or the server failed"},
+    503: {"model": ErrorResponse, "description": "Requests are not taken now"},
+}
+_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {
+    503: {"model": Health, "description": "Requests are not taken now"}
+}
+
+
+def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
+    """The application over an engine that is ready."""
+    model = served_names(config, engine.resolved.model)[0]
+    registry = make_registry(engine.stats, engine.resolved, model)
+    served = Served(engine, config, RequestTimes(registry, model), engine.default_sampling_params())
+    app = FastAPI(
+        title="sametoken",
+        version=sametoken.__version__,
+        separate_input_output_schemas=False,
+    )
+    app.include_router(_openai_routes(served))
+    app.include_router(_token_routes(served))
+    app.include_router(_status_routes(served, registry))
+    install_handlers(app)
+    _document(app)
+    # The last one added stands first.
+    app.add_middleware(BodyLimit, bounds=BodyBounds.of(config))
+    if config.rate_limit:
+        app.add_middleware(RateLimit, per_minute=config.rate_limit, by_key=bool(config.api_key))
+    app.add_middleware(Authentication, api_keys=config.api_key)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _openai_routes(served: Served) -> APIRouter:
+    router = APIRouter(prefix="/v1", responses=_ERRORS, route_class=JsonRoute)
+
+    @router.post(
+        "/completions",
+        response_model=CompletionResponse,
+        responses={200: {"content": _EVENTS}},
+    )
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Continue one prompt or several."""
+        return await complete(served, body, request)
+
+    @router.post(
+        "/chat/completions", response_model=ChatResponse, responses={200: {"content": _EVENTS}}
+    )
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer_chat(served, body, request)
+
+    @router.get("/models")
+    async def models() -> ModelList:
+        """The model under each of its names."""
+        return ModelList(data=served.cards())
+
+    @router.get("/models/{model:path}")
+    async def one_model(model: str) -> ModelCard:
+        """The model under one of its names."""
+        name = served.name(model)
+        return next(card for card in served.cards() if card.id == name)
+
+    return router
+
+
+def _token_routes(served: Served) -> APIRouter:
+    router = APIRouter(responses=_ERRORS, route_class=JsonRoute)
+
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        """The token ids of a text or a conversation."""
+        served.name(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("send exactly one of prompt and messages", "prompt")
+        if body.messages is not None:
+            prompt = await served.render(
+                body.messages,
+                None,
+                add_generation_prompt=body.add_generation_prompt,
+                tools=template_tools(body.tools) if body.tools else None,
+            )
+        else:
+            prompt = await served.tokenize(
+                body.prompt or "", add_special_tokens=body.add_special_tokens
+            )
+
+        def answer() -> Response:
+            whole = TokenizeResponse(
+                count=len(prompt.token_ids),
+                max_model_len=served.engine.resolved.max_model_len,
+                tokens=list(prompt.token_ids),
+            )
+            if body.return_token_strs:
+                decode = served.engine.get_tokenizer().decode_token
+                whole.token_strs = [decode(token_id) for token_id in prompt.token_ids]
+            return json_response(whole)
+
+        return await asyncio.to_thread(answer)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids."""
+        served.name(body.model)
+        vocab_size = served.engine.resolved.vocab_size
+        if max(body.tokens, default=0) >= vocab_size:
+            raise RequestError(
+                f"tokens hold an id outside the vocabulary of {vocab_size}",
+                f"use ids from 0 to {vocab_size - 1}",
+            )
+        decode = served.engine.get_tokenizer().decode
+        text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+        return DetokenizeResponse(prompt=text)
+
+    return router
+
+
+def _status_routes(served: Served, registry: CollectorRegistry) -> APIRouter:
+    router = APIRouter()
+    engine = served.engine
+    text = files("sametoken.serving.http").joinpath("page.html").read_text("utf-8")
+
+    @router.get("/health", response_model=Health, responses=_UNAVAILABLE)
+    async def health() -> Response:
+        """Whether the engine runs, and what the shadow audit found. 503 if it does not."""
+        detail: dict[str, Any] = {"shadow_audit": _audit_detail(engine.stats().audit)}
+        if engine.errored is not None:
+            # No more than that: this path needs no key, and errors may name files.
+            detail["cause"] = as_api_error(engine.errored).code
+        body = Health(status=_status(engine), detail=detail).model_dump()
+        return JSONResponse(body, status_code=200 if engine.errored is None else 503)
+
+    @router.get("/ready", response_model=Health, responses=_UNAVAILABLE)
+    async def ready() -> Response:
+        """Whether requests are taken. 503 while they are not."""
+        body = Health(status=_status(engine), detail={}).model_dump()
+        return JSONResponse(body, status_code=200 if engine.is_ready else 503)
+
+    @router.get("/version")
+    async def version() -> Version:
+        """The version of the server."""
+        return Version(version=sametoken.__version__)
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": _METRICS}})
+    async def metrics() -> Response:
+        """Counters in Prometheus' text format."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/", response_class=HTMLResponse)
+    async def page() -> HTMLResponse:
+        """A page with the server's status and a chat box."""
+        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+    return router
+
+
+def _status(engine: AsyncLLM) -> Literal["ok", "draining", "down"]:
+    if engine.errored is not None:
+        return "down"
+    return "ok" if engine.is_ready else "draining"
+
+
+#: The page holds all that it needs and talks to this server alone.
+_PAGE_POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; "
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+)
+_METRICS = {"text/plain": {"schema": {"type": "string"}}}
+
+
+def _audit_detail(audit: AuditStats) -> dict[str, Any]:
+    difference = audit.last_difference
+    return {
+        "audited": audit.num_audited,
+        "differences": audit.num_mismatched,
+        "pending": audit.num_pending,
+        "dropped": audit.num_dropped,
+        "last_difference": None
+        if difference is None
+        else {
+            "request_id": difference.request_id,
+            "position": difference.position,
+            "served": difference.served,
+            "replayed": difference.replayed,
+        },
+    }
+
+
+def _document(app: FastAPI) -> None:
+    """An OpenAPI document without 422, which no request is answered with."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for path in document["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                document["components"]["schemas"].pop(name, None)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,145 @@
+"""Bodies of requests: bounded before they are parsed, parsed and checked off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sametoken.io.json_text import parse_json
+from sametoken.serving.http.errors import (
+    invalid,
+    invalid_field,
+)
+
+#: Members, objects and lists of a body. Each costs its readers far more than its bytes.
+MAX_NODES = 2**16
+#: Digits of a number. Reading one takes the square of their number.
+MAX_DIGITS = 300
+#: Bytes up to which a body is read on the event loop: a thread would take longer.
+_SMALL = 2**14
+_QUOTE, _OPENINGS = ord('"'), b"[{:"
+#: Forms of a field as pydantic calls them; others have brackets in their names.
+_FORMS = frozenset(("str", "int", "bool", "dict", "NamedTool"))
+_NOT_FINITE = re.compile(rb"[NI]")
+# Begun at the start of a number alone, so that they take time in proportion to the text.
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
+_LARGE_NUMBER = re.compile(rb"(?<![0-9.])[0-9]++(?:\.[0-9]++)?[eE]\+?[0-9]{3,}")
+# One, so that bodies that are read at the same time share its memory and its turns.
+_reader = ThreadPoolExecutor(1, "read-body")
+
+
+def read_json(body: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, nests deeper than 200, or is beyond a bound.
+    """
+    require_bounded(body)
+    return parse_json(body)
+
+
+def require_bounded(body: bytes) -> None:
+    """Look at a JSON text before it is parsed.
+
+    Raises:
+        ValueError: it has more than ``MAX_NODES`` members, objects and lists, a number of more
+            than ``MAX_DIGITS`` digits, or one that no float can hold.
+    """
+    bare = _without_strings(body)
+    num_nodes = sum(bare.count(bytes([opening])) for opening in _OPENINGS)
+    if num_nodes > MAX_NODES:
+        raise ValueError(
+            f"it has {num_nodes} members, objects and lists and at most {MAX_NODES} are allowed"
+        )
+    if _LONG_NUMBER.search(bare):
+        raise ValueError(f"a number has more than {MAX_DIGITS} digits")
+    large = any(float(found[0]) == float("inf") for found in _LARGE_NUMBER.finditer(bare))
+    if large or _NOT_FINITE.search(bare):
+        raise ValueError("a number is not finite")
+
+
+def _without_strings(body: bytes) -> bytes:
+    """What stands outside of strings. Whole arrays at once: the body may be large."""
+    text = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+    quotes_so_far = np.cumsum(text == _QUOTE, dtype=np.uint8)
+    # Counted modulo 256, which an even number stays even in.
+    bare: bytes = text[quotes_so_far % 2 == 0].tobytes()
+    return bare
+
+
+class JsonRoute(APIRoute):
+    """A route whose JSON body is read as its model by ``read_model``."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See ``APIRoute``."""
+        handle = super().get_route_handler()
+        field = self.body_field
+        if field is None:
+            return handle
+        model: type[BaseModel] = field.field_info.annotation  # type: ignore[assignment]
+
+        async def handle_read(request: Request) -> Response:
+            body = await request.body()
+            if not body or not _is_json(request.headers.get("content-type", "")):
+                return await handle(request)
+            if len(body) <= _SMALL:
+                value = read_model(model, body)
+            else:
+                loop = asyncio.get_running_loop()
+                value = await loop.run_in_executor(_reader, read_model, model, body)
+            return await handle(_ReadRequest(request, body, value))
+
+        return handle_read
+
+
+def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
+    """A body as its model.
+
+    Raises:
+        ApiError: it is no JSON, beyond a bound, or not what the model says.
+    """
+    try:
+        require_bounded(body)
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_input=False)
+        # Of a field that may have several forms, the form that the value came closest to.
+        fault = max(faults, key=lambda one: (one["type"].endswith("too_long"), len(one["loc"])))
+        if fault["type"] == "json_invalid":
+            raise invalid(f"the body is not JSON: {fault['ctx']['error']}") from error
+        # Without the names that pydantic gives to the forms of a field.
+        parts = map(str, fault["loc"])
+        where = [part for part in parts if "[" not in part and part not in _FORMS]
+        if not where:
+            raise invalid("the body is no JSON object. Send one as application/json") from error
+        raise invalid_field(where, fault) from error
+    except ValueError as error:
+        message = f"the body cannot be served: {error}. Send less, in finite numbers"
+        raise invalid(message) from error
+
+
+class _ReadRequest(Request):
+    """A request whose body was read; FastAPI takes a model's instance as it is."""
+
+    def __init__(self, request: Request, body: bytes, value: BaseModel) -> None:
+        super().__init__(request.scope, request.receive)
+        self._body = body
+        self._value = value
+
+    async def json(self) -> Any:
+        """The body as its model."""
+        return self._value
+
+
+def _is_json(content_type: str) -> bool:
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

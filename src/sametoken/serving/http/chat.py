@@ -1,0 +1,280 @@
+"""``/v1/chat/completions``: conversations answered through the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.generation import (
+    Generation,
+    respond,
+    speculation_stats,
+    usage,
+)
+from sametoken.serving.http.logprobs import (
+    chat_logprobs,
+    positions,
+    prompt_logprobs,
+)
+from sametoken.serving.http.params import chat_params, structured_outputs
+from sametoken.serving.http.responses import (
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatMessage,
+    ChatResponse,
+    FinishReason,
+    ToolCall,
+)
+from sametoken.serving.http.schemas import ChatRequest
+from sametoken.serving.http.served import Served
+from sametoken.serving.http.tool_parsers import Parsed
+from sametoken.serving.http.tools import (
+    ToolUse,
+    tool_use,
+)
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestOutput,
+)
+from sametoken.types.sampling_params import SamplingParams
+
+Kind = TypeVar("Kind", ChatResponse, ChatChunk)
+#: Tool calls in a stream are read again once they have grown by this part of their length.
+_PARSED_AGAIN = 64
+
+
+async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Response:
+    """Answer a chat request.
+
+    Raises:
+        ApiError, SametokenError: the request cannot be served.
+    """
+    request.check_fields(num_prompts=1)
+    model = served.name(request.model)
+    if request.add_generation_prompt and request.continue_final_message:
+        raise invalid(
+            "add_generation_prompt and continue_final_message contradict each other. Set one",
+            "continue_final_message",
+        )
+    use, params = await asyncio.to_thread(_asked, served, request)
+    served.check(1, params)
+    prompt = await served.render(
+        request.messages,
+        request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        tools=use.tools,
+    )
+    request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    answer = _Answer(request, use, request_id, model)
+    generation = await served.begin([prompt], params, request_id)
+    return await respond(http, generation, answer, stream=bool(request.stream))
+
+
+def _asked(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
+    parser = served.tool_parser(request.tools) if request.tools else None
+    use = tool_use(request, structured_outputs(request), parser)
+    return use, chat_params(request, served.defaults, use.structured)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Makes the answer to one request out of the engine's outputs."""
+
+    request: ChatRequest
+    use: ToolUse
+    request_id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
+        """The answer without a stream."""
+        (output,) = outputs
+        more = self._stats(output)
+        if self.request.return_token_ids:
+            more["prompt_token_ids"] = list(output.prompt_token_ids)
+        if self.request.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        choices = [self._choice(completion) for completion in output.outputs]
+        return self._make(ChatResponse, choices, usage=usage([output]), **more)
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
+        """The answer in pieces: what each output adds to each completion."""
+        options = self.request.stream_options
+        with_usage = options is not None and options.include_usage
+        every: dict[str, Any] = {"usage": None} if with_usage else {}
+        writers = [_ChoiceWriter(self, index) for index in range(self.request.n)]
+        begun = False
+        async with contextlib.aclosing(aiter(generation)) as progress:
+            async for one in progress:
+                if not begun:
+                    first = [writer.begin() for writer in writers]
+                    yield self._make(ChatChunk, first, **every, **self._ids(one.output))
+                    begun = True
+                for completion in one.output.outputs:
+                    for choice in writers[completion.index].write(completion):
+                        yield self._make(ChatChunk, [choice], **every)
+        (output,) = generation.outputs
+        last = self._stats(output)
+        if with_usage:
+            last["usage"] = usage([output])
+        if last:
+            yield self._make(ChatChunk, [], **last)
+
+    def finish_reason(self, completion: CompletionOutput, parsed: Parsed) -> FinishReason | None:
+        """Why the completion ended, in OpenAI's words; None if it goes on."""
+        if completion.finish_reason == "stop" and parsed.calls and self.use.reports_calls:
+            return "tool_calls"
+        return completion.finish_reason  # type: ignore[return-value]
+
+    def call_id(self, choice_index: int, call_index: int) -> str:
+        """The id of a tool call, unique beyond this request."""
+        return f"call_{self.request_id.removeprefix('chatcmpl-')}_{choice_index}_{call_index}"
+
+    def logprobs(self, completion: CompletionOutput, start: int) -> ChatLogprobs | None:
+        """Log-probabilities of tokens ``start`` and later, if they were asked for."""
+        if completion.logprobs is None:
+            return None
+        found = positions(completion.token_ids[start:], completion.logprobs[start:])
+        return chat_logprobs(found, self.request.top_logprobs or 0)
+
+    def _choice(self, completion: CompletionOutput) -> ChatChoice:
+        parsed = self.use.parser(completion.text, True)
+        message = ChatMessage(
+            role="assistant", content=parsed.content if parsed.content or not parsed.calls else None
+        )
+        message.refusal = None
+        if parsed.calls:
+            message.tool_calls = [
+                ToolCall(
+                    id=self.call_id(completion.index, position),
+                    type="function",
+                    function=CalledFunction(name=call.name, arguments=call.arguments),
+                )
+                for position, call in enumerate(parsed.calls)
+            ]
+        choice = ChatChoice(
+            index=completion.index,
+            message=message,
+            logprobs=self.logprobs(completion, 0),
+            finish_reason=self.finish_reason(completion, parsed),  # type: ignore[arg-type]
+            stop_reason=completion.stop_reason,
+        )
+        if self.request.return_token_ids:
+            choice.token_ids = list(completion.token_ids)
+        return choice
+
+    def _ids(self, output: RequestOutput) -> dict[str, Any]:
+        wanted = self.request.return_token_ids
+        return {"prompt_token_ids": list(output.prompt_token_ids)} if wanted else {}
+
+    def _stats(self, output: RequestOutput) -> dict[str, Any]:
+        wanted = self.request.include_speculation_stats
+        return {"speculation": speculation_stats([output], wanted)} if wanted else {}
+
+    def _make(self, kind: type[Kind], choices: list[Any], **more: Any) -> Kind:
+        made = kind(
+            id=self.request_id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            **more,
+        )
+        # Set, so that it is sent.
+        made.object = made.object
+        return made
+
+
+class _ChoiceWriter:
+    """One answer as it is sent in pieces."""
+
+    def __init__(self, answer: _Answer, index: int) -> None:
+        self._answer = answer
+        self._index = index
+        self._sent = Parsed("")
+        self._num_parsed = 0
+        self._num_tokens = 0
+        self._finished = False
+
+    def begin(self) -> ChatChunkChoice:
+        """The piece before all others: who speaks."""
+        return self._piece(ChatMessage(role="assistant", content=""))
+
+    def write(self, completion: CompletionOutput) -> list[ChatChunkChoice]:
+        """What the completion adds to what was sent of it."""
+        if self._finished:
+            return []
+        self._finished = completion.finish_reason is not None
+        parsed = self._parse(completion.text)
+        deltas = self._deltas(parsed)
+        has_tokens = len(completion.token_ids) > self._num_tokens
+        asked = completion.logprobs is not None or self._answer.request.return_token_ids
+        if not deltas and has_tokens and asked:
+            deltas = [ChatMessage()]
+        pieces = [self._piece(delta) for delta in deltas]
+        if pieces:
+            self._add_tokens(pieces[0], completion)
+        if self._finished:
+            last = self._piece(ChatMessage())
+            last.finish_reason = self._answer.finish_reason(completion, parsed)
+            last.stop_reason = completion.stop_reason
+            pieces.append(last)
+        self._sent = parsed
+        return pieces
+
+    def _parse(self, text: str) -> Parsed:
+        """The text in its parts; of one that is in calls, not each time that it grows.
+
+        A parser reads the whole text, and long calls would take the square of their length.
+        """
+        in_calls = self._num_parsed - len(self._sent.content)
+        if not self._finished and len(text) - self._num_parsed < in_calls // _PARSED_AGAIN:
+            return self._sent
+        self._num_parsed = len(text)
+        return self._answer.use.parser(text, self._finished)
+
+    def _deltas(self, parsed: Parsed) -> list[ChatMessage]:
+        deltas = []
+        more = parsed.content[len(self._sent.content) :]
+        if more:
+            deltas.append(ChatMessage(content=more))
+        for position, call in enumerate(parsed.calls):
+            is_new = position >= len(self._sent.calls)
+            before = "" if is_new else self._sent.calls[position].arguments
+            added = call.arguments[len(before) :]
+            if is_new:
+                deltas.append(ChatMessage(tool_calls=[self._first(position, call.name, added)]))
+            elif added:
+                function = CalledFunction(arguments=added)
+                deltas.append(ChatMessage(tool_calls=[ToolCall(index=position, function=function)]))
+        return deltas
+
+    def _first(self, position: int, name: str, arguments: str) -> ToolCall:
+        return ToolCall(
+            index=position,
+            id=self._answer.call_id(self._index, position),
+            type="function",
+            function=CalledFunction(name=name, arguments=arguments),
+        )
+
+    def _add_tokens(self, piece: ChatChunkChoice, completion: CompletionOutput) -> None:
+        piece.logprobs = self._answer.logprobs(completion, self._num_tokens)
+        if self._answer.request.return_token_ids:
+            piece.token_ids = list(completion.token_ids[self._num_tokens :])
+        self._num_tokens = len(completion.token_ids)
+
+    def _piece(self, delta: ChatMessage) -> ChatChunkChoice:
+        return ChatChunkChoice(index=self._index, delta=delta, logprobs=None, finish_reason=None)

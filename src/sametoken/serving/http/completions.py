@@ -1,0 +1,222 @@
+"""``/v1/completions``: prompts continued as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sametoken.engine.input_processor import PromptTokens
+from sametoken.serving.http.generation import (
+    Generation,
+    respond,
+    speculation_stats,
+    usage,
+)
+from sametoken.serving.http.logprobs import (
+    completion_logprobs,
+    positions,
+    prompt_logprobs,
+)
+from sametoken.serving.http.params import completion_params, structured_outputs
+from sametoken.serving.http.responses import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+)
+from sametoken.serving.http.schemas import CompletionRequest
+from sametoken.serving.http.served import Served
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestOutput,
+)
+
+
+async def complete(served: Served, request: CompletionRequest, http: Request) -> Response:
+    """Answer a completion request.
+
+    Raises:
+        ApiError, SametokenError: the request cannot be served.
+    """
+    given = _prompts(request)
+    request.check_fields(len(given))
+    model = served.name(request.model)
+    params = await asyncio.to_thread(
+        lambda: completion_params(request, served.defaults, structured_outputs(request))
+    )
+    served.check(len(given), params)
+    prompts = [
+        await served.tokenize(prompt, add_special_tokens=request.add_special_tokens)
+        for prompt in given
+    ]
+    request_id = f"cmpl-{uuid.uuid4().hex}"
+    answer = _Answer(served, request, prompts, request_id, model)
+    generation = await served.begin(prompts, params, request_id)
+    return await respond(http, generation, answer, stream=bool(request.stream))
+
+
+def _prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a request; a list of numbers is one prompt."""
+    given: Any = request.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    return list(given) or [[]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Makes the answer to one request out of the engine's outputs."""
+
+    served: Served
+    request: CompletionRequest
+    prompts: Sequence[PromptTokens]
+    request_id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
+        """The answer without a stream."""
+        writers = self._writers()
+        shown = [self._shown(output) for output in outputs]
+        choices = [
+            writers[prompt_index][completion.index].write(output, completion)
+            for prompt_index, output in enumerate(shown)
+            for completion in output.outputs
+        ]
+        return self._response(choices, usage=usage(shown), **self._stats(outputs))
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
+        """The answer in pieces: what each output adds to each completion."""
+        options = self.request.stream_options
+        with_usage = options is not None and options.include_usage
+        no_usage = {"usage": None} if with_usage else {}
+        writers = self._writers()
+        async with contextlib.aclosing(aiter(generation)) as progress:
+            async for one in progress:
+                output = self._shown(one.output)
+                for completion in output.outputs:
+                    writer = writers[one.prompt_index][completion.index]
+                    if writer.has_news(completion):
+                        yield self._response([writer.write(output, completion)], **no_usage)
+        last = self._stats(generation.outputs)
+        if with_usage:
+            last["usage"] = usage([self._shown(output) for output in generation.outputs])
+        if last:
+            yield self._response([], **last)
+
+    def _writers(self) -> list[list[_ChoiceWriter]]:
+        """By prompt and completion."""
+        return [
+            [
+                _ChoiceWriter(self.served, self.request, prompt, prompt_index * self.request.n + i)
+                for i in range(self.request.n)
+            ]
+            for prompt_index, prompt in enumerate(self.prompts)
+        ]
+
+    def _response(self, choices: list[CompletionChoice], **more: Any) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.request_id,
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            **more,
+        )
+
+    def _stats(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        wanted = self.request.include_speculation_stats
+        return {"speculation": speculation_stats(outputs, wanted)} if wanted else {}
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        """The output, without the token that nobody asked for if only the prompt is wanted."""
+        if self.request.max_tokens != 0:
+            return output
+        completions = tuple(
+            replace(one, text="", token_ids=(), logprobs=None if one.logprobs is None else ())
+            for one in output.outputs
+        )
+        return replace(output, outputs=completions)
+
+
+class _ChoiceWriter:
+    """One completion as it is sent: in one piece, or in several that add up to it.
+
+    Args:
+        served: gives the tokenizer.
+        request: what was asked for.
+        prompt: the completion's prompt.
+        index: of the choice.
+    """
+
+    def __init__(
+        self, served: Served, request: CompletionRequest, prompt: PromptTokens, index: int
+    ) -> None:
+        self._served = served
+        self._request = request
+        self._prompt = prompt
+        self._index = index
+        self._begun = False
+        self._finished = False
+        self._num_characters = 0
+        self._num_tokens = 0
+        self._text_offset = 0
+
+    def has_news(self, completion: CompletionOutput) -> bool:
+        """Whether the completion has more than was sent."""
+        return not self._finished and (
+            completion.finish_reason is not None
+            or len(completion.token_ids) > self._num_tokens
+            or len(completion.text) > self._num_characters
+        )
+
+    def write(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+        """What the completion adds to what was sent of it."""
+        new_text = completion.text[self._num_characters :]
+        echoed = self._echo() if self._request.echo and not self._begun else ""
+        choice = CompletionChoice(
+            index=self._index,
+            text=echoed + new_text,
+            logprobs=self._logprobs(output, completion),
+            finish_reason=completion.finish_reason,  # type: ignore[arg-type]
+            stop_reason=completion.stop_reason,
+        )
+        if self._request.return_token_ids:
+            choice.token_ids = list(completion.token_ids[self._num_tokens :])
+            if not self._begun:
+                choice.prompt_token_ids = list(self._prompt.token_ids)
+        if self._request.prompt_logprobs is not None and not self._begun:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        self._begun = True
+        self._finished = completion.finish_reason is not None
+        self._num_characters = len(completion.text)
+        self._num_tokens = len(completion.token_ids)
+        return choice
+
+    def _logprobs(
+        self, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionLogprobs | None:
+        if completion.logprobs is None:
+            return None
+        new = slice(self._num_tokens, None)
+        found = positions(completion.token_ids[new], completion.logprobs[new])
+        if self._request.echo and not self._begun:
+            first = self._served.engine.get_tokenizer().decode_token(self._prompt.token_ids[0])
+            of_prompt = positions(self._prompt.token_ids, output.prompt_logprobs or (), first)
+            found = of_prompt + found
+        written = completion_logprobs(found, self._request.logprobs or 0, self._text_offset)
+        self._text_offset += sum(len(position.text) for position in found)
+        return written
+
+    def _echo(self) -> str:
+        if self._prompt.text is not None:
+            return self._prompt.text
+        return self._served.engine.get_tokenizer().decode(self._prompt.token_ids)

@@ -1,0 +1,114 @@
+"""Options of the server. Imports neither torch nor FastAPI, so that help stays cheap."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sametoken.config import option
+from sametoken.errors import ConfigError
+from sametoken.types.option_values import require_within
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+#: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "qwen3_coder")
+AUTO, NONE = "auto", "none"
+#: What a header carries unchanged, whatever library writes it.
+_VISIBLE = re.compile(r"[!-~]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What a user asks of the server.
+
+    Raises:
+        ConfigError: a value is impossible, or two contradict each other.
+    """
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every one")
+    port: int = option(8000, "port to listen on; 0 lets the system choose")
+    api_key: tuple[str, ...] = field(
+        default=(),
+        repr=False,
+        metadata={
+            "help": "bearer key that clients must show, of visible ASCII characters; "
+            "may be repeated"
+        },
+    )
+    served_model_name: tuple[str, ...] = option((), "name of the model in the API; may be repeated")
+    allowed_origins: tuple[str, ...] = option((), "origin for CORS, * for all; may be repeated")
+    max_request_bytes: int = option(4 * 2**20, "largest request body")
+    max_bodies_bytes: int = option(
+        256 * 2**20, "request bodies held at once, each beyond its first 64 KiB"
+    )
+    body_timeout: float = option(60.0, "seconds that a request body may take to come")
+    header_timeout: float = option(
+        20.0, "seconds that a TLS handshake, or the headers of a request, may take to come"
+    )
+    write_timeout: float = option(
+        60.0, "seconds after which a client that reads nothing of its answer is let go"
+    )
+    max_connections: int = option(
+        1024, "connections at once; of more, the one that waits longest is closed"
+    )
+    rate_limit: int = option(0, "requests per minute for each key, or address without keys; 0: any")
+    max_completions: int = option(128, "completions of one request, over all its prompts")
+    ssl_certfile: str | None = option(None, "TLS certificate")
+    ssl_keyfile: str | None = option(None, "TLS key")
+    root_path: str = option("", "path under which a proxy serves the API")
+    log_level: str = option("info", f"one of {', '.join(LOG_LEVELS)}")
+    tool_call_parser: str = option(
+        AUTO, f"auto (by the chat template), none, {', '.join(TOOL_CALL_PARSERS)}"
+    )
+    drain_timeout: float = option(60.0, "seconds that requests may still take after SIGTERM")
+
+    def __post_init__(self) -> None:
+        require_within(self, _LIMITS)
+        parsers = (AUTO, NONE, *TOOL_CALL_PARSERS)
+        for name, allowed in (("log_level", LOG_LEVELS), ("tool_call_parser", parsers)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} is not possible", f"use one of {allowed}"
+                )
+        for name in ("api_key", "served_model_name"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"one {name} is empty", "give it, or leave it out")
+        if self.max_bodies_bytes < self.max_request_bytes:
+            raise ConfigError(
+                f"max_bodies_bytes={self.max_bodies_bytes} is below "
+                f"max_request_bytes={self.max_request_bytes}",
+                "give room for one request at least",
+            )
+        if not all(_VISIBLE.fullmatch(key) for key in self.api_key):
+            raise ConfigError(
+                "one api_key has a space or a character beyond ASCII, which no client can show",
+                "use letters, digits and punctuation of ASCII alone",
+            )
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path={self.root_path!r} has no leading /", "put one before it")
+        self._check_tls()
+
+    def _check_tls(self) -> None:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError(
+                "only one of ssl_certfile and ssl_keyfile is given", "give both for TLS"
+            )
+        for name in ("ssl_certfile", "ssl_keyfile"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name}={path!r} is not a file", "give the path of a PEM file")
+
+
+_LIMITS: tuple[tuple[str, float, float], ...] = (
+    ("port", 0, 65535),
+    ("max_request_bytes", 1, 2**40),
+    ("max_bodies_bytes", 1, 2**62),
+    ("body_timeout", 0.001, 86400.0),
+    ("header_timeout", 0.001, 86400.0),
+    ("write_timeout", 0.001, 86400.0),
+    ("max_connections", 1, 2**20),
+    ("rate_limit", 0, 2**31),
+    ("max_completions", 1, 2**16),
+    ("drain_timeout", 0.0, 86400.0),
+)

@@ -1,0 +1,398 @@
+"""Connections and their bounds: how many there are, and how long the server waits for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.errors import invalid
+
+#: Bytes taken from a connection at a time, so that none holds up the others for long.
+_READ_BYTES = 32 * 1024
+#: What the system takes of an answer before its client has.
+_SEND_BYTES = 128 * 1024
+#: Connections that wait in the kernel, and those that are taken from it at a time.
+_BACKLOG, _AT_ONCE = 2048, 32
+#: Seconds without a new connection when the system has no descriptor or memory for it.
+_PAUSE_S = 0.05
+#: Seconds in which a client may take in an answer that came before it had sent its request whole.
+_LINGER_S = 2.0
+#: Pieces that a body may come in, whatever its size, and bytes of each further one on average.
+_FREE_PIECES, _MEAN_PIECE = 1024, 16
+#: The longest target of a request. It stands in the log.
+_MAX_TARGET = 4096
+_CLOSE = (b"connection", b"close")
+
+
+class Seldom(logging.Filter):
+    """Lets one record of each kind through a second, so that no attack fills a disk."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now = now
+        self._last: dict[tuple[object, ...], float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See ``logging.Filter``. A kind is a text before its values are put in."""
+        if record.levelno < logging.WARNING:
+            return True
+        kind = (record.name, record.msg, record.exc_info and record.exc_info[0])
+        now = self._now()
+        if now - self._last.get(kind, -1.0) < 1.0:
+            return False
+        self._last[kind] = now
+        return True
+
+
+_logger = logging.getLogger("sametoken.serving.http.connections")
+_logger.addFilter(Seldom())
+
+
+class Connections:
+    """All connections of a server, and those that wait, the longest first.
+
+    A connection waits while the server has no whole request of it to work on, or while its client
+    does not read the answer. Where there are too many, those that wait make room for new ones.
+
+    Args:
+        most: connections at once, 1 or more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.buffer = bytearray(_READ_BYTES)
+        self._most = most
+        self._all: set[Connection] = set()
+        self._waiting: dict[Connection, None] = {}
+        self._listeners: list[socket.socket] = []
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def listen(
+        self,
+        listener: socket.socket,
+        make: Callable[[], Connection],
+        context: ssl.SSLContext | None,
+    ) -> None:
+        """Take connections from a bound socket, from now on.
+
+        Args:
+            listener: is not closed here.
+            make: a connection's protocol.
+            context: for TLS.
+        """
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        # Connections inherit it. Large ones would hide for minutes that a client reads nothing.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+        listener.listen(_BACKLOG)
+
+        def resume() -> None:
+            if listener in self._listeners:
+                loop.add_reader(listener, accept)
+
+        def accept() -> None:
+            try:
+                for _ in range(_AT_ONCE):
+                    client, _ = listener.accept()
+                    self._take(client, make, context)
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                pass
+            except OSError as error:
+                _logger.warning("a connection cannot be taken: %s", error)
+                for waiting in list(itertools.islice(self._waiting, _AT_ONCE)):
+                    waiting.drop()
+                # Their descriptors are closed in the loop's next turns.
+                loop.remove_reader(listener)
+                loop.call_later(_PAUSE_S, resume)
+
+        self._listeners.append(listener)
+        resume()
+
+    def stop(self) -> None:
+        """Take no more connections, and end those whose TLS handshake is under way."""
+        loop = asyncio.get_running_loop()
+        while self._listeners:
+            loop.remove_reader(self._listeners.pop())
+        for connection in [one for one in self._all if not one.is_open]:
+            connection.drop()
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that has ended."""
+        self._all.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def note(self, connection: Connection, *, waits: bool) -> None:
+        """Say whether a connection waits."""
+        if not waits:
+            self._waiting.pop(connection, None)
+        elif connection in self._all:
+            self._waiting.setdefault(connection)
+
+    def _take(
+        self,
+        client: socket.socket,
+        make: Callable[[], Connection],
+        context: ssl.SSLContext | None,
+    ) -> None:
+        if len(self._all) >= self._most:
+            longest = next(iter(self._waiting), None)
+            if longest is None:
+                _logger.warning("a connection was refused: %d are at work", len(self._all))
+                client.close()
+                return
+            _logger.warning("a connection that waited was closed: there are %d", len(self._all))
+            longest.drop()
+        connection = make()
+        self._all.add(connection)
+        self._waiting[connection] = None
+        connection.begin(client, context)
+
+
+class Connection(H11Protocol, asyncio.BufferedProtocol):
+    """uvicorn's connection with time limits of its own.
+
+    Args:
+        config, server_state, app_state: uvicorn's.
+        connections: knows this one.
+        limits: of time.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        connections: Connections,
+        limits: ServerConfig,
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self.conn = _Parser(h11.SERVER)
+        self._behind, self.app = self.app, self._answer
+        self._connections = connections
+        self._limits = limits
+        self._header_clock = _Clock(self.loop, limits.header_timeout, self.drop)
+        self._reader_clock = _Clock(self.loop, limits.write_timeout, self._check_reader)
+        # Bytes that the client had not read when its clock was started.
+        self._unread = 0
+        self._ignores_input = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, its TLS handshake included."""
+        return self.transport is not None
+
+    def begin(self, client: socket.socket, context: ssl.SSLContext | None) -> None:
+        """Open the connection over a socket."""
+        self._opening = self.loop.create_task(self._open(client, context))
+        self._opening.add_done_callback(functools.partial(self._opened, client))
+
+    def _opened(self, client: socket.socket, _: asyncio.Task[None]) -> None:
+        if not self.is_open:
+            self._connections.remove(self)
+            client.close()
+
+    async def _open(self, client: socket.socket, context: ssl.SSLContext | None) -> None:
+        limit_s = self._limits.header_timeout if context else None
+        # An error is the client's: its handshake failed, or took too long.
+        with contextlib.suppress(OSError):
+            await self.loop.connect_accepted_socket(
+                lambda: self, client, ssl=context, ssl_handshake_timeout=limit_s
+            )
+
+    def drop(self) -> None:
+        """End the connection at once, whatever has not been sent."""
+        self._connections.remove(self)
+        if self.is_open:
+            self.transport.abort()
+        else:
+            self._opening.cancel()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See ``asyncio.Protocol``."""
+        self._connections.remove(self)
+        self._header_clock.stop()
+        self._reader_clock.stop()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def get_buffer(self, sizehint: int) -> bytearray:
+        """See ``asyncio.BufferedProtocol``: what comes is copied out of it at once."""
+        return self._connections.buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See ``asyncio.BufferedProtocol``."""
+        self.data_received(bytes(memoryview(self._connections.buffer)[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        if not self._ignores_input:
+            super().data_received(data)
+            self._follow()
+
+    def on_response_complete(self) -> None:
+        """See ``H11Protocol``."""
+        # A connection at rest keeps no body.
+        self.cycle.body = bytearray()
+        super().on_response_complete()
+        self._follow()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """See ``H11Protocol``."""
+        super().timeout_keep_alive_handler()
+        self._follow()
+
+    def pause_writing(self) -> None:
+        """See ``asyncio.Protocol``: the client reads more slowly than the server writes."""
+        super().pause_writing()
+        self._follow()
+
+    def resume_writing(self) -> None:
+        """See ``asyncio.Protocol``."""
+        super().resume_writing()
+        self._follow()
+
+    def send_400_response(self, msg: str) -> None:
+        """See ``H11Protocol``: what comes is no HTTP, or not within its bounds."""
+        response = invalid(
+            "the request is no HTTP/1.1, or beyond what is taken: headers of 16 KiB, a target of "
+            f"{_MAX_TARGET} bytes that is a path, one length, bodies in pieces of {_MEAN_PIECE} "
+            "bytes. Send a plainer one"
+        ).response()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            headers = [*response.raw_headers, _CLOSE]
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=bytes(response.body)),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        self._ignores_input = True
+        if self.cycle is not None:
+            # Nobody waits for the rest of the body, or sends a second answer.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def _follow(self) -> None:
+        """Set the clocks by where the connection stands, and say whether it waits."""
+        closing = self.transport.is_closing()
+        in_header = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        self._header_clock.run(in_header and not closing)
+        unread = self.flow.write_paused or closing
+        if unread and not self._reader_clock.runs:
+            self._unread = self.transport.get_write_buffer_size()
+        self._reader_clock.run(unread)
+        receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        answering = self.cycle is not None and not self.cycle.response_complete
+        works = answering and not (receiving or unread or self._ignores_input)
+        self._connections.note(self, waits=not works)
+
+    def _check_reader(self) -> None:
+        """End a connection whose client has read nothing since its clock was started."""
+        if self.transport.get_write_buffer_size() >= self._unread:
+            self.drop()
+        else:
+            self._follow()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the application answer (ASGI).
+
+        An answer that comes before the request is whole ends the connection; the rest of the
+        request is not looked at. The client has a while to read it, because a socket that is
+        closed with input left resets the connection, and the answer may be lost.
+        """
+
+        async def send_on(message: Message) -> None:
+            is_start = message["type"] == "http.response.start"
+            if is_start and self.conn.their_state is h11.SEND_BODY:
+                self._ignores_input = True
+                message = {**message, "headers": [*message.get("headers", ()), _CLOSE]}
+            elif self._ignores_input and not is_start and not message.get("more_body", False):
+                await send({**message, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LINGER_S):
+                        await _disconnect(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._behind(scope, receive, send_on)
+
+
+class _Parser(h11.Connection):
+    """Refuses requests that cost much more than they say."""
+
+    _num_pieces = 0
+    _num_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """See ``h11.Connection``."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_pieces = self._num_bytes = 0
+            if len(event.target) > _MAX_TARGET or event.target[:1] not in (b"/", b"*"):
+                raise h11.RemoteProtocolError("the target is too long, or no path")
+            # A proxy in front may take the other one, and see another request than this server.
+            if {b"transfer-encoding", b"content-length"} <= {name for name, _ in event.headers}:
+                raise h11.RemoteProtocolError("the body has two lengths")
+        elif isinstance(event, h11.Data):
+            self._num_pieces += 1
+            self._num_bytes += len(event.data)
+            if self._num_pieces > _FREE_PIECES + self._num_bytes // _MEAN_PIECE:
+                raise h11.RemoteProtocolError("the body comes in too many pieces")
+        return event
+
+
+class _Clock:
+    """Does something when a time has run out."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float, then: Callable[[], None]
+    ) -> None:
+        self._loop, self._seconds, self._then = loop, seconds, then
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self._timer is not None
+
+    def run(self, wanted: bool) -> None:
+        """Start, or stop; a clock that runs goes on."""
+        if not wanted:
+            self.stop()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, self._end)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self._timer = None
+        self._then()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

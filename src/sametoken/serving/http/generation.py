@@ -1,0 +1,296 @@
+"""The engine's requests behind one HTTP request: begun together, read together, ended together.
+
+Server-sent events, and the end of the work when nobody reads them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from sametoken.serving.http.errors import ApiError, as_api_error
+from sametoken.serving.http.responses import (
+    PromptTokensDetails,
+    SpeculationStats,
+    Usage,
+    json_response,
+)
+from sametoken.serving.http.schemas import DETAILED
+from sametoken.serving.http.times import RequestTimes
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    SpeculationMetrics,
+)
+from sametoken.types.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sametoken.engine.input_processor import PromptTokens
+    from sametoken.serving.async_llm import AsyncLLM
+    from sametoken.serving.engine_client import RequestStream
+
+
+Result = TypeVar("Result")
+#: Status of an answer that nobody is there to read.
+CLIENT_GONE = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One prompt's output so far, and the prompt's place in the HTTP request."""
+
+    prompt_index: int
+    output: RequestOutput
+
+
+class Generation:
+    """Several prompts of one HTTP request in the engine.
+
+    Args:
+        streams: of the prompts, in order.
+        times: told of every output.
+    """
+
+    def __init__(self, streams: Sequence[RequestStream], times: RequestTimes) -> None:
+        self._streams = streams
+        self._times = times
+        self._read_at = [time.monotonic()] * len(streams)
+        self.latest: list[RequestOutput | None] = [None] * len(streams)
+
+    @classmethod
+    async def begin(
+        cls,
+        engine: AsyncLLM,
+        prompts: Sequence[PromptTokens],
+        params: SamplingParams,
+        request_id: str,
+        times: RequestTimes,
+    ) -> Generation:
+        """Begin all prompts, or none.
+
+        Args:
+            engine: takes the requests.
+            prompts: token ids, at least one prompt.
+            params: for all of them.
+            request_id: unique; prompt i is ``request_id-i``.
+            times: told of every output.
+
+        Raises:
+            RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses
+                one of them.
+        """
+        requests = await engine.prepare(prompts, params, request_id)
+        streams: list[RequestStream] = []
+        try:
+            for request in requests:
+                streams.append(engine.begin(request))
+        except BaseException:
+            for stream in streams:
+                await stream.aclose()
+            raise
+        return cls(streams, times)
+
+    async def __aiter__(self) -> AsyncGenerator[Progress, None]:
+        """Outputs as they come, of all prompts.
+
+        Raises:
+            NumericalError, EngineDeadError: a completion failed, and the others with it.
+            ApiError: a completion was aborted by the server.
+        """
+        pending = {self._next(index): index for index in range(len(self._streams))}
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=lambda one: pending[one]):
+                    output = task.result()
+                    index = pending.pop(task)
+                    if output is None:
+                        continue
+                    self._take(index, output)
+                    yield Progress(index, output)
+                    pending[self._next(index)] = index
+        finally:
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        """These requests, closed at the end of the block."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Abort what is unfinished."""
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def finish(self) -> list[RequestOutput]:
+        """The finished outputs, one per prompt.
+
+        Raises:
+            NumericalError, EngineDeadError, ApiError: as iterating does.
+        """
+        async with contextlib.aclosing(self.__aiter__()) as progress:
+            async for _ in progress:
+                pass
+        return self.outputs
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """The newest output of every prompt that has one."""
+        return [output for output in self.latest if output is not None]
+
+    def _next(self, index: int) -> asyncio.Task[RequestOutput | None]:
+        async def read() -> RequestOutput | None:
+            return await anext(self._streams[index], None)
+
+        return asyncio.ensure_future(read())
+
+    def _take(self, index: int, output: RequestOutput) -> None:
+        now = time.monotonic()
+        self._times.take(self.latest[index], output, now - self._read_at[index])
+        self._read_at[index] = now
+        self.latest[index] = output
+        for completion in output.outputs:
+            _raise_failure(completion)
+
+
+def _raise_failure(completion: CompletionOutput) -> None:
+    if completion.error is not None:
+        raise completion.error
+    if completion.finish_reason in ("abort", "error"):
+        raise ApiError(503, "the request was aborted. Send it again", code="aborted")
+
+
+def usage(outputs: Sequence[RequestOutput]) -> Usage:
+    """Tokens of prompts and of completions."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    cached = sum(output.metrics.num_cached_tokens for output in outputs)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+    )
+
+
+def speculation_stats(
+    outputs: Sequence[RequestOutput], asked: Literal[True, "detailed"]
+) -> SpeculationStats:
+    """Speculation counters of all outputs together; of one completion its steps, if asked."""
+    counters = sum((output.metrics.speculation for output in outputs), SpeculationMetrics())
+    stats = SpeculationStats(
+        num_steps=counters.num_steps,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_accepted_tokens=counters.num_accepted_tokens,
+        acceptance_length=counters.acceptance_length,
+        acceptance_rate=counters.acceptance_rate,
+        acceptance_per_position=list(counters.acceptance_per_position),
+    )
+    if asked == DETAILED:
+        windows = outputs[0].outputs[0].windows
+        stats.per_step_drafted = [num_drafts for num_drafts, _ in windows]
+        stats.per_step_accepted = [num_accepted for _, num_accepted in windows]
+    return stats
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of ``work``; None, and the work cancelled, once the client has gone."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, watcher):
+            one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends each object as one event, then ``[DONE]``; an error on the way is an event too.
+
+    Args:
+        generation: where the events come from; closed when all are sent, or as soon as the
+            client has gone.
+        events: the objects to send.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, events: AsyncGenerator[BaseModel, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        # The length is not known yet.
+        del self.headers["content-length"]
+        self._generation = generation
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response (ASGI)."""
+        async with self._generation:
+            await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    await _send_event(send, event.model_dump_json(exclude_unset=True).encode())
+            except Exception as error:
+                body = json.dumps(as_api_error(error).body)
+                await _send_event(send, body.encode())
+        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+
+
+class Answer(Protocol):
+    """A generation's outputs in the form of one endpoint."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
+        """The answer without a stream."""
+        ...
+
+    def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
+        """The answer in pieces."""
+        ...
+
+
+async def respond(
+    http: Request, generation: Generation, answer: Answer, *, stream: bool
+) -> Response:
+    """Stream the answer, or send it whole once the generation has finished.
+
+    Raises:
+        ApiError, SametokenError: the generation failed before anything was sent.
+    """
+    if stream:
+        return EventStream(generation, answer.stream(generation))
+    async with generation:
+        outputs = await while_connected(http.receive, generation.finish())
+    if outputs is None:
+        return Response(status_code=CLIENT_GONE)
+    return await asyncio.to_thread(lambda: json_response(answer.whole(outputs)))
+
+
+async def _send_event(send: Send, payload: bytes) -> None:
+    body = b"data: " + payload + b"\n\n"
+    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -1,0 +1,126 @@
+"""Log-probabilities in the forms of completions, of chat, and of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sametoken.serving.http.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from sametoken.types.outputs import (
+    Logprob,
+    PositionLogprobs,
+)
+
+#: JSON has no infinity; a masked token gets this.
+MIN_LOGPROB = -9999.0
+_REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A token and the candidates at its place; None for the prompt's first token."""
+
+    token_id: int
+    text: str
+    candidates: PositionLogprobs | None
+
+
+def positions(
+    token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None], first: str = ""
+) -> list[Position]:
+    """Tokens with their candidates; ``first`` is the text of one that has none."""
+    return [
+        Position(token_id, _text(candidates[token_id]) if candidates else first, candidates)
+        for token_id, candidates in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def completion_logprobs(
+    found: Sequence[Position], num_top: int, text_offset: int
+) -> CompletionLogprobs:
+    """The form of completions: the ``num_top`` likeliest, and the token itself, by text."""
+    offsets = []
+    for position in found:
+        offsets.append(text_offset)
+        text_offset += len(position.text)
+    return CompletionLogprobs(
+        tokens=[position.text for position in found],
+        token_logprobs=[
+            _finite(position.candidates[position.token_id]) if position.candidates else None
+            for position in found
+        ],
+        top_logprobs=[_by_text(position, num_top) for position in found],
+        text_offset=offsets,
+    )
+
+
+def chat_logprobs(found: Sequence[Position], num_top: int) -> ChatLogprobs:
+    """The form of chat completions."""
+    content = []
+    for position in found:
+        candidates = position.candidates or {}
+        chosen = _top_logprob(candidates[position.token_id])
+        top = [_top_logprob(candidate) for candidate in _top(candidates, num_top)]
+        content.append(
+            TokenLogprob(
+                token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=top
+            )
+        )
+    return ChatLogprobs(content=content, refusal=None)
+
+
+def prompt_logprobs(found: Sequence[PositionLogprobs | None] | None) -> PromptLogprobs | None:
+    """vLLM's form for prompts: candidates by token id."""
+    if found is None:
+        return None
+    return [None if candidates is None else _by_id(candidates) for candidates in found]
+
+
+def _by_id(candidates: PositionLogprobs) -> dict[str, dict[str, Any]]:
+    return {
+        str(token_id): {
+            "logprob": _finite(candidate),
+            "rank": candidate.rank,
+            "decoded_token": candidate.decoded_token,
+        }
+        for token_id, candidate in candidates.items()
+    }
+
+
+def _top(candidates: PositionLogprobs, num_top: int) -> list[Logprob]:
+    """The likeliest; of equal ones the lowest token id goes first, as the ranks have it."""
+    ranked = sorted(candidates.items(), key=lambda item: (item[1].rank, item[0]))
+    return [candidate for _, candidate in ranked[:num_top]]
+
+
+def _by_text(position: Position, num_top: int) -> dict[str, float] | None:
+    if position.candidates is None:
+        return None
+    shown = _top(position.candidates, num_top)
+    chosen = position.candidates[position.token_id]
+    # Several tokens may read the same, such as broken bytes: the likeliest one stands.
+    found: dict[str, float] = {}
+    for candidate in (*shown, chosen):
+        found.setdefault(_text(candidate), _finite(candidate))
+    return found
+
+
+def _top_logprob(candidate: Logprob) -> TopLogprob:
+    text = _text(candidate)
+    as_bytes = None if _REPLACEMENT in text else list(text.encode("utf-8"))
+    return TopLogprob(token=text, logprob=_finite(candidate), bytes=as_bytes)
+
+
+def _text(candidate: Logprob) -> str:
+    return candidate.decoded_token or ""
+
+
+def _finite(candidate: Logprob) -> float:
+    return max(candidate.logprob, MIN_LOGPROB)

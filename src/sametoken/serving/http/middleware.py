@@ -1,0 +1,294 @@
+"""What stands before every endpoint: keys, rates, and the size of requests. Plain ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import io
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.errors import ApiError
+
+#: Paths that need no key: the server's own pages. All others are for the model.
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/ready", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"}
+)
+_BEARER = "bearer "
+#: Clients whose rates are remembered.
+_MAX_CLIENTS = 10_000
+#: Requests without a right key that are looked at, for each address.
+_WRONG_KEYS_PER_MINUTE = 60
+#: Of each body; so small requests get through while large ones fill what there is.
+_FREE_BYTES = 64 * 1024
+_RETRY_AFTER_S = 5
+
+
+def is_guarded(scope: Scope) -> bool:
+    """Whether a request is for the model."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path not in OPEN_PATHS and scope["method"] != "OPTIONS"
+
+
+class Buckets:
+    """Bounds how often each client does something: a minute's worth at once, refilled evenly.
+
+    Args:
+        per_minute: times per minute, at least 1.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute = per_minute
+        self._now = now
+        # Times left and when that was so, by client; the longest unseen one first.
+        self._buckets: OrderedDict[object, tuple[float, float]] = OrderedDict()
+
+    def take(self, client: object) -> float:
+        """Count one time of the client; seconds to wait if there have been too many."""
+        now = self._now()
+        left, since = self._buckets.pop(client, (float(self._per_minute), now))
+        per_second = self._per_minute / 60
+        left = min(self._per_minute, left + (now - since) * per_second)
+        allowed = left >= 1
+        self._buckets[client] = (left - allowed, now)
+        if len(self._buckets) > _MAX_CLIENTS:
+            self._buckets.popitem(last=False)
+        return 0.0 if allowed else (1 - left) / per_second
+
+
+class Authentication:
+    """Lets only holders of a key use the model.
+
+    Wrong keys are counted by address. A right one is let in however many wrong ones came before.
+
+    Args:
+        app: what stands behind.
+        api_keys: accepted bearer keys; none lets everybody in.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in api_keys]
+        self._wrong = Buckets(_WRONG_KEYS_PER_MINUTE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request (ASGI)."""
+        if scope["type"] == "http" and self._digests and is_guarded(scope):
+            shown = _digest(_bearer(scope))
+            # All are compared, so that the time tells nothing.
+            matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
+            if not any(matches):
+                await self._refusal(scope).response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError:
+        wait_s = self._wrong.take(_address(scope))
+        if wait_s > 0:
+            cause = (
+                f"more than {_WRONG_KEYS_PER_MINUTE} requests per minute without a right API key"
+            )
+            return _too_many(cause, wait_s)
+        return ApiError(
+            401,
+            "the API key is missing or wrong. Send Authorization: Bearer KEY",
+            code="invalid_api_key",
+        )
+
+
+class RateLimit:
+    """Bounds requests per minute: for each key, or for each address where there are no keys.
+
+    Args:
+        app: what stands behind.
+        per_minute: requests per minute, at least 1.
+        by_key: whether clients are told apart by their keys.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        per_minute: int,
+        *,
+        by_key: bool,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._per_minute = per_minute
+        self._by_key = by_key
+        self._buckets = Buckets(per_minute, now)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request (ASGI)."""
+        if scope["type"] == "http" and is_guarded(scope):
+            client = _digest(_bearer(scope)) if self._by_key else _address(scope)
+            wait_s = self._buckets.take(client)
+            if wait_s > 0:
+                error = _too_many(f"more than {self._per_minute} requests per minute", wait_s)
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyBounds:
+    """How much of request bodies is taken.
+
+    Attributes:
+        max_bytes: the largest body.
+        max_total_bytes: of all bodies held at once, each beyond its first 64 KiB.
+        timeout_s: seconds that a body may take to come.
+    """
+
+    max_bytes: int
+    max_total_bytes: int
+    timeout_s: float
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> BodyBounds:
+        """Those that the server's options give."""
+        return cls(config.max_request_bytes, config.max_bodies_bytes, config.body_timeout)
+
+
+class BodyLimit:
+    """Reads each body whole, within bounds. No body is read where none belongs.
+
+    What is read of a body is held until its request has been answered.
+
+    Args:
+        app: what stands behind.
+        bounds: of bodies.
+    """
+
+    def __init__(self, app: ASGIApp, bounds: BodyBounds) -> None:
+        self._app = app
+        self._bounds = bounds
+        self._held = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body()
+        try:
+            if scope["method"] == "POST" and is_guarded(scope):
+                await self._read(body, scope, receive)
+        except ClientDisconnect:
+            self._release(body)
+            return
+        except ApiError as error:
+            # Given back before the client takes in the answer.
+            self._release(body)
+            await error.response()(scope, receive, send)
+            return
+        whole: list[Message] = [
+            {"type": "http.request", "body": body.getvalue(), "more_body": False}
+        ]
+
+        async def receive_again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        try:
+            await self._app(scope, receive_again, send)
+        finally:
+            self._release(body)
+
+    async def _read(self, body: _Body, scope: Scope, receive: Receive) -> None:
+        """Read a body.
+
+        Raises:
+            ApiError: it is too large, or too slow, or there are too many.
+            ClientDisconnect: the client has gone.
+        """
+        announced = Headers(scope=scope).get("content-length", "0")
+        self._check(int(announced) if announced.isdecimal() else 0, self._held)
+        try:
+            async with asyncio.timeout(self._bounds.timeout_s):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    self._add(body, message.get("body", b""))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body did not come within {self._bounds.timeout_s:g} s. Send it faster",
+                code="request_timeout",
+            ) from None
+
+    def _add(self, body: _Body, part: bytes) -> None:
+        size = body.tell() + len(part)
+        others = self._held - body.counted
+        self._check(size, others)
+        body.write(part)
+        body.counted = _counted(size)
+        self._held = others + body.counted
+
+    def _release(self, body: _Body) -> None:
+        self._held -= body.counted
+        body.close()
+
+    def _check(self, size: int, others: int) -> None:
+        if size > self._bounds.max_bytes:
+            raise ApiError(
+                413,
+                f"the request is larger than {self._bounds.max_bytes} bytes. Send a smaller one",
+                code="request_too_large",
+            )
+        if others + _counted(size) > self._bounds.max_total_bytes:
+            raise ApiError(
+                503,
+                "the server holds too many large requests. Send it again later",
+                code="overloaded",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+
+class _Body(io.BytesIO):
+    """What is read of a body; ``getvalue`` copies nothing.
+
+    Attributes:
+        counted: bytes of it that count among those of all bodies.
+    """
+
+    counted = 0
+
+
+def _counted(size: int) -> int:
+    return max(0, size - _FREE_BYTES)
+
+
+def _too_many(cause: str, wait_s: float) -> ApiError:
+    return ApiError(
+        429,
+        f"{cause}. Try again after {wait_s:.0f} s",
+        code="rate_limit_exceeded",
+        retry_after_s=wait_s,
+    )
+
+
+def _address(scope: Scope) -> object:
+    client = scope.get("client")
+    return client[0] if client else None
+
+
+def _bearer(scope: Scope) -> str:
+    given = Headers(scope=scope).get("authorization", "")
+    return given[len(_BEARER) :].strip() if given.lower().startswith(_BEARER) else ""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()

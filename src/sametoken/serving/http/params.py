@@ -1,0 +1,223 @@
+"""From the fields of a request to sampling parameters.
+
+The form that an answer must have: every way to ask for one, made into ours.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from sametoken.errors import shown
+from sametoken.serving.http.errors import (
+    ApiError,
+    invalid,
+)
+from sametoken.serving.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ResponseFormat,
+    SamplingFields,
+    StructuredOutputsField,
+)
+from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.structured_outputs import StructuredOutputs
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+#: Fields whose names and meanings are those of ``SamplingParams``.
+_SAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "allowed_token_ids",
+    "prompt_logprobs",
+)
+
+
+def completion_params(
+    request: CompletionRequest, defaults: SamplingParams, structured: StructuredOutputs | None
+) -> SamplingParams:
+    """Parameters of a completion request.
+
+    With ``echo``, 0 tokens may be asked for: the one that the engine makes is not shown.
+
+    Raises:
+        ApiError: fields contradict each other.
+        RequestError: a value is out of range.
+    """
+    if request.best_of is not None and request.best_of != request.n:
+        raise invalid(f"best_of is not supported. Leave it out, or use n={request.n}", "best_of")
+    max_tokens = request.max_tokens
+    if max_tokens == 0 and request.echo:
+        max_tokens = 1
+    values = {"max_tokens": max_tokens, "logprobs": request.logprobs}
+    if request.echo and request.logprobs is not None:
+        if request.prompt_logprobs not in (None, request.logprobs):
+            raise invalid(
+                "echo with logprobs reports the prompt's too. Leave prompt_logprobs out",
+                "prompt_logprobs",
+            )
+        values["prompt_logprobs"] = request.logprobs
+    return _params(request, defaults, structured, values)
+
+
+def chat_params(
+    request: ChatRequest, defaults: SamplingParams, structured: StructuredOutputs | None
+) -> SamplingParams:
+    """Parameters of a chat request; without a limit the answer may fill the context.
+
+    Raises:
+        ApiError: fields contradict each other.
+        RequestError: a value is out of range.
+    """
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) > 1:
+        raise invalid("max_tokens and max_completion_tokens differ. Send one", "max_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs need logprobs. Set logprobs to true", "top_logprobs")
+    return _params(
+        request,
+        defaults,
+        structured,
+        {
+            "max_tokens": next(iter(limits), None),
+            "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
+        },
+    )
+
+
+def _params(
+    request: SamplingFields,
+    defaults: SamplingParams,
+    structured: StructuredOutputs | None,
+    values: dict[str, Any],
+) -> SamplingParams:
+    given = {name: getattr(request, name) for name in _SAME}
+    given = {name: value for name, value in given.items() if value is not None}
+    if request.logit_bias:
+        given["logit_bias"] = _logit_bias(request.logit_bias)
+    if request.speculative is not None:
+        given["num_speculative_tokens"] = request.speculative.num_speculative_tokens
+    if structured is not None:
+        given["structured_outputs"] = structured
+    return replace(defaults, **{**values, **given})
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    for key in biases:
+        # ``int`` also takes spaces, signs, underscores, and digits of other scripts.
+        if not _TOKEN_ID.fullmatch(key):
+            raise invalid(
+                f"logit_bias has the key {shown(key)}, which is no token id. Use integers as keys",
+                "logit_bias",
+            )
+    return {int(token_id): bias for token_id, bias in biases.items()}
+
+
+def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
+    """The constraint that a request asks for, under whichever name.
+
+    Raises:
+        ApiError: it asks in two ways, or for something that is no constraint.
+        RequestError: the constraint is empty.
+    """
+    found = {
+        name: constraint
+        for name, constraint in (
+            ("response_format", _of_response_format(request.response_format)),
+            ("structured_outputs", _of_field(request.structured_outputs)),
+            ("guided_json", _json(request.guided_json)),
+            ("guided_regex", _given("regex", request.guided_regex)),
+            ("guided_choice", _given("choice", request.guided_choice)),
+            ("guided_grammar", _given("grammar", request.guided_grammar)),
+        )
+        if constraint is not None
+    }
+    if len(found) > 1:
+        first, second, *_ = found
+        raise invalid(f"{first} and {second} contradict each other. Send one of them", second)
+    return next(iter(found.values()), None)
+
+
+def json_schema(schema: dict[str, Any]) -> StructuredOutputs:
+    """JSON that a schema allows."""
+    return StructuredOutputs(json_schema=json.dumps(schema))
+
+
+def _of_response_format(asked: ResponseFormat | None) -> StructuredOutputs | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    kinds: dict[str, Callable[[Any], StructuredOutputs]] = {
+        "json_schema": lambda wrapped: json_schema(wrapped.schema_),
+        "regex": lambda text: StructuredOutputs(regex=text),
+        "grammar": lambda text: StructuredOutputs(grammar=text),
+    }
+    value = getattr(asked, asked.type)
+    if value is None:
+        raise invalid(
+            f"response_format of type {asked.type} lacks {asked.type!r}. Add it", "response_format"
+        )
+    return kinds[asked.type](value)
+
+
+def _of_field(asked: StructuredOutputsField | None) -> StructuredOutputs | None:
+    if asked is None:
+        return None
+    schema = _json(asked.json_)
+    choice = None if asked.choice is None else tuple(asked.choice)
+    return StructuredOutputs(
+        json_schema=schema.json_schema if schema else None,
+        json_object=bool(asked.json_object),
+        regex=asked.regex,
+        grammar=asked.grammar,
+        choice=choice,
+    )
+
+
+def _json(schema: str | dict[str, Any] | None) -> StructuredOutputs | None:
+    if schema is None:
+        return None
+    if isinstance(schema, str):
+        return StructuredOutputs(json_schema=schema)
+    return json_schema(schema)
+
+
+def _given(name: str, value: str | list[str] | None) -> StructuredOutputs | None:
+    if value is None:
+        return None
+    settled: Any = tuple(value) if isinstance(value, list) else value
+    return StructuredOutputs(**{name: settled})
+
+
+def refuse_both(structured: StructuredOutputs | None, tool_choice: str) -> None:
+    """A forced tool call is a constraint of its own.
+
+    Raises:
+        ApiError: the request has another one.
+    """
+    if structured is not None:
+        raise ApiError(
+            400,
+            f"tool_choice {tool_choice} and a form for the answer contradict each other. "
+            "Send one of them",
+            param="tool_choice",
+        )

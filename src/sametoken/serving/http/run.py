@@ -1,0 +1,154 @@
+"""From options to a server that listens, and its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from sametoken.config import EngineConfig
+from sametoken.serving.async_llm import AsyncLLM
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.connections import (
+    Connection,
+    Connections,
+    Seldom,
+)
+from sametoken.serving.http.listen import (
+    address_of,
+    connections_that_fit,
+    raise_descriptor_limit,
+)
+from sametoken.serving.limits import ServingLimits
+
+#: What is left of a response once the engine is done with it: a few packets.
+_LAST_SECONDS = 5
+#: Seconds that an idle connection stays open. Longer than clients and proxies keep theirs, most
+#: of them 5 to 60: a request on a connection that is being closed is lost.
+_KEEP_ALIVE_S = 75
+_logger = logging.getLogger("sametoken.server")
+_SELDOM = Seldom()
+
+
+def run(
+    engine_config: EngineConfig,
+    limits: ServingLimits,
+    config: ServerConfig,
+    listener: socket.socket,
+) -> bool:
+    """Load the model, then serve it at ``listener`` until a signal ends that.
+
+    SIGTERM lets requests finish, for ``drain_timeout`` seconds at most, while new ones and
+    ``/ready`` are answered with 503. SIGINT, or a second SIGTERM, ends the server at once.
+
+    Returns:
+        Whether SIGINT ended it.
+
+    Raises:
+        SametokenError: the engine cannot start.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("sametoken").setLevel(config.log_level.upper())
+    raise_descriptor_limit()
+    return asyncio.run(_serve(engine_config, limits, config, listener))
+
+
+class DrainingServer(uvicorn.Server):
+    """Keeps answering while its requests finish, and bounds its connections.
+
+    Args:
+        app: the application.
+        engine: is drained on SIGTERM.
+        config: options of the server.
+
+    Attributes:
+        interrupted: whether SIGINT has come.
+    """
+
+    def __init__(self, app: FastAPI, engine: AsyncLLM, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                root_path=config.root_path,
+                log_level=config.log_level,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
+                timeout_graceful_shutdown=_LAST_SECONDS,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                http="h11",
+                ws="none",
+            )
+        )
+        logging.getLogger("uvicorn.error").addFilter(_SELDOM)
+        self.interrupted = False
+        self._engine = engine
+        self._limits = config
+        self._connections = Connections(connections_that_fit(config.max_connections))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See ``uvicorn.Server``."""
+        self._loop = asyncio.get_running_loop()
+        # uvicorn would take any number of connections.
+        await super().startup([])
+        for listener in sockets or []:
+            self._connections.listen(listener, self._connection, self.config.ssl)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See ``uvicorn.Server``."""
+        self._connections.stop()
+        await super().shutdown(sockets)
+
+    def _connection(self) -> Connection:
+        state = self.lifespan.state
+        return Connection(self.config, self.server_state, state, self._connections, self._limits)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See ``uvicorn.Server``: a signal has come."""
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        if sig == signal.SIGTERM and self._loop is not None and self._draining is None:
+            # The handler may have interrupted anything; the loop goes on from a safe place.
+            self._loop.call_soon_threadsafe(self.begin_drain)
+            return
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    def begin_drain(self) -> None:
+        """Take no new requests, and stop once the others have ended."""
+        if self._draining is None:
+            _logger.info("draining: requests may still take %g s", self._limits.drain_timeout)
+            self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        if not await self._engine.drain(self._limits.drain_timeout):
+            _logger.warning(
+                "requests did not end within %g s and are aborted", self._limits.drain_timeout
+            )
+        self.should_exit = True
+
+
+async def _serve(
+    engine_config: EngineConfig,
+    limits: ServingLimits,
+    config: ServerConfig,
+    listener: socket.socket,
+) -> bool:
+    engine = await AsyncLLM.start(engine_config, limits)
+    try:
+        server = DrainingServer(create_app(engine, config), engine, config)
+        where = address_of(listener, config)
+        _logger.info("serving %s at %s", engine.resolved.model, where)
+        # Beside the server: no request waits for it.
+        trials = asyncio.create_task(engine.start_grammar_trials())
+        await server.serve(sockets=[listener])
+        trials.cancel()
+        return server.interrupted
+    finally:
+        await engine.shutdown()

@@ -1,0 +1,327 @@
+"""Requests as clients send them: OpenAI's fields, vLLM's, and two of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from sametoken.errors import shown
+from sametoken.serving.http.errors import invalid
+from sametoken.types.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_TOKEN_IDS,
+)
+
+#: Bounds of a request's lists, and of its unknown fields.
+MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS = 8192, 8192, 1024
+MAX_TOOLS, MAX_CHOICES, MAX_EXTRA = 128, 4096, 64
+
+#: Fields that change no token and that other servers act on; accepted and left alone.
+IGNORED_FIELDS = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+#: Statistics with the drafts of every step.
+DETAILED: Literal["detailed"] = "detailed"
+#: Fields that are known and refused, with what to do instead.
+REFUSED_FIELDS: Mapping[str, str] = {
+    "audio": "only text is supported; leave it out",
+    "chat_template": "give the template in the checkpoint",
+    "documents": "put the texts into the messages",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "length_penalty": "it belongs to beam search, which is not offered",
+    "modalities": "only text is supported; leave it out",
+    "reasoning_effort": "use chat_template_kwargs, if the model's template reads it",
+    "suffix": "put what follows into the prompt, in the model's own format",
+    "truncate_prompt_tokens": "shorten the prompt",
+    "use_beam_search": "leave it out; sampling is what is offered",
+    "verbosity": "ask for it in the messages",
+    "web_search_options": "leave it out; the server reaches no other",
+}
+
+
+def _whole(text: str) -> str:
+    """The text, if it can be sent.
+
+    Raises:
+        ValueError: it holds half of a character.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError("a lone surrogate is no text") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+# Lists are read up to their first fault, so that a faulty one costs no more than a sound one.
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+Texts = Annotated[list[Text], Field(max_length=MAX_N, fail_fast=True)]
+StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
+Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
+
+
+Prompts = Annotated[
+    Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_N, fail_fast=True)],
+    # Each form is given up at its first fault.
+    Field(union_mode="left_to_right"),
+]
+
+
+class Strict(BaseModel):
+    """A JSON object whose values have exactly the types that it names, and no other fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class Speculative(Strict):
+    """Speculation of one request: drafts per step at most; 0 turns it off."""
+
+    num_speculative_tokens: Count
+
+
+class StructuredOutputsField(Strict):
+    """The form that the answer must have, with vLLM's names; one of them."""
+
+    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class JsonSchemaFormat(BaseModel):
+    """OpenAI's wrapping of a JSON Schema."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: Text = ""
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form that the answer must have, as OpenAI describes it, and two more kinds."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
+    json_schema: JsonSchemaFormat | None = None
+    regex: Text | None = None
+    grammar: Text | None = None
+
+
+class SamplingFields(BaseModel):
+    """What completions and chat completions share."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    refused: ClassVar[Mapping[str, str]] = REFUSED_FIELDS
+
+    model: Text | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: (
+        StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+    ) = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
+    bad_words: (
+        BadWord | Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None
+    ) = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    speculative: Speculative | None = None
+    include_speculation_stats: bool | Literal["detailed"] = False
+    return_token_ids: bool | None = None
+
+    def check_fields(self, num_prompts: int) -> None:
+        """Refuse what is not honoured, by name.
+
+        Raises:
+            ApiError: a field is unknown or refused, ``stream_options`` come without a stream,
+                or detailed statistics are asked for of several completions.
+        """
+        extra = self.model_extra or {}
+        if len(extra) > MAX_EXTRA:
+            raise invalid(f"the request has {len(extra)} unknown fields. See /docs")
+        for name, value in extra.items():
+            if name in IGNORED_FIELDS or value is None:
+                continue
+            if name in self.refused:
+                raise invalid(f"{name} is not supported: {self.refused[name]}", name, "unsupported")
+            raise invalid(f"unknown field {shown(name)}. See /docs for the known ones", name)
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options need stream. Set stream to true", "stream_options")
+        if self.include_speculation_stats == DETAILED and num_prompts * self.n > 1:
+            raise invalid(
+                "detailed statistics are of one completion. Send one prompt with n=1",
+                "include_speculation_stats",
+            )
+
+
+class CompletionRequest(SamplingFields):
+    """Continue one prompt or several."""
+
+    prompt: Prompts
+    max_tokens: Count | None = 16
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+class FunctionCall(BaseModel):
+    """A call that the assistant made in an earlier message."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: Text
+    arguments: Text = ""
+
+
+class MessageToolCall(BaseModel):
+    """A tool call of an earlier message."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: Text = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message; fields that it does not name are for the model's chat template."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Text
+    content: (
+        Text | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+    ) = None
+    name: Text | None = None
+    tool_calls: (
+        Annotated[list[MessageToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+    ) = None
+    tool_call_id: Text | None = None
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call; ``parameters`` is a JSON Schema."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: Annotated[Text, Field(min_length=1)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedFunction(Strict):
+    """The name of a function."""
+
+    name: Text
+
+
+class NamedTool(Strict):
+    """The tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class ChatRequest(SamplingFields):
+    """Answer a conversation."""
+
+    messages: Messages
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Strict):
+    """A text, or a conversation as the chat template writes it."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """Token ids."""
+
+    model: Text | None = None
+    tokens: TokenIds

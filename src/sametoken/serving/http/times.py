@@ -1,0 +1,75 @@
+"""How long requests take, as their clients see it."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from sametoken.types.outputs import RequestOutput
+
+PREFIX = "sametoken:"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class RequestTimes:
+    """Histograms of requests, under vLLM's names.
+
+    Args:
+        registry: where they are registered.
+        model: value of the ``model_name`` label.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
+            whole = Histogram(
+                PREFIX + name, text, ["model_name"], buckets=bounds, registry=registry
+            )
+            return whole.labels(model)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _SECONDS
+        )
+        self._per_token = histogram(
+            "time_per_output_token_seconds",
+            "Mean time of a finished request's tokens after the first.",
+            _TOKEN_SECONDS,
+        )
+        self._between = histogram(
+            "inter_token_latency_seconds",
+            "Time between tokens; those of one step share theirs evenly.",
+            _TOKEN_SECONDS,
+        )
+        self._whole = histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
+        self._prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS
+        )
+        self._output_tokens = histogram(
+            "request_generation_tokens", "Output tokens of a finished request.", _TOKENS
+        )
+
+    def take(self, before: RequestOutput | None, output: RequestOutput, gap_s: float) -> None:
+        """Take in an output, given the one before it of the same request and the time between."""
+        metrics = output.metrics
+        for index, completion in enumerate(output.outputs):
+            count = len(completion.token_ids)
+            count_before = len(before.outputs[index].token_ids) if before is not None else 0
+            if count_before and count > count_before:
+                self._between.observe(gap_s / (count - count_before))
+        had_first = before is not None and before.metrics.first_token_time is not None
+        if metrics.first_token_time is not None and not had_first:
+            self._first_token.observe(metrics.first_token_time - metrics.arrival_time)
+        if output.finished:
+            self._finish(output)
+
+    def _finish(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        counts = [len(completion.token_ids) for completion in output.outputs]
+        self._prompt_tokens.observe(len(output.prompt_token_ids))
+        self._output_tokens.observe(sum(counts))
+        if metrics.finished_time is None:
+            return
+        self._whole.observe(metrics.finished_time - metrics.arrival_time)
+        if metrics.first_token_time is not None and max(counts) > 1:
+            decoding = metrics.finished_time - metrics.first_token_time
+            self._per_token.observe(decoding / (max(counts) - 1))

@@ -1,0 +1,308 @@
+"""Tool calls in a model's text, read as it grows.
+
+A parser is a function of the text so far. What it finds in a text, it finds whole or in part
+in every beginning of that text and nothing else; so a stream of differences adds up to the
+whole (``tests/unit/serving/http/test_tool_parsers.py::test_a_stream_adds_up_to_the_whole``).
+
+Tool calls in the XML form of Qwen3-Coder and Qwen3.5, read as they grow.
+
+::
+
+    <function=NAME>
+    <parameter=NAME>
+    VALUE
+    </parameter>
+    </function>
+
+A value has no quotes and no escapes: only the function's JSON Schema tells a text from a number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from sametoken.serving.http.json_spans import (
+    Member,
+    ObjectSpan,
+    read_object,
+    skip_space,
+    string_value,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCall:
+    """A call: the function's name, and its arguments as the model wrote them so far."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A text in its parts: what is for the reader, and the calls in order."""
+
+    content: str
+    calls: tuple[FoundCall, ...] = ()
+
+
+#: From the text so far, and whether it is over, to its parts.
+ToolParser = Callable[[str, bool], Parsed]
+#: From the text between the marks of a call, and whether it is whole, to the call.
+_CallReader = Callable[[str, bool], FoundCall | None]
+
+_START, _END = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
+_SEPARATORS = ";, \t\r\n"
+
+
+def parse_nothing(text: str, finished: bool) -> Parsed:
+    """For answers that hold no calls: all of the text is for the reader."""
+    return Parsed(text)
+
+
+def parse_hermes(text: str, finished: bool) -> Parsed:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with text around them.
+
+    Hermes' form, which Qwen's templates use too. Between the marks stands a call from its
+    name and the first character of its arguments on; what never gets so far stays text.
+    """
+    return _parse_marked(text, finished, _call_in)
+
+
+def qwen3_coder_parser(schemas: Schemas) -> ToolParser:
+    """For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
+
+    The form of Qwen3-Coder and Qwen3.5 (``serving/http/tool_parsers.py``). A call stands from its
+    function's name on.
+    """
+
+    def call_in(body: str, is_whole: bool) -> FoundCall | None:
+        found = read_call(body, is_whole, schemas)
+        return None if found is None else FoundCall(*found)
+
+    def parse(text: str, finished: bool) -> Parsed:
+        return _parse_marked(text, finished, call_in)
+
+    return parse
+
+
+def _parse_marked(text: str, finished: bool, call_in: _CallReader) -> Parsed:
+    """Calls between marks, and the text around them."""
+    content, aside, calls = "", "", []
+    place = 0
+    while (start := text.find(_START, place)) >= 0:
+        aside += text[place:start]
+        body = start + len(_START)
+        end = text.find(_END, body)
+        place = len(text) if end < 0 else end + len(_END)
+        known = end if end >= 0 else len(text) if finished else num_safe(text, _END)
+        call = call_in(text[body:known], end >= 0)
+        if call is not None:
+            content += aside.rstrip()
+            aside = ""
+            calls.append(call)
+        elif end < 0 and not finished:
+            return Parsed(content + aside.rstrip(), tuple(calls))
+        else:
+            aside += text[start:place]
+    aside += text[place:] if finished else text[place : num_safe(text, _START)]
+    shown = aside if finished and not calls else aside.rstrip()
+    return Parsed(content + shown, tuple(calls))
+
+
+def parse_llama3_json(text: str, finished: bool) -> Parsed:
+    """``{"name": ..., "parameters": {...}}``, alone or several with ``;`` between them.
+
+    Llama 3's form. Calls stand at the beginning, after ``<|python_tag|>`` or nothing; another
+    object, or text, is for the reader.
+    """
+    start = skip_space(text, 0)
+    if not finished and _PYTHON_TAG.startswith(text[start:]):
+        return Parsed("")
+    place = start
+    if text.startswith(_PYTHON_TAG, start):
+        place = skip_space(text, start + len(_PYTHON_TAG))
+    calls, place = _calls_in_row(text, place)
+    rest = text[place:].rstrip() if calls else text
+    begins = text[place : place + 1]
+    undecided = not begins or (begins == "{" and _may_become_call(read_object(text, place)))
+    return Parsed("" if undecided and not finished else rest, calls)
+
+
+def parse_required(text: str, finished: bool) -> Parsed:
+    """``[{"name": ..., "parameters": {...}}, ...]``: what forced calls are constrained to."""
+    calls, _ = _calls_in_row(text, skip_space(text, skip_space(text, 0) + 1))
+    return Parsed("", calls)
+
+
+def named_parser(name: str) -> ToolParser:
+    """For an answer that is the arguments of one function and nothing else."""
+
+    def parse(text: str, finished: bool) -> Parsed:
+        return Parsed("", (FoundCall(name, text),))
+
+    return parse
+
+
+#: Parsers for given tools, by the names that ``--tool-call-parser`` takes.
+TOOL_PARSERS: Mapping[str, Callable[[Schemas], ToolParser]] = {
+    "hermes": lambda _: parse_hermes,
+    "llama3_json": lambda _: parse_llama3_json,
+    "qwen3_coder": qwen3_coder_parser,
+}
+
+
+def parser_of_template(template: str) -> str | None:
+    """The parser for the syntax that a chat template teaches; None if it is not known."""
+    if _START in template:
+        # Qwen3.5 and Qwen3-Coder put XML between the same marks.
+        return "qwen3_coder" if "<function=" in template else "hermes"
+    if _PYTHON_TAG in template or '"parameters": dictionary' in template:
+        return "llama3_json"
+    return None
+
+
+def _calls_in_row(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
+    """Calls one after the other from ``place`` on, and where something else begins."""
+    calls: list[FoundCall] = []
+    while text[place : place + 1] == "{":
+        span = read_object(text, place)
+        call = _call(text, span)
+        if call is None:
+            break
+        calls.append(call)
+        place = len(text) if span.end is None else span.end
+        while text[place : place + 1] and text[place] in _SEPARATORS:
+            place += 1
+    return tuple(calls), place
+
+
+def _call_in(body: str, is_whole: bool) -> FoundCall | None:
+    """The call between marks: here the arguments may be left out."""
+    start = skip_space(body, 0)
+    if body[start : start + 1] != "{":
+        return None
+    span = read_object(body, start)
+    call = _call(body, span)
+    name = span.member("name")
+    if call is None and span.end is not None and name is not None:
+        called = string_value(body, name)
+        return FoundCall(called, "{}") if called else None
+    return call
+
+
+def _call(text: str, span: ObjectSpan) -> FoundCall | None:
+    """The call that an object describes, once its name and some of its arguments are there."""
+    name_member, arguments = span.member("name"), span.member(*_ARGUMENTS)
+    if name_member is None or arguments is None:
+        return None
+    name = string_value(text, name_member)
+    return FoundCall(name, _arguments(text, arguments)) if name else None
+
+
+def _arguments(text: str, member: Member) -> str:
+    """The arguments so far; some models write them as a string that holds JSON."""
+    if text[member.start] == '"':
+        return string_value(text, member) or ""
+    return text[member.start : member.end]
+
+
+def _may_become_call(span: ObjectSpan) -> bool:
+    keys = {member.key for member in span.members}
+    return span.end is None and not span.broken and keys <= _KEYS
+
+
+#: The JSON Schema of each function's parameters, by the function's name.
+Schemas = Mapping[str, Mapping[str, Any]]
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_PARAMETER_END = "</parameter>"
+_FUNCTION_END = re.compile(r"\s*</function>")
+#: The templates write scalars of earlier calls as Python does.
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_KINDS: Mapping[type, frozenset[str]] = {
+    str: frozenset({"string"}),
+    bool: frozenset({"boolean"}),
+    int: frozenset({"integer", "number"}),
+    float: frozenset({"number"}),
+    list: frozenset({"array"}),
+    dict: frozenset({"object"}),
+    NoneType: frozenset({"null"}),
+}
+
+
+def read_call(body: str, is_whole: bool, schemas: Schemas) -> tuple[str, str] | None:
+    """The function's name, and its arguments so far as JSON text; None until the name is there.
+
+    Texts grow with the body. Other values come whole, since only then it is known what they are.
+
+    Args:
+        body: what stands between the marks of a call, or its beginning.
+        is_whole: whether the closing mark has come.
+        schemas: of all functions.
+    """
+    head = _FUNCTION.match(body)
+    if head is None:
+        return None
+    properties = schemas.get(head[1], {}).get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    members = []
+    place = head.end()
+    while opening := _PARAMETER.match(body, place):
+        start, end = opening.end(), body.find(_PARAMETER_END, opening.end())
+        is_open = end < 0 and not is_whole
+        shown = num_safe(body, _PARAMETER_END) if is_open else len(body) if end < 0 else end
+        text = body[start:shown].removesuffix("\n")
+        value = _value(text, properties.get(opening[1], {"type": "string"}), is_open=is_open)
+        if value is not None:
+            members.append(f"{json.dumps(opening[1], ensure_ascii=False)}: {value}")
+        if end < 0:
+            return head[1], _object(members, is_closed=is_whole)
+        place = end + len(_PARAMETER_END)
+    is_closed = is_whole or _FUNCTION_END.match(body, place) is not None
+    return head[1], _object(members, is_closed=is_closed)
+
+
+def num_safe(text: str, mark: str) -> int:
+    """Leading characters that a mark begun at the text's end cannot take back."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:size]):
+            return len(text) - size
+    return len(text)
+
+
+def _object(members: list[str], *, is_closed: bool) -> str:
+    return "{" + ", ".join(members) + ("}" if is_closed else "")
+
+
+def _value(text: str, schema: Any, *, is_open: bool) -> str | None:
+    """A value as JSON, or the beginning of one; None while that cannot be told."""
+    named = schema.get("type") if isinstance(schema, dict) else None
+    if named == "string":
+        quoted = json.dumps(text, ensure_ascii=False)
+        return quoted[:-1] if is_open else quoted
+    return None if is_open else _as_json(text, named)
+
+
+def _as_json(text: str, named: Any) -> str:
+    """The text if it is JSON of a type that the schema allows, else a JSON string of it."""
+    word = _WORDS.get(text.strip(), text.strip())
+    try:
+        kinds = _KINDS[type(json.loads(word, parse_constant=_refuse))]
+    except (ValueError, RecursionError):
+        kinds = frozenset()
+    allowed = not isinstance(named, list) or any(kind in named for kind in kinds)
+    return word if kinds and allowed else json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)

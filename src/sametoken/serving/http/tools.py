@@ -1,0 +1,184 @@
+"""Tools of a chat request: what the template is told, and how calls are read from the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sametoken.errors import shown
+from sametoken.serving.http.body import read_json
+from sametoken.serving.http.errors import invalid
+from sametoken.serving.http.params import json_schema
+from sametoken.serving.http.schemas import (
+    ChatRequest,
+    Message,
+    NamedTool,
+    Tool,
+)
+from sametoken.serving.http.tool_parsers import (
+    ToolParser,
+    named_parser,
+    parse_nothing,
+    parse_required,
+)
+from sametoken.types.structured_outputs import StructuredOutputs
+
+#: Parameters of a function that declares none.
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """How one request uses tools.
+
+    Attributes:
+        tools: for the chat template; None for none.
+        parser: finds calls in the answer.
+        structured: the form that the answer must have.
+        reports_calls: whether an answer with calls has finish reason "tool_calls".
+    """
+
+    tools: list[dict[str, Any]] | None
+    parser: ToolParser
+    structured: StructuredOutputs | None
+    reports_calls: bool = True
+
+
+def tool_use(
+    request: ChatRequest, structured: StructuredOutputs | None, parser: ToolParser | None
+) -> ToolUse:
+    """What a request's ``tools`` and ``tool_choice`` come to.
+
+    Args:
+        request: the request.
+        structured: the form that it asks for otherwise.
+        parser: for the model's own tool calls, if it has them.
+
+    Raises:
+        ApiError: the choice is impossible or contradicts something else.
+    """
+    choice = request.tool_choice
+    if not request.tools:
+        if choice not in (None, "none"):
+            raise invalid("tool_choice needs tools. Send tools, or leave it out", "tool_choice")
+        return ToolUse(None, parse_nothing, structured)
+    if choice == "none":
+        return ToolUse(None, parse_nothing, structured)
+    if structured is not None:
+        raise invalid(
+            "a form for the answer and tools contradict each other. Send one of them, or "
+            'tool_choice "none"',
+            "tool_choice",
+        )
+    tools = template_tools(request.tools)
+    if isinstance(choice, NamedTool):
+        chosen = _named(request.tools, choice.function.name)
+        form = json_schema(chosen.function.parameters or _NO_PARAMETERS)
+        return ToolUse(tools, named_parser(chosen.function.name), form, reports_calls=False)
+    if choice == "required":
+        return ToolUse(tools, parse_required, json_schema(_any_call(request)))
+    if request.parallel_tool_calls is False:
+        raise invalid(
+            "parallel_tool_calls=false needs a forced call. Set tool_choice to "
+            '"required" or to the one function, or leave it out',
+            "parallel_tool_calls",
+        )
+    if parser is None:
+        raise invalid(
+            "the syntax of this model's tool calls is not known. Start the server with "
+            '--tool-call-parser, or use tool_choice "required"',
+            "tools",
+        )
+    return ToolUse(tools, parser, None)
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as chat templates read them."""
+    return [
+        {"type": "function", "function": tool.function.model_dump(exclude_unset=True)}
+        for tool in tools
+    ]
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: texts joined, arguments of calls as objects.
+
+    Raises:
+        ApiError: a part is no text, or arguments are no JSON object.
+    """
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    values = message.model_dump(exclude_unset=True)
+    values["content"] = _text(message.content)
+    if message.tool_calls:
+        values["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _object(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    else:
+        values.pop("tool_calls", None)
+    return values
+
+
+def _text(content: str | list[dict[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise invalid(
+                f"a message has a part of type {shown(part.get('type'))}. Only text is supported",
+                "messages",
+                "unsupported",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        value = read_json(arguments.encode()) if arguments else {}
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise invalid(
+            "a tool call of an earlier message has arguments that are no JSON object. Send "
+            "them as they were received, or as {}",
+            "messages",
+        )
+    return value
+
+
+def _named(tools: Sequence[Tool], name: str) -> Tool:
+    for tool in tools:
+        if tool.function.name == name:
+            return tool
+    raise invalid(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
+
+
+def _any_call(request: ChatRequest) -> dict[str, Any]:
+    """A schema for one call, or more if they may be parallel, of any of the tools."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool.function.name},
+                "parameters": tool.function.parameters or _NO_PARAMETERS,
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in request.tools or ()
+    ]
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    return schema if request.parallel_tool_calls is not False else {**schema, "maxItems": 1}

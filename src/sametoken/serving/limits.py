@@ -1,0 +1,133 @@
+"""What a server bounds, each option defined once here.
+
+How many requests may wait, judged by the serving process ahead of the engine's reports.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from sametoken.config import option
+from sametoken.errors import ConfigError, OverloadedError
+from sametoken.serving.stats import EngineLoad
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLimits:
+    """Bounds of an engine that serves. A restarted engine process keeps them.
+
+    Raises:
+        ConfigError: a value is impossible on its face.
+    """
+
+    max_waiting: int = option(1024, "completions that may wait for a place, beyond those that run")
+    max_waiting_tokens: int = option(2**20, "prompt tokens that may wait in all")
+    shadow_audit_rate: float = option(
+        0.0, "share of finished requests replayed without speculation in idle time, 0..1"
+    )
+    max_restarts: int = option(3, "restarts of a dead engine process within restart_window_s")
+    restart_window_s: float = option(300.0, "seconds over which restarts are counted")
+    restart_backoff_s: float = option(
+        0.5, "seconds before the first restart of a window; doubled at each further one"
+    )
+    step_timeout_s: float = option(
+        300.0, "seconds after which a step is hung: the engine is killed and restarted; 0: never"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_waiting", "max_waiting_tokens", "max_restarts"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name}={value!r} is not possible", "use 0 or more")
+        if not 0 <= self.shadow_audit_rate <= 1:
+            raise ConfigError(
+                f"shadow_audit_rate={self.shadow_audit_rate} is not possible",
+                "use a number from 0 to 1",
+            )
+        for name in ("restart_window_s", "restart_backoff_s", "step_timeout_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} is not possible", "use 0 seconds or more"
+                )
+
+
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+_NUM_FINISH_TIMES = 64
+
+
+class QueueBound:
+    """Counts what the engine has reported and what is on its way to it.
+
+    Args:
+        limits: how much may wait.
+        max_num_seqs: completions that the engine runs at once.
+    """
+
+    def __init__(self, limits: ServingLimits, max_num_seqs: int) -> None:
+        self._limits = limits
+        self._max_num_seqs = max_num_seqs
+        self._finish_times: deque[float] = deque(maxlen=_NUM_FINISH_TIMES)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, with a new engine process."""
+        self.load = EngineLoad()
+        self._num_sent = 0
+        # Prompt tokens of each completion on its way, the oldest first.
+        self._on_the_way: deque[int] = deque()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether completions are in the engine, as of its last report, or on the way to it."""
+        load = self.load
+        return bool(self._on_the_way or load.num_running or load.num_waiting or load.num_swapped)
+
+    def note_sent(self, num_completions: int, num_prompt_tokens: int) -> None:
+        """Completions of one prompt were sent."""
+        self._num_sent += num_completions
+        self._on_the_way.extend([num_prompt_tokens] * num_completions)
+
+    def note_load(self, load: EngineLoad) -> None:
+        """The engine has reported."""
+        self.load = load
+        while len(self._on_the_way) > self._num_sent - load.num_received:
+            self._on_the_way.popleft()
+
+    def note_finished(self, now: float) -> None:
+        """A request has finished; ``now`` in seconds of a monotonic clock."""
+        self._finish_times.append(now)
+
+    def require_room(self, num_completions: int, num_prompt_tokens: int) -> None:
+        """Refuse completions of one prompt if too much would wait.
+
+        Raises:
+            OverloadedError: with the time after which half of what waits may have begun.
+        """
+        num_waiting = self._num_waiting(num_completions)
+        if num_waiting > self._limits.max_waiting:
+            most = self._limits.max_waiting
+            self._refuse(num_waiting, f"{num_waiting} completions would wait, {most} may")
+        new_tokens = num_completions * num_prompt_tokens
+        tokens = self.load.num_waiting_tokens + sum(self._on_the_way) + new_tokens
+        if num_waiting and tokens > self._limits.max_waiting_tokens:
+            most = self._limits.max_waiting_tokens
+            self._refuse(num_waiting, f"{tokens} prompt tokens would wait, {most} may")
+
+    def _num_waiting(self, num_new: int) -> int:
+        """Completions that would find no place; while some wait for blocks, slots are none."""
+        load = self.load
+        slots = self._max_num_seqs - load.num_running - load.num_swapped
+        free = 0 if load.num_waiting else slots
+        return max(0, load.num_waiting + len(self._on_the_way) + num_new - free)
+
+    def _refuse(self, num_waiting: int, cause: str) -> None:
+        seconds = self._seconds_for(num_waiting / 2)
+        raise OverloadedError(cause, f"try again after {seconds:.0f} s", seconds)
+
+    def _seconds_for(self, num_completions: float) -> float:
+        times = self._finish_times
+        if len(times) < 2:
+            return _MIN_RETRY_S
+        each = (times[-1] - times[0]) / (len(times) - 1)
+        return min(max(num_completions * each, _MIN_RETRY_S), _MAX_RETRY_S)

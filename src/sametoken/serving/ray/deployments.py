@@ -1,0 +1,209 @@
+"""The deployment that takes HTTP requests and finds each a replica, and another if it is lost.
+
+One engine behind the whole API, without a socket of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import serve
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sametoken.config import EngineConfig
+from sametoken.errors import EngineDeadError
+from sametoken.serving.async_llm import AsyncLLM
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.errors import as_api_error
+from sametoken.serving.http.generation import while_connected
+from sametoken.serving.http.in_process import AppRequest, messages_of
+from sametoken.serving.http.middleware import (
+    BodyBounds,
+    BodyLimit,
+)
+from sametoken.serving.limits import ServingLimits
+from sametoken.serving.ray.router import prefix_keys
+
+#: How Ray says that a replica is gone; the request may or may not have begun there.
+LOST = (RayActorError, NodeDiedError, ObjectLostError)
+#: Tells which replica answered.
+REPLICA_HEADER = b"x-sametoken-replica"
+#: Seconds between attempts. Replicas without an engine process start another one meanwhile.
+_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+_UNAVAILABLE = 503
+_logger = logging.getLogger("sametoken.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A request on its way to a replica, with what the router goes by.
+
+    Attributes:
+        request: the request itself.
+        keys: of its prompt, see ``prefix_keys``.
+        avoided: ids of replicas that could not serve it.
+    """
+
+    request: AppRequest
+    keys: tuple[int, ...]
+    avoided: frozenset[str] = frozenset()
+
+
+class Gateway:
+    """Holds no model. A request whose replica dies before the answer has begun is sent again.
+
+    That is safe because a request's tokens do not depend on who computes them.
+
+    Args:
+        replicas: Ray Serve's handle of the replicas' deployment.
+        bounds: of bodies.
+        root_path: under which a proxy serves the API.
+    """
+
+    def __init__(self, replicas: Any, bounds: BodyBounds, root_path: str) -> None:
+        self._replicas = replicas.options(stream=True)
+        self._bounds = bounds
+        self._root_path = root_path
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The application, as ``serve.ingress`` asks for it."""
+        app = Starlette(routes=[Mount("/", app=self.forward)])
+        app.add_middleware(BodyLimit, bounds=self._bounds)
+        return app
+
+    async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose body comes whole (ASGI)."""
+        body = (await receive())["body"]
+        request = AppRequest(
+            scope["method"],
+            scope["path"],
+            scope["query_string"],
+            tuple(scope["headers"]),
+            body,
+            tuple(scope["client"]) if scope.get("client") else None,
+            self._root_path,
+        )
+        answer = _Answer(scope, receive, send)
+        keys = await asyncio.to_thread(prefix_keys, body)
+        await while_connected(receive, self._answer(Forwarded(request, keys), answer))
+
+    async def _answer(self, request: Forwarded, answer: _Answer) -> None:
+        for delay_s in _DELAYS_S:
+            try:
+                unable = await self._attempt(request, answer, is_last=False)
+                if unable is None:
+                    return
+                request = replace(request, avoided=request.avoided | {unable})
+            except LOST as error:
+                _logger.warning("a replica was lost: %s", error)
+                if answer.begun:
+                    await answer.fail()
+                    return
+            await asyncio.sleep(delay_s)
+        try:
+            await self._attempt(request, answer, is_last=True)
+        except LOST as error:
+            _logger.error("no replica answers: %s", error)
+            await answer.fail()
+
+    async def _attempt(self, request: Forwarded, answer: _Answer, *, is_last: bool) -> str | None:
+        """Have one replica answer.
+
+        Returns:
+            The replica's id if it could not and another one may; None if the answer is whole.
+
+        Raises:
+            One of LOST: the replica is gone.
+        """
+        messages = self._replicas.respond.remote(request)
+        try:
+            async for message in messages:
+                repeatable = not is_last and request.request.method == "POST"
+                if message.get("status") == _UNAVAILABLE and repeatable:
+                    return dict(message["headers"])[REPLICA_HEADER].decode()  # type: ignore[no-any-return]
+                await answer.take(message)
+        finally:
+            messages.cancel()
+        return None
+
+
+class _Answer:
+    """An answer on its way to the client. Nothing is sent of one without a body yet.
+
+    Args:
+        scope, receive, send: of the request (ASGI).
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._asgi = scope, receive, send
+        self._send = send
+        self._start: Message | None = None
+        self.begun = False
+
+    async def take(self, message: Message) -> None:
+        """Pass a message on, or keep it back until the next one."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        if not self.begun and self._start is not None:
+            self.begun = True
+            await self._send(self._start)
+        await self._send(message)
+
+    async def fail(self) -> None:
+        """Tell the client that the answer is lost: by a status, or as an event of its stream."""
+        error = EngineDeadError("the replica that computed the answer was lost", "send it again")
+        answer = as_api_error(error)
+        if not self.begun:
+            await answer.response()(*self._asgi)
+            return
+        events = f"data: {json.dumps(answer.body)}\n\ndata: [DONE]\n\n"
+        await self._send({"type": "http.response.body", "body": events.encode()})
+
+
+class Replica:
+    """A deployment of Ray Serve; every replica has an engine process of its own.
+
+    Raises:
+        SametokenError: the engine cannot start.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self, engine_config: EngineConfig, limits: ServingLimits, config: ServerConfig
+    ) -> None:
+        self._id: str = serve.get_replica_context().replica_id.unique_id
+        self._engine = await AsyncLLM.start(engine_config, limits)
+        self._app = create_app(self._engine, config)
+
+    async def respond(self, forwarded: Forwarded) -> AsyncGenerator[Message, None]:
+        """The application's answer (ASGI); cancelled, it ends the request in the engine."""
+        name = (REPLICA_HEADER, self._id.encode())
+        async with contextlib.aclosing(messages_of(self._app, forwarded.request)) as messages:
+            async for message in messages:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], name]
+                yield message
+
+    async def check_health(self) -> None:
+        """Called by Ray, which replaces a replica that stays without an engine.
+
+        Raises:
+            EngineDeadError: requests are not taken.
+        """
+        if not self._engine.is_ready:
+            raise EngineDeadError("the engine takes no requests", "see the replica's log")
+
+    async def __del__(self) -> None:
+        """Called by Ray once the replica's requests have ended."""
+        if hasattr(self, "_engine"):
+            await self._engine.shutdown()

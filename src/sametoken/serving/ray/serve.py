@@ -1,0 +1,218 @@
+"""From options to an application of Ray Serve, and its end.
+
+The Ray cluster at hand: joining it, what it has, what it says went wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import ray
+import torch
+from ray import serve
+from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
+
+from sametoken.config import EngineConfig
+from sametoken.engine.resolve import resolve_sizes
+from sametoken.errors import ConfigError
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.middleware import BodyBounds
+from sametoken.serving.limits import ServingLimits
+from sametoken.serving.ray.config import RayConfig
+from sametoken.serving.ray.deployments import Gateway, Replica
+
+APP = "sametoken"
+#: The engine bounds its requests itself, by blocks and queues; Ray's bound must lie above that.
+_MANY = 2**20
+_HEALTH_PERIOD_S = 5.0
+#: A resource of the head node alone. Without that node there is no cluster; of any other one the
+#: loss must take replicas only.
+_ON_HEAD = {"node:__internal_head__": 0.001}
+_START_ATTEMPTS = 3
+_logger = logging.getLogger("sametoken.server")
+
+
+def run(
+    engine_config: EngineConfig,
+    limits: ServingLimits,
+    config: ServerConfig,
+    ray_config: RayConfig,
+) -> bool:
+    """Deploy the server on the Ray cluster at hand, or on one of this machine alone.
+
+    On a cluster that ran before, this returns once the application is healthy, and the
+    application stays; called again with other options it is updated replica by replica.
+    Otherwise a cluster of this process is started, and ends with it on SIGTERM or SIGINT.
+
+    Returns:
+        Whether SIGINT ended it.
+
+    Raises:
+        ConfigError: the application cannot be deployed.
+    """
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("sametoken").setLevel(config.log_level.upper())
+    is_ours = connect()
+    try:
+        deploy(engine_config, limits, config, ray_config)
+        _logger.info("serving %s at port %d on Ray", engine_config.model, config.port)
+        if not is_ours:
+            return False
+        interrupted = _wait_for_signal() == signal.SIGINT
+        serve.delete(APP)
+        return interrupted
+    finally:
+        if is_ours:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def deploy(
+    engine_config: EngineConfig,
+    limits: ServingLimits,
+    config: ServerConfig,
+    ray_config: RayConfig,
+) -> None:
+    """Deploy the application, or update it, and wait until it is healthy.
+
+    Raises:
+        ConfigError: it does not become healthy.
+    """
+    http = HTTPOptions(
+        host=config.host,
+        port=config.port,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
+    )
+    # Connections end with the node that they lead to, so they lead to the gateway's.
+    serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http)
+    application = build_application(engine_config, limits, config, ray_config)
+    try:
+        serve.run(application, name=APP, route_prefix="/")
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the application cannot be deployed ({_why(str(error))})",
+            "see the log of its replicas",
+        ) from error
+
+
+def build_application(
+    engine_config: EngineConfig,
+    limits: ServingLimits,
+    config: ServerConfig,
+    ray_config: RayConfig,
+) -> Any:
+    """The gateway over the replicas, as ``serve.run`` takes it."""
+    engine_config = replace(engine_config, device=device_on_ray(engine_config.device))
+    slots = num_slots(engine_config)
+    replicas = serve.deployment(
+        Replica,
+        name="replicas",
+        ray_actor_options={
+            "num_cpus": ray_config.ray_num_cpus,
+            "num_gpus": num_gpus(engine_config),
+        },
+        request_router_config=RequestRouterConfig(
+            request_router_class="sametoken.serving.ray.router.PrefixRouter",
+            request_router_kwargs={"max_lead": max(1, slots // 4)},
+        ),
+        max_surge_percent=ray_config.ray_max_surge_percent,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        max_constructor_retry_count=_START_ATTEMPTS,
+        **_number_of_replicas(ray_config, slots),
+        **_every_deployment(config),
+    ).bind(engine_config, limits, config)
+    return serve.deployment(
+        serve.ingress()(Gateway),
+        name="gateway",
+        ray_actor_options={"num_cpus": 0, "resources": _ON_HEAD},
+        **_every_deployment(config),
+    ).bind(replicas, BodyBounds.of(config), config.root_path)
+
+
+def _every_deployment(config: ServerConfig) -> dict[str, Any]:
+    return {
+        "max_ongoing_requests": _MANY,
+        "graceful_shutdown_timeout_s": config.drain_timeout,
+        "logging_config": {"log_level": config.log_level.upper(), "enable_access_log": False},
+    }
+
+
+def _number_of_replicas(ray_config: RayConfig, slots: int) -> dict[str, Any]:
+    if not ray_config.ray_max_replicas:
+        return {"num_replicas": ray_config.replicas}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=ray_config.ray_min_replicas,
+            max_replicas=ray_config.ray_max_replicas,
+            target_ongoing_requests=ray_config.ray_target_ongoing_requests or slots,
+            upscale_delay_s=ray_config.ray_upscale_delay_s,
+            downscale_delay_s=ray_config.ray_downscale_delay_s,
+        )
+    }
+
+
+def _why(otherwise: str) -> str:
+    """What a deployment of the application says went wrong."""
+    application = serve.status().applications.get(APP)
+    deployments = application.deployments.values() if application else ()
+    return next((last_line(one.message) for one in deployments if one.message), otherwise)
+
+
+def _wait_for_signal() -> int:
+    """The first of SIGTERM and SIGINT that comes."""
+    came = threading.Event()
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        came.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    came.wait()
+    return received[0]
+
+
+def connect() -> bool:
+    """Join the cluster of this process, of this machine or of RAY_ADDRESS, or start one.
+
+    Returns:
+        Whether it was started here.
+    """
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(address="auto", log_to_driver=False)
+    except ConnectionError:
+        ray.init(include_dashboard=False)
+        return True
+    return False
+
+
+def device_on_ray(device: str) -> str:
+    """What engines run on: what was asked for, else GPUs if the cluster has any."""
+    if device != "auto":
+        return device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
+
+
+def num_gpus(config: EngineConfig) -> int:
+    """GPUs of one engine, whose device is not ``auto`` any more."""
+    return config.tensor_parallel_size if config.device == "cuda" else 0
+
+
+def num_slots(config: EngineConfig) -> int:
+    """Requests that one engine runs at once, whose device is not ``auto`` any more."""
+    return resolve_sizes(config, torch.device(config.device)).max_num_seqs
+
+
+def last_line(text: str) -> str:
+    """The line of a remote traceback that says what is wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason was given"

@@ -1,0 +1,158 @@
+"""Shadow audit: finished requests replayed without speculation, and compared."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from sametoken.engine.input_processor import ProcessedRequest
+from sametoken.serving.stats import (
+    AuditDifference,
+    AuditStats,
+)
+from sametoken.types.outputs import RequestOutput
+from sametoken.types.request import (
+    EngineRequest,
+    RequestUpdate,
+)
+
+_MAX_PENDING = 256
+_logger = logging.getLogger("sametoken")
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    replay: EngineRequest
+    served: tuple[int, ...]
+    request_id: str
+
+
+@dataclass(slots=True)
+class _Replay:
+    case: _Case
+    token_ids: list[int] = field(default_factory=list)
+
+
+class ShadowAudit:
+    """Chooses what to replay, one completion at a time, and holds it against what was served.
+
+    A replay decodes plainly and keeps out of the prefix cache, so that nothing of the served
+    run is part of it. It stops where the served completion stopped.
+
+    Args:
+        rate: share of requests to replay, 0..1; which ones is a function of their ids.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._pending: deque[_Case] = deque()
+        self._running: _Replay | None = None
+        self._stats = AuditStats()
+
+    @property
+    def stats(self) -> AuditStats:
+        """Counters up to now."""
+        num_pending = len(self._pending) + (self._running is not None)
+        return replace(self._stats, num_pending=num_pending)
+
+    def note_finished(self, request: ProcessedRequest, output: RequestOutput) -> None:
+        """A request has finished; its completions are replayed later if it is chosen.
+
+        Completions that were aborted or failed say nothing and are left out.
+        """
+        if not is_chosen(request.request_id, self._rate):
+            return
+        for completion, result in zip(request.completions, output.outputs, strict=True):
+            if result.finish_reason not in ("stop", "length") or not result.token_ids:
+                continue
+            if len(self._pending) >= _MAX_PENDING:
+                self._pending.popleft()
+                self._stats = replace(self._stats, num_dropped=self._stats.num_dropped + 1)
+            plain = _plain(completion, len(result.token_ids))
+            self._pending.append(_Case(plain, result.token_ids, completion.request_id))
+
+    def begin(self) -> EngineRequest | None:
+        """The next replay to run, in idle time; None if none is due or one runs already."""
+        if self._running is not None or not self._pending:
+            return None
+        self._running = _Replay(self._pending.popleft())
+        return self._running.case.replay
+
+    def interrupt(self) -> str | None:
+        """Put the running replay off; the id to release, if one runs."""
+        if self._running is None:
+            return None
+        case, self._running = self._running.case, None
+        self._pending.appendleft(case)
+        return case.replay.request_id
+
+    def abandon(self) -> None:
+        """Drop the running replay, which may be what ended its engine process."""
+        if self._running is not None:
+            self._running = None
+            self._stats = replace(self._stats, num_dropped=self._stats.num_dropped + 1)
+
+    def take(self, updates: Iterable[RequestUpdate]) -> str | None:
+        """Take in the replay's share of one step; the id to release once it is judged."""
+        for update in updates:
+            running = self._running
+            if running is None or update.request_id != running.case.replay.request_id:
+                continue
+            running.token_ids.extend(update.token_ids)
+            if self._is_judged(running, poisoned=update.poisoned):
+                return running.case.replay.request_id
+        return None
+
+    def _is_judged(self, running: _Replay, *, poisoned: bool) -> bool:
+        """Whether enough of a replay is known; then it is counted."""
+        case, replayed = running.case, running.token_ids
+        position = _first_difference(case.served, replayed)
+        if position is None and len(replayed) < len(case.served) and not poisoned:
+            return False
+        if position is None and poisoned:
+            position = len(replayed)
+        self._running = None
+        self._stats = replace(self._stats, num_audited=self._stats.num_audited + 1)
+        if position is not None:
+            token = replayed[position] if position < len(replayed) else None
+            self._report(AuditDifference(case.request_id, position, case.served[position], token))
+        return True
+
+    def _report(self, difference: AuditDifference) -> None:
+        self._stats = replace(
+            self._stats,
+            num_mismatched=self._stats.num_mismatched + 1,
+            last_difference=difference,
+        )
+        _logger.error(
+            "shadow audit: request %s differs at output token %d: served %s, replayed %s",
+            difference.request_id,
+            difference.position,
+            difference.served,
+            difference.replayed,
+        )
+
+
+def is_chosen(request_id: str, rate: float) -> bool:
+    """Whether a request is among the share ``rate`` that is replayed."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < rate * 2**64
+
+
+def _plain(completion: EngineRequest, num_tokens: int) -> EngineRequest:
+    return replace(
+        completion,
+        request_id=f"{completion.request_id}#replay",
+        params=replace(completion.params, logprobs=None, prompt_logprobs=None),
+        max_total_tokens=len(completion.prompt_token_ids) + num_tokens,
+        max_drafts=0,
+        use_prefix_cache=False,
+    )
+
+
+def _first_difference(served: tuple[int, ...], replayed: list[int]) -> int | None:
+    pairs = zip(served, replayed, strict=False)
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)

@@ -1,0 +1,105 @@
+"""Text as its tokens arrive: the pieces put together are the decoding of the whole."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Protocol
+
+from sametoken.text.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Detokenizer(Protocol):
+    """One completion's text, token by token."""
+
+    def append(self, token_id: int) -> str:
+        """The text that this token completes, possibly none yet."""
+        ...
+
+    def finish(self) -> str:
+        """The text still held back: a character whose last bytes never came."""
+        ...
+
+
+def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
+    """The detokenizer that suits the tokenizer's decoder."""
+    if type(tokenizer.backend.decoder).__name__ == "ByteLevel":
+        return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE: every token is a fixed string of bytes."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._id_to_token = tokenizer.backend.id_to_token
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def append(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        token = None if token_id in self._skipped else self._id_to_token(token_id)
+        return self._utf8.decode(_token_bytes(token)) if token else ""
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any other decoder: decodes the tokens since the last clean cut again.
+
+    A run of byte tokens is held back to its end, since its decoding depends on all of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._num_shown = 0
+
+    def append(self, token_id: int) -> str:
+        """See ``Detokenizer``."""
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token_id)
+        token = self._tokenizer.backend.id_to_token(token_id)
+        if token is None or _BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._decode()
+        if text.endswith("\ufffd"):
+            return ""
+        piece = text[self._num_shown :]
+        self._window = [token_id]
+        self._num_shown = len(self._decode())
+        return piece
+
+    def finish(self) -> str:
+        """See ``Detokenizer``."""
+        piece = self._decode()[self._num_shown :]
+        self._num_shown += len(piece)
+        return piece
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: bytes that print stand for themselves, others from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    stand_ins = {chr(byte): byte for byte in printable}
+    return stand_ins | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[character] for character in token)
+    except KeyError:
+        # An added token that is written out as it is.
+        return token.encode("utf-8")

@@ -1,0 +1,1 @@
+"""Structured outputs as grammars: what is supported, compiled, tried before use."""

@@ -1,0 +1,232 @@
+"""Grammars compiled by xgrammar, shared within a process and bounded in bytes.
+
+What structured outputs are compiled from: one text of one kind, of bounded size.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+from sametoken.errors import OverloadedError, RequestError
+from sametoken.text.grammar.regular_expressions import plain_regex
+from sametoken.types.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    import xgrammar
+
+
+#: Bytes of one compiled grammar, of those kept for later requests, and of all in use.
+MAX_BYTES = 64 * 2**20
+MAX_KEPT_BYTES = 256 * 2**20
+MAX_LIVE_BYTES = 2**30
+#: White space between two elements of JSON: room for a line break and an indentation.
+MAX_WHITESPACE = 20
+
+
+class Vocabulary:
+    """What grammars are over. Crosses process borders as compressed JSON.
+
+    Args:
+        packed: xgrammar's tokenizer info; ``vocabulary_of`` makes one object of equal ones.
+    """
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+
+    @cached_property
+    def info(self) -> xgrammar.TokenizerInfo:
+        """The tokens as xgrammar knows them."""
+        import xgrammar
+
+        return xgrammar.TokenizerInfo.deserialize_json(zlib.decompress(self._packed).decode())
+
+    @cached_property
+    def compiler(self) -> xgrammar.GrammarCompiler:
+        """Compiles over these tokens, and keeps nothing."""
+        import xgrammar
+
+        return xgrammar.GrammarCompiler(self.info, max_threads=1, cache_enabled=False)
+
+    @cached_property
+    def blank_ids(self) -> frozenset[int]:
+        """Token ids without a text, which no grammar accepts."""
+        return frozenset(self.info.special_token_ids) - set(self.info.stop_token_ids)
+
+    def __reduce__(self) -> tuple[object, tuple[bytes]]:
+        """As bytes; a process that has met them before unpacks nothing."""
+        return (vocabulary_of, (self._packed,))
+
+
+@lru_cache(maxsize=4)
+def vocabulary_of(packed: bytes) -> Vocabulary:
+    """The vocabulary of these bytes, one object however often they come."""
+    return Vocabulary(packed)
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled grammar and its size."""
+
+    grammar: xgrammar.CompiledGrammar
+    num_bytes: int
+
+
+class CompiledGrammars:
+    """The compiled grammars of one process. Any thread may ask.
+
+    Args:
+        max_kept_bytes: of grammars that nobody uses at the moment; the oldest go first.
+        max_live_bytes: of all that are in use or kept.
+    """
+
+    def __init__(
+        self, max_kept_bytes: int = MAX_KEPT_BYTES, max_live_bytes: int = MAX_LIVE_BYTES
+    ) -> None:
+        self._max_kept_bytes = max_kept_bytes
+        self._max_live_bytes = max_live_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[Vocabulary, GrammarSource], Compiled] = OrderedDict()
+        self._live: weakref.WeakValueDictionary[tuple[Vocabulary, GrammarSource], Compiled]
+        self._live = weakref.WeakValueDictionary()
+
+    def find(self, source: GrammarSource, vocabulary: Vocabulary) -> Compiled | None:
+        """The compiled grammar, if it is here."""
+        with self._lock:
+            found = self._live.get((vocabulary, source))
+            if found is not None:
+                self._keep((vocabulary, source), found)
+            return found
+
+    def get(self, source: GrammarSource, vocabulary: Vocabulary) -> Compiled:
+        """The compiled grammar, new or kept.
+
+        Raises:
+            RequestError: it is not valid, or too large.
+            OverloadedError: those in use leave no room for it.
+        """
+        found = self.find(source, vocabulary)
+        if found is not None:
+            return found
+        grammar = _compile(source, vocabulary)
+        compiled = Compiled(grammar, grammar.memory_size_bytes)
+        if compiled.num_bytes > MAX_BYTES:
+            raise RequestError(
+                f"structured_outputs {source.kind} compiles to {compiled.num_bytes} bytes, "
+                f"above {MAX_BYTES}",
+                "make it smaller",
+            )
+        with self._lock:
+            self._keep((vocabulary, source), compiled)
+            in_use = sum(one.num_bytes for one in list(self._live.values()))
+            if in_use + compiled.num_bytes > self._max_live_bytes:
+                self._kept.pop((vocabulary, source), None)
+                raise OverloadedError(
+                    f"the grammars in use take {in_use} bytes of {self._max_live_bytes}",
+                    "try again later",
+                )
+            self._live[vocabulary, source] = compiled
+        return compiled
+
+    def _keep(self, key: tuple[Vocabulary, GrammarSource], compiled: Compiled) -> None:
+        self._kept[key] = compiled
+        self._kept.move_to_end(key)
+        while sum(one.num_bytes for one in self._kept.values()) > self._max_kept_bytes:
+            self._kept.popitem(last=False)
+
+
+def _compile(source: GrammarSource, vocabulary: Vocabulary) -> xgrammar.CompiledGrammar:
+    compiler = vocabulary.compiler
+    try:
+        if source.kind in ("json_schema", "json_object"):
+            return compiler.compile_json_schema(source.text, max_whitespace_cnt=MAX_WHITESPACE)
+        if source.kind == "regex":
+            return compiler.compile_regex(plain_regex(source.text))
+        return compiler.compile_grammar(source.text)
+    except (RuntimeError, ValueError) as error:
+        raise not_valid(source.kind, error) from error
+
+
+def not_valid(kind: str, error: Exception) -> RequestError:
+    """What the compiler says against a source."""
+    return RequestError(
+        f"structured_outputs {kind} is not valid: {_first_line(error)}", "correct it"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    """What the compiler says, without the place in its source; now and then it says nothing."""
+    line, *_ = [*str(error).strip().splitlines(), ""]
+    said = (line.partition(".cc:")[2].partition(": ")[2] or line).rstrip(". ")
+    return said[:_LONGEST_REASON] or "the compiler refuses it and gives no reason"
+
+
+_LONGEST_REASON = 300
+
+
+#: Longer texts are refused, and those with deeper brackets: the compiler recurses on them.
+MAX_CHARACTERS = 2**16
+MAX_NESTING = 200
+
+_ANY_OBJECT = '{"type": "object"}'
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A text to compile.
+
+    Attributes:
+        kind: which field of ``StructuredOutputs`` it came from.
+        text: a JSON schema, a regular expression, or a grammar in GBNF form.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, structured: StructuredOutputs) -> GrammarSource:
+        """The text of a structure; a choice is a grammar of quoted texts.
+
+        Raises:
+            RequestError: it is too long, or nests too deeply.
+        """
+        kind = structured.kind
+        texts = (_ANY_OBJECT,) if structured.json_object else getattr(structured, kind)
+        texts = (texts,) if isinstance(texts, str) else texts
+        # Before anything is made of them.
+        _require_short(kind, sum(map(len, texts)))
+        text = _one_of(texts) if kind == "choice" else texts[0]
+        _require_short(kind, len(text))
+        _require_shallow(kind, text)
+        return cls(kind, text)
+
+
+def _one_of(texts: tuple[str, ...]) -> str:
+    quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+    return f"root ::= {' | '.join(quoted)}"
+
+
+def _require_short(kind: str, num_characters: int) -> None:
+    if num_characters > MAX_CHARACTERS:
+        raise RequestError(
+            f"structured_outputs {kind} has {num_characters} characters, above {MAX_CHARACTERS}",
+            "make it smaller",
+        )
+
+
+def _require_shallow(kind: str, text: str) -> None:
+    depth = deepest = 0
+    for character in text:
+        depth = max(0, depth + _BRACKETS.get(character, 0))
+        deepest = max(deepest, depth)
+    if deepest > MAX_NESTING:
+        raise RequestError(
+            f"structured_outputs {kind} nests brackets deeper than {MAX_NESTING}", "flatten it"
+        )

@@ -1,0 +1,279 @@
+"""Structured outputs as grammars over token ids, by xgrammar.
+
+What crosses process borders is a grammar's source: a process that makes matchers compiles it.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sametoken.errors import RequestError
+from sametoken.text.grammar.compiled import (
+    Compiled,
+    CompiledGrammars,
+    GrammarSource,
+    Vocabulary,
+    not_valid,
+    vocabulary_of,
+)
+from sametoken.text.grammar.json_schema import check_schema
+from sametoken.text.grammar.regular_expressions import (
+    check_grammar,
+    check_regex,
+    plain_regex,
+)
+from sametoken.types.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    import xgrammar
+
+    # It imports much that a process which tries grammars does without.
+    from sametoken.text.tokenizer import Tokenizer
+
+#: Structures known to be sound: at most 2 MB of ASCII text.
+_MAX_SOUND = 32
+_COMPILED = CompiledGrammars()
+
+
+class XGrammarMatcher:
+    """``Matcher`` over xgrammar's, which ends with the first end-of-text token.
+
+    Args:
+        matcher: its matcher.
+        blank_ids: token ids without a text, which no grammar accepts.
+    """
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, blank_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._blank_ids = blank_ids
+        self._end_ids = tuple(matcher.stop_token_ids)
+
+    def accept(self, token_id: int) -> bool:
+        """See ``Matcher``."""
+        if token_id in self._blank_ids:
+            return False
+        if not self._matcher.is_terminated():
+            accepted: bool = self._matcher.accept_token(token_id)
+            return accepted
+        # Of end-of-text tokens after the first, xgrammar would know nothing.
+        return token_id in self._end_ids
+
+    def copy(self) -> XGrammarMatcher:
+        """See ``Matcher``."""
+        return XGrammarMatcher(self._matcher.fork(), self._blank_ids)
+
+    def fill(self, masks: Any, row: int) -> None:
+        """See ``Matcher``."""
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(masks, row)
+            return
+        masks[row] = 0
+        for token_id in self._end_ids:
+            masks[row, token_id // 32] |= _bit(token_id % 32)
+
+
+class XGrammar:
+    """``Grammar`` of one source. Crosses process borders as that, and is compiled on arrival.
+
+    Args:
+        source: what it is compiled from.
+        vocabulary: what it is over.
+        store: where it is once it is compiled.
+    """
+
+    def __init__(
+        self, source: GrammarSource, vocabulary: Vocabulary, store: CompiledGrammars = _COMPILED
+    ) -> None:
+        self.source = source
+        self.vocabulary = vocabulary
+        self._store = store
+        self._compiled: Compiled | None = None
+
+    def is_ready(self) -> bool:
+        """See ``Grammar``."""
+        if self._compiled is None:
+            self._compiled = self._store.find(self.source, self.vocabulary)
+        return self._compiled is not None
+
+    def prepare(self) -> None:
+        """See ``Grammar``.
+
+        Raises:
+            RequestError: it is not valid, or too large.
+            OverloadedError: the grammars in use leave no room for it.
+        """
+        self._get()
+
+    def new_matcher(self) -> XGrammarMatcher:
+        """See ``Grammar``."""
+        import xgrammar
+
+        matcher = xgrammar.GrammarMatcher(self._get().grammar)
+        return XGrammarMatcher(matcher, self.vocabulary.blank_ids)
+
+    def require_sound(self) -> None:
+        """Compile it, and refuse what could not be honoured. May take any time, and memory.
+
+        Raises:
+            RequestError: it cannot be honoured, is not valid, too large, or matches nothing.
+        """
+        import xgrammar
+
+        kind = self.source.kind
+        try:
+            for pattern in _checked(self.source):
+                # Within a schema, what a regular expression must not hold would be ignored.
+                xgrammar.Grammar.from_regex(plain_regex(pattern))
+            masks = xgrammar.allocate_token_bitmask(1, self.vocabulary.info.vocab_size)
+            self.new_matcher().fill(masks, 0)
+        except RequestError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise not_valid(kind, error) from error
+        if not masks.any():
+            raise RequestError(f"no text matches structured_outputs {kind}", "correct it")
+
+    def _get(self) -> Compiled:
+        if self._compiled is None:
+            self._compiled = self._store.get(self.source, self.vocabulary)
+        return self._compiled
+
+    def __reduce__(self) -> tuple[type[XGrammar], tuple[GrammarSource, Vocabulary]]:
+        """Source and vocabulary."""
+        return (XGrammar, (self.source, self.vocabulary))
+
+
+class GrammarTrials(Protocol):
+    """Finds out whether a grammar can be used at all, within bounds of time."""
+
+    def start(self, vocabulary: Vocabulary) -> None:
+        """Get ready for the first grammar over these tokens.
+
+        Raises:
+            OverloadedError: that is not possible now.
+        """
+        ...
+
+    def run(self, grammar: XGrammar) -> None:
+        """Return if the grammar is sound.
+
+        Raises:
+            RequestError: it is not, or finding out took too long.
+            OverloadedError: other grammars are being tried, and take long.
+        """
+        ...
+
+
+class GrammarCompiler:
+    """Makes grammars of structures, and tries each once.
+
+    Args:
+        tokenizer: whose tokens the grammars are over. Special tokens have no text in them.
+        vocab_size: the model's.
+        eos_token_ids: what may end a text.
+        trials: where a grammar is tried before it is used.
+
+    Raises:
+        RequestError: nothing can end a text, or the tokenizer's text is not known by token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        trials: GrammarTrials,
+    ) -> None:
+        self._vocabulary = vocabulary_of(_packed(tokenizer, vocab_size, eos_token_ids))
+        self._trials = trials
+        self._lock = threading.Lock()
+        self._sound: OrderedDict[StructuredOutputs, GrammarSource] = OrderedDict()
+
+    def find(self, structured: StructuredOutputs) -> XGrammar | None:
+        """The grammar of a structure that has been tried, if that is known still."""
+        with self._lock:
+            source = self._sound.get(structured)
+        return None if source is None else XGrammar(source, self._vocabulary)
+
+    def start_trials(self) -> None:
+        """See ``GrammarTrials.start``.
+
+        Raises:
+            OverloadedError: a process cannot be started.
+        """
+        self._trials.start(self._vocabulary)
+
+    def compile(self, structured: StructuredOutputs) -> XGrammar:
+        """The grammar of a structure, tried now or before.
+
+        Raises:
+            RequestError: it cannot be honoured, is not valid, too large, or matches nothing.
+            OverloadedError: other grammars are being tried, and take long.
+        """
+        found = self.find(structured)
+        if found is None:
+            found = XGrammar(GrammarSource.of(structured), self._vocabulary)
+            self._trials.run(found)
+        with self._lock:
+            # Sources alone: what is compiled has a bound of its own.
+            self._sound[structured] = found.source
+            self._sound.move_to_end(structured)
+            if len(self._sound) > _MAX_SOUND:
+                self._sound.popitem(last=False)
+        return found
+
+
+def _checked(source: GrammarSource) -> tuple[str, ...]:
+    """The regular expressions in a source that asks for nothing that would be ignored."""
+    if source.kind == "grammar":
+        check_grammar(source.text)
+    patterns: tuple[str, ...] = (source.text,) if source.kind == "regex" else ()
+    if source.kind == "json_schema":
+        patterns = check_schema(source.text)
+    for pattern in patterns:
+        check_regex(pattern)
+    return patterns
+
+
+def _packed(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> bytes:
+    import xgrammar
+
+    if not eos_token_ids:
+        raise RequestError(
+            "structured_outputs needs an end-of-text token and the model names none",
+            "name eos_token_id in config.json",
+        )
+    try:
+        kind = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer.hf, stop_token_ids=list(eos_token_ids)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(
+            f"structured_outputs cannot use this tokenizer: {error}",
+            "use a byte-level or SentencePiece tokenizer",
+        ) from error
+    info = xgrammar.TokenizerInfo(
+        _tokens(tokenizer, vocab_size),
+        kind.vocab_type,
+        vocab_size=vocab_size,
+        stop_token_ids=list(eos_token_ids),
+        add_prefix_space=kind.add_prefix_space,
+    )
+    return zlib.compress(info.serialize_json().encode(), level=1)
+
+
+def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
+    """Every id's token, and nothing for special tokens and the model's padding."""
+    tokens = [""] * vocab_size
+    for token, token_id in tokenizer.hf.get_vocab().items():
+        if token_id < vocab_size and token_id not in tokenizer.special_ids:
+            tokens[token_id] = token
+    return tokens
+
+
+def _bit(index: int) -> int:
+    """Bit ``index`` of a signed 32-bit word."""
+    return 1 << index if index < 31 else -(1 << 31)

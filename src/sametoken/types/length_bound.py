@@ -1,0 +1,54 @@
+"""What the host knows of a length while steps are in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sametoken.errors import InFlightError, InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class LenBound:
+    """A length known only as an interval, in tokens.
+
+    ``lo`` holds if no draft in flight is accepted, ``hi`` if all are. ``hi`` sizes
+    memory; only positions below ``lo`` may be indexed
+    (tests/unit/types/test_length_bound.py).
+    """
+
+    lo: int
+    hi: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lo <= self.hi:
+            raise InvariantError(f"length bound [{self.lo}, {self.hi}] is not an interval")
+
+    @classmethod
+    def known(cls, length: int) -> LenBound:
+        """A length that nothing in flight can change."""
+        return cls(length, length)
+
+    @property
+    def exact(self) -> int:
+        """The length, if nothing in flight can change it.
+
+        Raises:
+            InFlightError: while ``lo`` and ``hi`` differ.
+        """
+        if self.lo != self.hi:
+            raise InFlightError(f"length is only known to lie in [{self.lo}, {self.hi}]")
+        return self.lo
+
+    def after_launch(self, draft_limit: int) -> LenBound:
+        """The bound once a step that samples with up to ``draft_limit`` drafts is enqueued."""
+        return LenBound(self.lo + 1, self.hi + 1 + draft_limit)
+
+    def after_settle(self, draft_limit: int, num_accepted: int) -> LenBound:
+        """The bound once such a step's verdict has reached the host.
+
+        Raises:
+            InvariantError: more drafts were accepted than the step could offer.
+        """
+        if not 0 <= num_accepted <= draft_limit:
+            raise InvariantError(f"{num_accepted} of at most {draft_limit} drafts were accepted")
+        return LenBound(self.lo + num_accepted, self.hi - (draft_limit - num_accepted))

@@ -1,0 +1,244 @@
+"""Values that a user gives for options: their form and types, before their meaning.
+
+Options of drafters that match text, checked on their face.
+
+How drafts are judged, checked on its face.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from sametoken.errors import ConfigError, shown
+
+# Bytes of a path and of one name in it, as Linux has them.
+_MAX_PATH, _MAX_NAME = 4095, 255
+# What a field takes, by its annotation: a name and the types.
+_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "bool": ("bool", (bool,)),
+    "int": ("int", (int,)),
+    "int | None": ("int", (int,)),
+    "float": ("float", (int, float)),
+    "str": ("str", (str,)),
+    "str | None": ("str", (str,)),
+    "float | None": ("float", (int, float)),
+    "tuple[float, ...] | None": ("list of numbers", (list, tuple)),
+    "tuple[int, ...] | None": ("list of numbers", (list, tuple)),
+}
+
+
+def json_object(text: str) -> Mapping[str, Any]:
+    """The speculative config that a JSON text holds.
+
+    Raises:
+        ConfigError: it is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # Besides what is no JSON: numbers of thousands of digits, and brackets within brackets.
+        where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ConfigError(
+            f"speculative config is not JSON: {getattr(error, 'msg', error)}{where}",
+            'give an object such as {"method": "ngram", "num_speculative_tokens": 5}',
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError("speculative config is not a JSON object", "wrap it in braces")
+    return value
+
+
+def typed(name: str, annotation: Any, given: Any) -> Any:
+    """A value for a field, if it is of the field's type; a list becomes a tuple.
+
+    Args:
+        name: of the field, for the error.
+        annotation: of the field, as text.
+        given: the value.
+
+    Raises:
+        ConfigError: it is of another type.
+    """
+    expected, types = _TYPES[annotation]
+    members = given if isinstance(given, list | tuple) else ()
+    if (
+        not isinstance(given, types)
+        or (isinstance(given, bool) and bool not in types)
+        or not all(isinstance(x, int | float) and not isinstance(x, bool) for x in members)
+    ):
+        raise ConfigError(
+            f"{name}={shown(given)} is of the wrong type", f"give a value of type {expected}"
+        )
+    return tuple(members) if isinstance(given, list) else given
+
+
+def require_types(config: Any, prefix: str = "") -> None:
+    """Check the type of every field of a dataclass; None passes where it is the default.
+
+    Args:
+        config: its fields' annotations are among those known; others are left alone.
+        prefix: what an error puts before a field's name.
+
+    Raises:
+        ConfigError: naming the first field of another type.
+    """
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if one.type in _TYPES and not (value is None and one.default is None):
+            object.__setattr__(config, one.name, typed(prefix + one.name, one.type, value))
+
+
+def require_within(config: Any, limits: Iterable[tuple[str, float, float]]) -> None:
+    """Check numbers of a dataclass; each limit is a field's name, its least and its most.
+
+    Raises:
+        ConfigError: naming the first field outside its limits.
+    """
+    for name, low, high in limits:
+        value = getattr(config, name)
+        if not low <= value <= high:
+            raise ConfigError(
+                f"{name}={value!r} is not possible", f"use a number from {low} to {high}"
+            )
+
+
+def require_path(name: str, given: str | None) -> None:
+    """Refuse a text that names no file on any machine.
+
+    Raises:
+        ConfigError: it holds a NUL or half of a character, or is too long.
+    """
+    try:
+        path = os.fsencode(given or "")
+    except UnicodeEncodeError:
+        path = b"\0"
+    longest = max(map(len, path.split(b"/")))
+    if b"\0" in path or len(path) > _MAX_PATH or longest > _MAX_NAME:
+        raise ConfigError(f"{name}={shown(given)} is no path", "give the path of a file")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The remedy for a name that is not known: the closest one, or all."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+
+
+#: Methods that match text, and those before which such a match may go.
+LOOKUPS = ("ngram", "suffix")
+CASCADED = ("draft_model", "eagle", "eagle3", "mtp")
+
+_SUFFIX_LIMITS = {
+    "suffix_decoding_max_tree_depth": (1, 64),
+    "suffix_decoding_max_cached_requests": (0, 2**20),
+    "suffix_decoding_max_spec_factor": (0, 64),
+    "suffix_decoding_min_token_prob": (0, 1),
+}
+
+
+def check_lookups(config: Any, most: int) -> None:
+    """Refuse values that mean nothing, and methods that make no cascade.
+
+    Args:
+        config: a ``SpeculativeConfig``.
+        most: drafts that a window may hold.
+
+    Raises:
+        ConfigError: naming the key and what fits.
+    """
+    for name, (low, high) in _SUFFIX_LIMITS.items():
+        value = getattr(config, name)
+        if not low <= value <= high:
+            raise ConfigError(f"{name}={shown(value)} is not possible", f"use {low} to {high}")
+    if config.cascade is not None:
+        _check_cascade(config, most)
+    elif config.cascade_model_tokens is not None:
+        raise ConfigError("cascade_model_tokens is set without a cascade", 'set "cascade"')
+
+
+def _check_cascade(config: Any, most: int) -> None:
+    lookup, method = config.cascade, config.method
+    if lookup not in LOOKUPS or method not in CASCADED:
+        raise ConfigError(
+            f"cascade {shown(lookup)} with method {method!r} is not possible",
+            f"put one of {LOOKUPS} before one of {CASCADED}",
+        )
+    longest = config.suffix_decoding_max_tree_depth if lookup == "suffix" else 64
+    if not 1 <= config.cascade_min_match <= longest:
+        raise ConfigError(
+            f"cascade_min_match={shown(config.cascade_min_match)} is not possible",
+            f"use an integer from 1 to {longest}",
+        )
+    own, num_tokens = config.num_model_tokens, config.num_speculative_tokens
+    if not own <= num_tokens <= most:
+        raise ConfigError(
+            f"num_speculative_tokens={num_tokens} and cascade_model_tokens={own} are not possible",
+            f"use 1 <= cascade_model_tokens <= num_speculative_tokens <= {most}",
+        )
+
+
+KEYED, SYNTHETIC = "keyed", "synthetic"
+# vLLM's and others' methods, under which speculation changes tokens.
+_CHANGES_TOKENS = ("standard", "strict", "probabilistic", "block", "fly")
+
+
+def check_acceptance(config: Any) -> None:
+    """Refuse methods that change tokens, and acceptance that is not or wrongly described.
+
+    Args:
+        config: a ``SpeculativeConfig``.
+
+    Raises:
+        ConfigError: naming the key and what fits.
+    """
+    method = config.rejection_sample_method
+    if method in _CHANGES_TOKENS:
+        raise ConfigError(
+            f"rejection_sample_method {method!r} is not offered: its output would differ from "
+            "plain decoding",
+            f"use {KEYED!r}, which emits the very tokens of plain decoding",
+        )
+    if method not in (KEYED, SYNTHETIC):
+        raise ConfigError(
+            f"rejection_sample_method {shown(method)} is not known",
+            f"use {KEYED!r} or {SYNTHETIC!r}",
+        )
+    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
+    num_given = (rates is not None) + (length is not None)
+    if method == KEYED and num_given:
+        raise ConfigError(
+            "synthetic acceptance was described, but drafts are judged by keyed sampling",
+            f'set "rejection_sample_method": "{SYNTHETIC}" to measure times, or leave it out',
+        )
+    if method == SYNTHETIC and num_given != 1:
+        raise ConfigError(
+            f"synthetic acceptance needs one description, {num_given} were given",
+            "give synthetic_acceptance_rates or synthetic_acceptance_length",
+        )
+    if rates is not None:
+        _check_rates(rates, config.num_speculative_tokens)
+    most = config.num_speculative_tokens + 1
+    if length is not None and not 1 <= length <= most:
+        raise ConfigError(
+            f"synthetic_acceptance_length={shown(length)} is not possible",
+            f"use a number from 1 to {most}, the drafts and the target's own token",
+        )
+
+
+def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
+    falls = all(a >= b for a, b in itertools.pairwise(rates))
+    if not rates or not falls or not all(0 <= rate <= 1 for rate in rates):
+        raise ConfigError(
+            f"synthetic_acceptance_rates={shown(list(rates))} are not possible",
+            "give numbers from 0 to 1, none above the one before it",
+        )
+    if len(rates) > num_drafts:
+        raise ConfigError(
+            f"{len(rates)} synthetic_acceptance_rates were given for {num_drafts} drafts",
+            "give one per draft at most",
+        )

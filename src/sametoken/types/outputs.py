@@ -1,0 +1,174 @@
+"""What a step sends back to the host, and what a user receives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sametoken.types.structured_outputs import Stuck
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token: natural-log probability and rank (1 is the most likely)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+#: Candidates of one position, by token id: the chosen token and the top ones.
+PositionLogprobs = dict[int, Logprob]
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """The verdict on one plan row, as read by the host after the copy has landed.
+
+    Attributes:
+        num_drafts: drafts really offered, 0..draft_limit.
+        num_proposed: drafts that the drafter had ready, before any limit.
+        num_accepted: accepted drafts, 0..num_drafts; the bonus token is not counted.
+        token_ids: accepted drafts and the next token; empty for a row that does not sample.
+        poisoned: the row cannot be judged; its tokens and counts are meaningless.
+        stuck: why no token was allowed, if that is why it is poisoned, not a NaN.
+        logprobs: one entry per token of ``token_ids`` if the request asked for them.
+        prompt_logprobs: entries for prompt positions ``first + 1 ..`` of this chunk, where
+            ``first`` is the chunk's first position, if the request asked for them.
+    """
+
+    num_drafts: int
+    num_proposed: int
+    num_accepted: int
+    token_ids: tuple[int, ...]
+    poisoned: bool = False
+    stuck: Stuck = Stuck.NOT
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results of one step, in the order of the plan's rows. They arrive in step order."""
+
+    step_id: int
+    rows: tuple[RowResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationMetrics:
+    """Speculation counters of one request or of a whole run.
+
+    Attributes:
+        num_steps: steps that sampled.
+        num_draft_tokens: drafts offered.
+        num_accepted_tokens: drafts accepted; bonus tokens are not counted.
+        offered_per_position: steps in which a draft stood at window position i (from 1).
+        accepted_per_position: steps in which that draft was accepted.
+    """
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    offered_per_position: tuple[int, ...] = ()
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens per step, the bonus token counted."""
+        return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts over offered drafts."""
+        if not self.num_draft_tokens:
+            return 0.0
+        return self.num_accepted_tokens / self.num_draft_tokens
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Accepted over offered at each window position."""
+        pairs = zip(self.accepted_per_position, self.offered_per_position, strict=True)
+        return tuple(a / o if o else 0.0 for a, o in pairs)
+
+    def with_step(self, num_drafts: int, num_accepted: int) -> SpeculationMetrics:
+        """These counters after one more sampling step."""
+        width = max(len(self.offered_per_position), num_drafts)
+        offered = _counted(self.offered_per_position, num_drafts, width)
+        accepted = _counted(self.accepted_per_position, num_accepted, width)
+        return SpeculationMetrics(
+            self.num_steps + 1,
+            self.num_draft_tokens + num_drafts,
+            self.num_accepted_tokens + num_accepted,
+            offered,
+            accepted,
+        )
+
+    def __add__(self, other: SpeculationMetrics) -> SpeculationMetrics:
+        width = max(len(self.offered_per_position), len(other.offered_per_position))
+        return SpeculationMetrics(
+            self.num_steps + other.num_steps,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            _summed(self.offered_per_position, other.offered_per_position, width),
+            _summed(self.accepted_per_position, other.accepted_per_position, width),
+        )
+
+
+def _counted(counts: tuple[int, ...], up_to: int, width: int) -> tuple[int, ...]:
+    padded = counts + (0,) * (width - len(counts))
+    return tuple(count + (i < up_to) for i, count in enumerate(padded))
+
+
+def _summed(a: tuple[int, ...], b: tuple[int, ...], width: int) -> tuple[int, ...]:
+    padded_a = a + (0,) * (width - len(a))
+    padded_b = b + (0,) * (width - len(b))
+    return tuple(x + y for x, y in zip(padded_a, padded_b, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds of a monotonic clock, and its speculation counters."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a request.
+
+    ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` or None while
+    running; ``stop_reason`` is the stop string or stop token id that ended it, if one did.
+    ``windows`` has ``num_drafts`` and ``num_accepted`` of every step that sampled, once it has
+    finished; completions that say the same are equal whatever their windows.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+    error: Exception | None = None
+    windows: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All completions of one request.
+
+    ``prompt_logprobs`` covers the whole prompt or is None: of a request that failed or was
+    aborted in its prompt, how far the chunks had come is not told.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None

@@ -1,0 +1,295 @@
+"""Sampling parameters, with vLLM's names and defaults.
+
+Seeds of the completions of one request.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from sametoken.errors import RequestError, shown
+from sametoken.types.structured_outputs import StructuredOutputs
+
+MAX_LOGPROBS = 20
+#: Completions of one prompt.
+MAX_N = 2**16
+#: Stop strings of a request, and characters of each.
+MAX_STOPS, MAX_STOP_CHARS = 128, 256
+#: Bad words of a request, and characters of each.
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
+MAX_STOP_TOKEN_IDS = 1024
+#: Entries of ``logit_bias``, and how far one may go: beyond, 32 bits would hold an infinity.
+MAX_LOGIT_BIAS, MAX_BIAS = 4096, 1e30
+#: Token ids of any other list; the vocabulary and ``max_model_len`` are bounds below it.
+MAX_TOKEN_IDS = 2**20
+MAX_SEED = 2**63 - 1
+#: The device holds these numbers in 32 bits.
+MAX_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Checked on construction.
+
+    Attributes:
+        n: completions per prompt, each with a seed of its own derived from ``seed``.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set whose probability reaches this.
+        min_p: keep tokens at least this fraction as likely as the best.
+        seed: names the noise; with it the output is reproducible. None draws one.
+        stop, bad_words: texts, or one alone.
+        logprobs, prompt_logprobs: candidates to report per position; 0 reports the chosen one.
+        logit_bias: added to the logits of these ids.
+        allowed_token_ids: every other id is masked.
+        structured_outputs: the form that the text must have.
+        num_speculative_tokens: this request's own limit on drafts per step, up to the
+            engine's; 0 decodes plainly, None takes the engine's. It changes no token.
+
+    Raises:
+        RequestError: a value is of the wrong type, out of range or above a bound of this
+            module, or two contradict each other.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] | str | list[str] | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
+    bad_words: tuple[str, ...] | str | list[str] | None = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_kinds()
+        for name, most, longest in _TEXTS:
+            object.__setattr__(self, name, _texts(name, getattr(self, name), most, longest))
+        stops = _token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", stops)
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, MAX_TOKEN_IDS)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if _is_int(self.top_k) and self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        self._check_numbers()
+        self._check_together()
+
+    def of_completion(self, seed: int) -> SamplingParams:
+        """These parameters for one completion alone. Nothing is checked again."""
+        own = copy.copy(self)
+        object.__setattr__(own, "n", 1)
+        object.__setattr__(own, "seed", seed)
+        return own
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits change by token id or by history: ids, words, lengths, penalties.
+
+        What truncation, temperature and a grammar do is not among it.
+        """
+        return (
+            self.has_penalties
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or bool(self.bad_words)
+            or self.min_tokens > 0
+        )
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log-probabilities of the output or of the prompt are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def has_cuts(self) -> bool:
+        """Whether unlikely tokens lose their chance."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def _check_kinds(self) -> None:
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, value, "use True or False")
+        structured = self.structured_outputs
+        fits = structured is None or isinstance(structured, StructuredOutputs)
+        _require(fits, "structured_outputs", structured, "use StructuredOutputs")
+
+    def _check_numbers(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            fits = _is_number(value) and low <= value <= high
+            _require(fits, name, value, f"use a number from {low} to {high}")
+        _require(self.top_p > 0, "top_p", self.top_p, "use a number above 0 and up to 1")
+        positive = self.repetition_penalty > 0
+        _require(positive, "repetition_penalty", self.repetition_penalty, "use a number above 0")
+        for name, low, high, otherwise in _INTEGERS:
+            value = getattr(self, name)
+            fits = _is_int(value) and low <= value <= high
+            _require(fits, name, value, f"use {otherwise}an integer from {low} to {high}")
+        for name, low, high in _OPTIONAL_INTEGERS:
+            value = getattr(self, name)
+            fits = value is None or (_is_int(value) and low <= value <= high)
+            most = "more" if high == math.inf else high
+            _require(fits, name, value, f"use None or an integer from {low} to {most}")
+
+    def _check_together(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is above max_tokens {shown(self.max_tokens)}",
+                "raise max_tokens or lower min_tokens",
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError("stop strings need text but detokenize is off", "drop one of them")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty, so no token is allowed", "name some")
+
+
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+)
+_TEXTS = (
+    ("stop", MAX_STOPS, MAX_STOP_CHARS),
+    ("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
+)
+_RANGES = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 100.0),
+)
+
+
+_INTEGERS = (
+    ("n", 1, MAX_N, ""),
+    ("top_k", 0, MAX_COUNT, "-1, or "),
+    ("min_tokens", 0, MAX_COUNT, ""),
+)
+_OPTIONAL_INTEGERS = (
+    ("seed", 0, MAX_SEED),
+    ("max_tokens", 1, math.inf),
+    ("num_speculative_tokens", 0, math.inf),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+def _texts(name: str, given: Any, most: int, longest: int) -> tuple[str, ...]:
+    texts: tuple[Any, ...] = (given,) if isinstance(given, str) else _items(name, given, most)
+    for text in texts:
+        _require(isinstance(text, str) and text != "", name, text, "use non-empty strings")
+        if len(text) > longest:
+            raise RequestError(
+                f"{name} has a text of {len(text)} characters and at most {longest} are possible",
+                "use shorter texts",
+            )
+    return texts
+
+
+def _token_ids(name: str, given: Any, most: int) -> tuple[int, ...]:
+    token_ids = _items(name, given, most)
+    for token_id in token_ids:
+        _require(_is_int(token_id), name, token_id, "use a list of integers")
+    return token_ids
+
+
+def _items(name: str, given: Any, most: int) -> tuple[Any, ...]:
+    """The items of a list, an array or an iterator, which may be endless."""
+    if given is None:
+        return ()
+    fits = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
+    _require(fits, name, given, "use a list")
+    items: tuple[Any, ...] = _read(name, given, tuple, most)
+    _require_few(name, len(items), most)
+    return items
+
+
+def _biases(given: Any) -> dict[int, float]:
+    _require(isinstance(given, Mapping), "logit_bias", given, "map token ids to finite numbers")
+    biases: dict[Any, Any] = _read("logit_bias", given.items(), dict, MAX_LOGIT_BIAS)
+    _require_few("logit_bias", len(biases), MAX_LOGIT_BIAS)
+    for token_id, bias in biases.items():
+        fits = _is_int(token_id) and _is_number(bias) and abs(bias) <= MAX_BIAS
+        _require(fits, "logit_bias", {token_id: bias}, "map token ids to finite numbers")
+    return biases
+
+
+def _read(name: str, given: Iterable[Any], make: Callable[[Iterable[Any]], Any], most: int) -> Any:
+    """One item more than there may be, and no further."""
+    try:
+        return make(islice(given, most + 1))
+    except Exception as error:
+        # A value of any class: what its iterator raises is its own affair.
+        raise RequestError(f"{name} cannot be read ({shown(error)})", "use a list") from error
+
+
+def _require_few(name: str, num_items: int, most: int) -> None:
+    if num_items > most:
+        raise RequestError(f"{name} has more than {most} entries", "use fewer")
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise RequestError(f"{name}={shown(value)} is not possible", remedy)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of completion ``index``, in 0..2^63-1; completion 0 keeps ``seed`` itself.
+
+    A hash and not ``seed + index``: requests with neighbouring seeds must not share noise.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MAX_SEED

@@ -1,1 +1,0 @@
-"""Grammar masks, log-probabilities, and what a request may ask of its logits."""

@@ -1,0 +1,78 @@
+"""What travels between processes arrives with its very bits. Both ends are in this one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from sametoken.distributed.process_group import ProcessGroup
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("ranks"), {}
+
+    def join(rank):
+        found[rank] = ProcessGroup(rank, 2, CPU, folder)
+
+    both(join)
+    return found
+
+
+def both(work) -> list:
+    """What ``work(rank)`` returns on the two ranks."""
+    results = {}
+    other = threading.Thread(target=lambda: results.update({1: work(1)}), daemon=True)
+    other.start()
+    results[0] = work(0)
+    other.join(30)
+    return [results[0], results[1]]
+
+
+def tensor(rank, dtype):
+    if dtype == torch.bool:
+        return torch.tensor([[True, False, bool(rank)]])
+    bits = torch.arange(6, dtype=torch.float64).view(2, 3).sub(2.5 + rank)
+    x = (bits * 3).to(dtype)
+    return x / 0 * 0 if rank and dtype.is_floating_point else x
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
+def test_bits_arrive_as_they_are(groups, dtype):
+    gathered = both(lambda rank: groups[rank].gather(tensor(rank, dtype)))
+    shared = both(lambda rank: groups[rank].broadcast(tensor(rank, dtype)))
+    expected = torch.stack((tensor(0, dtype), tensor(1, dtype)))
+    for rank in range(2):
+        assert gathered[rank].dtype == dtype
+        as_bytes = gathered[rank].view(torch.uint8), expected.view(torch.uint8)
+        assert torch.equal(*as_bytes)
+        assert torch.equal(shared[rank], tensor(0, dtype))
+
+
+def test_what_was_given_is_left_alone(groups):
+    x = [torch.zeros(3), torch.ones(3)]
+    both(lambda rank: groups[rank].broadcast(x[rank]))
+    assert x[1].tolist() == [1, 1, 1]
+
+
+def test_columns_of_a_larger_tensor(groups):
+    found = both(lambda rank: groups[rank].gather(torch.arange(12).view(3, 4)[:, rank::2]))
+    assert found[1].tolist() == [[[0, 2], [4, 6], [8, 10]], [[1, 3], [5, 7], [9, 11]]]
+    shared = both(lambda rank: groups[rank].broadcast(torch.arange(12).view(3, 4)[:, rank::2]))
+    assert shared[1].tolist() == [[0, 2], [4, 6], [8, 10]]
+
+
+def test_nothing_is_no_copy(groups):
+    assert groups[0].gather(torch.empty(0, 4)).shape == (2, 0, 4)
+    assert groups[1].broadcast(torch.empty(3, 0)).shape == (3, 0)
+
+
+def test_giving_up_on_a_cpu_is_left_to_the_sockets(groups):
+    groups[0].abort()
+    assert both(lambda rank: groups[rank].broadcast(torch.tensor(rank)).item()) == [0, 0]

@@ -1,0 +1,237 @@
+"""Ranks as processes: they say what threads say, are seen to die, and end with rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from helpers.checkpoints import write_llama
+from helpers.harness import request, run
+from helpers.thread_ranks import engine_over_threads
+from sametoken import LLM, SamplingParams
+from sametoken.config import EngineConfig
+from sametoken.distributed import ranks
+from sametoken.engine.build import build_engine
+from sametoken.engine.input_processor import PromptTokens
+from sametoken.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineRestartingError,
+    UnsupportedError,
+)
+from sametoken.serving.async_llm import AsyncLLM
+from sametoken.serving.limits import ServingLimits
+
+SIZES = {
+    "vocab_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 128,
+}
+PROMPTS = ((1, 2, 3), (7,) * 20, (5, 6) * 9)
+MAX_TOKENS = 12
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+#: For what comes at once or never.
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("model") / "target", **SIZES)
+
+
+def config_of(path, **options) -> EngineConfig:
+    given = {"tensor_parallel_size": 2, "num_kv_blocks": 40, "device": "cpu"} | options
+    return EngineConfig.from_options(model=str(path), skip_tokenizer_init=True, **given)
+
+
+def items():
+    return [
+        request(f"r{i}", prompt, MAX_TOKENS, temperature=0.8 * (i % 2), seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        process.wait(PATIENCE_S)
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def outcome(work) -> Future:
+    """What ``work`` returns or raises, on a thread that may hang without the test hanging too."""
+    result: Future = Future()
+
+    def run_it() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run_it, daemon=True).start()
+    return result
+
+
+def test_processes_say_what_threads_say_and_a_dead_one_ends_all(path):
+    with engine_over_threads(config_of(path)) as (core, _):
+        truth = run(core, items()).tokens
+    before = children()
+    core = build_engine(config_of(path, speculative_config=NGRAM, steps_in_flight=2))
+    (follower,) = [one for one in children() if one not in before]
+    ran = run(core, items())
+    assert ran.tokens == truth
+    assert ran.accepted > 0
+
+    # Only rank 0 stops it: a terminal's Ctrl-C reaches all.
+    follower.send_signal(signal.SIGINT)
+    follower.send_signal(signal.SIGTERM)
+    assert run(core, items()).tokens == truth
+
+    lost: Future = Future()
+    core.peers.when_lost(lost.set_result)
+    follower.kill()
+    assert "rank 1 of the model ended with SIGKILL" in lost.result(PATIENCE_S).cause
+    told_late: Future = Future()
+    core.peers.when_lost(told_late.set_result)
+    assert told_late.result(PATIENCE_S) is lost.result()
+
+    core.add_request(items()[0])
+    # A collective by itself would wait for days.
+    error = outcome(lambda: run(core, [])).exception(PATIENCE_S)
+    assert isinstance(error, EngineDeadError)
+    assert "rank 1 of the model ended with SIGKILL" in error.cause
+    assert error.exit_code == 2
+    with pytest.raises(EngineDeadError):
+        core.add_request(items()[1])
+
+
+def test_followers_end_with_their_engine(path):
+    llm = LLM.from_engine(build_engine(config_of(path)), None)
+    before = children()
+    (output,) = llm.generate({"prompt_token_ids": [3, 1]}, SamplingParams(max_tokens=2, seed=0))
+    assert len(output.outputs[0].token_ids) == 2
+    del llm
+    gc.collect()
+    assert all(gone(process) for process in before)
+
+
+def test_an_engine_that_cannot_be_built_leaves_nobody_behind(path):
+    with pytest.raises(ConfigError, match="1 KV blocks"):
+        build_engine(config_of(path, num_kv_blocks=1, max_model_len=64))
+    assert children() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "match"),
+    [
+        ("helpers.refusing_follower", UnsupportedError, "not on this machine"),
+        # Prints and ends.
+        ("this", EngineDeadError, "rank 1 of the model ended with exit status 0"),
+    ],
+)
+def test_a_follower_that_cannot_start_says_why(path, monkeypatch, module, error, match):
+    monkeypatch.setattr(ranks, "FOLLOWER_MODULE", module)
+    with pytest.raises(error, match=match):
+        build_engine(config_of(path))
+    assert children() == []
+
+
+def asked(llm, request_id, max_tokens):
+    """A stream of outputs."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
+    return llm.generate(PromptTokens(None, (5, 6, 5, 6, 5)), params, request_id)
+
+
+async def answered(llm, request_id) -> int:
+    """How many tokens a short request gets, from the next engine if this one is lost."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                outputs = [output async for output in asked(llm, request_id, max_tokens=6)]
+                return len(outputs[-1].outputs[0].token_ids)
+            except EngineRestartingError:
+                await asyncio.sleep(0.05)
+
+
+def engine_and_follower() -> tuple[psutil.Process, psutil.Process]:
+    (engine,) = children()
+    (follower,) = engine.children()
+    return engine, follower
+
+
+def test_a_served_engine_and_its_ranks_end_together(path):
+    async def scenario():
+        limits = ServingLimits(max_restarts=2, restart_backoff_s=0.0)
+        llm = await AsyncLLM.start(config_of(path, speculative_config=NGRAM), limits)
+        assert await answered(llm, "first") == 6
+        engine, follower = engine_and_follower()
+        stream = asked(llm, "second", max_tokens=100)
+        await anext(stream)
+        follower.kill()
+        with pytest.raises(EngineDeadError, match="rank 1 of the model ended with SIGKILL"):
+            async for _ in stream:
+                pass
+        assert await asyncio.to_thread(gone, engine)
+        assert await answered(llm, "third") == 6
+        engine, follower = engine_and_follower()
+        engine.kill()
+        assert await asyncio.to_thread(gone, follower)
+        await llm.shutdown()
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_replaced_before_anybody_asks(path, caplog):
+    async def scenario():
+        limits = ServingLimits(max_restarts=1, restart_backoff_s=0.0)
+        llm = await AsyncLLM.start(config_of(path), limits)
+        assert await answered(llm, "first") == 6
+        engine, follower = engine_and_follower()
+        follower.kill()
+        assert await asyncio.to_thread(gone, engine)
+        async with asyncio.timeout(PATIENCE_S):
+            while not llm.stats().num_restarts:
+                await asyncio.sleep(0.05)
+        assert "the engine died: rank 1 of the model ended with SIGKILL" in caplog.text
+        assert await answered(llm, "second") == 6
+        await llm.shutdown()
+
+    with caplog.at_level(logging.ERROR, "sametoken"):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("size", "match"), [(4, "num_key_value_heads=2"), (0, "tensor_parallel_size=0")]
+)
+def test_what_ranks_cannot_do_is_refused_before_any_starts(path, size, match):
+    with pytest.raises(ConfigError, match=match):
+        build_engine(config_of(path, tensor_parallel_size=size))
+    assert children() == []
+
+
+def test_a_fork_does_not_end_the_ranks_of_the_process_it_left():
+    calls = []
+    follower = SimpleNamespace(
+        hang_up=lambda: calls.append("hang up"), stop=lambda: calls.append("stop")
+    )
+    directory = SimpleNamespace(cleanup=lambda: calls.append("cleanup"))
+    ranks._stop(os.getpid() + 1, (follower,), directory)
+    assert calls == []
+    ranks._stop(os.getpid(), (follower,), directory)
+    assert calls == ["hang up", "stop", "cleanup"]

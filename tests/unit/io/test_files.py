@@ -1,0 +1,108 @@
+"""Reads take regular files within limits; a write replaces a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from sametoken.io.files import (
+    MAX_JSON_BYTES,
+    is_there,
+    open_regular,
+    read_json,
+    replacing,
+)
+
+
+def test_a_link_to_a_file_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"[1]")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"[1]"
+    assert read_json(tmp_path / "link") == [1]
+
+
+def test_nothing_else_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "none", "/dev/zero"):
+        with pytest.raises(OSError, match=r"no regular file|No such file"):
+            open_regular(path)
+
+
+@pytest.mark.parametrize(("levels", "fits"), [(64, True), (300, False)])
+def test_depth_is_bounded(tmp_path, levels, fits):
+    (tmp_path / "file").write_text("[" * levels + "]" * levels)
+    if fits:
+        read_json(tmp_path / "file")
+        return
+    with pytest.raises(ValueError, match="recursion limit"):
+        read_json(tmp_path / "file")
+
+
+def test_size_is_bounded(tmp_path):
+    (tmp_path / "file").touch()
+    os.truncate(tmp_path / "file", MAX_JSON_BYTES + 1)
+    with pytest.raises(ValueError, match="larger than"):
+        read_json(tmp_path / "file")
+
+
+def test_a_link_to_nowhere_is_there(tmp_path):
+    (tmp_path / "link").symlink_to("none")
+    assert is_there(tmp_path / "link")
+    assert not is_there(tmp_path / "none")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_write_replaces_the_file_and_leaves_nothing_else(tmp_path, shared):
+    path = tmp_path / "file"
+    for text in ("old", "new"):
+        with replacing(path, shared=shared) as unfinished:
+            unfinished.write_text(text)
+            assert path.exists() == (text == "new")
+        assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, shared, error):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail():
+        with replacing(path, shared=shared) as unfinished:
+            unfinished.write_text("new")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writers_of_a_shared_file_do_not_meet(tmp_path):
+    path = tmp_path / "file"
+    with replacing(path, shared=True) as first, replacing(path, shared=True) as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first != second
+    assert path.read_text() == "first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    path, synced = tmp_path / "file", []
+    fsync = os.fsync
+
+    def record(descriptor):
+        synced.append((os.fstat(descriptor).st_size, path.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with replacing(path, synced=True) as unfinished:
+        unfinished.write_text("text")
+    assert synced == [(4, False)]
+    with replacing(path) as unfinished:
+        unfinished.write_text("text")
+    assert len(synced) == 1

@@ -1,0 +1,323 @@
+"""GGUF checkpoints against the Hugging Face checkpoints they are converted from."""
+
+from __future__ import annotations
+
+import contextlib
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging as transformers_logging
+
+from helpers.forward import CPU, Bench
+from helpers.gguf_files import convert
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.load import weights
+from sametoken.models.loader import load_model, read_config
+from sametoken.ops.reference import ReferenceKernels
+
+transformers_logging.disable_progress_bar()
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def make_model(config_class, **options):
+    torch.manual_seed(0)
+    config = config_class(
+        **{
+            "vocab_size": 48,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 64,
+            "initializer_range": 0.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        }
+        | options
+    )
+    model = {LlamaConfig: LlamaForCausalLM, Qwen3Config: Qwen3ForCausalLM}[config_class](config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    return model.eval()
+
+
+def load(path):
+    return load_model(
+        path, kernels=ReferenceKernels(), dtype=torch.float32, device=CPU, max_positions=64
+    )
+
+
+def assert_same_logits(model, path, tolerance=1e-4):
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    found = Bench(load(path)).logits(PROMPT, [3])
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("config_class", "arch"), [(LlamaConfig, "llama"), (Qwen3Config, "qwen3")])
+def test_same_model_as_the_original(tmp_path, config_class, arch, tied, bias):
+    model = make_model(config_class, tie_word_embeddings=tied, attention_bias=bias)
+    path = convert(model, tmp_path / "model.gguf", arch=arch)
+    assert_same_logits(model, path)
+    config = read_config(path)
+    assert (config.tie_word_embeddings, config.attention_bias) == (tied, bias)
+    assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (48, 32, 2)
+
+
+def test_small_chunks_change_nothing(tmp_path, monkeypatch):
+    path = convert(make_model(LlamaConfig, attention_bias=True), tmp_path / "model.gguf")
+    expected = Bench(load(path)).logits(PROMPT, [])
+    monkeypatch.setattr(weights, "CHUNK_ELEMENTS", 150)
+    assert torch.equal(Bench(load(path)).logits(PROMPT, []), expected)
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantized_tensors_equal_their_dequantized_values(tmp_path, name):
+    tensor_type = GGMLQuantizationType[name]
+    model = make_model(LlamaConfig)
+    path = convert(model, tmp_path / "model.gguf", tensor_type=tensor_type)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            rounded = dequantize(quantize(parameter.detach().numpy(), tensor_type), tensor_type)
+            parameter.data = torch.from_numpy(rounded.copy())
+    assert_same_logits(model, path)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K"])
+def test_k_quants_equal_what_the_gguf_package_reads(tmp_path, name):
+    tensor_type = GGMLQuantizationType[name]
+    elements, size = gguf.GGML_QUANT_SIZES[tensor_type]
+    model = make_model(LlamaConfig, hidden_size=256, intermediate_size=256)
+    raw = np.random.default_rng(0).integers(0, 50, (256, 256 // elements * size), np.uint8)
+    writer_model = convert(model, tmp_path / "plain.gguf")
+    path = tmp_path / "mixed.gguf"
+    copy_with_tensor(writer_model, path, "blk.1.ffn_down.weight", raw, tensor_type)
+    found = load(path)._layers[1].mlp.down.weight.matrix
+    assert torch.equal(found, torch.from_numpy(dequantize(raw, tensor_type)))
+    assert found.abs().max() > 0
+
+
+def copy_with_tensor(source, path, name, raw, tensor_type):
+    """Copy a GGUF file with one tensor's data replaced by raw bytes of another type."""
+    reader = gguf.GGUFReader(source)
+    writer = GGUFWriter(path, "llama")
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            sub_type = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type)
+    for tensor in reader.tensors:
+        data, own_type = (tensor.data, tensor.tensor_type)
+        if tensor.name == name:
+            data, own_type = raw, tensor_type
+        writer.add_tensor(tensor.name, data, raw_dtype=own_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_llama3_frequency_divisors(tmp_path):
+    model = make_model(LlamaConfig, rope_parameters=LLAMA3)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config)
+    default = 1.0 / 1000.0 ** (torch.arange(0, 32, 2) / 32)
+    divisors = (default / scaled).numpy()
+    assert divisors.max() == pytest.approx(8.0)
+    extra = [("rope_freqs.weight", divisors)]
+    assert_same_logits(model, convert(model, tmp_path / "model.gguf", extra_tensors=extra))
+
+
+@pytest.mark.parametrize(
+    ("rope", "metadata"),
+    [
+        (
+            {"rope_type": "linear", "factor": 2.0},
+            [("llama.rope.scaling.type", "add_string", "linear")],
+        ),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16},
+            [
+                ("llama.rope.scaling.type", "add_string", "yarn"),
+                ("llama.rope.scaling.original_context_length", "add_uint32", 16),
+            ],
+        ),
+        (
+            {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 8.0,
+                "beta_slow": 2.0,
+            },
+            [
+                ("llama.rope.scaling.type", "add_string", "yarn"),
+                ("llama.rope.scaling.yarn_beta_fast", "add_float32", 8.0),
+                ("llama.rope.scaling.yarn_beta_slow", "add_float32", 2.0),
+            ],
+        ),
+        ({"rope_type": "default"}, [("llama.rope.scaling.type", "add_string", "none")]),
+    ],
+)
+def test_rope_scaling(tmp_path, rope, metadata):
+    metadata = [*metadata, ("llama.rope.scaling.factor", "add_float32", 2.0)]
+    model = make_model(LlamaConfig, rope_parameters={"rope_theta": 1000.0, **rope})
+    assert_same_logits(model, convert(model, tmp_path / "model.gguf", metadata=metadata))
+
+
+def test_end_ids_and_dtype(tmp_path):
+    metadata = [
+        ("tokenizer.ggml.eos_token_id", "add_uint32", 2),
+        ("tokenizer.ggml.eot_token_id", "add_uint32", 5),
+        ("tokenizer.ggml.eom_token_id", "add_uint32", 2),
+        ("tokenizer.ggml.bos_token_id", "add_uint32", 1),
+        ("general.file_type", "add_uint32", 0),
+    ]
+    config = read_config(
+        convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=metadata)
+    )
+    assert config.eos_token_ids == (2, 5)
+    assert config.bos_token_id == 1
+    assert config.dtype == torch.float32
+    other = read_config(convert(make_model(LlamaConfig), tmp_path / "other.gguf"))
+    assert (other.eos_token_ids, other.bos_token_id) == ((), None)
+    assert other.dtype == torch.bfloat16
+
+
+def test_a_directory_with_one_file_is_that_file(tmp_path):
+    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
+    assert read_config(tmp_path) == read_config(path) == read_config(path, load_format="gguf")
+    convert(make_model(LlamaConfig), tmp_path / "second.gguf")
+    with pytest.raises(CheckpointError, match="holds 2 GGUF files"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (("llama.attention.sliding_window", "add_uint32", 16), "attention.sliding_window=16"),
+        (("llama.expert_count", "add_uint32", 8), "expert_count=8"),
+        (("llama.rope.scaling.attn_factor", "add_float32", 2.0), "attn_factor=2.0"),
+        (("llama.rope.dimension_count", "add_uint32", 16), "dimension_count=16 differs"),
+        (("llama.attention.value_length", "add_uint32", 16), "value_length=16 differs"),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(tmp_path, metadata, message):
+    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=[metadata])
+    with pytest.raises(UnsupportedError, match=message):
+        read_config(path)
+
+
+def test_length_dependent_scaling_is_refused(tmp_path):
+    metadata = [
+        ("llama.rope.scaling.type", "add_string", "longrope"),
+        ("llama.rope.scaling.factor", "add_float32", 2.0),
+    ]
+    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(UnsupportedError, match="'longrope'"):
+        load(path)
+
+
+def test_divisors_together_with_scaling_are_refused(tmp_path):
+    path = convert(
+        make_model(LlamaConfig),
+        tmp_path / "model.gguf",
+        metadata=[("llama.rope.scaling.type", "add_string", "yarn")],
+        extra_tensors=[("rope_freqs.weight", np.ones(16, np.float32))],
+    )
+    with pytest.raises(UnsupportedError, match=r"both rope_freqs\.weight and rope scaling 'yarn'"):
+        read_config(path)
+
+
+def test_unknown_architecture_lists_the_known(tmp_path):
+    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", arch="mamba")
+    with pytest.raises(UnsupportedError, match=r"'mamba'\. known: llama, qwen3"):
+        read_config(path)
+
+
+def test_missing_key_and_tensor_are_named(tmp_path):
+    writer = GGUFWriter(tmp_path / "empty.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"llama\.embedding_length=None"):
+        read_config(tmp_path / "empty.gguf")
+    model = make_model(LlamaConfig)
+    del model.model.layers[1].mlp.up_proj
+    path = convert(model, tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"lacks .*layers\.1\.mlp\.up_proj\.weight"):
+        load(path)
+
+
+def test_tensors_without_a_use_are_refused(tmp_path):
+    extra = [("blk.0.attn_sinks.weight", np.zeros(4, np.float32))]
+    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf", extra_tensors=extra)
+    with pytest.raises(UnsupportedError, match=r"does not use: blk\.0\.attn_sinks\.weight"):
+        load(path)
+
+
+def test_tensors_of_integers_are_refused(tmp_path):
+    path = convert(make_model(LlamaConfig), tmp_path / "plain.gguf")
+    raw = np.zeros((64, 96), np.int8)
+    other = tmp_path / "integers.gguf"
+    copy_with_tensor(path, other, "blk.1.ffn_down.weight", raw, GGMLQuantizationType.I8)
+    with pytest.raises(UnsupportedError, match=r"blk\.1\.ffn_down\.weight .* has type I8"):
+        load(other)
+
+
+def test_nan_is_named(tmp_path):
+    model = make_model(LlamaConfig)
+    model.model.layers[1].mlp.down_proj.weight.data[5, 5] = float("nan")
+    path = convert(model, tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight .* NaN"):
+        load(path)
+
+
+def test_truncated_file(tmp_path):
+    path = convert(make_model(LlamaConfig), tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:-40_000])
+    with pytest.raises(CheckpointError, match="ends before the data of tensor"):
+        load(path)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    path = tmp_path_factory.mktemp("intact") / "model.gguf"
+    return convert(make_model(LlamaConfig, num_hidden_layers=1), path).read_bytes()
+
+
+@settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    damage=st.lists(st.tuples(st.integers(0, 2200), st.integers(0, 255)), min_size=1, max_size=3)
+)
+def test_damaged_headers_load_or_raise_typed_errors(intact, tmp_path, damage):
+    data = bytearray(intact)
+    for place, value in damage:
+        data[place] = value
+    (tmp_path / "damaged.gguf").write_bytes(data)
+    with contextlib.suppress(CheckpointError, UnsupportedError):
+        load(tmp_path / "damaged.gguf")

@@ -1,0 +1,121 @@
+"""Routing and experts: Triton against the reference, and rows that know nothing of each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sametoken.ops.model import moe as reference
+from sametoken.ops.model import moe_triton as experts
+from sametoken.ops.model.moe import SeparateExperts
+from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.reference import ReferenceKernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ReferenceKernels()
+
+
+def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 4, 2), (5, 7, 3), (3, 1, 1), (2, 6, 6)])
+def test_route(rows, count, top_k, normalise):
+    logits = noise(rows, count, seed=count)
+    chosen, weights = experts.route(logits, top_k, normalise)
+    expected, expected_weights = reference.route(logits, top_k, normalise)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
+    alone = experts.route(logits[-1:].clone(), top_k, normalise)
+    assert torch.equal(alone[0], chosen[-1:])
+    assert torch.equal(alone[1], weights[-1:])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_of_equal_probabilities_the_lowest_id_wins_and_nan_names_experts_that_exist():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [torch.nan] * 5], device=DEVICE)
+    chosen, _ = experts.route(logits, 4, True)
+    assert chosen[:2].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+    assert ((chosen[2] >= 0) & (chosen[2] < 5)).all()
+
+
+def test_weights_are_rounded_to_the_dtype_of_the_logits():
+    logits = noise(3, 9, seed=1, dtype=torch.float16)
+    _, weights = experts.route(logits, 4, True)
+    assert torch.equal(weights.half().float(), weights)
+
+
+def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
+    return (
+        noise(count, 2 * inner, hidden, seed=1, dtype=dtype) / hidden**0.5,
+        noise(count, hidden, inner, seed=2, dtype=dtype) / inner**0.5,
+    )
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "count", "top_k", "hidden", "inner"),
+    [(1, 5, 2, 16, 24), (7, 3, 2, 33, 20), (40, 2, 1, 40, 70)],
+)
+def test_mix(rows, count, top_k, hidden, inner, dtype):
+    """More rows than a tile has, experts that nobody chose, sizes off every tile."""
+    gate_up, down = matrices(count, hidden, inner, dtype)
+    x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
+    chosen, weights = experts.route(logits, top_k, True)
+    stacked = StackedExperts(gate_up, down)
+    actual = experts.mix(x, stacked, chosen, weights)
+    separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
+    expected = separate(x.cpu(), chosen.cpu(), weights.cpu())
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    moved = experts.mix(x[order], stacked, chosen[order], weights[order])
+    assert torch.equal(moved, actual[order])
+    alone = experts.mix(x[-1:].clone(), stacked, chosen[-1:].clone(), weights[-1:].clone())
+    assert torch.equal(alone, actual[-1:])
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_part_of_the_experts_is_not_rounded():
+    gate_up, down = matrices(3, 33, 20, torch.float16)
+    x, logits = noise(7, 33, seed=3, dtype=torch.float16), noise(7, 3, seed=4, dtype=torch.float16)
+    chosen, weights = experts.route(logits, 2, True)
+    stacked = StackedExperts(gate_up, down)
+    actual = stacked(x, chosen, weights, torch.float32)
+    separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
+    expected = separate(x.cpu(), chosen.cpu(), weights.cpu(), torch.float32)
+    assert expected.dtype == torch.float32
+    # Gates and ups alone may have been rounded apart.
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=2e-4)
+    assert not torch.equal(actual, actual.half().float())
+    alone = stacked(x[-1:].clone(), chosen[-1:], weights[-1:], torch.float32)
+    assert torch.equal(alone, actual[-1:])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_of_nan_change_no_other_row(dtype):
+    """Dead rows hold anything: more of them than a tile has rows, and all of one expert."""
+    stacked = StackedExperts(*matrices(5, 33, 20, dtype))
+    x, logits = noise(40, 33, seed=3, dtype=dtype), noise(40, 5, seed=4, dtype=dtype)
+    live = torch.arange(40, device=DEVICE) % 3 == 1
+    x[~live] = torch.nan
+    logits[~live] = torch.nan
+    logits[0], logits[2] = torch.inf, -torch.inf
+    chosen, weights = experts.route(logits, 2, True)
+    assert ((chosen >= 0) & (chosen < 5)).all()
+    got = experts.mix(x, stacked, chosen, weights)
+    alone = experts.route(logits[live], 2, True)
+    assert torch.equal(chosen[live], alone[0])
+    assert torch.equal(got[live], experts.mix(x[live], stacked, *alone))
+
+
+def test_no_rows():
+    gate_up, down = matrices(2, 16, 16, torch.float32)
+    chosen, weights = experts.route(noise(0, 2, seed=1), 1, True)
+    assert experts.mix(
+        noise(0, 16, seed=1), StackedExperts(gate_up, down), chosen, weights
+    ).shape == (0, 16)

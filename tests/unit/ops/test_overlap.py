@@ -1,0 +1,175 @@
+"""Kernels that start while the one before still runs: what they do before they wait, and after.
+
+Read off what the compiler made for a GPU that is not there. A kernel that reads too early gives
+other bits now and then, on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from helpers.compiled import compile_launches
+
+RELEASE, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+OVERLAP = """
+from sametoken.ops.model.attention import triton as attention
+from sametoken.ops.model.gated_delta_rule import prepare
+from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
+from sametoken.ops.model import norm_rope_triton as norm_rope
+from sametoken.ops.model.recurrent import runs
+from sametoken.ops.step import triton_drafts, triton_inputs
+writers = (triton_drafts, triton_inputs)
+for module in (attention, gated_delta_rule, norm_rope, prepare, runs, *writers):
+    module.overlapped = lambda tensor, early=True: dict(OVERLAP=True, launch_pdl=early)
+"""
+ROWS = (
+    OVERLAP
+    + """
+from sametoken.types.layout import StepShape
+from sametoken.ops.step.types import LayoutTable
+from sametoken.state.sequences import Sequences
+sequences = Sequences.allocate(
+    max_num_seqs=2, max_len=64, num_drafts=3, block_size=16, reserved_block=3,
+    device=torch.device("cpu"),
+)
+shape = StepShape(2, 8, 8, 2, 4, 4)
+table = torch.zeros(8, shape.table_width, dtype=torch.int64)
+x = triton_inputs.prepare_inputs(sequences, LayoutTable(table, shape))
+caught_up = triton_drafts.catch_up(sequences, x, x.num_computed, with_newest=False)
+triton_drafts.advanced(sequences, caught_up.chains)
+"""
+)
+LAYER = (
+    OVERLAP
+    + """
+from sametoken.ops.backend import (
+    AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable, RowRuns,
+)
+shape = AttentionShape(8, 2, 64)
+rows = torch.zeros(2, dtype=torch.int64)
+at = AttentionRows(rows, rows, rows, rows.repeat(4, 16), {runs}, rows == 0)
+kv = LayerKV(*torch.zeros(2, 4, 2, 64, 64, dtype=torch.bfloat16))
+rotary = RotaryTable(torch.zeros(64, 32), torch.zeros(64, 32))
+ones = torch.ones(64, dtype=torch.bfloat16)
+qkv = torch.zeros(2, 12 * 64, dtype=torch.bfloat16)
+q = norm_rope.rope_and_cache(qkv, shape, rotary, at, kv, QKNorm(ones, ones, 1e-6))
+attention.attention(q, shape, at, kv)
+attention.attention(q, shape, at, kv, config=attention.AttentionConfig("walk", 16, 4, 3))
+"""
+)
+RECURRENT = (
+    OVERLAP
+    + """
+from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.recurrent.rule import RawRows
+from sametoken.state.caches import ModelCache
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+rule = GatedDelta(1, 2, 128, 128, 4)
+cache = ModelCache.allocate(
+    [Recurrent(rule, torch.bfloat16)], num_blocks=0, block_size=1, max_num_seqs=1, num_drafts=3,
+    device=torch.device("cpu"),
+)
+rows = torch.arange(4)
+at = AttentionRows(rows, rows * 0, rows, rows[None], RowRuns.even(1, 4), rows < 1)
+plan = runs.plan_runs(at, cache.folded)
+(memory,) = cache.layers
+raw = RawRows(zeros(4, 512), (zeros(4, 2), zeros(4, 2)))
+params = GatedDeltaParams(rule, zeros(2), zeros(2), zeros(4, 512), None)
+gated_delta_rule.advance(plan, params, raw, memory)
+"""
+)
+PRODUCT = """
+from sametoken.ops.model.gemm import triton
+from sametoken.ops.model.gemm.triton import product
+from sametoken.ops.model.gemm.tuning import TritonConfig
+x, matrix = (torch.zeros(rows, 2048, dtype=torch.bfloat16) for rows in (4, 512))
+triton.can_overlap = lambda tensor: True
+config = TritonConfig({tile}, 4, {stages}, tma={tma}, overlap=True, weights_first=True)
+product(config, x, matrix, "{epilogue}")
+"""
+
+
+def compiled(cache, kernel: str) -> str:
+    """The instructions of a kernel, of which one was compiled."""
+    (file,) = cache.rglob(f"{kernel}.ptx")
+    return file.read_text()
+
+
+def test_nothing_overtakes_the_kernels_that_write_where_rows_stand(tmp_path):
+    compile_launches(ROWS, tmp_path)
+    for kernel in ("_prepare_inputs_kernel", "_catch_up_kernel", "_advance_kernel"):
+        code = compiled(tmp_path, kernel)
+        assert WAIT in code
+        assert RELEASE not in code
+
+
+@pytest.mark.parametrize("runs", ["RowRuns.even(2, 1)", "RowRuns(2, 1, torch.arange(3), 2, 1)"])
+def test_a_layer_waits_before_it_reads_what_the_layer_wrote(runs, tmp_path):
+    """Where rows stand, tables and weights come early; q, k, v and parts of the sums do not."""
+    compile_launches(LAYER.replace("{runs}", runs), tmp_path)
+    kernels = ("_rope_and_cache_kernel", "_spread_kernel", "_walk_kernel", "_merge_kernel")
+    for kernel in kernels:
+        code = compiled(tmp_path, kernel)
+        before, after = code.split(WAIT, 1)
+        assert RELEASE in before
+        assert "ld.global" in before, kernel
+        assert not re.search(r"st\.global|cp\.async\.cg", before), kernel
+        assert "ld.global" in after
+    # Of the programs without rows one waits too.
+    waits = [compiled(tmp_path, kernel).count(WAIT) for kernel in kernels[1:]]
+    assert waits == [1 if "even" in runs else 2] * 3
+    assert compiled(tmp_path, "_spread_kernel").count("prefetch.L2") == 2
+
+
+def test_a_recurrent_layer_reads_early_only_what_the_pass_before_wrote(tmp_path):
+    """States and held rows may come before the wait; nothing is written or copied ahead of it."""
+    compile_launches(RECURRENT, tmp_path)
+    assert RELEASE not in compiled(tmp_path, "_plan_runs_kernel")
+    for kernel in ("_prepare_kernel", "_advance_kernel"):
+        code = compiled(tmp_path, kernel)
+        first, last = code.index(WAIT), code.rindex(WAIT)
+        assert code.index(RELEASE) < first
+        assert "ld.global" in code[:first]
+        assert not re.search(r"st\.global|cp\.async", code[:first]), kernel
+        assert re.search(r"st\.global", code[last:]), kernel
+
+
+@pytest.mark.parametrize(
+    ("tile", "stages", "tma", "epilogue"),
+    [
+        ("16, 64, 128", 5, False, "none"),
+        ("16, 64, 256", 6, True, "none"),
+        ("16, 32, 256", 4, False, "logits"),
+        ("16, 64, 128", 3, True, "silu_mul"),
+    ],
+)
+def test_weights_of_all_stages_come_before_the_wait_and_activations_after_it(
+    tile, stages, tma, epilogue, tmp_path
+):
+    code = PRODUCT.format(tile=tile, stages=stages, tma=tma, epilogue=epilogue)
+    compile_launches(code, tmp_path)
+    prologue, rest = re.split(r"\bbra\b", compiled(tmp_path, "_product_kernel"), maxsplit=1)
+    loads = "cp.async.bulk.tensor" if tma else "cp.async.commit_group"
+    assert prologue.count(loads) == (stages - 1) * (2 if epilogue == "silu_mul" else 1)
+    assert "ld.global" not in prologue
+    assert WAIT not in prologue
+    assert WAIT in rest
+
+
+@pytest.mark.parametrize("release", ["early", "late", "never"])
+def test_a_product_lets_the_next_kernel_start_when_it_is_told(release, tmp_path):
+    code = PRODUCT.format(tile="16, 64, 128", stages=3, tma=False, epilogue="none")
+    compile_launches(code.replace("weights_first", f"release='{release}', weights_first"), tmp_path)
+    code = compiled(tmp_path, "_product_kernel")
+    assert code.count(RELEASE) == (release != "never")
+    if release != "never":
+        assert (code.index(RELEASE) < code.index(WAIT)) == (release == "early")
+    if release == "late":
+        assert code.rindex("wgmma.mma_async") < code.index(RELEASE) < code.index("st.global")

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+from fastapi.testclient import TestClient
+
+from helpers.fake_engine import FakeEngine
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+
+
+@pytest.fixture
+def serve() -> Callable[..., TestClient]:
+    """A client of an application over a fake engine, given the engine and server options."""
+    with ExitStack() as stack:
+
+        def start(engine: FakeEngine | None = None, **options) -> TestClient:
+            app = create_app(engine or FakeEngine(), ServerConfig(**options))
+            client = TestClient(
+                app, raise_server_exceptions=False, root_path=options.get("root_path", "")
+            )
+            return stack.enter_context(client)
+
+        yield start

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+import sametoken
+from helpers.fake_engine import STATS, SUMMARY, FakeEngine
+from sametoken.errors import EngineRestartingError
+from sametoken.serving.stats import (
+    AuditDifference,
+    AuditStats,
+)
+
+
+def test_models(serve):
+    client = serve(served_model_name=("org/small", "tiny"))
+    cards = client.get("/v1/models").json()["data"]
+    assert [(card["id"], card["root"]) for card in cards] == [
+        ("org/small", "org/small"),
+        ("tiny", "org/small"),
+    ]
+    assert client.get("/v1/models/org/small").json() == cards[0]
+    assert client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+    assert [card["id"] for card in serve().get("/v1/models").json()["data"]] == ["toy"]
+
+
+def test_tokens_there_and_back(serve):
+    client = serve()
+    found = client.post("/tokenize", json={"prompt": "the é", "return_token_strs": True}).json()
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), SUMMARY.max_model_len)
+    assert found["token_strs"][0] == "the"
+    back = client.post("/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": "the é"}
+    plain = client.post("/tokenize", json={"prompt": "x", "add_special_tokens": False}).json()
+    assert "token_strs" not in plain
+
+
+def test_tokens_of_a_conversation(serve):
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"function": {"name": "add"}}],
+        "return_token_strs": True,
+    }
+    text = "".join(serve().post("/tokenize", json=body).json()["token_strs"])
+    assert '"name": "add"' in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"prompt": "x", "more": 1}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [SUMMARY.vocab_size]}),
+        ("/detokenize", {"tokens": [True]}),
+    ],
+)
+def test_tokens_that_cannot_be(serve, path, body):
+    answer = serve().post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_health_and_readiness(serve):
+    engine = FakeEngine()
+    client = serve(engine)
+    difference = AuditDifference("r", 3, served=5, replayed=None)
+    audit = AuditStats(num_audited=9, num_mismatched=1, last_difference=difference)
+    engine.stats = lambda: type(STATS)(
+        **{name: getattr(STATS, name) for name in STATS.__slots__} | {"audit": audit}
+    )
+    healthy = client.get("/health")
+    assert (healthy.status_code, healthy.json()["status"]) == (200, "ok")
+    shown = healthy.json()["detail"]["shadow_audit"]
+    assert (shown["audited"], shown["differences"]) == (9, 1)
+    assert shown["last_difference"] == {
+        "request_id": "r",
+        "position": 3,
+        "served": 5,
+        "replayed": None,
+    }
+    assert client.get("/ready").status_code == 200
+    engine.is_ready = False
+    states = [(client.get(path).status_code, client.get(path).json()["status"]) for path in PATHS]
+    assert states == [(200, "draining"), (503, "draining")]
+    engine.errored = EngineRestartingError("it died", "wait")
+    states = [(client.get(path).status_code, client.get(path).json()["status"]) for path in PATHS]
+    assert states == [(503, "down"), (503, "down")]
+    assert client.get("/health").json()["detail"]["cause"] == "engine_restarting"
+
+
+PATHS = ("/health", "/ready")
+
+
+def test_version_and_page(serve):
+    client = serve()
+    assert client.get("/version").json() == {"version": sametoken.__version__}
+    page = client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+
+
+def test_the_document_promises_nothing_that_is_not_kept(serve):
+    document = serve().get("/openapi.json").json()
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    assert len(operations) == 11
+    assert not any("422" in operation["responses"] for operation in operations)
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+    assert all(operation["description"] for operation in operations)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sametoken.serving.http.body import (
+    MAX_DIGITS,
+    MAX_NODES,
+    _without_strings,
+    read_json,
+    read_model,
+)
+from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.schemas import CompletionRequest
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # The surrogates aside, since they are no text.
+    | st.text(st.characters(exclude_categories=("Cs",)) | st.sampled_from('"\\[{:,eN')),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\é[', max_size=3), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(VALUES, st.booleans())
+def test_a_value_is_read_as_it_was_written(value, ascii_only):
+    assert read_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+@given(st.lists(st.text('"\\[{:1e9', max_size=8), max_size=4))
+def test_what_stands_in_strings_is_not_looked_at(texts):
+    body = json.dumps(texts).encode()
+    assert _without_strings(body).count(b"[") == 1
+    assert b"{" not in _without_strings(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        (b"[" + b"[]," * MAX_NODES + b"1]", "members, objects and lists"),
+        (b"{" + b'"a":1,' * (MAX_NODES + 1) + b"}", "members, objects and lists"),
+        (b"9" * (MAX_DIGITS + 1), "digits"),
+        (b"[0." + b"0" * MAX_DIGITS + b"1]", "digits"),
+        (b"[1e309]", "not finite"),
+        (b"[-1.5E+00400]", "not finite"),
+        (b"[NaN]", "not finite"),
+        (b"-Infinity", "not finite"),
+    ],
+)
+def test_what_is_beyond_a_bound_is_refused(body, cause):
+    with pytest.raises(ValueError, match=cause):
+        read_json(body)
+
+
+@pytest.mark.parametrize(
+    "body", [b"9" * MAX_DIGITS, b"[1e308, 1e-999]", b'["NaN", "1e400", "' + b"9" * 999 + b'"]']
+)
+def test_what_is_within_the_bounds_is_read(body):
+    assert read_json(body)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, "a"], "prompt"),
+        (["a", 1], "prompt"),
+        ([[1], "a"], "prompt"),
+        ([1] * (2**20 + 1), "at most 1048576 items"),
+    ],
+)
+def test_a_prompt_of_mixed_or_too_many_parts_is_named(prompt, message):
+    with pytest.raises(ApiError, match=message) as caught:
+        read_model(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2, 3]], [], [[]]])
+def test_every_form_of_a_prompt_is_read(prompt):
+    found = read_model(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+    assert found.prompt == prompt

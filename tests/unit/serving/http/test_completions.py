@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from helpers.events import events, merged_completions
+from helpers.fake_engine import FakeEngine
+from sametoken.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineRestartingError,
+    OverloadedError,
+    RequestError,
+)
+
+TEXT = "héllo wörld 🙂 done"
+
+
+def both(serve, engine=None, **body) -> tuple[dict, list[dict]]:
+    """The answer to a request without and with a stream."""
+    client = serve(engine or FakeEngine(lambda prompt, index: f"{prompt}/{index}: {TEXT}"))
+    request = {"prompt": "ab", "max_tokens": 200} | body
+    whole = client.post("/v1/completions", json=request)
+    assert whole.status_code == 200, whole.text
+    stream = client.post("/v1/completions", json=request | {"stream": True})
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    return whole.json(), events(stream)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"n": 3},
+        {"prompt": ["ab", "the"], "n": 2, "echo": True},
+        {"prompt": [97, 98], "echo": True, "logprobs": 2},
+        {"prompt": [[97], [98, 99]], "logprobs": 0, "return_token_ids": True},
+        {"stop": ["wör", "x"], "logprobs": 1},
+        {"stop": "🙂", "include_stop_str_in_output": True},
+        {"max_tokens": 5},
+        {"max_tokens": 0, "echo": True, "logprobs": 1},
+    ],
+)
+def test_a_stream_adds_up_to_the_whole(serve, body):
+    whole, chunks = both(serve, **body)
+    found = merged_completions(chunks)
+    assert sorted(found) == [choice["index"] for choice in whole["choices"]]
+    for choice in whole["choices"]:
+        streamed = found[choice["index"]]
+        assert streamed["text"] == choice["text"]
+        assert streamed["finish_reason"] == choice["finish_reason"]
+        assert streamed["logprobs"] == (choice["logprobs"] or {})
+        assert streamed["token_ids"] == choice.get("token_ids", [])
+
+
+def test_choices_come_in_the_order_of_prompts(serve):
+    whole, _ = both(serve, prompt=["p", "q"], n=2)
+    starts = [choice["text"][:4] for choice in whole["choices"]]
+    assert starts == ["p/0:", "p/1:", "q/0:", "q/1:"]
+    assert whole["usage"]["prompt_tokens"] == 2
+
+
+def test_echo_shows_the_prompt_and_its_logprobs(serve):
+    whole, _ = both(serve, FakeEngine("xy"), prompt="abc", echo=True, logprobs=1)
+    (choice,) = whole["choices"]
+    assert choice["text"] == "abcxy"
+    assert choice["logprobs"]["tokens"][:5] == ["a", "b", "c", "x", "y"]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["text_offset"][:5] == [0, 1, 2, 3, 4]
+
+
+def test_only_the_prompt_when_no_token_is_asked_for(serve):
+    whole, _ = both(serve, prompt="abc", echo=True, logprobs=1, max_tokens=0)
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+    assert whole["usage"]["completion_tokens"] == 0
+
+
+def test_usage_and_statistics_when_asked_for(serve):
+    options = {"stream_options": {"include_usage": True}, "include_speculation_stats": True}
+    client = serve(FakeEngine("hello"))
+    body = {"prompt": "ab", "stream": True, **options}
+    *chunks, last = events(client.post("/v1/completions", json=body))
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 2 + 6
+    assert last["speculation"]["acceptance_per_position"] == [1.0, 1.0]
+    plain = events(client.post("/v1/completions", json={"prompt": "ab", "stream": True}))
+    assert all("usage" not in chunk and "speculation" not in chunk for chunk in plain)
+
+
+def test_the_drafts_of_every_step_when_asked_for(serve):
+    client = serve(FakeEngine("hello"))
+    body = {"prompt": "ab", "include_speculation_stats": "detailed"}
+    speculation = client.post("/v1/completions", json=body).json()["speculation"]
+    assert len(speculation["per_step_drafted"]) == speculation["num_steps"]
+    assert sum(speculation["per_step_drafted"]) == speculation["num_draft_tokens"]
+    assert sum(speculation["per_step_accepted"]) == speculation["num_accepted_tokens"] > 0
+    *_, last = events(client.post("/v1/completions", json=body | {"stream": True}))
+    assert last["speculation"] == speculation
+    for several in ({"n": 2}, {"prompt": ["a", "b"]}):
+        answer = client.post("/v1/completions", json=body | several)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "include_speculation_stats"
+
+
+def test_all_events_of_a_stream_have_one_time(serve, monkeypatch):
+    clock = itertools.count(1000)
+    client = serve(FakeEngine("hello"))
+    monkeypatch.setattr("sametoken.serving.http.completions.time.time", lambda: next(clock))
+    chunks = events(client.post("/v1/completions", json={"prompt": "ab", "stream": True}))
+    assert len(chunks) > 1
+    assert len({chunk["created"] for chunk in chunks}) == 1
+
+
+def test_token_ids_and_prompt_logprobs(serve):
+    whole, chunks = both(
+        serve, FakeEngine("x" * 9), prompt="ab", return_token_ids=True, prompt_logprobs=1
+    )
+    (choice,) = whole["choices"]
+    assert len(choice["prompt_token_ids"]) == 2
+    assert [entry is None for entry in choice["prompt_logprobs"]] == [True, False]
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == choice["prompt_token_ids"]
+    assert "prompt_token_ids" not in chunks[-1]["choices"][0]
+
+
+def test_speculation_of_one_request(serve):
+    engine = FakeEngine()
+    client = serve(engine)
+    for k in (0, 4):
+        body = {"prompt": "x", "speculative": {"num_speculative_tokens": k}}
+        assert client.post("/v1/completions", json=body).status_code == 200
+    assert [params.num_speculative_tokens for _, params in engine.seen] == [0, 4]
+    too_many = {"prompt": "x", "speculative": {"num_speculative_tokens": 5}}
+    error = client.post("/v1/completions", json=too_many).json()["error"]
+    assert error["param"] == "speculative"
+
+
+def test_requests_are_made_off_the_loop(serve, monkeypatch):
+    engine = FakeEngine("aa")
+    process_all = engine._inputs.process_all
+    threads = []
+
+    def watched(*args):
+        threads.append(threading.current_thread().name)
+        return process_all(*args)
+
+    monkeypatch.setattr(engine._inputs, "process_all", watched)
+    body = {"prompt": ["x", "y"], "guided_regex": "a+", "bad_words": ["b"]}
+    assert serve(engine).post("/v1/completions", json=body).status_code == 200
+    assert len(threads) == 1
+    assert threads[0].startswith("asyncio_")
+    assert engine.seen[1][1].structured_outputs.regex == "a+"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"best_of": 3}, "best_of"),
+        ({"n": 200}, "n"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"prompt": 5}, "prompt"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
+    answer = serve().post("/v1/completions", json={"prompt": "x", "stream": stream} | body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param in error["message"]
+
+
+def test_options_of_a_stream_need_one(serve):
+    body = {"prompt": "x", "stream_options": {"include_usage": True}}
+    answer = serve().post("/v1/completions", json=body)
+    assert answer.json()["error"]["param"] == "stream_options"
+
+
+def test_what_changes_no_token_is_accepted(serve):
+    body = {"prompt": "x", "user": "me", "store": True, "metadata": {"a": "b"}, "suffix": None}
+    assert serve().post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError("the prompt is bad", "mend it"), 400, None),
+        (OverloadedError("too many wait", "try later", 2.5), 429, "overloaded"),
+        (DrainingError("it stops", "go elsewhere"), 503, "draining"),
+        (EngineRestartingError("it died", "wait"), 503, "engine_restarting"),
+        (EngineDeadError("it died", "restart it"), 503, "engine_dead"),
+        (ZeroDivisionError("secret"), 500, "internal_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_the_engine(serve, error, status, code, stream, caplog):
+    client = serve(FakeEngine(refuse=error))
+    answer = client.post("/v1/completions", json={"prompt": "x", "stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert "secret" not in answer.text
+    if status in (429, 503):
+        assert int(answer.headers["retry-after"]) >= 3
+
+
+def test_a_failed_request_fails_alone_and_says_so(serve):
+    client = serve(FakeEngine(poisoned=True))
+    whole = client.post("/v1/completions", json={"prompt": "x"})
+    assert (whole.status_code, whole.json()["error"]["type"]) == (500, "server_error")
+    (event,) = events(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
+    assert event["error"]["code"] == "NumericalError"
+
+
+def test_models_that_are_not_here(serve):
+    client = serve(served_model_name=("small", "tiny"))
+    answers = [
+        client.post("/v1/completions", json={"prompt": "x", "model": name})
+        for name in ("tiny", "toy", None)
+    ]
+    assert [answer.status_code for answer in answers] == [200, 404, 200]
+    assert [answers[0].json()["model"], answers[2].json()["model"]] == ["tiny", "small"]
+    assert answers[1].json()["error"]["code"] == "model_not_found"

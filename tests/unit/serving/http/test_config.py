@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from sametoken.errors import ConfigError
+from sametoken.serving.http.config import (
+    TOOL_CALL_PARSERS,
+    ServerConfig,
+)
+from sametoken.serving.http.tool_parsers import TOOL_PARSERS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"port": -1},
+        {"max_request_bytes": 0},
+        {"rate_limit": -1},
+        {"max_completions": 0},
+        {"drain_timeout": -1.0},
+        {"log_level": "loud"},
+        {"tool_call_parser": "telepathy"},
+        {"api_key": ("",)},
+        {"api_key": ("good", " outer")},
+        {"api_key": ("in ner",)},
+        {"api_key": ("schlüssel",)},
+        {"api_key": ("line\n",)},
+        {"max_bodies_bytes": 0},
+        {"max_bodies_bytes": 2**20},
+        {"body_timeout": 0.0},
+        {"header_timeout": -1.0},
+        {"write_timeout": float("nan")},
+        {"max_connections": 0},
+        {"served_model_name": ("",)},
+        {"root_path": "api"},
+        {"ssl_certfile": "cert.pem"},
+        {"ssl_certfile": "/no/cert.pem", "ssl_keyfile": "/no/key.pem"},
+    ],
+)
+def test_what_is_impossible_is_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        ServerConfig(**options)
+
+
+def test_keys_are_not_printed():
+    assert "secret" not in repr(ServerConfig(api_key=("secret",)))
+    with pytest.raises(ConfigError) as refused:
+        ServerConfig(api_key=("a secret",))
+    assert "secret" not in str(refused.value)
+
+
+def test_every_parser_that_is_offered_exists():
+    assert set(TOOL_CALL_PARSERS) == set(TOOL_PARSERS)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from helpers.fake_engine import FakeEngine
+from sametoken.errors import NumericalError, OverloadedError
+from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.generation import (
+    Generation,
+    speculation_stats,
+    usage,
+    while_connected,
+)
+from sametoken.serving.http.times import RequestTimes
+from sametoken.types.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(n=2, max_tokens=64)
+
+
+async def begin(engine: FakeEngine, *texts: str) -> Generation:
+    prompts = [engine.tokenize(text) for text in texts]
+    times = RequestTimes(CollectorRegistry(), "toy")
+    return await Generation.begin(engine, prompts, PARAMS, "r", times)
+
+
+def test_prompts_run_beside_each_other_and_stay_apart():
+    async def main():
+        engine = FakeEngine(lambda prompt, index: f"{prompt}{index}" * 3)
+        seen = []
+        async with await begin(engine, "ab", "c") as generation:
+            async for progress in generation:
+                seen.append(progress.prompt_index)
+        texts = [[one.text for one in output.outputs] for output in generation.outputs]
+        assert texts == [["ab0" * 3, "ab1" * 3], ["c0" * 3, "c1" * 3]]
+        assert seen != sorted(seen), "one after the other"
+        counted = usage(generation.outputs)
+        assert (counted.prompt_tokens, counted.completion_tokens) == (3, 2 * 10 + 2 * 7)
+        assert speculation_stats(generation.outputs, True).num_accepted_tokens > 0
+
+    asyncio.run(main())
+
+
+def test_leaving_early_aborts():
+    async def main():
+        engine = FakeEngine("x", endless=True)
+        async with await begin(engine, "a", "b") as generation:
+            async for _ in generation:
+                break
+        assert sorted(engine.aborted) == ["r-0", "r-1"]
+
+    asyncio.run(main())
+
+
+def test_a_refusal_begins_nothing():
+    async def main():
+        engine = FakeEngine("x", endless=True)
+        begin_one, calls = engine.begin, []
+
+        def refuse_the_second(*arguments):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise OverloadedError("too many wait")
+            return begin_one(*arguments)
+
+        engine.begin = refuse_the_second
+        with pytest.raises(OverloadedError):
+            await begin(engine, "a", "b")
+        await asyncio.sleep(0.01)
+        assert engine.aborted == ["r-0"]
+
+    asyncio.run(main())
+
+
+def test_a_failure_ends_all():
+    async def main():
+        async with await begin(FakeEngine(poisoned=True), "a", "b") as generation:
+            with pytest.raises(NumericalError):
+                await generation.finish()
+
+    asyncio.run(main())
+
+
+def test_an_abort_from_outside_is_an_error():
+    async def main():
+        async with await begin(FakeEngine("hello"), "a") as generation:
+            (output,) = await generation.finish()
+            aborted = tuple(replace(one, finish_reason="abort") for one in output.outputs)
+            with pytest.raises(ApiError, match="aborted"):
+                generation._take(0, replace(output, outputs=aborted))
+
+    asyncio.run(main())
+
+
+def test_work_ends_when_the_client_goes():
+    async def main():
+        cancelled = asyncio.Event()
+
+        async def work():
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+
+        async def receive():
+            await asyncio.sleep(0)
+            return next(messages)
+
+        assert await while_connected(receive, work()) is None
+        assert cancelled.is_set()
+
+        async def stay():
+            await asyncio.sleep(60)
+
+        assert await while_connected(stay, asyncio.sleep(0, "done")) == "done"
+
+    asyncio.run(main())
+
+
+def test_the_work_s_error_is_raised():
+    async def main():
+        async def fail():
+            raise ZeroDivisionError
+
+        async def stay():
+            await asyncio.sleep(60)
+
+        with pytest.raises(ZeroDivisionError):
+            await while_connected(stay, fail())
+
+    asyncio.run(main())

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+
+from sametoken.serving.http.middleware import (
+    OPEN_PATHS,
+    Authentication,
+    BodyBounds,
+    BodyLimit,
+    RateLimit,
+)
+
+BOUNDS = BodyBounds(max_bytes=10**6, max_total_bytes=10**6, timeout_s=60.0)
+KEY = {"Authorization": "Bearer right"}
+
+
+def test_only_holders_of_a_key_use_the_model(serve):
+    client = serve(api_key=("other", "right"))
+    answers = [
+        client.get("/v1/models", headers=headers).status_code
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}, KEY)
+    ]
+    assert answers == [401, 401, 401, 200]
+    refused = client.post("/tokenize", json={"prompt": "x"})
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert all(client.get(path).status_code == 200 for path in OPEN_PATHS)
+    assert client.get("/anything").status_code == 401
+
+
+def test_the_key_is_needed_behind_a_proxy_s_path_too(serve):
+    client = serve(api_key=("right",), root_path="/llm")
+    assert client.get("/llm/v1/models").status_code == 401
+    assert client.get("/v1/models").status_code == 401
+    assert client.get("/llm/v1/models", headers=KEY).status_code == 200
+    assert client.get("/llm/health").status_code == 200
+
+
+def test_rates_are_bounded_and_refill(serve):
+    client = serve(rate_limit=2)
+    answers = [client.get("/v1/models") for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert client.get("/health").status_code == 200
+
+
+def test_keys_have_rates_of_their_own(serve):
+    client = serve(rate_limit=1, api_key=("right", "other"))
+    other = {"Authorization": "Bearer other"}
+    answers = [client.get("/v1/models", headers=h).status_code for h in (KEY, other, KEY)]
+    assert answers == [200, 200, 429]
+
+
+def status_of(app, path: str = "/v1/models") -> int:
+    """The status that an ASGI application answers a plain request with."""
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "client": ("1.2.3.4", 1)}
+    asyncio.run(app(scope, receive, send))
+    return sent[0]["status"]
+
+
+async def accept(scope, receive, send):
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+
+
+def test_a_bucket_refills_evenly():
+    clock = [0.0]
+    limit = RateLimit(accept, 60, by_key=False, now=lambda: clock[0])
+    assert [status_of(limit) for _ in range(61)].count(429) == 1
+    clock[0] = 1.5
+    assert [status_of(limit), status_of(limit)] == [204, 429]
+    clock[0] = 1000.0
+    assert [status_of(limit) for _ in range(61)].count(429) == 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_bodies_are_refused(serve, chunked):
+    client = serve(max_request_bytes=200)
+
+    def body(size):
+        text = b'{"prompt": "' + b"x" * size + b'"}'
+        return iter([text[:50], text[50:]]) if chunked else text
+
+    headers = {"Content-Type": "application/json"}
+    assert client.post("/tokenize", content=body(100), headers=headers).status_code == 200
+    refused = client.post("/tokenize", content=body(300), headers=headers)
+    assert refused.status_code == 413
+    assert refused.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_client_that_goes_while_sending_asks_for_nothing():
+    bodies = []
+
+    async def app(scope, receive, send):
+        bodies.append(await receive())
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": []}
+    asyncio.run(BodyLimit(app, BOUNDS)(scope, receive, None))
+    assert bodies == []
+
+
+def read_by(limit: BodyLimit, parts: list[bytes], path: str = "/tokenize") -> list[int]:
+    """The statuses that a limit sends for a body in parts."""
+    messages = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+    messages.append({"type": "http.request", "body": b"", "more_body": False})
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message.get("status"))
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    asyncio.run(limit(scope, receive, send))
+    return [status for status in sent if status is not None]
+
+
+def test_bodies_that_are_held_count_until_they_are_answered():
+    inner = []
+    large = [bytes(600_000)]
+
+    async def app(scope, receive, send):
+        body = (await receive())["body"]
+        inner.append(len(body))
+        if len(inner) == 1:
+            inner.append(await asyncio.to_thread(read_by, limit, large))
+            inner.append(await asyncio.to_thread(read_by, limit, [bytes(60_000)]))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    limit = BodyLimit(app, BOUNDS)
+    assert read_by(limit, large) == [204]
+    assert inner == [600_000, [503], 60_000, [204]]
+    # Nothing is left of them, whatever became of each.
+    assert read_by(limit, [bytes(400_000)] * 3) == [413]
+    assert read_by(limit, large) == [204]
+
+
+def test_the_memory_of_a_body_is_not_doubled():
+    """Not while it comes, nor when it is handed on."""
+    size, peak = 10**7, []
+    part = bytes(10**5)
+
+    async def app(scope, receive, send):
+        body = (await receive())["body"]
+        peak.append(tracemalloc.get_traced_memory()[1])
+        assert len(body) == size
+
+    tracemalloc.start()
+    try:
+        limit = BodyLimit(app, BodyBounds(2 * size, 2 * size, 60.0))
+        read_by(limit, [part] * 100)
+    finally:
+        tracemalloc.stop()
+    assert peak[0] < 1.5 * size
+
+
+def test_no_body_is_read_where_none_belongs():
+    assert read_by(BodyLimit(accept, BOUNDS), [bytes(10**7)], "/health") == [204]
+
+
+def test_other_protocols_pass():
+    seen = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["type"])
+
+    for layer in (
+        Authentication(app, ["key"]),
+        RateLimit(app, 1, by_key=True),
+        BodyLimit(app, BOUNDS),
+    ):
+        asyncio.run(layer({"type": "lifespan"}, None, None))
+    assert seen == ["lifespan"] * 3
+
+
+def test_origins(serve):
+    asked = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
+    open_to = serve(allowed_origins=("http://a.example",), api_key=("right",))
+    allowed = open_to.options("/v1/models", headers=asked)
+    assert allowed.headers["access-control-allow-origin"] == "http://a.example"
+    refused = open_to.get("/v1/models", headers={"Origin": "http://a.example"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "http://a.example"
+    assert "access-control-allow-origin" not in serve().get("/v1/models", headers=asked).headers

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+
+from sametoken.errors import RequestError
+from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.params import (
+    chat_params,
+    completion_params,
+    structured_outputs,
+)
+from sametoken.serving.http.schemas import (
+    ChatRequest,
+    CompletionRequest,
+)
+from sametoken.types.sampling_params import SamplingParams
+
+DEFAULTS = SamplingParams(temperature=0.6, top_k=20)
+EVERY = {
+    "n": 2,
+    "temperature": 0.0,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "seed": 7,
+    "min_tokens": 1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.2,
+    "repetition_penalty": 1.1,
+    "stop": ("a", "b"),
+    "stop_token_ids": (3,),
+    "bad_words": ("no",),
+    "ignore_eos": True,
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "allowed_token_ids": (1, 2),
+    "prompt_logprobs": 2,
+    "logit_bias": {5: -1.5},
+    "max_tokens": 9,
+    "logprobs": 4,
+}
+
+
+def completion(**fields) -> SamplingParams:
+    request = CompletionRequest(prompt="x", **fields)
+    return completion_params(request, DEFAULTS, structured_outputs(request))
+
+
+def chat(**fields) -> SamplingParams:
+    request = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)
+    return chat_params(request, DEFAULTS, structured_outputs(request))
+
+
+def test_every_field_arrives():
+    given = EVERY | {"logit_bias": {"5": -1.5}, "speculative": {"num_speculative_tokens": 0}}
+    given = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
+    assert completion(**given) == SamplingParams(**EVERY, num_speculative_tokens=0)
+
+
+def test_the_model_s_recommendation_holds_where_nothing_is_given():
+    assert completion() == SamplingParams(temperature=0.6, top_k=20, max_tokens=16)
+    assert chat() == SamplingParams(temperature=0.6, top_k=20, max_tokens=None)
+    assert completion(temperature=0.0).top_k == 20
+
+
+def test_chat_s_own_names():
+    assert chat(max_completion_tokens=5).max_tokens == 5
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=3).logprobs == 3
+    assert chat(logprobs=False).logprobs is None
+
+
+def test_echo_with_logprobs_asks_for_the_prompt_s():
+    params = completion(echo=True, logprobs=2, max_tokens=0)
+    assert (params.prompt_logprobs, params.max_tokens) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"logit_bias": {"word": 1.0}}, "logit_bias"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, "prompt_logprobs"),
+    ],
+)
+def test_contradictions_name_their_field(fields, param):
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+    ],
+)
+def test_contradictions_of_chat(fields, param):
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("fields", [{"temperature": -1.0}, {"max_tokens": 0}, {"top_p": 2.0}])
+def test_impossible_values_are_the_request_s_error(fields):
+    with pytest.raises(RequestError):
+        completion(**fields)
+
+
+SCHEMA = {"type": "object"}
+GRAMMAR = "root ::= x"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "value"),
+    [
+        ({"response_format": {"type": "json_object"}}, "json_object", True),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            "json_schema",
+            '{"type": "object"}',
+        ),
+        ({"response_format": {"type": "regex", "regex": "a+"}}, "regex", "a+"),
+        (
+            {"response_format": {"type": "grammar", "grammar": "root ::= x"}},
+            "grammar",
+            "root ::= x",
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", '{"type": "object"}'),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ("a", "b")),
+        ({"guided_json": '{"type": "object"}'}, "json_schema", '{"type": "object"}'),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"guided_choice": ["a"]}, "choice", ("a",)),
+        ({"guided_grammar": GRAMMAR}, "grammar", GRAMMAR),
+    ],
+)
+def test_every_way_to_ask_for_a_form(fields, kind, value):
+    constraint = chat(**fields).structured_outputs
+    assert constraint.kind == kind
+    assert getattr(constraint, kind) == value
+
+
+def test_no_form_and_two_forms():
+    assert chat(response_format={"type": "text"}).structured_outputs is None
+    with pytest.raises(ApiError, match="guided_regex"):
+        chat(response_format={"type": "json_object"}, guided_regex="a")
+    with pytest.raises(ApiError, match="lacks 'regex'"):
+        chat(response_format={"type": "regex"})
+    with pytest.raises(RequestError):
+        chat(guided_regex="")

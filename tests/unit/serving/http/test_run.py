@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import httpx2 as httpx
+import pytest
+
+from helpers.fake_engine import FakeEngine
+from sametoken.errors import DrainingError
+from sametoken.serving.http.app import create_app
+from sametoken.serving.http.config import ServerConfig
+from sametoken.serving.http.listen import (
+    address_of,
+    bind,
+)
+from sametoken.serving.http.run import DrainingServer
+
+CONFIG = ServerConfig(port=0, log_level="warning", drain_timeout=5.0, root_path="/llm")
+
+
+class DrainedEngine(FakeEngine):
+    """Drains when a test says so."""
+
+    def __init__(self, *, in_time: bool = True) -> None:
+        super().__init__()
+        self.at_rest = asyncio.Event()
+        self.in_time = in_time
+
+    async def drain(self, timeout_s: float) -> bool:
+        assert timeout_s == CONFIG.drain_timeout
+        self.is_ready = False
+        self.refuse = DrainingError("it stops", "go elsewhere")
+        await self.at_rest.wait()
+        return self.in_time
+
+
+async def started(engine: FakeEngine) -> tuple[DrainingServer, asyncio.Task, str]:
+    listener = bind(CONFIG)
+    server = DrainingServer(create_app(engine, CONFIG), engine, CONFIG)
+    task = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    return server, task, address_of(listener, CONFIG)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_sigterm_drains_while_the_server_answers(in_time, caplog):
+    async def main():
+        engine = DrainedEngine(in_time=in_time)
+        server, task, url = await started(engine)
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+            server.handle_exit(signal.SIGTERM, None)
+            await asyncio.sleep(0.02)
+            assert (await client.get("/ready")).status_code == 503
+            refused = await client.post("/v1/completions", json={"prompt": "x"})
+            assert refused.json()["error"]["code"] == "draining"
+            assert not task.done()
+            engine.at_rest.set()
+        await asyncio.wait_for(task, 10)
+        assert not server.interrupted
+
+    asyncio.run(main())
+    assert ("aborted" in caplog.text) == (not in_time)
+
+
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)]
+)
+def test_a_second_signal_or_sigint_waits_for_nobody(signals):
+    async def main():
+        server, task, _ = await started(DrainedEngine())
+        for number in signals:
+            server.handle_exit(number, None)
+            await asyncio.sleep(0.02)
+        await asyncio.wait_for(task, 10)
+        assert server.interrupted == (signal.SIGINT in signals)
+
+    asyncio.run(main())
+
+
+def test_idle_connections_outlive_those_of_clients_and_proxies():
+    """Else a client sends on one that is just being closed, and its request is lost."""
+    engine = DrainedEngine()
+    server = DrainingServer(create_app(engine, CONFIG), engine, CONFIG)
+    assert server.config.timeout_keep_alive > httpx.Limits().keepalive_expiry
+    # What nginx and the balancers of the large clouds take.
+    assert server.config.timeout_keep_alive > 60

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.chat_model import CHAT_TEMPLATE
+from sametoken.serving.http.tool_parsers import (
+    TOOL_PARSERS,
+    FoundCall,
+    Parsed,
+    named_parser,
+    parse_hermes,
+    parse_llama3_json,
+    parse_nothing,
+    parse_required,
+    parser_of_template,
+    qwen3_coder_parser,
+)
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}\n</tool_call>'
+ADD = FoundCall("add", '{"a": 1, "b": [2, "}"]}')
+HERMES = {
+    CALL: Parsed("", (ADD,)),
+    f"Let me see.\n\n{CALL}\n{CALL}\n": Parsed("Let me see.", (ADD, ADD)),
+    f"{CALL} and then {CALL}": Parsed(" and then", (ADD, ADD)),
+    "just text  \n": Parsed("just text  \n"),
+    "less < than, <tool, <tool_cal": Parsed("less < than, <tool, <tool_cal"),
+    "<tool_call>not a call</tool_call> text": Parsed("<tool_call>not a call</tool_call> text"),
+    '<tool_call>{"nome": 1}</tool_call>': Parsed('<tool_call>{"nome": 1}</tool_call>'),
+    '<tool_call>{"name": "now"}</tool_call>': Parsed("", (FoundCall("now", "{}"),)),
+    '<tool_call>{"name": "f", "arguments": {"x": "cut of': Parsed(
+        "", (FoundCall("f", '{"x": "cut of'),)
+    ),
+    '<tool_call>{"arguments": {"x": 1}, "name": "f"}': Parsed("", (FoundCall("f", '{"x": 1}'),)),
+    '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>': Parsed(
+        "", (FoundCall("f", '{"x": 1}'),)
+    ),
+    '<tool_call>{"name": "f", "arguments": {"x": 1} oops}</tool_call>': Parsed(
+        "", (FoundCall("f", '{"x": 1}'),)
+    ),
+}
+LLAMA = {
+    '{"name": "add", "parameters": {"a": 1}}': Parsed("", (FoundCall("add", '{"a": 1}'),)),
+    '<|python_tag|>{"type": "function", "name": "f", "parameters": {}}; {"name": "g", '
+    '"parameters": {"y": 2}}': Parsed("", (FoundCall("f", "{}"), FoundCall("g", '{"y": 2}'))),
+    '{"name": "f", "parameters": {}} Done. ': Parsed("Done.", (FoundCall("f", "{}"),)),
+    '{"name": "f", "parameters": {}} {"no": 1}': Parsed('{"no": 1}', (FoundCall("f", "{}"),)),
+    '{"name": "Ann", "age": 3}': Parsed('{"name": "Ann", "age": 3}'),
+    '{"name": "Ann"}': Parsed('{"name": "Ann"}'),
+    '{"name": ': Parsed('{"name": '),
+    '  {"a": 1}': Parsed('  {"a": 1}'),
+    "plain text": Parsed("plain text"),
+    "": Parsed(""),
+    "<|python_tag|>": Parsed("<|python_tag|>"),
+    "<|python_tag|>print(1)": Parsed("<|python_tag|>print(1)"),
+    '{"name": "f", "parameters": {"x": "cut': Parsed("", (FoundCall("f", '{"x": "cut'),)),
+}
+SCHEMA = {
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "metric": {"type": "boolean"},
+        "place": {"type": "object"},
+        "note": {"type": ["string", "null"]},
+        "any": {},
+        "odd": True,
+    }
+}
+parse_qwen = qwen3_coder_parser({"f": SCHEMA, "odd": {"properties": [1]}})
+
+
+def xml(*parameters, name="f", end="</function>\n</tool_call>"):
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{inner}{end}"
+
+
+def called(arguments, name="f", content=""):
+    return Parsed(content, (FoundCall(name, arguments),))
+
+
+QWEN = {
+    f"I look.\n{xml(('city', 'Paris'), ('days', 3))}\n": called(
+        '{"city": "Paris", "days": 3}', content="I look."
+    ),
+    xml(("city", "3")): called('{"city": "3"}'),
+    xml(("city", 'two\nlines, "quoted" é\t<b>')): called(
+        '{"city": "two\\nlines, \\"quoted\\" é\\t<b>"}'
+    ),
+    xml(("city", "\n")): called('{"city": "\\n"}'),
+    xml(("city", "")): called('{"city": ""}'),
+    "<tool_call><function=f><parameter=city>x</parameter></function></tool_call>": called(
+        '{"city": "x"}'
+    ),
+    xml(("metric", "True"), ("place", "[1]")): called('{"metric": true, "place": [1]}'),
+    xml(("days", "many"), ("days", "NaN")): called('{"days": "many", "days": "NaN"}'),
+    xml(("note", "null")): called('{"note": null}'),
+    xml(("note", "12")): called('{"note": "12"}'),
+    xml(("any", "[1]"), ("odd", "1.5")): called('{"any": [1], "odd": 1.5}'),
+    xml(("unknown", "1")): called('{"unknown": "1"}'),
+    xml(("x", "1"), name="odd"): called('{"x": "1"}', "odd"),
+    xml(name="now"): called("{}", "now"),
+    xml(("city", "a")) + xml(("city", "b")): Parsed(
+        "", (FoundCall("f", '{"city": "a"}'), FoundCall("f", '{"city": "b"}'))
+    ),
+    xml(("city", "a"), end="</tool_call>"): called('{"city": "a"}'),
+    xml(end="<parameter=city>\ncut of</para"): called('{"city": "cut of'),
+    xml(("city", "a"), end="<parameter=days>\n1"): called('{"city": "a"'),
+    xml(end="<parameter=city>\na</tool_call>"): called('{"city": "a"}'),
+    "<tool_call>\n{}\n</tool_call>": Parsed("<tool_call>\n{}\n</tool_call>"),
+    "<tool_call>\n<function=f": Parsed("<tool_call>\n<function=f"),
+    "1 < 2": Parsed("1 < 2"),
+}
+CASES = [(parse_hermes, *case) for case in HERMES.items()]
+CASES += [(parse_qwen, *case) for case in QWEN.items()]
+CASES += [(parse_llama3_json, *case) for case in LLAMA.items()]
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_a_whole_answer(parser, text, expected):
+    assert parser(text, True) == expected
+
+
+def extends(early: Parsed, late: Parsed) -> bool:
+    """Whether what was shown early is a beginning of what is shown late."""
+    return (
+        late.content.startswith(early.content)
+        and len(early.calls) <= len(late.calls)
+        and all(
+            a.name == b.name and b.arguments.startswith(a.arguments)
+            for a, b in zip(early.calls, late.calls, strict=False)
+        )
+    )
+
+
+def assert_adds_up(parser, text: str) -> None:
+    whole = parser(text, True)
+    shown = Parsed("")
+    for length in range(len(text) + 1):
+        parsed = parser(text[:length], False)
+        assert extends(shown, parsed), (text[:length], shown, parsed)
+        shown = parsed
+    assert extends(shown, whole), (text, shown, whole)
+
+
+@pytest.mark.parametrize(("parser", "text", "expected"), CASES)
+def test_a_stream_adds_up_to_the_whole(parser, text, expected):
+    assert_adds_up(parser, text)
+
+
+PIECES = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        '{"name": "f"',
+        ', "arguments": ',
+        ', "parameters": {"x": ',
+        '"text"',
+        "{",
+        "}",
+        "}}",
+        ";",
+        " ",
+        "\n",
+        "1",
+        '"',
+        "\\",
+        "text",
+        "<",
+        "<function=f>",
+        "<parameter=city>",
+        "<parameter=days>",
+        "</parameter>",
+        "</function>",
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(TOOL_PARSERS)), st.lists(PIECES, max_size=10).map("".join))
+def test_a_stream_of_anything_adds_up(name, text):
+    assert_adds_up(TOOL_PARSERS[name]({"f": SCHEMA}), text)
+
+
+def test_arguments_are_shown_as_they_come():
+    sizes = [
+        len(parsed.calls[0].arguments)
+        for length in range(len(CALL))
+        if (parsed := parse_hermes(CALL[:length], False)).calls
+    ]
+    assert sizes[0] == 1
+    assert max(b - a for a, b in itertools.pairwise(sizes)) == 1
+
+
+def test_texts_are_shown_as_they_come():
+    text = xml(("city", "Paris, France"))
+    sizes = [
+        len(parsed.calls[0].arguments)
+        for length in range(len(text))
+        if (parsed := parse_qwen(text[:length], False)).calls
+    ]
+    assert max(b - a for a, b in itertools.pairwise(sizes)) <= len('{"city": "')
+    assert len(set(sizes)) > len("Paris, France")
+
+
+def test_forced_calls():
+    text = json.dumps([{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}])
+    assert parse_required(text, True).calls == (FoundCall("f", '{"x": 1}'), FoundCall("g", "{}"))
+    assert_adds_up(parse_required, text)
+    named = named_parser("f")
+    assert named('{"x": 1}', True) == Parsed("", (FoundCall("f", '{"x": 1}'),))
+    assert_adds_up(named, '{"x": 1}')
+    assert parse_nothing(CALL, True) == Parsed(CALL)
+
+
+def test_the_template_tells_the_parser():
+    assert parser_of_template(CHAT_TEMPLATE) == "hermes"
+    assert parser_of_template("... <|python_tag|> ...") == "llama3_json"
+    assert parser_of_template("<tool_call>\n<function=name>") == "qwen3_coder"
+    assert parser_of_template("{{ message.content }}") is None

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.schemas import ChatRequest
+from sametoken.serving.http.tool_parsers import (
+    parse_hermes,
+    parse_nothing,
+    parse_required,
+)
+from sametoken.serving.http.tools import (
+    template_messages,
+    tool_use,
+)
+from sametoken.types.structured_outputs import StructuredOutputs
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "default": None}},
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+USER = [{"role": "user", "content": "x"}]
+JSON = StructuredOutputs(json_object=True)
+
+
+def use(structured=None, parser=parse_hermes, **fields):
+    return tool_use(ChatRequest(messages=USER, **fields), structured, parser)
+
+
+def test_without_tools_nothing_is_parsed():
+    assert use().parser is parse_nothing
+    assert use(tools=[ADD], tool_choice="none").tools is None
+    assert use(JSON).structured is JSON
+
+
+def test_auto_uses_the_model_s_own_syntax():
+    found = use(tools=[ADD, NOW])
+    assert found.tools == [ADD, NOW]
+    assert found.parser is parse_hermes
+    assert found.structured is None
+
+
+def test_required_constrains_to_the_tools():
+    found = use(tools=[ADD, NOW], tool_choice="required", parser=None)
+    schema = json.loads(found.structured.json_schema)
+    names = [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]]
+    assert (schema["minItems"], names) == (1, ["add", "now"])
+    assert found.parser is parse_required
+
+
+def test_one_call_alone_may_be_forced():
+    found = use(tools=[ADD], tool_choice="required", parallel_tool_calls=False)
+    assert json.loads(found.structured.json_schema)["maxItems"] == 1
+    choice = {"type": "function", "function": {"name": "add"}}
+    assert use(tools=[ADD], tool_choice=choice, parallel_tool_calls=False).structured is not None
+    found = use(tools=[ADD], tool_choice="required", parallel_tool_calls=True)
+    assert "maxItems" not in json.loads(found.structured.json_schema)
+
+
+def test_a_named_tool_constrains_to_its_parameters():
+    choice = {"type": "function", "function": {"name": "add"}}
+    found = use(tools=[ADD, NOW], tool_choice=choice, parser=None)
+    assert json.loads(found.structured.json_schema) == ADD["function"]["parameters"]
+    assert not found.reports_calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [ADD], "structured": JSON}, "tool_choice"),
+        ({"tools": [ADD], "parser": None}, "tools"),
+        ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(fields, param):
+    with pytest.raises(ApiError) as caught:
+        use(**fields)
+    assert caught.value.param == param
+
+
+def messages(*given) -> list:
+    return template_messages(ChatRequest(messages=list(given)).messages)
+
+
+def test_messages_become_what_templates_read():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    found = messages(
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    )
+    assert found[0] == {"role": "user", "content": "a\nb"}
+    assert found[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert (found[1]["content"], found[1]["reasoning_content"]) == ("", "hm")
+    assert found[2] == {"role": "tool", "tool_call_id": "c1", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "user", "content": [{"type": "text", "text": 1}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    ],
+)
+def test_messages_that_no_template_could_read(message):
+    with pytest.raises(ApiError) as caught:
+        messages(message)
+    assert caught.value.param == "messages"

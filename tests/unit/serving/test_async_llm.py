@@ -1,0 +1,376 @@
+"""The engine for servers, in its real process, against the engine for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.serving import (
+    FATAL_TOKEN,
+    HANGING_TOKEN,
+    SIZES,
+    build_faulty,
+    build_once,
+    write_model,
+)
+from sametoken import LLM, SamplingParams
+from sametoken.config import EngineConfig
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    DrainingError,
+    EngineDeadError,
+    EngineRestartingError,
+    OverloadedError,
+    RequestError,
+)
+from sametoken.serving.async_llm import AsyncLLM
+from sametoken.serving.limits import ServingLimits
+from sametoken.types.structured_outputs import StructuredOutputs
+
+pytestmark = pytest.mark.xdist_group("async llm")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+WORDS = ("the cat sat on the mat", "def add(left, right):", "Guten Tag", "stop stop", "日本語")
+OVERRIDES = (None, 0, 1, 3)
+
+
+def case(i):
+    """The i-th prompt and its parameters; every kind of request comes up."""
+    params = {"temperature": 0.0 if i % 3 == 0 else 0.9, "seed": i, "max_tokens": 4 + i % 17}
+    if i % 5 == 0:
+        params["stop"] = ["a", "e "]
+    if i % 8 == 0:
+        params["logprobs"] = 2
+    if i % 11 == 0:
+        params["n"] = 2
+    if i % 7 == 0:
+        params["structured_outputs"] = StructuredOutputs(regex="[a-c]{3,9}")
+    return f"{WORDS[i % len(WORDS)]} {i}", SamplingParams(**params)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, backend):
+    return str(write_model(tmp_path_factory.mktemp("models") / "tiny", backend))
+
+
+@pytest.fixture(scope="module")
+def offline(model):
+    """The engine for programs, without speculation."""
+    return LLM(model, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    """An engine that serves, and a runner for coroutines on its loop."""
+    config = EngineConfig.from_options(model=model, speculative_config=NGRAM, **SIZES)
+    limits = ServingLimits(
+        max_waiting=80, max_restarts=9, restart_window_s=1.0, restart_backoff_s=0.2
+    )
+    with asyncio.Runner() as runner:
+        llm = runner.run(AsyncLLM.start(config, limits, build=build_faulty))
+        yield SimpleNamespace(llm=llm, run=runner.run)
+        runner.run(llm.shutdown())
+
+
+async def last_of(stream):
+    outputs = [output async for output in stream]
+    return outputs[-1]
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def at_rest(llm):
+    await until(lambda: llm.stats().load.num_running == llm.stats().load.num_waiting == 0)
+
+
+def essence(output):
+    """All that the user receives but times and counters."""
+    return [
+        (one.text, one.token_ids, one.finish_reason, one.stop_reason, one.logprobs)
+        for one in output.outputs
+    ]
+
+
+def test_64_at_once_are_answered_as_alone_and_offline(served, offline):
+    cases = [case(i) for i in range(64)]
+    expected = offline.generate([prompt for prompt, _ in cases], [params for _, params in cases])
+
+    async def scenario():
+        streams = [
+            served.llm.generate(prompt, params, f"case {i}")
+            for i, (prompt, params) in enumerate(cases)
+        ]
+        return await asyncio.gather(*map(last_of, streams))
+
+    outputs = served.run(scenario())
+    assert [essence(output) for output in outputs] == [essence(output) for output in expected]
+    stats = served.llm.stats()
+    assert stats.speculation.num_draft_tokens > 0
+    assert sum(stats.num_finished.values()) == 64
+
+
+def test_a_request_chooses_its_own_number_of_drafts_and_gets_the_same_tokens(served, offline):
+    prompt = {"prompt_token_ids": [20, 21, 22] * 6}
+    params = [
+        SamplingParams(temperature=t, seed=4, max_tokens=30, num_speculative_tokens=k)
+        for t in (0.0, 1.0)
+        for k in OVERRIDES
+    ]
+    plain = [SamplingParams(temperature=t, seed=4, max_tokens=30) for t in (0.0, 1.0)]
+    expected = [one.outputs[0].token_ids for one in offline.generate([prompt] * 2, plain)]
+
+    async def scenario():
+        streams = [served.llm.generate(prompt, p, f"k {i}") for i, p in enumerate(params)]
+        return await asyncio.gather(*map(last_of, streams))
+
+    outputs = served.run(scenario())
+    width = len(OVERRIDES)
+    for i, output in enumerate(outputs):
+        assert output.outputs[0].token_ids == expected[i // width]
+        most = len(output.metrics.speculation.offered_per_position)
+        assert most <= (3 if params[i].num_speculative_tokens is None else OVERRIDES[i % width])
+    assert outputs[0].metrics.speculation.num_draft_tokens > 0
+
+
+def test_outputs_grow_and_text_is_never_taken_back(served):
+    prompt, params = "the cat", SamplingParams(seed=1, max_tokens=40, stop=["zz"])
+
+    async def scenario():
+        return [output async for output in served.llm.generate(prompt, params, "growing")]
+
+    outputs = served.run(scenario())
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for earlier, later in itertools.pairwise(outputs):
+        assert later.outputs[0].text.startswith(earlier.outputs[0].text)
+        assert len(later.outputs[0].token_ids) > len(earlier.outputs[0].token_ids)
+
+
+def test_chat_and_token_ids(served, offline):
+    with pytest.raises(RequestError, match="no chat template"):
+        served.llm.render_chat([{"role": "user", "content": "hi"}])
+    tokens = served.llm.tokenize("the dog")
+    assert tokens.token_ids == served.llm.get_tokenizer().encode("the dog")
+    params = SamplingParams(temperature=0.0)
+
+    async def scenario():
+        return await last_of(served.llm.generate(tokens, params, "tokens"))
+
+    (expected,) = offline.generate("the dog", params)
+    assert essence(served.run(scenario())) == essence(expected)
+
+
+def test_slow_grammars_keep_no_prompt_from_its_tokens(served, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(served.llm._inputs, "process_all", lambda *_: gate.wait(30))
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+
+    async def scenario():
+        compiling = [
+            asyncio.create_task(served.llm.prepare([], params, str(index))) for index in range(40)
+        ]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(served.llm.tokenize, "the dog")
+        gate.set()
+        await asyncio.gather(*compiling)
+
+    served.run(scenario())
+
+
+def test_the_summary_says_what_the_engine_is(served, model, offline):
+    resolved = served.llm.resolved
+    assert (resolved.model, resolved.model_path) == (model, model)
+    assert (resolved.max_model_len, resolved.eos_token_ids) == (256, (0,))
+    assert (resolved.device, resolved.dtype) == ("cpu", "float32")
+    assert (resolved.method, resolved.num_speculative_tokens) == ("ngram", 3)
+    assert "the checkpoint is fp32" in [setting.reason for setting in resolved.settings]
+    assert served.llm.default_sampling_params() == offline.get_default_sampling_params()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "cause"),
+    [
+        ("", {}, "the prompt is empty"),
+        ({"prompt_token_ids": [99999]}, {}, "outside the vocabulary"),
+        ({"prompt_token_ids": [5] * 256}, {}, "at most 255 fit"),
+        ("a", {"num_speculative_tokens": 4}, "num_speculative_tokens=4 is above the engine's 3"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(served, prompt, params, cause):
+    async def scenario():
+        served.llm.generate(prompt, SamplingParams(**params), "bad")
+
+    with pytest.raises(RequestError, match=cause):
+        served.run(scenario())
+
+
+def test_an_abort_ends_the_request_and_frees_the_engine(served):
+    async def scenario():
+        params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+        aborted = served.llm.generate("the cat", params, "aborted")
+        closed = served.llm.generate("the mat", params, "closed")
+        cancelled = asyncio.create_task(
+            last_of(served.llm.generate("the log", params, "cancelled"))
+        )
+        await asyncio.gather(anext(aborted), anext(closed))
+        await served.llm.abort("aborted")
+        await closed.aclose()
+        cancelled.cancel()
+        last = await last_of(aborted)
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+        assert len(last.outputs[0].token_ids) < 200
+        assert [output async for output in closed] == []
+        await at_rest(served.llm)
+        assert served.llm.stats().load.kv_usage == 0
+
+    served.run(scenario())
+
+
+def test_too_many_are_refused_and_the_others_are_served(served):
+    async def scenario():
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        # 8 run, 80 wait.
+        streams = [served.llm.generate("the cat", params, f"many {i}") for i in range(88)]
+        with pytest.raises(OverloadedError) as caught:
+            served.llm.generate("the cat", params, "too many")
+        assert caught.value.retry_after_s >= 1
+        outputs = await asyncio.gather(*map(last_of, streams))
+        assert len({output.outputs[0].token_ids for output in outputs}) == 1
+        await last_of(served.llm.generate("the cat", params, "too many"))
+
+    served.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["killed", "step"])
+def test_a_dead_engine_fails_its_requests_and_comes_back(served, offline, way):
+    prompt, params = "the cat sat", SamplingParams(seed=3, max_tokens=200, ignore_eos=True)
+
+    async def scenario():
+        llm = served.llm
+        before = llm.stats()
+        streams = [llm.generate(prompt, params, f"lost {i}") for i in range(3)]
+        await asyncio.gather(*map(anext, streams))
+        if way == "killed":
+            os.kill(llm._front.supervisor.process.pid, signal.SIGKILL)
+        else:
+            fatal = {"prompt_token_ids": [FATAL_TOKEN]}
+            streams.append(llm.generate(fatal, params, "fatal"))
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=r"SIGKILL|a kernel failed"):
+                async with asyncio.timeout(10):
+                    await last_of(stream)
+        assert not llm.is_ready
+        assert isinstance(llm.errored, EngineDeadError)
+        with pytest.raises(EngineRestartingError):
+            llm.generate(prompt, params, "between")
+        await until(lambda: llm.is_ready)
+        assert llm.errored is None
+        stats = llm.stats()
+        assert stats.num_restarts == before.num_restarts + 1
+        assert stats.num_failed == before.num_failed + len(streams)
+        return await last_of(llm.generate(prompt, params, "lost 0"))
+
+    (expected,) = offline.generate(prompt, params)
+    assert essence(served.run(scenario())) == essence(expected)
+
+
+def test_a_hung_engine_is_killed_and_comes_back(model, offline):
+    config = EngineConfig.from_options(model=model, **SIZES)
+    limits = ServingLimits(step_timeout_s=2.0, restart_backoff_s=0.0)
+    prompt, params = "the cat", SamplingParams(temperature=0.0)
+
+    async def scenario():
+        llm = await AsyncLLM.start(config, limits, build=build_faulty)
+        streams = [
+            llm.generate({"prompt_token_ids": [HANGING_TOKEN]}, params, "hanging"),
+            llm.generate(prompt, params, "beside it"),
+        ]
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="a step took more than 2 s"):
+                async with asyncio.timeout(30):
+                    await last_of(stream)
+        await until(lambda: llm.is_ready)
+        assert llm.stats().num_restarts == 1
+        output = await last_of(llm.generate(prompt, params, "after"))
+        await llm.shutdown()
+        return output
+
+    (expected,) = offline.generate(prompt, params)
+    assert essence(asyncio.run(scenario())) == essence(expected)
+
+
+def test_a_drained_server_finishes_what_it_has(model):
+    config = EngineConfig.from_options(model=model, speculative_config=NGRAM, **SIZES)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+    async def scenario():
+        llm = await AsyncLLM.start(config, ServingLimits(shadow_audit_rate=1.0))
+        audited = await last_of(llm.generate("the log", SamplingParams(seed=2), "audited"))
+        await until(lambda: llm.stats().audit.num_audited)
+        assert audited.finished
+        assert llm.stats().audit.num_mismatched == 0
+
+        stream = llm.generate("the cat", params, "in flight")
+        assert not await llm.drain(0.0)
+        with pytest.raises(DrainingError):
+            llm.generate("the cat", params, "late")
+        reader = asyncio.create_task(last_of(stream))
+        assert await llm.drain(60.0)
+        assert (await reader).outputs[0].finish_reason == "length"
+        await llm.shutdown()
+        await llm.shutdown()
+        assert not llm.is_ready
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_stops_or_gives_up_fails_its_requests(model):
+    config = EngineConfig.from_options(model=model, **SIZES)
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+    async def stopped():
+        llm = await AsyncLLM.start(config)
+        stream = llm.generate("the cat", params, "r")
+        await llm.shutdown()
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            await last_of(stream)
+        with pytest.raises(EngineDeadError, match="the engine is gone"):
+            llm.generate("the cat", params, "r")
+
+    async def given_up():
+        limits = ServingLimits(max_restarts=1, restart_backoff_s=0.0)
+        llm = await AsyncLLM.start(config, limits, build=build_once)
+        os.kill(llm._front.supervisor.process.pid, signal.SIGKILL)
+        await until(lambda: llm.errored and "only once" in llm.errored.cause)
+        with pytest.raises(EngineDeadError, match=r"the engine is gone .*only once"):
+            llm.generate("the cat", params, "r")
+        await llm.shutdown()
+
+    async def both():
+        await asyncio.gather(stopped(), given_up())
+
+    asyncio.run(both())
+
+
+def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):
+    async def start(limits=None, **options):
+        await AsyncLLM.start(EngineConfig.from_options(**options), limits)
+
+    with pytest.raises(CheckpointError, match="neither a path"):
+        asyncio.run(start(model=str(tmp_path / "nowhere")))
+    with pytest.raises(CheckpointError, match="no tokenizer at"):
+        asyncio.run(start(model=model, tokenizer=str(tmp_path / "none"), **SIZES))
+    synthetic = {**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}
+    limits = ServingLimits(shadow_audit_rate=0.1)
+    with pytest.raises(ConfigError, match="compares made-up tokens"):
+        asyncio.run(start(limits, model=model, speculative_config=synthetic))

@@ -1,0 +1,418 @@
+"""The front over an engine process that says what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from dataclasses import replace
+
+import pytest
+
+from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.engine.input_processor import InputProcessor, PromptTokens
+from sametoken.engine.summary import summarise
+from sametoken.errors import (
+    DrainingError,
+    EngineDeadError,
+    EngineRestartingError,
+    NumericalError,
+    OverloadedError,
+    RequestError,
+)
+from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.serving.engine_client import Front
+from sametoken.serving.limits import ServingLimits
+from sametoken.serving.messages import (
+    Ready,
+    Refused,
+    Release,
+    StepReport,
+    Submit,
+)
+from sametoken.serving.stats import EngineLoad
+from sametoken.types.request import RequestUpdate
+from sametoken.types.sampling_params import SamplingParams
+
+PROMPT = (10, 11, 12)
+NGRAM = SpeculativeConfig("ngram", 8)
+LIMITS = SchedulerLimits(
+    max_num_seqs=2,
+    max_num_batched_tokens=64,
+    longest_chunk=16,
+    block_size=8,
+    num_blocks=8,
+    max_model_len=64,
+    num_speculative_tokens=8,
+    adaptive_drafts=True,
+    rows_per_weight_read=32,
+    lookahead_slots=0,
+    lookahead_tokens=0,
+    enable_prefix_caching=True,
+    cache_emitted_blocks=True,
+)
+
+
+class FakeProcess:
+    """Keeps what it is sent; says what it is told to."""
+
+    def __init__(self, ready: Ready) -> None:
+        self.ready = ready
+        self.sent = []
+        self.ended = asyncio.Event()
+        self.says = None
+        self.cause = EngineDeadError("the fake died")
+
+    def send(self, message) -> None:
+        self.sent.append(message)
+
+    async def receive(self):
+        await self.ended.wait()
+        said, self.says = self.says, None
+        if said is not None:
+            self.ended.clear()
+        return said
+
+    async def stop(self):
+        self.ended.set()
+        return self.cause
+
+    def kill(self, cause) -> None:
+        self.cause = cause
+        self.ended.set()
+
+    def take_sent(self) -> list:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+class Kit:
+    """A front, its process, and its input processor."""
+
+    def __init__(self, resolved, tokenizer, **limits) -> None:
+        self.process = FakeProcess(Ready(summarise(resolved), LIMITS))
+        bounds = ServingLimits(**{"max_restarts": 0, **limits})
+        config = EngineConfig(model="nowhere")
+        self.front = Front(self.process, config, pytest.fail, bounds, tokenizer)
+        self.inputs = InputProcessor(
+            tokenizer,
+            vocab_size=len(tokenizer.hf),
+            max_model_len=64,
+            eos_token_ids=(0,),
+            num_speculative_tokens=8,
+            seed=0,
+        )
+
+    def begin(self, request_id="r", **params):
+        prompt = PromptTokens(None, PROMPT)
+        params = SamplingParams(**{"max_tokens": 4, **params})
+        return self.front.begin(self.inputs.process(request_id, prompt, params))
+
+    def report(self, *updates, **load) -> None:
+        self.front.take(StepReport(updates, EngineLoad(**load), 0.01))
+
+
+def update(request_id, *token_ids, **changes):
+    return RequestUpdate(request_id, token_ids, max(len(token_ids) - 1, 0), 0, True, 0, **changes)
+
+
+@pytest.fixture
+def play(resolved, tokenizer):
+    """Runs a scenario over a kit, on a loop of its own."""
+    decided = replace(resolved, config=replace(resolved.config, speculative_config=NGRAM))
+
+    def run(scenario, **limits):
+        async def main():
+            kit = Kit(decided, tokenizer, **limits)
+            try:
+                await scenario(kit)
+            finally:
+                await kit.front.supervisor.stop()
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_a_request_goes_out_and_its_outputs_come_back(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        (submit,) = kit.process.take_sent()
+        assert [one.request_id for one in submit.completions] == ["r"]
+        kit.report(update("r", 20))
+        assert (await anext(stream)).outputs[0].token_ids == (20,)
+        kit.report(update("r", 21, 22, 23, 24))
+        last = await anext(stream)
+        assert (last.finished, last.outputs[0].token_ids) == (True, (20, 21, 22, 23))
+        assert kit.process.take_sent() == [Release({"r": 7})]
+        assert kit.front.at_rest.is_set()
+        assert kit.front.stats.num_finished == {"length": 1}
+
+    play(scenario)
+
+
+def test_a_stop_string_ends_the_request_and_frees_the_engine(play):
+    async def scenario(kit):
+        dog = kit.inputs.tokenize("the dog").token_ids
+        stream = kit.begin(stop="og", max_tokens=20)
+        kit.process.take_sent()
+        kit.report(update("r", *dog, 30))
+        last = await anext(stream)
+        assert (last.outputs[0].text, last.outputs[0].stop_reason) == ("the d", "og")
+        assert kit.process.take_sent() == [Release({"r": len(PROMPT) + len(dog)})]
+
+    play(scenario)
+
+
+def test_a_poisoned_request_fails_alone(play):
+    async def scenario(kit):
+        bad, good = kit.begin("bad"), kit.begin("good")
+        kit.report(update("bad", poisoned=True), update("good", 20))
+        last = await anext(bad)
+        assert last.outputs[0].finish_reason == "error"
+        assert isinstance(last.outputs[0].error, NumericalError)
+        assert (await anext(good)).outputs[0].token_ids == (20,)
+        assert kit.front.stats.num_finished == {"error": 1}
+
+    play(scenario)
+
+
+def test_an_abort_is_sent_at_once_and_answered(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        kit.report(update("r", 20))
+        kit.process.take_sent()
+        kit.front.abort("r")
+        kit.front.abort("unknown")
+        assert kit.process.take_sent() == [Release({"r": 4}, aborted=True)]
+        last = await anext(stream)
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+        kit.report(update("r", 21))
+        assert [one async for one in stream] == []
+
+    play(scenario)
+
+
+def test_a_dropped_stream_aborts_its_request(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        kit.process.take_sent()
+        del stream
+        gc.collect()
+        await asyncio.sleep(0)
+        assert kit.process.take_sent() == [Release({"r": 3}, aborted=True)]
+        assert kit.front.at_rest.is_set()
+
+    play(scenario)
+
+
+def test_all_completions_of_a_prompt_end_together(play):
+    async def scenario(kit):
+        stream = kit.begin(n=2)
+        kit.report(update("r.0", 20), update("r.1", 21))
+        assert [one.token_ids for one in (await anext(stream)).outputs] == [(20,), (21,)]
+        kit.process.take_sent()
+        await stream.aclose()
+        assert kit.process.take_sent() == [Release({"r.0": 4, "r.1": 4}, aborted=True)]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("taken", ["r", "r.0", "r.1"])
+def test_ids_in_use_are_refused_also_those_of_completions(play, taken):
+    async def scenario(kit):
+        stream = kit.begin(n=2)
+        with pytest.raises(RequestError, match=f"'{taken}' is already here"):
+            kit.begin(taken)
+        await stream.aclose()
+        kit.begin(taken)
+
+    play(scenario)
+
+
+def test_a_request_that_can_never_run_is_refused_before_it_is_sent(play):
+    async def scenario(kit):
+        kit.process.ready = replace(kit.process.ready, limits=replace(LIMITS, num_blocks=2))
+        with pytest.raises(RequestError, match="may need 3 KV blocks"):
+            kit.begin(max_tokens=20)
+        assert kit.process.sent == []
+
+    play(scenario)
+
+
+def test_too_many_waiting_are_refused_and_counted(play):
+    async def scenario(kit):
+        streams = [kit.begin(f"r{i}") for i in range(3)]
+        with pytest.raises(OverloadedError) as caught:
+            kit.begin("one too many")
+        assert caught.value.retry_after_s >= 1
+        assert kit.front.stats.num_overloaded == 1
+        await streams[0].aclose()
+        kit.report(num_received=3, num_running=2)
+        kit.begin("now")
+
+    play(scenario, max_waiting=1)
+
+
+def test_what_the_engine_refuses_fails_alone(play):
+    async def scenario(kit):
+        refused, other = kit.begin("refused"), kit.begin("other")
+        kit.front.take(Refused(("refused",), RequestError("too long")))
+        with pytest.raises(RequestError, match="too long"):
+            await anext(refused)
+        kit.report(update("other", 20))
+        assert (await anext(other)).outputs[0].token_ids == (20,)
+
+    play(scenario)
+
+
+def test_when_the_process_dies_every_request_fails_with_one_error(play):
+    async def scenario(kit):
+        streams = [kit.begin(f"r{i}") for i in range(2)]
+        kit.report(update("r0", 20))
+        kit.process.ended.set()
+        assert (await anext(streams[0])).outputs[0].token_ids == (20,)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="the fake died"):
+                await anext(stream)
+        assert not kit.front.is_ready
+        assert kit.front.stats.num_failed == 2
+        assert kit.front.stats.load == EngineLoad()
+        with pytest.raises(EngineDeadError, match="the engine is gone"):
+            kit.begin("later")
+
+    play(scenario)
+
+
+def test_between_two_processes_requests_are_told_to_come_again(play):
+    async def scenario(kit):
+        kit.process.ended.set()
+        await asyncio.sleep(0.01)
+        with pytest.raises(EngineRestartingError, match="being started again"):
+            kit.begin()
+
+    play(scenario, max_restarts=1, restart_backoff_s=100.0)
+
+
+def test_results_that_cannot_be_taken_in_end_the_requests(play, caplog):
+    async def scenario(kit):
+        stream = kit.begin()
+        await asyncio.sleep(0)
+        kit.process.says = "nonsense"
+        kit.process.ended.set()
+        with pytest.raises(EngineDeadError, match="results cannot be taken in"):
+            await asyncio.wait_for(anext(stream), 5)
+
+    play(scenario)
+
+
+def test_a_process_that_does_not_report_is_killed(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        with pytest.raises(EngineDeadError, match=r"a step took more than 0\.05 s"):
+            await asyncio.wait_for(anext(stream), 5)
+
+    play(scenario, step_timeout_s=0.05)
+
+
+def test_a_process_without_work_may_be_silent(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        assert kit.front.awaits_report
+        kit.process.says = StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01)
+        kit.process.ended.set()
+        assert (await anext(stream)).finished
+        assert not kit.front.awaits_report
+        await asyncio.sleep(0.1)
+        assert kit.front.is_ready
+
+    play(scenario, step_timeout_s=0.05)
+
+
+def test_while_draining_nobody_comes_in_and_the_others_finish(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        kit.front.draining = True
+        with pytest.raises(DrainingError):
+            kit.begin("late")
+        assert not kit.front.is_ready
+        kit.report(update("r", 20, 21, 22, 23))
+        assert (await anext(stream)).finished
+        assert kit.front.at_rest.is_set()
+
+    play(scenario)
+
+
+# The shadow audit
+
+
+def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        kit.report(update("r", 20, 21, 22, 23))
+        await anext(stream)
+        *_, replay = kit.process.take_sent()
+        (plain,) = replay.completions
+        assert (plain.request_id, plain.max_drafts) == ("r#replay", 0)
+        kit.report(update("r#replay", 20))
+        assert kit.front.stats.num_output_tokens == 4, "replays are not served"
+
+        second = kit.begin("second")
+        release, submit = kit.process.take_sent()
+        assert release == Release({"r#replay": None}, aborted=True)
+        assert submit.completions[0].request_id == "second"
+        await second.aclose()
+        _, again = kit.process.take_sent()
+        assert again == replay
+
+        kit.report(update("r#replay", 20, 21, 22, 23))
+        assert kit.process.take_sent() == [Release({"r#replay": None}, aborted=True)]
+        assert kit.front.stats.audit.num_audited == 1
+        assert kit.front.stats.audit.num_mismatched == 0
+
+    play(scenario, shadow_audit_rate=1.0)
+
+
+def test_a_difference_is_reported(play, caplog):
+    async def scenario(kit):
+        stream = kit.begin()
+        kit.report(update("r", 20, 21, 22, 23))
+        await anext(stream)
+        kit.report(update("r#replay", 20, 7))
+        difference = kit.front.stats.audit.last_difference
+        assert (difference.position, difference.served, difference.replayed) == (1, 21, 7)
+        assert kit.front.stats.audit.num_mismatched == 1
+
+    play(scenario, shadow_audit_rate=1.0)
+
+
+def test_while_others_run_or_the_server_drains_nothing_is_audited(play):
+    async def scenario(kit):
+        first, second = kit.begin("first"), kit.begin("second")
+        kit.process.take_sent()
+        kit.report(update("first", 20, 21, 22, 23))
+        await anext(first)
+        assert not any(isinstance(message, Submit) for message in kit.process.take_sent())
+        kit.front.draining = True
+        kit.report(update("second", 20, 21, 22, 23))
+        await anext(second)
+        assert not any(isinstance(message, Submit) for message in kit.process.take_sent())
+        assert kit.front.stats.audit.num_pending == 2
+
+    play(scenario, shadow_audit_rate=1.0)
+
+
+def test_a_replay_is_not_repeated_after_it_was_refused_or_died(play):
+    async def scenario(kit):
+        stream = kit.begin()
+        kit.report(update("r", 20, 21, 22, 23))
+        await anext(stream)
+        kit.front.take(Refused(("r#replay",), RequestError("no")))
+        assert kit.front.stats.audit.num_dropped == 1
+        second = kit.begin("second")
+        kit.report(update("second", 20, 21, 22, 23))
+        await anext(second)
+        kit.process.ended.set()
+        await asyncio.sleep(0.01)
+        assert kit.front.stats.audit.num_dropped == 2
+
+    play(scenario, shadow_audit_rate=1.0)

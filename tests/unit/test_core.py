@@ -1,0 +1,159 @@
+"""The engine's loop: launches run ahead of settlements, and a failure ends it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.harness import Shape, build, request, run
+from helpers.toy import ToyModel
+from sametoken.engine.core import EngineCore
+from sametoken.errors import EngineDeadError, InvariantError, RequestError
+from sametoken.types.plan import StepPlan
+
+
+class Scripted:
+    """A scheduler and a runner in one, which write down what happens."""
+
+    def __init__(self, num_plans: int) -> None:
+        self.log: list[str] = []
+        self.plans = [StepPlan(i) for i in range(num_plans)]
+        self.fail_at: str | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.plans)
+
+    def _note(self, event: str):
+        self.log.append(event)
+        if event == self.fail_at:
+            raise InvariantError("it was planned to fail")
+
+    def plan(self) -> StepPlan | None:
+        return self.plans.pop(0) if self.plans else None
+
+    def submit(self, plan: StepPlan):
+        self._note(f"launch {plan.step_id}")
+        return SimpleNamespace(wait=lambda: plan.step_id)
+
+    def settle(self, step_id: int) -> tuple:
+        self._note(f"settle {step_id}")
+        return (step_id,)
+
+    def add(self, item) -> None:
+        self._note(f"add {item}")
+
+    def release(self, request_id: str, num_kept_tokens: int | None) -> None:
+        self._note(f"release {request_id} {num_kept_tokens}")
+
+
+def core_over(scripted: Scripted, steps_in_flight: int) -> EngineCore:
+    return EngineCore(SimpleNamespace(steps_in_flight=steps_in_flight), scripted, scripted)
+
+
+def drive(core: EngineCore) -> list[tuple]:
+    results = []
+    while core.has_unfinished:
+        results.append(core.step())
+    return results
+
+
+def test_one_step_in_flight_settles_what_it_launches():
+    scripted = Scripted(3)
+    assert drive(core_over(scripted, 1)) == [(0,), (1,), (2,)]
+    assert scripted.log == [f"{verb} {i}" for i in range(3) for verb in ("launch", "settle")]
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_launches_run_ahead_and_results_come_in_order(depth):
+    scripted = Scripted(5)
+    results = drive(core_over(scripted, depth))
+    assert results == [()] * (depth - 1) + [(i,) for i in range(5)]
+    ahead = [f"launch {i}" for i in range(depth)]
+    assert scripted.log[: depth + 1] == [*ahead, "settle 0"]
+    settled = [event for event in scripted.log if event.startswith("settle")]
+    assert settled == [f"settle {i}" for i in range(5)]
+    in_flight = 0
+    for event in scripted.log:
+        in_flight += 1 if event.startswith("launch") else -1
+        assert 0 <= in_flight <= depth
+    assert in_flight == 0
+
+
+def test_a_step_with_nothing_to_launch_settles_at_once():
+    scripted = Scripted(1)
+    assert drive(core_over(scripted, 3)) == [(), (0,)]
+
+
+def test_a_step_with_nothing_to_do_does_nothing():
+    scripted = Scripted(0)
+    core = core_over(scripted, 2)
+    assert not core.has_unfinished
+    assert core.step() == ()
+    assert scripted.log == []
+
+
+@pytest.mark.parametrize("event", ["launch 1", "settle 0"])
+def test_a_failure_ends_the_engine(event):
+    scripted = Scripted(4)
+    scripted.fail_at = event
+    core = core_over(scripted, 2)
+    core.step()
+    with pytest.raises(EngineDeadError, match=r"a step failed: .*planned to fail") as caught:
+        core.step()
+    assert isinstance(caught.value.__cause__, InvariantError)
+    so_far = list(scripted.log)
+    for call in (core.step, lambda: core.add_request("x")):
+        with pytest.raises(EngineDeadError, match="the engine stopped after") as caught:
+            call()
+        assert caught.value.remedy == "restart the engine"
+    assert scripted.log == so_far
+    core.release("x", 5)
+    assert scripted.log == so_far
+
+
+def test_an_engine_that_is_stopped_says_after_what():
+    scripted = Scripted(2)
+    core = core_over(scripted, 1)
+    core.stop(KeyboardInterrupt())
+    core.stop(ValueError("later"))
+    for call in (core.step, lambda: core.add_request("x")):
+        with pytest.raises(EngineDeadError, match=r"KeyboardInterrupt\(\) cut a step short"):
+            call()
+    core.release("x")
+    assert scripted.log == []
+
+
+def test_a_refused_request_is_the_caller_s_error_alone():
+    core = build(ToyModel(), Shape())
+    core.add_request(request("a", (1, 2)))
+    for bad, cause in (
+        (request("a", (3,)), "already here"),
+        (request("b", ()), "empty prompt"),
+        (request("c", (1,) * 96), "leaves room for 95"),
+        (request("d", (1,), max_tokens=96), "max_total_tokens=97"),
+    ):
+        with pytest.raises(RequestError, match=cause):
+            core.add_request(bad)
+    core.release("a")
+    ran = run(core, [request("a", (1, 2))])
+    assert len(ran.tokens["a"]) == 12
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_a_request_released_in_mid_flight_brings_nothing_more(steps_in_flight):
+    core = build(ToyModel(), Shape(steps_in_flight=steps_in_flight))
+    core.add_request(request("gone", (1, 2, 3)))
+    core.add_request(request("stays", (4, 5)))
+    before = [update for _ in range(steps_in_flight) for update in core.step()]
+    for request_id in ("gone", "gone", "unknown"):
+        core.release(request_id)
+    after = []
+    while core.has_unfinished:
+        after += core.step()
+        stayed = [u for u in (*before, *after) if u.request_id == "stays"]
+        if len(stayed) == 12:
+            core.release("stays")
+    assert {update.request_id for update in after} == {"stays"}
+    core.scheduler.check_integrity()

@@ -1,0 +1,217 @@
+"""The engine for programs, over an engine that emits a script."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sametoken.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
+from sametoken.llm import LLM
+from sametoken.types.request import RequestUpdate
+from sametoken.types.sampling_params import SamplingParams
+
+EOS = 0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+@pytest.fixture
+def ids(tokenizer):
+    return lambda text: list(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_outputs_come_in_the_order_of_the_prompts(scripted, ids, lag):
+    cat, dog = ids("the cat"), ids("the dog sat on")
+    llm, engine = scripted([dog[:2], dog[2:], [EOS]], [cat, [EOS]], lag=lag)
+    outputs = llm.generate(["a", {"prompt_token_ids": ids("b")}], GREEDY)
+    assert [o.outputs[0].text for o in outputs] == ["the dog sat on", "the cat"]
+    assert [o.prompt for o in outputs] == ["a", None]
+    assert not engine.has_unfinished
+    # The EOS is kept too.
+    prompt_lens = [len(request.prompt_token_ids) for request in engine.requests]
+    assert engine.num_kept == {
+        "0": prompt_lens[0] + len(dog) + 1,
+        "1": prompt_lens[1] + len(cat) + 1,
+    }
+
+
+def test_one_prompt_may_stand_alone(scripted, ids):
+    llm, _ = scripted([ids("the cat"), [EOS]])
+    (output,) = llm.generate("a", GREEDY, use_tqdm=True)
+    assert output.outputs[0].text == "the cat"
+    assert llm.generate([]) == []
+
+
+def test_chat_takes_one_conversation_or_several(scripted, tokenizer):
+    llm, engine = scripted([[EOS]], [[EOS]], [[EOS]])
+    user = [{"role": "user", "content": "hi"}]
+    assert len(llm.chat(user, GREEDY)) == 1
+    assert len(llm.chat([user, user], GREEDY, add_generation_prompt=False)) == 2
+    prompts = [
+        tokenizer.decode(r.prompt_token_ids, skip_special_tokens=False) for r in engine.requests
+    ]
+    assert prompts == ["<|user|>hi<|end|>", "<|user|>hi", "<|user|>hi"]
+
+
+def test_nothing_runs_if_one_input_is_invalid(scripted):
+    llm, engine = scripted([[EOS]], [[EOS]])
+    for prompts, params in (
+        (["a", ""], GREEDY),
+        (["a", "b"], [GREEDY]),
+        (["a", {"text": "b"}], GREEDY),
+        ([1, 2], GREEDY),
+    ):
+        with pytest.raises(RequestError):
+            llm.generate(prompts, params)
+    assert engine.requests == []
+    assert engine.num_steps == 0
+
+
+def test_a_request_that_the_engine_refuses_takes_the_others_back(scripted):
+    llm, engine = scripted([[EOS]], [[EOS]])
+    engine.refuse[1] = RequestError("too long", "shorten it")
+    with pytest.raises(RequestError, match="too long"):
+        llm.generate(["a", "b"], GREEDY)
+    assert engine.released == ["0"]
+    assert engine.num_steps == 0
+
+
+def test_a_request_that_fails_while_it_runs_leaves_the_others_alone(scripted, ids):
+    poisoned = RequestUpdate("", (), 0, 0, True, 0, poisoned=True)
+    llm, _ = scripted([ids("the"), poisoned], [ids("the"), ids(" cat"), [EOS]])
+    bad, good = llm.generate(["a", "b"], GREEDY)
+    assert bad.outputs[0].finish_reason == "error"
+    assert good.outputs[0].text == "the cat"
+
+
+def test_a_dead_engine_is_reported_once_and_as_it_died(scripted):
+    llm, engine = scripted([EngineDeadError("a step failed")])
+    with pytest.raises(EngineDeadError, match="a step failed"):
+        llm.generate("a", GREEDY)
+    assert engine.released == ["0"]
+
+
+def test_streamed_outputs_grow_and_end_with_the_whole(scripted, ids):
+    tokens = ids("the cat sat on the mat")
+    llm, engine = scripted([tokens[:1], tokens[1:4], tokens[4:], [EOS]])
+    outputs = list(llm.generate_stream("a", GREEDY))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 4, len(tokens), len(tokens) + 1]
+    assert [o.finished for o in outputs] == [False, False, False, True]
+    assert outputs[-1].outputs[0].text == "the cat sat on the mat"
+    assert not engine.has_unfinished
+
+
+def test_closing_a_stream_aborts_its_request(scripted, ids):
+    llm, engine = scripted([ids("the"), ids("cat"), ids("sat")], [[EOS]], lag=1)
+    stream = llm.generate_stream("a", GREEDY)
+    next(stream)
+    stream.close()
+    assert engine.released == ["0"]
+    llm.generate("b", GREEDY)
+    assert not engine.has_unfinished
+    unstarted = llm.generate_stream("c", GREEDY)
+    unstarted.close()
+    assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_interrupt_in_mid_step_ends_at_once(scripted, ids, stream):
+    llm, engine = scripted([ids("the"), KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.generate_stream("a", GREEDY)) if stream else llm.generate("a", GREEDY)
+    assert engine.released == ["0"]
+    assert engine.num_steps == 2
+
+
+def test_an_update_that_cannot_be_taken_in_ends_the_engine(scripted, ids, monkeypatch):
+    llm, _ = scripted([ids("the"), [EOS]], [[EOS]])
+    monkeypatch.setattr(llm._outputs, "process", lambda updates, now: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate("a", GREEDY)
+    with pytest.raises(EngineDeadError):
+        llm.generate("b", GREEDY)
+    assert llm._latest == {}
+
+
+def test_an_output_that_cannot_be_begun_leaves_nothing(scripted, ids, monkeypatch):
+    llm, engine = scripted([[EOS]], [ids("the"), [EOS]])
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._outputs, "add", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate("a", GREEDY)
+    assert engine.released == ["0"]
+    assert llm.generate("b", GREEDY)[0].outputs[0].text == "the"
+
+
+def test_an_invalid_stream_is_refused_at_the_call(scripted):
+    llm, _ = scripted()
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate_stream("", GREEDY)
+
+
+def test_a_stream_survives_a_batch_in_its_middle(scripted, ids):
+    llm, _ = scripted([ids("the"), ids(" cat"), [EOS]], [ids("dog"), [EOS]])
+    stream = llm.generate_stream("a", GREEDY)
+    assert next(stream).outputs[0].text == "the"
+    (other,) = llm.generate("b", GREEDY)
+    assert other.outputs[0].text == "dog"
+    assert list(stream)[-1].outputs[0].text == "the cat"
+
+
+def test_abort_ends_a_stream_where_it_stands(scripted, ids):
+    llm, _ = scripted([ids("the"), ids(" cat"), [EOS]])
+    stream = llm.generate_stream("a", GREEDY)
+    first = next(stream)
+    llm.abort(first.request_id)
+    llm.abort("unknown")
+    (last,) = list(stream)
+    assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("the", "abort")
+
+
+def test_speculation_counters_sum_over_finished_requests(scripted, ids):
+    tokens = ids("the cat sat on")
+    llm, _ = scripted([tokens[:1], tokens[1:4], [EOS]], [tokens[:2], [EOS]])
+    outputs = llm.generate(["a", "b"], GREEDY)
+    total = outputs[0].metrics.speculation + outputs[1].metrics.speculation
+    assert llm.speculation_metrics == total
+    assert total.num_steps == 5
+    assert total.num_accepted_tokens == 3
+
+
+def test_eos_of_model_and_tokenizer_both_end_a_text(scripted):
+    llm, engine = scripted([[EOS]])
+    llm.generate("a", GREEDY)
+    assert engine.requests[0].stop_token_ids == (EOS,)
+
+
+def test_without_a_tokenizer_token_ids_work(scripted):
+    llm, _ = scripted([[7, 8], [EOS]], with_tokenizer=False)
+    (output,) = llm.generate({"prompt_token_ids": [5]}, GREEDY)
+    assert (output.outputs[0].token_ids, output.outputs[0].text) == ((7, 8, EOS), "")
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.get_tokenizer()
+
+
+def test_sampling_defaults_come_from_the_checkpoint(scripted, tmp_path):
+    llm, engine = scripted([[EOS]], model_path=tmp_path)
+    assert llm.get_default_sampling_params() == SamplingParams()
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    expected = SamplingParams(temperature=0.6, top_p=0.9, top_k=20)
+    assert llm.get_default_sampling_params() == expected
+    llm.generate("a")
+    assert engine.requests[0].params.top_k == 20
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="generation_config"):
+        llm.get_default_sampling_params()
+
+
+def test_get_tokenizer_is_the_hugging_face_one(scripted, tokenizer):
+    llm, _ = scripted()
+    assert llm.get_tokenizer() is tokenizer.hf
+
+
+def test_options_are_checked_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="did you mean 'dtype'"):
+        LLM("nowhere", dtyp="float32")

@@ -1,0 +1,229 @@
+"""Structures compiled over tokens: what they allow, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from sametoken.errors import OverloadedError, RequestError
+from sametoken.text.grammar import trials as module
+from sametoken.text.grammar.compiled import (
+    MAX_CHARACTERS,
+    MAX_NESTING,
+    MAX_WHITESPACE,
+)
+from sametoken.text.grammar.grammar import (
+    GrammarCompiler,
+    XGrammar,
+)
+from sametoken.text.grammar.trials import ThreadTrials
+from sametoken.text.tokenizer import Tokenizer
+from sametoken.types.structured_outputs import StructuredOutputs
+
+EOS, SECOND_EOS = 0, 333
+
+
+@pytest.fixture(scope="module")
+def vocab_size(tokenizer) -> int:
+    """Padded, as those of real checkpoints are."""
+    return len(tokenizer.hf) + 9
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer, vocab_size) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size, (EOS, SECOND_EOS), ThreadTrials())
+
+
+def allowed(matcher, vocab_size: int) -> set[int]:
+    masks = torch.full((2, -(-vocab_size // 32)), 7, dtype=torch.int32)
+    matcher.fill(masks, 1)
+    assert (masks[0] == 7).all()
+    bits = (masks[1, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    return set(bits.flatten().nonzero().flatten().tolist())
+
+
+def accepts(grammar, tokenizer, text: str) -> bool:
+    matcher = grammar.new_matcher()
+    taken = all(matcher.accept(t) for t in tokenizer.encode(text, add_special_tokens=False))
+    return taken and matcher.accept(EOS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "right", "wrong"),
+    [
+        ({"regex": "(cat|dog) [0-9]{2}"}, ["cat 10", "dog 99"], ["cat 1", "cow 10", ""]),
+        ({"grammar": 'root ::= "(" root ")" | "the"'}, ["the", "((the))"], ["(the", "()"]),
+        ({"choice": ("schöne 🎉", 'q"\\\n', "a")}, ["schöne 🎉", 'q"\\\n', "a"], ["b", "aa"]),
+        ({"json_object": True}, ["{}", '{"a": [1, null]}', '{\n  "x": {}\n}'], ["[1]", "1", "{"]),
+        (
+            {
+                "json_schema": json.dumps(
+                    {
+                        "type": "object",
+                        "properties": {"n": {"type": "integer", "maximum": 12}},
+                        "required": ["n"],
+                    }
+                )
+            },
+            ['{"n": 12}', '{ "n":3 }'],
+            ["{}", '{"n": 13}', '{"n": 1, "m": 2}', '{"n": "1"}'],
+        ),
+    ],
+)
+def test_texts_of_the_form_are_accepted_and_no_others(fields, right, wrong, compiler, tokenizer):
+    grammar = compiler.compile(StructuredOutputs(**fields))
+    assert [text for text in right if not accepts(grammar, tokenizer, text)] == []
+    assert [text for text in wrong if accepts(grammar, tokenizer, text)] == []
+
+
+def test_a_mask_allows_exactly_the_tokens_that_can_be_accepted(compiler, tokenizer, vocab_size):
+    matcher = compiler.compile(StructuredOutputs(regex="th[a-e ]+cat|Grüße")).new_matcher()
+    for token_id in tokenizer.encode("the "):
+        found = allowed(matcher, vocab_size)
+        assert token_id in found
+        for other in range(vocab_size):
+            assert matcher.copy().accept(other) == (other in found)
+        assert matcher.accept(token_id)
+
+
+def test_special_tokens_and_padding_are_no_text(compiler, tokenizer, vocab_size, capfd):
+    matcher = compiler.compile(StructuredOutputs(regex="(.|\n)*")).new_matcher()
+    found = allowed(matcher, vocab_size)
+    blank = tokenizer.special_ids - {EOS} | {len(tokenizer.hf) + 1, len(tokenizer.hf) + 8}
+    plain = tokenizer.hf.get_vocab()["<plain token>"]
+    assert not found & (blank - {SECOND_EOS})
+    assert {EOS, SECOND_EOS, plain} <= found
+    assert not any(matcher.accept(token_id) for token_id in blank - {SECOND_EOS})
+    assert capfd.readouterr().err == ""
+
+
+def test_after_the_end_only_end_tokens_match(compiler, tokenizer, vocab_size, capfd):
+    start = compiler.compile(StructuredOutputs(regex="a")).new_matcher()
+    matcher, a = start.copy(), tokenizer.encode("a")[0]
+    assert matcher.accept(a)
+    assert allowed(matcher, vocab_size) == {EOS, SECOND_EOS}
+    for end in (SECOND_EOS, EOS, EOS):
+        assert matcher.accept(end)
+        assert allowed(matcher, vocab_size) == {EOS, SECOND_EOS}
+        assert not matcher.accept(a)
+    assert allowed(matcher.copy(), vocab_size) == {EOS, SECOND_EOS}
+    assert a in allowed(start, vocab_size)
+    assert EOS not in allowed(start, vocab_size)
+    assert capfd.readouterr().err == ""
+
+
+def test_matchers_of_one_grammar_do_not_share_their_place(compiler, tokenizer, vocab_size):
+    grammar = compiler.compile(StructuredOutputs(regex="ab"))
+    first, second = grammar.new_matcher(), grammar.new_matcher()
+    first.accept(tokenizer.encode("a")[0])
+    assert allowed(first, vocab_size) != allowed(second, vocab_size)
+
+
+def test_white_space_between_elements_is_bounded(compiler, tokenizer):
+    grammar = compiler.compile(StructuredOutputs(json_object=True))
+    assert accepts(grammar, tokenizer, "{" + " " * MAX_WHITESPACE + "}")
+    assert not accepts(grammar, tokenizer, "{" + " " * (MAX_WHITESPACE + 1) + "}")
+
+
+def test_a_grammar_is_compiled_once(compiler, monkeypatch):
+    structured = StructuredOutputs(regex="once")
+    kept = compiler.compile(structured)
+    assert kept.is_ready()
+    monkeypatch.setattr(XGrammar, "require_sound", None)
+    again = compiler.compile(StructuredOutputs(regex="once"))
+    assert again.is_ready()
+    assert again._compiled is kept._compiled
+
+
+def test_a_grammar_crosses_process_borders(compiler, tokenizer, vocab_size):
+    grammar = compiler.compile(StructuredOutputs(regex="cat [0-9]"))
+    payload = pickle.dumps(grammar)
+    arrived = pickle.loads(payload)
+    assert accepts(arrived, tokenizer, "cat 3")
+    assert not accepts(arrived, tokenizer, "cat x")
+    assert not arrived.new_matcher().accept(1)
+    again = pickle.loads(payload)
+    assert again.vocabulary is arrived.vocabulary is grammar.vocabulary
+    assert again.is_ready(), "nothing is compiled twice"
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({"regex": "(a"}, "regex is not valid: .*parenthesis"),
+        ({"regex": "(?=a)b"}, "has the lookahead"),
+        ({"regex": r"(a)\1"}, r"has the escape \\1"),
+        ({"grammar": "root ::= x"}, 'grammar is not valid: .*"x" is not defined'),
+        ({"grammar": 'a ::= "b"'}, "grammar is not valid: .*root"),
+        ({"grammar": "root ::= root"}, "no text matches"),
+        ({"json_schema": '{"type": "strin"}'}, "json_schema is not valid: .*strin"),
+        ({"json_schema": '{"not": {}}'}, "not is not supported"),
+        ({"json_schema": '{"type": "string", "pattern": "(?=a)"}'}, "has the lookahead"),
+        ({"json_schema": '{"type": "string", "pattern": "a^b"}'}, "has the anchor"),
+        ({"json_schema": '{"patternProperties": {"a^b": {}}}'}, "has the anchor"),
+        ({"grammar": 'root ::= Regex("a^b")'}, "has the anchor"),
+        ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"above {MAX_CHARACTERS}"),
+        ({"regex": "(" * (MAX_NESTING + 1)}, "nests brackets deeper"),
+        ({"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "nests brackets"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_with_its_cause(fields, cause, compiler):
+    with pytest.raises(RequestError, match=cause) as caught:
+        compiler.compile(StructuredOutputs(**fields))
+    assert caught.value.remedy
+    assert "/cpp/" not in str(caught.value)
+
+
+def test_a_slow_grammar_is_refused_in_time_and_others_go_on(tokenizer, vocab_size, monkeypatch):
+    compiler = GrammarCompiler(tokenizer, vocab_size, (EOS,), ThreadTrials())
+    build, gate = XGrammar.require_sound, threading.Event()
+
+    def gated(grammar):
+        if grammar.source.text.startswith("slow"):
+            gate.wait()
+        build(grammar)
+
+    def refuse(source: str, cause: str, kind: type[Exception] = RequestError) -> None:
+        monkeypatch.setattr(module, "TIME_LIMIT", 0.02)
+        with pytest.raises(kind, match=cause):
+            compiler.compile(StructuredOutputs(regex=source))
+        monkeypatch.setattr(module, "TIME_LIMIT", 60)
+
+    monkeypatch.setattr(XGrammar, "require_sound", gated)
+    refuse("slow a", "took more than")
+    assert compiler.compile(StructuredOutputs(regex="fast"))
+    refuse("slow b", "took more than")
+    refuse("any", "still being compiled", OverloadedError)
+    gate.set()
+    assert compiler.compile(StructuredOutputs(regex="any"))
+
+
+def test_a_model_without_an_end_token_is_refused(tokenizer, vocab_size):
+    with pytest.raises(RequestError, match="end-of-text"):
+        GrammarCompiler(tokenizer, vocab_size, (), ThreadTrials())
+
+
+def test_sentencepiece_vocabularies_are_understood():
+    """Byte pieces, and a space written as U+2581."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_ = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    pieces = {"</s>": 256, "▁cat": 257, "cat": 258, "▁": 259, "a": 260}
+    backend = Backend(models.BPE(bytes_ | pieces, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>"))
+    compiler = GrammarCompiler(tokenizer, 264, (256,), ThreadTrials())
+    grammar = compiler.compile(StructuredOutputs(regex="cat cat é"))
+    matcher = grammar.new_matcher()
+    assert not matcher.accept(257)
+    assert all(matcher.accept(t) for t in (258, 257, 259, 0xC3, 0xA9, 256))

@@ -1,0 +1,106 @@
+"""Schemas: what the compiler would ignore is refused by name; the rest passes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sametoken.errors import RequestError
+from sametoken.text.grammar.json_schema import (
+    MAX_DEPTH,
+    check_schema,
+)
+
+CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
+DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object"},
+        {"type": ["integer", "null"]},
+        {"type": "integer", "minimum": 1, "exclusiveMaximum": 9},
+        {"type": "integer", "multipleOf": 3},
+        {"type": "string", "minLength": 1, "maxLength": 4},
+        {"type": "array", "prefixItems": [INTEGER], "items": False, "uniqueItems": False},
+        {"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2},
+        {"type": "object", "properties": {"not": INTEGER, "if": INTEGER}, "required": ["not"]},
+        {"anyOf": [INTEGER, {"type": "string"}], "title": "T", "description": "D"},
+        {"allOf": [INTEGER]},
+        {"$ref": "#/$defs/x", "$defs": {"x": INTEGER}},
+        {"oneOf": [INTEGER, {"type": "string"}]},
+        {"oneOf": [{"const": 1}, {"enum": [2, 3]}]},
+        {"oneOf": [CAT, DOG]},
+        {"oneOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/d"}], "$defs": {"c": CAT, "d": DOG}},
+        {"enum": [{"not": 1}], "default": {"minimum": 3}},
+    ],
+)
+def test_what_is_honoured_passes(schema):
+    assert check_schema(json.dumps(schema)) == ()
+
+
+@pytest.mark.parametrize(
+    ("schema", "cause"),
+    [
+        ({"not": INTEGER}, "not is not supported"),
+        ({"if": INTEGER, "then": INTEGER}, "if is not supported"),
+        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "uniqueItems is not"),
+        ({"type": "array", "contains": INTEGER}, "contains is not supported"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired is not"),
+        ({"minimum": 3}, "minimum needs the type to be integer or number"),
+        ({"type": ["integer", "string"], "minimum": 3}, "minimum needs the type"),
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf needs the type to be integer"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 1}, "multipleOf stands beside a minimum"),
+        ({"pattern": "a"}, "pattern needs the type to be string"),
+        ({"type": "string", "pattern": "a", "minLength": 2}, "minLength stands beside pattern"),
+        ({"type": "string", "format": "date", "maxLength": 2}, "maxLength stands beside format"),
+        ({"$ref": "#/$defs/x", "type": "integer", "$defs": {"x": {}}}, "beside type"),
+        ({"$ref": "https://example.com/x"}, "outside the schema"),
+        ({"type": "integer", "anyOf": [{}]}, "anyOf stands beside type"),
+        ({"allOf": [INTEGER, {}]}, "allOf has several"),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf has branches that may overlap"),
+        ({"oneOf": [CAT, {"type": "object"}]}, "oneOf has branches"),
+        ({"oneOf": [{"$ref": "#/$defs/gone"}, INTEGER]}, "oneOf has branches"),
+        ({"type": "object", "required": ["a"]}, "required names 'a'"),
+        ({"type": "object", "properties": {"a": {"not": {}}}}, "not is not supported"),
+        ({"$defs": {"x": {"minimum": 1}}, "type": "null"}, "minimum needs"),
+        ({"type": "array", "items": {"type": "array", "contains": {}}}, "contains"),
+        ({"type": 3}, "type is 3"),
+        ({"type": [3]}, r"type is \[3\]"),
+        ({"properties": []}, "properties is"),
+        ({"required": [["a"]]}, "required is"),
+        ({"pattern": 3, "type": "string"}, "pattern is 3"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_by_name(schema, cause):
+    with pytest.raises(RequestError, match=cause) as caught:
+        check_schema(json.dumps(schema))
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "not a JSON object"),
+        ("true", "not a JSON object"),
+        ("[" * 100_000, "is not JSON"),
+        ('{"items":' * (MAX_DEPTH + 1) + "{}" + "}" * (MAX_DEPTH + 1), "nested deeper"),
+    ],
+)
+def test_what_is_no_schema_is_refused(text, cause):
+    with pytest.raises(RequestError, match=cause):
+        check_schema(text)
+
+
+def test_regular_expressions_are_found_wherever_they_stand():
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": {"type": "string", "pattern": "x+"}}},
+        "patternProperties": {"^y": INTEGER},
+    }
+    assert sorted(check_schema(json.dumps(schema))) == ["^y", "x+"]

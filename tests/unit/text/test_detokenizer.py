@@ -1,0 +1,98 @@
+"""Streamed pieces put together are the decoding of the whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from sametoken.models.names import resolve_model
+from sametoken.text.detokenizer import (
+    ByteLevelDetokenizer,
+    WindowDetokenizer,
+    make_detokenizer,
+)
+from sametoken.text.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+)
+
+IDS = st.lists(st.integers(0, 335), max_size=24)
+
+
+@pytest.fixture(scope="module")
+def spaced() -> Tokenizer:
+    """A tokenizer in the form of Llama 2: spaces as U+2581, unknown bytes as <0xXX>."""
+    words = ["<unk>", "<s>", "▁the", "▁", "cat", "▁cat", "s", "é", "�", "<0x0A>"]
+    words += [f"<0x{byte:02X}>" for byte in (0xE2, 0x82, 0xAC, 0xC3, 0xA9, 0xFF)]
+    backend = Backend(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def pieces(tokenizer, token_ids, skip):
+    detokenizer = make_detokenizer(tokenizer, skip_special_tokens=skip)
+    return [*(detokenizer.append(token_id) for token_id in token_ids), detokenizer.finish()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(token_ids=IDS, skip=st.booleans())
+def test_byte_level_pieces_make_the_whole(tokenizer, token_ids, skip):
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(pieces(tokenizer, token_ids, skip)) == whole
+
+
+@settings(max_examples=300, deadline=None)
+@given(token_ids=st.lists(st.integers(0, 16), max_size=16), skip=st.booleans())
+def test_byte_fallback_pieces_make_the_whole(spaced, token_ids, skip):
+    whole = spaced.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(pieces(spaced, token_ids, skip)) == whole
+
+
+def test_each_kind_of_decoder_gets_its_detokenizer(tokenizer, spaced):
+    byte_level = make_detokenizer(tokenizer, skip_special_tokens=True)
+    window = make_detokenizer(spaced, skip_special_tokens=True)
+    assert isinstance(byte_level, ByteLevelDetokenizer)
+    assert isinstance(window, WindowDetokenizer)
+
+
+def test_a_character_comes_with_its_last_byte(tokenizer):
+    token_ids = [tokenizer.backend.token_to_id(stand_in) for stand_in in "ðŁĲ±"]
+    assert pieces(tokenizer, token_ids, True) == ["", "", "", "🐱", ""]
+    assert pieces(tokenizer, token_ids[:3], True) == ["", "", "", "\ufffd"]
+
+
+def test_text_is_not_held_back_without_need(tokenizer, spaced):
+    token_ids = tokenizer.encode("the cat sat")
+    assert pieces(tokenizer, token_ids, True)[:-1] == [tokenizer.decode([i]) for i in token_ids]
+    assert pieces(spaced, [2, 5, 5], True) == ["the", " cat", " cat", ""]
+
+
+def test_special_tokens_are_skipped_or_written_out(tokenizer):
+    token_ids = tokenizer.encode("the<|end|><plain token>")
+    assert "".join(pieces(tokenizer, token_ids, True)) == "the<plain token>"
+    assert "".join(pieces(tokenizer, token_ids, False)) == "the<|end|><plain token>"
+
+
+@pytest.mark.network
+@settings(max_examples=200, deadline=None)
+@given(token_ids=st.lists(st.integers(0, 49_200), max_size=40), skip=st.booleans())
+def test_pieces_of_the_embedded_model_make_the_whole(embedded, token_ids, skip):
+    whole = embedded.decode(token_ids, skip_special_tokens=skip)
+    assert "".join(pieces(embedded, token_ids, skip)) == whole
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Tokenizer:
+    return load_tokenizer(resolve_model("smollm2", lambda line: None))

@@ -1,0 +1,188 @@
+"""Tokenizers of checkpoint directories and of GGUF files."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from sametoken.config import EngineConfig
+from sametoken.errors import CheckpointError, RequestError, UnsupportedError
+from sametoken.models.load.gguf_file import read_gguf
+from sametoken.models.names import resolve_model
+from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
+from sametoken.text.tokenizer import (
+    load_tokenizer,
+    load_tokenizer_of,
+)
+
+TEXTS = [
+    "the cat sat on the mat",
+    "x =  12345\n\n    67",
+    "schöne Grüße 日本語 🎉 \x00\x7f",
+    "<|user|>hello<|end|>",
+    "",
+]
+
+
+def gguf_metadata(backend: Backend, **changes) -> dict:
+    spec = json.loads(backend.to_str())
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    special = {token["content"]: 3 if token["special"] else 4 for token in spec["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [special.get(token, 1) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in spec["model"]["merges"]],
+        **changes,
+    }
+
+
+@pytest.fixture
+def gguf_path(backend, tmp_path):
+    metadata = gguf_metadata(backend)
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
+    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages[0]['content'] }}!")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_gguf_file_gives_the_tokens_of_the_tokenizer_it_was_made_from(gguf_path, tokenizer, text):
+    loaded = load_tokenizer(gguf_path)
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.decode(loaded.encode(text), skip_special_tokens=False) == text
+    assert loaded.special_ids == tokenizer.special_ids
+
+
+def test_a_gguf_file_brings_its_end_token_and_chat_template(gguf_path):
+    loaded = load_tokenizer(gguf_path.parent)
+    assert loaded.eos_token_id == 0
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_smollm_splits_digits_before_words(backend):
+    by_pre = {
+        name: build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
+        for name in ("gpt-2", "smollm")
+    }
+    split = {
+        name: [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str("=  12")]
+        for name, built in by_pre.items()
+    }
+    assert split == {"gpt-2": ["=", "Ġ", "Ġ12"], "smollm": ["=", "ĠĠ", "1", "2"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [("qwen2", ["a", "Ġb", "Ġ", "1", "2", "3", "4"]), ("llama-bpe", ["a", "Ġb", "Ġ", "123", "4"])],
+)
+def test_known_word_splits(backend, name, pieces):
+    built = build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.pre": name}))
+    assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str("a b 1234")] == pieces
+
+
+def test_add_bos_token_puts_it_in_front(backend):
+    built = build_gguf_tokenizer(
+        gguf_metadata(
+            backend,
+            **{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1},
+        )
+    )
+    assert built.encode("the").ids[0] == 1
+    assert built.encode("the", add_special_tokens=False).ids[0] != 1
+
+
+@pytest.mark.parametrize("change", [{"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.pre": "x"}])
+def test_other_gguf_tokenizers_are_refused_by_name(backend, change):
+    with pytest.raises(UnsupportedError, match=r"'(llama|x)'"):
+        build_gguf_tokenizer(gguf_metadata(backend, **change))
+
+
+def test_a_gguf_file_without_vocabulary_is_refused(backend):
+    with pytest.raises(CheckpointError, match="no vocabulary"):
+        build_gguf_tokenizer(gguf_metadata(backend, **{"tokenizer.ggml.tokens": []}))
+
+
+def test_a_directory_loads_as_it_was_saved(tokenizer, tmp_path):
+    tokenizer.hf.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+    messages = [{"role": "user", "content": "hi"}]
+    assert loaded.apply_chat_template(messages) == tokenizer.apply_chat_template(messages)
+
+
+def test_a_tokenizer_file_alone_loads_but_has_no_chat_template(backend, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    backend.save(str(path))
+    loaded = load_tokenizer(path)
+    assert loaded.encode(TEXTS[0]) == tuple(backend.encode(TEXTS[0]).ids)
+    with pytest.raises(RequestError, match=r"no chat template.*use generate"):
+        loaded.apply_chat_template([{"role": "user", "content": "hi"}])
+    given = loaded.apply_chat_template([{"content": "hi"}], chat_template="{{ messages|length }}")
+    assert given == "1"
+
+
+def test_a_template_that_refuses_is_the_request_s_error(tokenizer):
+    with pytest.raises(RequestError, match=r"chat template refuses.*no system"):
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": "x"}],
+            chat_template="{{ raise_exception('no system role') }}",
+        )
+
+
+def test_missing_and_corrupt_files_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="no tokenizer at"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="no tokenizer at"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+        load_tokenizer(path)
+
+
+@pytest.mark.network
+def test_the_embedded_model_s_tokens_are_those_of_its_own_list():
+    path = resolve_model("smollm2", lambda line: None)
+    loaded = load_tokenizer(path)
+    tokens = read_gguf(path).metadata["tokenizer.ggml.tokens"]
+    assert [loaded.backend.id_to_token(i) for i in range(len(tokens))] == tokens
+    text = "def f(a):\n    return a +  12\n<|im_end|> Grüße 日本 🎉"
+    token_ids = loaded.encode(text)
+    assert loaded.decode(token_ids, skip_special_tokens=False) == text
+    # Two spaces and single digits, as SmolLM2 was trained; without the split: "Ġ", "Ġ", "1".
+    assert [tokens[i] for i in loaded.encode("x =  1")] == ["x", "Ġ=", "ĠĠ", "1"]
+
+
+def test_dummy_weights_need_no_tokenizer_but_use_one_that_is_there(tokenizer, tmp_path):
+    dummy = EngineConfig(load_format="dummy")
+    assert load_tokenizer_of(dummy, tmp_path) is None
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer_of(EngineConfig(), tmp_path)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_tokenizer_of(EngineConfig(load_format="dummy", tokenizer=str(tmp_path)), tmp_path)
+    tokenizer.hf.save_pretrained(tmp_path)
+    assert load_tokenizer_of(dummy, tmp_path).encode("the cat") == tokenizer.encode("the cat")
+    assert load_tokenizer_of(EngineConfig(skip_tokenizer_init=True), tmp_path) is None
+    other = EngineConfig(load_format="dummy", tokenizer=str(tmp_path))
+    assert load_tokenizer_of(other, tmp_path / "elsewhere") is not None

@@ -1,0 +1,77 @@
+"""The form of options: types, paths, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from sametoken.errors import ConfigError
+from sametoken.types.option_values import (
+    json_object,
+    require_path,
+    require_types,
+    require_within,
+    typed,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    flag: bool = False
+    count: int = 1
+    share: float = 0.5
+    rates: tuple[float, ...] | None = None
+    other: set = dataclasses.field(default_factory=set)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"k":' + "1" * 5000 + "}", "{", "nan"])
+def test_what_is_no_json_object_is_a_typed_error(text):
+    with pytest.raises(ConfigError, match="is not"):
+        json_object(text)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "bad"),
+    [
+        ("bool", [True, False], [0, 1, "yes", None]),
+        ("int", [0, 10**30], [True, 1.0, "1", None]),
+        ("float", [1, 0.5], [True, "0.5", None]),
+        ("str | None", ["x"], [b"x", 1]),
+    ],
+)
+def test_types(annotation, good, bad):
+    assert [typed("k", annotation, value) for value in good] == good
+    for value in bad:
+        with pytest.raises(ConfigError, match=r"k=.* is of the wrong type"):
+            typed("k", annotation, value)
+
+
+def test_every_field_is_checked_and_lists_become_tuples():
+    options = Options(rates=[0.5, 1])
+    require_types(options)
+    assert options.rates == (0.5, 1)
+    for wrong in ({"flag": None}, {"count": None}, {"share": "x"}, {"rates": ["x"]}):
+        with pytest.raises(ConfigError, match=f"where {next(iter(wrong))}="):
+            require_types(Options(**wrong), "where ")
+
+
+@pytest.mark.parametrize("path", [None, "", "a/b", "/" + "a/" * 1000, "ä" * 127])
+def test_paths_that_could_be(path):
+    require_path("k", path)
+
+
+@pytest.mark.parametrize("path", ["\0", "a\0b", "\ud800", "a" * 256, "ä" * 128, "a/" * 2048])
+def test_paths_that_could_not_be(path):
+    with pytest.raises(ConfigError, match=r"k=.* is no path"):
+        require_path("k", path)
+
+
+def test_limits_are_allowed_and_what_lies_beyond_is_not():
+    limits = (("count", 1, 3), ("share", 0.0, 1.0))
+    for options in (Options(), Options(count=3, share=0.0)):
+        require_within(options, limits)
+    for changes in ({"count": 0}, {"count": 4}, {"share": 1.5}, {"share": float("nan")}):
+        (name,) = changes
+        with pytest.raises(ConfigError, match=f"{name}=.* is not possible.*use a number from"):
+            require_within(Options(**changes), limits)

@@ -1,0 +1,123 @@
+"""Sampling parameters: normal forms, and one rule of validation per line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from sametoken.errors import RequestError
+from sametoken.types.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_SEED,
+    SamplingParams,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def test_sequences_become_tuples():
+    params = SamplingParams(
+        stop=["a", "b"], stop_token_ids=[1], bad_words=["c"], allowed_token_ids=[2, 3]
+    )
+    assert params.stop == ("a", "b")
+    assert params.stop_token_ids == (1,)
+    assert params.bad_words == ("c",)
+    assert params.allowed_token_ids == (2, 3)
+    assert SamplingParams(stop="end").stop == ("end",)
+
+
+def test_none_is_nothing():
+    params = SamplingParams(stop=None, stop_token_ids=None, bad_words=None)
+    assert (params.stop, params.stop_token_ids, params.bad_words) == ((), (), ())
+    assert params.allowed_token_ids is None
+    assert params == SamplingParams()
+
+
+def test_top_k_of_minus_one_keeps_all():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+def test_greedy_is_temperature_zero():
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams(temperature=0.1).greedy
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_each_penalty_counts_as_one(name):
+    assert not SamplingParams().has_penalties
+    assert SamplingParams(**{name: 1.5}).has_penalties
+
+
+def test_they_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().seed = 1
+
+
+EDGES = {
+    "n": (1, 100),
+    "temperature": (0, 100.0),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 0, 1, 2**31 - 1),
+    "min_p": (0, 1),
+    "seed": (None, 0, MAX_SEED),
+    "max_tokens": (None, 1, 10**9),
+    "min_tokens": (0, 16),
+    "num_speculative_tokens": (None, 0, 64),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (1e-6, 100),
+    "logprobs": (None, 0, MAX_LOGPROBS),
+    "prompt_logprobs": (None, 0, MAX_LOGPROBS),
+    "logit_bias": (None, {}, {5: -100.0}),
+}
+BEYOND = {
+    "n": (0, -1, 1.0, True),
+    "temperature": (-0.1, 100.1, NAN, INF, "1", True),
+    "top_p": (0, -0.1, 1.1, NAN),
+    "top_k": (-2, 1.5, True, 2**31),
+    "min_p": (-0.1, 1.1, NAN),
+    "seed": (-1, MAX_SEED + 1, 1.5, True),
+    "max_tokens": (0, -1, 1.5, True),
+    "min_tokens": (-1, 1.5, True, 2**31),
+    "presence_penalty": (-2.1, 2.1, NAN),
+    "frequency_penalty": (-2.1, 2.1, INF),
+    "repetition_penalty": (0, -1, 100.1, NAN),
+    "num_speculative_tokens": (-1, 1.5, True),
+    "logprobs": (-1, MAX_LOGPROBS + 1, 1.5, True),
+    "prompt_logprobs": (-1, MAX_LOGPROBS + 1, True),
+    "logit_bias": ({"5": 1.0}, {5: NAN}, {5: INF}, {5: "1"}, {True: 1.0}),
+    "stop": ([""], ["a", ""], [3]),
+    "bad_words": ([""], ["a", ""], [3]),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in EDGES.items() for v in vs])
+def test_the_edges_of_each_range_are_possible(name, value):
+    SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, vs in BEYOND.items() for v in vs])
+def test_values_beyond_are_refused_by_name(name, value):
+    with pytest.raises(RequestError, match=f"^{name}=.* is not possible") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.remedy.startswith(("use", "map"))
+
+
+@pytest.mark.parametrize(
+    ("params", "cause", "remedy"),
+    [
+        ({"min_tokens": 17}, "min_tokens 17 is above max_tokens 16", "raise max_tokens"),
+        ({"stop": "a", "detokenize": False}, "stop strings need text", "drop one of them"),
+        ({"allowed_token_ids": []}, "no token is allowed", "name some"),
+    ],
+)
+def test_contradictions_are_refused(params, cause, remedy):
+    with pytest.raises(RequestError, match=cause) as caught:
+        SamplingParams(**params)
+    assert remedy in caught.value.remedy
+
+
+def test_min_tokens_has_no_limit_without_max_tokens():
+    assert SamplingParams(min_tokens=1000, max_tokens=None).min_tokens == 1000

@@ -1,0 +1,54 @@
+"""One constraint on a text, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from sametoken.errors import RequestError
+from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.structured_outputs import StructuredOutputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"json_schema": "{}"}, "json_schema"),
+        ({"json_object": True}, "json_object"),
+        ({"regex": "a+"}, "regex"),
+        ({"grammar": 'root ::= "a"'}, "grammar"),
+        ({"choice": ("a", "b")}, "choice"),
+    ],
+)
+def test_the_field_that_is_set_is_the_kind(fields, kind):
+    assert StructuredOutputs(**fields).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({}, "sets nothing"),
+        ({"json_object": False}, "sets nothing"),
+        ({"regex": "a", "json_object": True}, "sets json_object and regex"),
+        ({"regex": ""}, "regex=''"),
+        ({"json_schema": {"type": "object"}}, "json_schema="),
+        ({"json_object": 1}, "json_object=1"),
+        ({"choice": ()}, "choice="),
+        ({"choice": ("a", "")}, "choice="),
+        ({"choice": "ab"}, "choice='ab'"),
+    ],
+)
+def test_anything_else_is_refused_with_a_remedy(fields, cause):
+    with pytest.raises(RequestError, match=cause) as caught:
+        StructuredOutputs(**fields)
+    assert caught.value.remedy
+
+
+def test_choices_may_come_as_a_list_and_the_whole_is_hashable():
+    assert StructuredOutputs(choice=["a", "b"]) == StructuredOutputs(choice=("a", "b"))
+    assert len({StructuredOutputs(choice=["a"]), StructuredOutputs(choice=("a",))}) == 1
+
+
+def test_sampling_parameters_take_nothing_else():
+    assert SamplingParams(structured_outputs=StructuredOutputs(regex="a")).structured_outputs
+    with pytest.raises(RequestError, match="structured_outputs"):
+        SamplingParams(structured_outputs={"regex": "a"})

@@ -225,16 +225,16 @@ class Profile:
 
     def patch(self) -> None:
         from sametoken.engine.core import EngineCore
-        from sametoken.ops.native import backend as bundle
+        from sametoken.ops.native import backend as backend
         from sametoken.runner.runner import StepRunner
 
         self._wrap(EngineCore, "step", lambda args: ("engine step", 0))
         self._wrap(StepRunner, "submit", lambda args: ("runner step", 0))
-        self._wrap(bundle.PanelWeight, "matmul", _product_label)
-        self._wrap(bundle.PanelWeight, "rows", lambda args: ("embedding", 0))
-        self._wrap(bundle, "silu_mul", lambda args: ("silu_mul", 0))
+        self._wrap(backend.PanelWeight, "matmul", _product_label)
+        self._wrap(backend.PanelWeight, "rows", lambda args: ("embedding", 0))
+        self._wrap(backend, "silu_mul", lambda args: ("silu_mul", 0))
         for op in OTHER_KERNELS:
-            self._wrap(bundle.NativeKernels, op, lambda args, op=op: (op, 0))
+            self._wrap(backend.NativeKernels, op, lambda args, op=op: (op, 0))
 
     def _wrap(self, owner: Any, name: str, label: Callable[[Any], tuple[str, int]]) -> None:
         function = getattr(owner, name)

@@ -38,7 +38,7 @@ from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import (
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 
@@ -105,8 +105,8 @@ class Chain:
         self.sequences.num_drafts[:batch] = window - 1
         blocks = torch.randperm(num_blocks - 1, device=device).view(batch, max_blocks)
         self.sequences.block_table[:batch, :max_blocks] = blocks
-        windows = tuple(PlanRow(slot, 1, window - 1, True) for slot in range(batch))
-        layout = StepLayout.of(StepPlan(0, rows=windows))
+        windows = tuple(ScheduledRequest(slot, 1, window - 1, True) for slot in range(batch))
+        layout = StepLayout.of(StepPlan(0, requests=windows))
         table = layout.table(layout.shape, self.sequences.reserved_slot, 0)
         self.layout = LayoutTable(torch.tensor(table, device=device), layout.shape)
         size = (2, num_blocks, SHAPE.num_kv_heads, BLOCK_SIZE, SHAPE.head_dim)

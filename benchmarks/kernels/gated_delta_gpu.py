@@ -45,9 +45,9 @@ from sametoken.ops.model.recurrent.rule import (
 )
 from sametoken.ops.model.recurrent.runs import plan_runs
 from sametoken.ops.pdl import (
-    overlapped,
-    release_next,
-    wait,
+    gdc_launch_dependents,
+    gdc_wait,
+    pdl_options,
 )
 from sametoken.state.caches import ModelCache
 
@@ -129,19 +129,19 @@ def copy_bandwidth() -> float:
 
 
 @triton.jit
-def _copy_kernel(states, FLOATS: tl.constexpr, OVERLAP: tl.constexpr):
+def _copy_kernel(states, FLOATS: tl.constexpr, PDL: tl.constexpr):
     """Read some of the states early, as the rule does, and write them back."""
-    release_next(OVERLAP)
+    gdc_launch_dependents(PDL)
     at = states + tl.program_id(0).to(tl.int64) * FLOATS + tl.arange(0, FLOATS)
     values = tl.load(at, cache_modifier=".cg")
-    wait(OVERLAP)
+    gdc_wait(PDL)
     tl.store(at, -values)
 
 
 def copy_in_place(states: torch.Tensor) -> None:
     """In pieces of 4 KiB, the fastest of several sizes."""
     grid = (states.numel() // 1024,)
-    _copy_kernel[grid](states, 1024, num_warps=1, **overlapped(states))
+    _copy_kernel[grid](states, 1024, num_warps=1, **pdl_options(states))
 
 
 class Layers:

@@ -44,7 +44,7 @@ from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import (
     Admission,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.sampling_params import SamplingParams
@@ -154,7 +154,9 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
     sequences.num_tokens[:batch] = MAX_LEN // 2
     sequences.num_drafts[:batch] = k
     slots = torch.arange(batch, device="cuda")
-    layout = StepLayout.of(StepPlan(1, rows=tuple(PlanRow(b, 1, k, True) for b in range(batch))))
+    layout = StepLayout.of(
+        StepPlan(1, requests=tuple(ScheduledRequest(b, 1, k, True) for b in range(batch)))
+    )
     columns = layout.table(layout.shape, sequences.reserved_slot, 0)
     windows = LayoutTable(torch.tensor(columns, device="cuda"), layout.shape)
     x = step.prepare_inputs(sequences, windows)
@@ -217,7 +219,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     options = parser.parse_args()
     if options.no_overlap:
-        overlap.can_overlap = lambda tensor: False
+        overlap.supports_pdl = lambda tensor: False
     results = {}
     print(f"{torch.cuda.get_device_name()}, us per launch in a graph")
     for model in MODELS:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bombs import COMPLETIONS, bombs
 from connections import Connection, Head, LostError, fetch, request
-from crowd import Tally
+from crowd import StatsCollector
 from server import PATIENCE_S, Server
 
 #: What an answer to a bomb may be. 499 is never sent.
@@ -54,11 +54,11 @@ class Bomber:
         self,
         address: tuple[str, int],
         chance: random.Random,
-        tally: Tally,
+        tally: StatsCollector,
         budget_s: float,
         pause_s: float,
     ) -> None:
-        self._address, self._chance, self._tally = address, chance, tally
+        self._address, self._chance, self._collector = address, chance, tally
         self._budget_s, self._pause_s = budget_s, pause_s
 
     async def run(self) -> None:
@@ -68,25 +68,25 @@ class Bomber:
             await asyncio.sleep(0.02 if name == "mutation" else self._pause_s)
 
     async def _throw(self, name: str, path: str, content: bytes) -> None:
-        self._tally.sent["bomber"] += 1
+        self._collector.sent["bomber"] += 1
         shown = f"{name}: {path}, {len(content)} bytes: {_shown(content)}"
         began = time.monotonic()
         try:
-            with self._tally.timed("bomber", shown):
+            with self._collector.timed("bomber", shown):
                 async with asyncio.timeout(PATIENCE_S):
                     head, body = await fetch(self._address, "POST", path, content)
         except (LostError, TimeoutError) as error:
-            self._tally.lose("bomber", f"{shown}: {error!r}")
+            self._collector.lose("bomber", f"{shown}: {error!r}")
             return
         finally:
             seconds = time.monotonic() - began
-            self._tally.thrown.append((began, seconds, shown))
-        self._tally.statuses[f"bomber {head.status}"] += 1
-        self._tally.outcomes[name][str(head.status)] += 1
+            self._collector.thrown.append((began, seconds, shown))
+        self._collector.statuses[f"bomber {head.status}"] += 1
+        self._collector.outcomes[name][str(head.status)] += 1
         fault = fault_of(head, body)
         if fault or seconds > self._budget_s:
             fault = fault or f"{seconds:.1f} s, which is too long"
-            self._tally.lose("bomber", f"{fault}: {shown}: {head.status} {body[:300]!r}")
+            self._collector.lose("bomber", f"{fault}: {shown}: {head.status} {body[:300]!r}")
 
 
 def _shown(content: bytes) -> str:
@@ -134,9 +134,13 @@ class HalfOpener:
     """
 
     def __init__(
-        self, address: tuple[str, int], chance: random.Random, tally: Tally, budget_s: float
+        self,
+        address: tuple[str, int],
+        chance: random.Random,
+        tally: StatsCollector,
+        budget_s: float,
     ) -> None:
-        self._address, self._chance, self._tally = address, chance, tally
+        self._address, self._chance, self._collector = address, chance, tally
         self._budget_s = budget_s
 
     async def run(self) -> None:
@@ -146,7 +150,7 @@ class HalfOpener:
             try:
                 await self._hold(kind)
             except LostError as error:
-                self._tally.lose("half-openers", f"{kind}: {error!r}")
+                self._collector.lose("half-openers", f"{kind}: {error!r}")
                 await asyncio.sleep(1.0)
 
     async def _hold(self, kind: str) -> None:
@@ -158,16 +162,16 @@ class HalfOpener:
             "a byte short": len(data) - 1,
             "in drips": 1,
         }[kind]
-        self._tally.sent["half-openers"] += 1
+        self._collector.sent["half-openers"] += 1
         connection = await Connection.open(self._address)
         try:
             connection.write(data[:length])
-            with self._tally.timed("half-openers", kind):
+            with self._collector.timed("half-openers", kind):
                 async with asyncio.timeout(self._budget_s):
                     await self._wait(connection, data[length : length + _NUM_DRIPS], kind)
-            self._tally.fates[f"closed: {kind}"] += 1
+            self._collector.fates[f"closed: {kind}"] += 1
         except TimeoutError:
-            self._tally.lose("half-openers", f"{kind}: held for {self._budget_s:g} s")
+            self._collector.lose("half-openers", f"{kind}: held for {self._budget_s:g} s")
         finally:
             connection.close()
 
@@ -196,10 +200,10 @@ class Killer:
     """
 
     def __init__(
-        self, address: tuple[str, int], server: Server, times: Times, tally: Tally
+        self, address: tuple[str, int], server: Server, times: Times, tally: StatsCollector
     ) -> None:
         self._address, self._server = address, server
-        self._times, self._tally = times, tally
+        self._times, self._collector = times, tally
         self.num_kills = 0
 
     async def kill(self) -> None:
@@ -208,14 +212,14 @@ class Killer:
         self._times.windows.append(window)
         if not await asyncio.to_thread(self._server.kill_engine):
             self._times.windows.remove(window)
-            self._tally.lose("killer", "there is no engine process")
+            self._collector.lose("killer", "there is no engine process")
             return
         self.num_kills += 1
         try:
-            with self._tally.timed("killer, until ready", "SIGKILL"):
+            with self._collector.timed("killer, until ready", "SIGKILL"):
                 await self._until_back()
         except TimeoutError:
-            self._tally.lose("killer", "no engine process came after the one that was ended")
+            self._collector.lose("killer", "no engine process came after the one that was ended")
         window[1] = time.monotonic() + _ECHO_S
 
     async def _until_back(self) -> None:

@@ -51,7 +51,7 @@ class WrongError(Exception):
 
 
 @dataclass
-class Tally:
+class StatsCollector:
     """What became of the requests of all clients.
 
     Attributes:
@@ -126,11 +126,11 @@ class Client:
         address: tuple[str, int],
         cases: list[Case],
         chance: random.Random,
-        tally: Tally,
+        tally: StatsCollector,
         may_restart: Callable[[float], bool],
     ) -> None:
         self._address, self._cases, self._chance = address, cases, chance
-        self._tally = tally
+        self._collector = tally
         self._may_restart = may_restart
         self._connection: Connection | None = None
         self._fates = {
@@ -145,14 +145,14 @@ class Client:
     async def visit(self) -> int:
         """Send a request, or several, and do as fate has it; how many were sent."""
         fate = self._chance.choices(list(FATES), list(FATES.values()))[0]
-        self._tally.sent["crowd"] += 1
+        self._collector.sent["crowd"] += 1
         if fate == "malformed":
             await self._guarded(fate, self._send_malformed())
         elif fate == "half":
             await self._guarded(fate, self._send_half())
         elif fate == "pipeline":
             cases = self._chance.choices(self._cases, k=self._chance.randint(2, 4))
-            self._tally.sent["crowd"] += len(cases) - 1
+            self._collector.sent["crowd"] += len(cases) - 1
             await self._guarded(fate, self._pipeline(cases))
             return len(cases)
         else:
@@ -172,22 +172,22 @@ class Client:
         except (LostError, WrongError, TimeoutError, ValueError, KeyError) as error:
             self.leave()
             # An answer that cannot be read is as good as none.
-            self._tally.lose("crowd", f"{fate}: {error!r}")
+            self._collector.lose("crowd", f"{fate}: {error!r}")
 
     async def _until_answered(self, fate: str, case: Case) -> None:
         """One request, sent again while the server says so."""
         while True:
             began, answer = time.monotonic(), Answer()
             try:
-                with self._tally.timed("crowd", case.name):
+                with self._collector.timed("crowd", case.name):
                     became = await self._fates[fate](case, answer)
             except TurnedAwayError as error:
                 self.leave()
-                self._tally.judge(case, answer)
+                self._collector.judge(case, answer)
                 await self._come_again(error, began)
                 continue
-            self._tally.fates[became] += 1
-            self._tally.judge(case, answer)
+            self._collector.fates[became] += 1
+            self._collector.judge(case, answer)
             return
 
     async def _come_again(self, error: TurnedAwayError, began: float) -> None:
@@ -198,7 +198,7 @@ class Client:
         """
         if error.code in ENGINE_CODES and not self._may_restart(began):
             raise WrongError(f"the engine died by itself: {error}")
-        self._tally.sent_again[error.code] += 1
+        self._collector.sent_again[error.code] += 1
         await asyncio.sleep(min(error.retry_after_s, 1.0) * (0.5 + self._chance.random()))
 
     @contextlib.asynccontextmanager
@@ -307,13 +307,13 @@ class Client:
                 while left:
                     head, answer = await connection.head(), Answer()
                     self._take_whole(head, await connection.body(head), answer)
-                    self._tally.fates["pipelined"] += 1
-                    self._tally.judge(left.pop(0), answer)
+                    self._collector.fates["pipelined"] += 1
+                    self._collector.judge(left.pop(0), answer)
             except TurnedAwayError as error:
                 await self._come_again(error, began)
             except StaleError:
                 # A server may close after any answer; what follows is sent again.
-                self._tally.sent_again["pipeline closed"] += 1
+                self._collector.sent_again["pipeline closed"] += 1
             finally:
                 connection.close()
 
@@ -325,7 +325,7 @@ class Client:
         connection.write(data[: self._chance.randrange(1, len(data))])
         await asyncio.sleep(0.02 * self._chance.random())
         connection.close()
-        self._tally.fates["sent by half"] += 1
+        self._collector.fates["sent by half"] += 1
 
     async def _send_malformed(self) -> None:
         path, content = self._chance.choice(MALFORMED)
@@ -334,10 +334,10 @@ class Client:
         self._note(head)
         if not 400 <= head.status < 500 or not json.loads(body)["error"]["message"]:
             raise WrongError(f"{head.status} to {content[:80]!r}")
-        self._tally.fates["refused"] += 1
+        self._collector.fates["refused"] += 1
 
     def _note(self, head: Head) -> None:
-        self._tally.statuses[f"crowd {head.status}"] += 1
+        self._collector.statuses[f"crowd {head.status}"] += 1
 
 
 def refusal(head: Head, body: bytes) -> Exception:

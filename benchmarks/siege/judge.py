@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attackers import Times
-from crowd import ENGINE_CODES, Tally
+from crowd import ENGINE_CODES, StatsCollector
 
 #: Gauges that must be 0 once nobody asks any more.
 LEFT = (
@@ -76,7 +76,7 @@ class Besieged:
 
     limits: Limits
     seconds: float
-    tally: Tally
+    tally: StatsCollector
     times: Times
     num_kills: int
     samples: list[dict[str, float]]

@@ -78,7 +78,7 @@ class Case:
 
 
 @dataclass
-class Tally:
+class StatsCollector:
     """What became of requests.
 
     Attributes:
@@ -135,7 +135,9 @@ async def answer_of(client: httpx.AsyncClient, case: Case, *, stream: bool) -> t
     return replica, tuple(id_ for event in events for id_ in event["choices"][0]["token_ids"])
 
 
-async def ask(client: httpx.AsyncClient, case: Case, tally: Tally, *, stream: bool) -> None:
+async def ask(
+    client: httpx.AsyncClient, case: Case, tally: StatsCollector, *, stream: bool
+) -> None:
     """One request, sent again if its stream breaks off."""
     while True:
         try:
@@ -154,9 +156,9 @@ async def ask(client: httpx.AsyncClient, case: Case, tally: Tally, *, stream: bo
 
 async def under_load(
     url: str, cases: Sequence[Case], num_clients: int, change: Callable[[], Awaitable[None]]
-) -> Tally:
+) -> StatsCollector:
     """What becomes of requests while ``change`` goes on; each client sends one after the other."""
-    tally, changed = Tally(), False
+    tally, changed = StatsCollector(), False
 
     async def keep_asking(first: int) -> None:
         for number in range(first, sys.maxsize, num_clients):

@@ -43,7 +43,7 @@ from typing import Any
 from attackers import Bomber, HalfOpener, Killer, Times
 from cases import COMPLETIONS, NUM_LONG, Answer, Case, make_cases
 from connections import LostError, fetch
-from crowd import Client, Tally, TurnedAwayError, WrongError
+from crowd import Client, StatsCollector, TurnedAwayError, WrongError
 from judge import COUNTED, LEFT, Besieged, Limits
 from prometheus_client.parser import text_string_to_metric_families
 from server import ENGINE, PATIENCE_S, Server, serving
@@ -97,8 +97,8 @@ class Siege:
         self._address = (host, int(port))
         self._server, self._plan = server, plan
         self._cases, self._long_cases = cases[:-NUM_LONG], cases[-NUM_LONG:]
-        self._times, self._tally = Times(), Tally()
-        self._killer = Killer(self._address, server, self._times, self._tally)
+        self._times, self._collector = Times(), StatsCollector()
+        self._killer = Killer(self._address, server, self._times, self._collector)
         self._samples: list[dict[str, float]] = []
 
     async def run(self) -> Besieged:
@@ -122,7 +122,7 @@ class Siege:
         return Besieged(
             limits=self._plan.limits,
             seconds=seconds,
-            tally=self._tally,
+            tally=self._collector,
             times=self._times,
             num_kills=self._killer.num_kills,
             samples=self._samples,
@@ -139,15 +139,15 @@ class Siege:
         """End with what is known if the server has fallen: there is nothing left to look at."""
         code = self._server.process.poll()
         if code is not None:
-            first = {kind: names[:3] for kind, names in self._tally.lost.items()}
+            first = {kind: names[:3] for kind, names in self._collector.lost.items()}
             raise SystemExit(
-                f"the server has ended with {code}\n{self._tally.summary()}\n"
+                f"the server has ended with {code}\n{self._collector.summary()}\n"
                 f"first losses: {json.dumps(first, indent=1)}\n"
                 f"the end of its log:\n{self._server.log[-3000:]}"
             )
 
     def _besiegers(self) -> list[Any]:
-        seed, limits, tally = self._plan.seed, self._plan.limits, self._tally
+        seed, limits, tally = self._plan.seed, self._plan.limits, self._collector
         bomber = Bomber(
             self._address,
             random.Random(seed + 1),
@@ -170,7 +170,7 @@ class Siege:
         async def work(number: int) -> None:
             nonlocal num_left
             chance = random.Random(f"{self._plan.seed} {number}")
-            client = Client(self._address, self._cases, chance, self._tally, self._times.since)
+            client = Client(self._address, self._cases, chance, self._collector, self._times.since)
             while num_left > 0 and self._server.process.poll() is None:
                 if kill_at and num_left <= kill_at[-1]:
                     kill_at.pop()
@@ -205,7 +205,7 @@ class Siege:
             held = await asyncio.to_thread(self._server.sample)
             self._samples.append({"at_s": time.monotonic(), **held})
             if len(self._samples) % _TELL_EVERY == 0:
-                print(self._tally.summary(), file=sys.stderr, flush=True)
+                print(self._collector.summary(), file=sys.stderr, flush=True)
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     async def _come_to_rest(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -248,12 +248,12 @@ class Siege:
 
     async def _read_to_the_end(self, case: Case, answer: Answer) -> None:
         chance = random.Random(0)
-        client = Client(self._address, [case], chance, self._tally, self._times.since)
+        client = Client(self._address, [case], chance, self._collector, self._times.since)
         try:
-            self._tally.fates[await client.stream(case, answer, pause_s=0.005)] += 1
+            self._collector.fates[await client.stream(case, answer, pause_s=0.005)] += 1
         except (LostError, WrongError, TurnedAwayError) as error:
-            self._tally.lose("drain", f"{case.name}: {error!r}")
-        self._tally.judge(case, answer)
+            self._collector.lose("drain", f"{case.name}: {error!r}")
+        self._collector.judge(case, answer)
         client.leave()
 
 

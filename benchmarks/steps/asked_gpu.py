@@ -70,7 +70,7 @@ def tokens_per_second(core: EngineCore, requests: list[EngineRequest]) -> float:
     began = time.perf_counter()
     while left:
         for update in core.step():
-            assert not update.poisoned
+            assert not update.failed
             if update.request_id in left:
                 left[update.request_id] -= len(update.token_ids)
                 if left[update.request_id] <= 0:

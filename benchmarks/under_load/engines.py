@@ -97,7 +97,7 @@ class Sametoken:
             vocab_size=resolved.model.vocab_size,
             max_model_len=resolved.max_model_len,
             eos_token_ids=resolved.model.eos_token_ids,
-            num_speculative_tokens=resolved.config.num_drafts,
+            num_speculative_tokens=resolved.config.num_speculative_tokens,
             seed=0,
         )
         self._num_drafts = self._num_accepted = 0
@@ -119,7 +119,7 @@ class Sametoken:
     def step(self) -> list[Arrival]:
         arrived = []
         for update in self._core.step():
-            if update.poisoned:
+            if update.failed:
                 raise RuntimeError(f"{update.request_id} was poisoned ({update.stuck!r})")
             self._num_drafts += update.num_drafts
             self._num_accepted += update.num_accepted
@@ -178,7 +178,7 @@ class Sametoken:
             "fusion": drafter.fusion,
             "draft_layers": drafter.layers + drafter.experts,
             "draft_head": drafter.head,
-            "k": resolved.config.num_drafts,
+            "k": resolved.config.num_speculative_tokens,
         }
 
 

@@ -108,9 +108,9 @@ class SpeculativeConfig:
     )
 
     @property
-    def num_drafts(self) -> int:
-        """k: drafts per step at most; 0 for a method that proposes none."""
-        return 0 if self.method == EXTRACT else self.num_speculative_tokens
+    def proposes(self) -> bool:
+        """Whether the method proposes drafts; extraction alone does not."""
+        return self.method != EXTRACT and self.num_speculative_tokens > 0
 
     @property
     def num_model_tokens(self) -> int:
@@ -290,10 +290,10 @@ class EngineConfig:
         return tuple(what for what, is_so in made_up.items() if is_so)
 
     @property
-    def num_drafts(self) -> int:
+    def num_speculative_tokens(self) -> int:
         """k: drafts per step at most; 0 without speculation."""
         speculative = self.speculative_config
-        return speculative.num_drafts if speculative else 0
+        return speculative.num_speculative_tokens if speculative and speculative.proposes else 0
 
     @property
     def draft_load_format(self) -> str:

@@ -95,7 +95,7 @@ class LLM:
             vocab_size=model.vocab_size,
             max_model_len=engine.resolved.max_model_len,
             eos_token_ids=all_eos_ids(model.eos_token_ids, tokenizer),
-            num_speculative_tokens=engine.resolved.config.num_drafts,
+            num_speculative_tokens=engine.resolved.config.num_speculative_tokens,
             seed=engine.resolved.config.seed,
         )
         self._outputs = OutputProcessor(tokenizer)

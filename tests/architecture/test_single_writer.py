@@ -200,7 +200,7 @@ def test_the_step_alone_commits_and_publishes():
         assert not imports_of(tree) or name.startswith("ops/step/"), name
         if found := calls_of(tree):
             calls[name] = found
-    assert calls == {"runner/step.py": {("settle", verb) for verb in VERBS}}
+    assert calls == {"runner/step.py": {("verify_and_propose", verb) for verb in VERBS}}
 
 
 @pytest.mark.parametrize(

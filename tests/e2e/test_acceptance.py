@@ -55,7 +55,7 @@ class LookaheadDrafter:
         own = context.kernels.take_rows(context.x.token_ids, live.source)
         states = self._forward(own, live.token_ids, live.rows)
 
-        chains, k = live.chains, context.max_num_drafts
+        chains, k = live.chains, context.num_speculative_tokens
         tokens = torch.zeros(k, len(chains.last), dtype=torch.int64)
         for at, row in enumerate(chains.last.tolist()):
             state, position = states[row], int(chains.following[at])
@@ -166,7 +166,7 @@ def test_a_slot_s_next_request_has_no_drafts_at_first(monkeypatch):
         return made
 
     def settled(result):
-        proposed[admitting[result.step_id]] |= {row.num_proposed for row in result.rows}
+        proposed[admitting[result.step_id]] |= {row.num_proposed for row in result.requests}
         return settle(result)
 
     monkeypatch.setattr(core.scheduler, "plan", planned)

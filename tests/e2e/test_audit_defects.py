@@ -60,7 +60,7 @@ def audit_twin(directory, *, plant=lambda: None, steps_in_flight: int = 1, spoil
     twin = Twin(directory, kernels=select_kernels(CPU))
 
     def make(config):
-        k = config.num_drafts
+        k = config.num_speculative_tokens
         spoilt = spoil and k > 0
         if k:
             plant()
@@ -152,7 +152,7 @@ def test_recurrent_state_that_ran_ahead_is_corruption(monkeypatch, plant):
     )
 
     def make(config):
-        if not config.num_drafts:
+        if not config.num_speculative_tokens:
             return audited(build(model, SHAPE), 0)
         return audited(
             build(model, SHAPE, make_drafter=lambda parts: ThreeStepsThenNone(MANY, 2, 10)), MANY

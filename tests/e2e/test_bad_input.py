@@ -331,7 +331,7 @@ def test_nan_logits_end_one_request_alone(steps_in_flight):
 
     def watched(result):
         updates = settle(result)
-        poisoned.extend(u.request_id for u in updates if u.poisoned)
+        poisoned.extend(u.request_id for u in updates if u.failed)
         return updates
 
     core.scheduler.settle = watched

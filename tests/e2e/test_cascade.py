@@ -169,13 +169,13 @@ class WrongTwoTimesOfThree:
     lookahead_slots = lookahead_tokens = 0
 
     def propose(self, context) -> Drafts:
-        ids = torch.zeros((len(context.slots), context.max_num_drafts), dtype=torch.int64)
+        ids = torch.zeros((len(context.slots), context.num_speculative_tokens), dtype=torch.int64)
         for b, slot in enumerate(context.slots.tolist()):
             n = int(context.num_tokens[b])
             tokens = context.tokens_at(torch.full((n,), slot), torch.arange(n)).tolist()
             ids[b] = (MODEL.next_token(tokens) + 1) % 5
         turn = context.samples & (context.num_tokens % 3 > 0)
-        return Drafts(ids, torch.where(turn, context.max_num_drafts, 0))
+        return Drafts(ids, torch.where(turn, context.num_speculative_tokens, 0))
 
 
 @pytest.mark.usefixtures("layouts")

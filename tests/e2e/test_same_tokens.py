@@ -41,14 +41,14 @@ PARAMS = (
     {"seed": 7, "min_tokens": 3, "stop_token_ids": (4, 6), "logprobs": 2, "prompt_logprobs": 1},
 )
 LONGEST = 16
-BUNDLES = {"reference": ReferenceKernels(), "native": NativeKernels()}
+BACKENDS = {"reference": ReferenceKernels(), "native": NativeKernels()}
 
 
 @lru_cache(maxsize=4096)
 def alone(prompt: tuple[int, ...], params: int, kernels: str = "reference") -> tuple[int, ...]:
     """The request by itself: no speculation, one step at a time, no shared prefixes."""
     shape = Shape(max_num_seqs=1, prefix_caching=False)
-    core = build(MODEL, shape, kernels=BUNDLES[kernels], steps="compact")
+    core = build(MODEL, shape, kernels=BACKENDS[kernels], steps="compact")
     item = request("alone", prompt, max_tokens=LONGEST + BEYOND, **PARAMS[params])
     return tuple(run(core, [item]).tokens["alone"])
 
@@ -74,7 +74,7 @@ class SameTokens(RuleBasedStateMachine):
 
     @initialize(
         data=st.data(),
-        kernels=st.sampled_from(list(BUNDLES)),
+        kernels=st.sampled_from(list(BACKENDS)),
         kind=st.sampled_from((*SCRIPTS, "ngram", "self")),
         steps_in_flight=st.integers(1, 3),
         num_drafts=st.integers(1, 4),
@@ -107,7 +107,7 @@ class SameTokens(RuleBasedStateMachine):
             make_drafter=make_drafter(kind, seed),
             oracle=lambda admitted: self.truth[admitted.prompt_token_ids, admitted.params.seed],
             stream=stream,
-            kernels=BUNDLES[kernels],
+            kernels=BACKENDS[kernels],
             steps=data.draw(st.sampled_from(self.layouts)),
         )
         self.truth = {}
@@ -283,7 +283,7 @@ def test_limits_of_drafts_change_no_token(kind, steps_in_flight):
 
     def watched():
         plan = plan_step()
-        limits.update(row.draft_limit for row in (plan.rows if plan else ()))
+        limits.update(row.draft_limit for row in (plan.requests if plan else ()))
         return plan
 
     core.scheduler.plan = watched

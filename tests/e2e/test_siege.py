@@ -91,10 +91,10 @@ def test_wrong_answers_are_found(siege):
         (said(siege, (1, 5), "a"), False, False, False),
         (said(siege, (1,), "b"), False, False, False),
     ):
-        tally = siege.crowd.Tally()
+        tally = siege.crowd.StatsCollector()
         tally.judge(case, siege.cases.Answer({0: one}, is_whole))
         assert (len(tally.wrong), len(tally.no_beginning)) == (is_wrong, not is_beginning), one
-    tally = siege.crowd.Tally()
+    tally = siege.crowd.StatsCollector()
     tally.judge(case, siege.cases.Answer({0: whole, 1: whole}, is_whole=True))
     assert tally.wrong
     assert tally.no_beginning
@@ -137,7 +137,7 @@ def right(siege, **changes):
     held = {
         f"{process}_{what}": 10.0 for process in ("server", "engine") for what in siege.judge.HELD
     }
-    tally = siege.crowd.Tally()
+    tally = siege.crowd.StatsCollector()
     tally.sent["crowd"] = 100
     values = {
         "limits": siege.judge.Limits(),

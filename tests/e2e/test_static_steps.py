@@ -16,8 +16,8 @@ from helpers.static_steps import DeviceChoices
 from helpers.structured import model, structured_request
 from sametoken.sampling.grammar_masks import SlowGrammarError
 from sametoken.types.structured_outputs import (
+    MaskFault,
     StructuredOutputs,
-    Stuck,
 )
 
 SHAPE = Shape(num_drafts=3, max_num_seqs=4, prefill_chunk_size=8, block_size=4, num_blocks=40)
@@ -95,7 +95,7 @@ def answers(steps: str, kernels, drafted: bool):
     while core.has_unfinished:
         for update in core.step():
             tokens, logprobs, prompt_logprobs, causes = told[update.request_id]
-            causes.extend([update.stuck] * update.poisoned)
+            causes.extend([update.mask_fault] * update.failed)
             tokens.extend(update.token_ids)
             logprobs.extend(update.logprobs or ())
             prompt_logprobs.extend(update.prompt_logprobs or ())
@@ -117,6 +117,6 @@ def test_what_is_told_is_that_of_compact_steps(steps, drafted):
     """By the kernels of captured steps, which choose tokens in all of them."""
     told, accepted = answers(steps, DeviceChoices(), drafted=drafted)
     assert told == told_plainly()
-    assert told["r4"][3] == [Stuck.NO_TOKEN]
-    assert told["r5"][3] == [Stuck.SLOW]
+    assert told["r4"][3] == [MaskFault.NO_VALID_TOKEN]
+    assert told["r5"][3] == [MaskFault.SLOW]
     assert (accepted > 0) == drafted

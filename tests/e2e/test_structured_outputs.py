@@ -225,9 +225,9 @@ def test_a_request_without_an_allowed_token_fails_alone(kind):
             emitted[update.request_id] += update.token_ids
         if len(emitted["sound"]) >= LONGEST:
             core.release("sound")
-    failed = [update.stuck for update in updates["stuck"]]
+    failed = [update.mask_fault for update in updates["stuck"]]
     assert failed == [False] * (len(failed) - 1) + [True]
-    assert updates["stuck"][-1].poisoned
+    assert updates["stuck"][-1].failed
     assert emitted["stuck"] == letters[:3]
     assert emitted["sound"][:LONGEST] == sound[:LONGEST]
 

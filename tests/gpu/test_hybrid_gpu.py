@@ -273,7 +273,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
         random(count, 2 * inner, hidden) / hidden**0.5, random(count, hidden, inner) / inner**0.5
     )
     x, logits = random(700, hidden), random(700, count)
-    chosen, weights = experts.route(logits, 8, True)
+    chosen, weights = experts.moe_gate(logits, 8, True)
     whole = experts.mix(x, stacked, chosen, weights)
     separate = experts_reference.SeparateExperts(
         *([PlainWeight(one) for one in each] for each in (stacked.gate_up, stacked.down))
@@ -281,7 +281,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
     expected = separate(x[:9], chosen[:9], weights[:9])
     torch.testing.assert_close(whole[:9], expected, rtol=2e-2, atol=1e-2)
     for rows in (1, 2, 17, 64, 256, 257):
-        ids, parts = experts.route(logits[:rows].clone(), 8, True)
+        ids, parts = experts.moe_gate(logits[:rows].clone(), 8, True)
         assert torch.equal(ids, chosen[:rows])
         assert torch.equal(parts, weights[:rows])
         assert torch.equal(experts.mix(x[:rows].clone(), stacked, ids, parts), whole[:rows])
@@ -313,7 +313,7 @@ class Adversary(DraftModelDrafter):
 
     def propose(self, context) -> Drafts:
         drafts = super().propose(context)
-        k = context.max_num_drafts
+        k = context.num_speculative_tokens
         place = torch.arange(k, device=CUDA)
         spoilt = place == (context.num_tokens % (k + 2))[:, None]
         wrong = (drafts.draft_ids + 1) % VOCABULARY

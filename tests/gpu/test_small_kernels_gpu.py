@@ -26,7 +26,7 @@ from sametoken.types.layout import (
 )
 from sametoken.types.plan import (
     Admission,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 
@@ -462,8 +462,8 @@ class ToyLoop:
         with torch.cuda.graph(graph):
             self.step()
         for step_id, batch in enumerate(batches):
-            rows = tuple(PlanRow(slot, 1, self.k, True) for slot in batch)
-            self.lay_out(StepLayout.of(StepPlan(step_id, rows=rows)))
+            rows = tuple(ScheduledRequest(slot, 1, self.k, True) for slot in batch)
+            self.lay_out(StepLayout.of(StepPlan(step_id, requests=rows)))
             graph.replay()
         torch.cuda.synchronize()
 

@@ -49,7 +49,7 @@ def generate(files, method: str, **options) -> Ran:
         ran.tokens[item.request_id] = []
     while core.has_unfinished:
         for update in core.step():
-            assert not update.poisoned
+            assert not update.failed
             ran.accepted += update.num_accepted
             out = ran.tokens[update.request_id]
             out.extend(update.token_ids)

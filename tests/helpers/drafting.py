@@ -28,7 +28,7 @@ from sametoken.types.layout import StepLayout
 from sametoken.types.plan import (
     Admission,
     BlockAssignment,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.sampling_params import SamplingParams
@@ -151,14 +151,14 @@ class Bench:
     def _shareable(self, slot: int) -> int:
         return int(self.sequences.num_computed[slot]) // BLOCK_SIZE
 
-    def _row(self, slot: int) -> PlanRow:
+    def _row(self, slot: int) -> ScheduledRequest:
         left = int(self.sequences.num_tokens[slot] - self.sequences.num_computed[slot])
         query = self.random.randint(1, left)
-        return PlanRow(slot, query, self.random.randint(0, self.k), query == left)
+        return ScheduledRequest(slot, query, self.random.randint(0, self.k), query == left)
 
-    def _step(self, rows: list[PlanRow], vocab: int, check: Callable) -> None:
+    def _step(self, rows: list[ScheduledRequest], vocab: int, check: Callable) -> None:
         self.step_id += 1
-        plan = StepPlan(self.step_id, rows=tuple(sorted(rows, key=_is_chunk)))
+        plan = StepPlan(self.step_id, requests=tuple(sorted(rows, key=_is_chunk)))
         step = Step(
             sequences=self.sequences,
             model=self.target,
@@ -169,7 +169,7 @@ class Bench:
             drafter=_Checked(self, vocab, check),
             results=self.results,
         )
-        drafts = step.ops.known_drafts(self.sequences, [row.slot for row in plan.rows])
+        drafts = step.ops.known_drafts(self.sequences, [row.slot for row in plan.requests])
         launcher = launcher_of(noted(step, self._count), self.steps)
         launcher.run(StepLayout.of(plan, drafts), 0, _NothingAsked())
 
@@ -203,7 +203,7 @@ def requests_of(context: DraftContext) -> list[tuple[int, int]]:
     return [(b, slot) for b, slot in enumerate(context.slots.tolist()) if slot != padding]
 
 
-def _is_chunk(row: PlanRow) -> bool:
+def _is_chunk(row: ScheduledRequest) -> bool:
     return row.num_query > 1 or not row.samples
 
 

@@ -87,7 +87,7 @@ class FakeEngine:
         self.resolved = SUMMARY
         self.say = say if callable(say) else lambda prompt, index: say
         self.window, self.refuse = window, refuse
-        self.endless, self.poisoned = endless, poisoned
+        self.endless, self.failed = endless, poisoned
         self.seen: list[tuple[PromptTokens, SamplingParams]] = []
         self.aborted: list[str] = []
         self._tasks: set[asyncio.Task] = set()
@@ -158,12 +158,12 @@ class FakeEngine:
         params = request.params
         return RequestUpdate(
             name,
-            () if self.poisoned else tuple(window),
+            () if self.failed else tuple(window),
             num_drafts=len(window) - 1,
             num_accepted=len(window) - 1,
             samples=True,
             num_cached=0,
-            poisoned=self.poisoned,
+            failed=self.failed,
             logprobs=tuple(map(candidates, window)) if params.logprobs is not None else None,
             prompt_logprobs=None
             if params.prompt_logprobs is None or not first

@@ -80,7 +80,7 @@ class ScriptedDrafter:
         self.turn = 0
 
     def propose(self, context) -> Drafts:
-        batch, k = context.slots.shape[0], context.max_num_drafts
+        batch, k = context.slots.shape[0], context.num_speculative_tokens
         draft_ids = torch.zeros((batch, k), dtype=torch.int64)
         num_drafts = torch.zeros(batch, dtype=torch.int64)
         for b, slot in enumerate(context.slots.tolist()):
@@ -227,7 +227,7 @@ def request(
         params=sampling,
         max_total_tokens=len(prompt) + max_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
-        max_drafts=max_drafts,
+        num_speculative_tokens=max_drafts,
     )
 
 

@@ -12,7 +12,7 @@ from helpers.recorded import noted
 from helpers.static_steps import STEPS, DeviceChoices, launcher_of
 from helpers.toy import toy_config
 from sametoken.drafters.base import NoDrafter
-from sametoken.layers.parallel import ALONE
+from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.base import HiddenStates
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step.types import (
@@ -30,7 +30,7 @@ from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import (
     Admission,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.sampling_params import SamplingParams
@@ -137,7 +137,10 @@ class Case:
     def plan(self) -> StepPlan:
         pairs = zip(self.slots, self.rows, strict=True)
         return StepPlan(
-            0, rows=tuple(PlanRow(s, r.num_query, len(r.drafts), r.samples) for s, r in pairs)
+            0,
+            rows=tuple(
+                ScheduledRequest(s, r.num_query, len(r.drafts), r.samples) for s, r in pairs
+            ),
         )
 
     def run(
@@ -148,14 +151,14 @@ class Case:
         vocab_size: int = 0,
         steps: str = "compact",
         chances: Chances | None = None,
-        parallel=ALONE,
+        parallel=SINGLE_RANK,
         ops=None,
     ) -> Judged:
         """One whole step in one of ``STEPS``; the logits of its windows are given."""
         vocab_size = logits.shape[1] if logits is not None else vocab_size
         model = Said(vocab_size, by_token)
         kernels = Keeping(DeviceChoices() if steps == "kernels" else ReferenceKernels())
-        ring = OutputRing.allocate(1, len(self.rows), self.sequences.max_num_drafts)
+        ring = OutputRing.allocate(1, len(self.rows), self.sequences.num_speculative_tokens)
         seen: list = []
         step = Step(
             sequences=self.sequences,
@@ -188,7 +191,7 @@ class Case:
             processed=kernels.kept[:count],
             buffer=buffer,
             tokens=[row.token_ids for row in results],
-            poisoned=[row.poisoned for row in results],
+            failed=[row.failed for row in results],
             stuck=[int(row.stuck) for row in results],
         )
 

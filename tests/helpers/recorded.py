@@ -27,8 +27,8 @@ def noted(step: Step, note: Note) -> Step:
             raw.append(computed.logits.clone())
             return computed
 
-        def settle(self, computed):
-            verdict = super().settle(computed)
+        def verify_and_propose(self, computed):
+            verdict = super().verify_and_propose(computed)
             note(computed.x, raw.pop(), verdict)
             return verdict
 

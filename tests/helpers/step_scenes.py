@@ -22,7 +22,7 @@ from sametoken.types.layout import (
     StepShape,
 )
 from sametoken.types.plan import (
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 
@@ -50,13 +50,13 @@ class Scene:
     """Slots, a step over them, and the shape that it runs in."""
 
     slots: tuple[Slot, ...]
-    rows: tuple[PlanRow, ...]
+    rows: tuple[ScheduledRequest, ...]
     k: int
     room: tuple[int, int, int, int] | StepShape = (0, 0, 0, 0)
 
     @property
     def layout(self) -> StepLayout:
-        return StepLayout.of(StepPlan(41, rows=self.rows))
+        return StepLayout.of(StepPlan(41, requests=self.rows))
 
     @property
     def shape(self) -> StepShape:
@@ -147,10 +147,10 @@ def on_device(sequences: Sequences) -> Sequences:
     return replace(sequences, **tensors)
 
 
-def row_of(slot: int, held: Slot, num_query: int, limit: int) -> PlanRow:
+def row_of(slot: int, held: Slot, num_query: int, limit: int) -> ScheduledRequest:
     """A plan row; it samples if it reaches the last committed token."""
     samples = held.num_computed + num_query == held.num_tokens
-    return PlanRow(slot, num_query, limit if samples and num_query == 1 else 0, samples)
+    return ScheduledRequest(slot, num_query, limit if samples and num_query == 1 else 0, samples)
 
 
 @st.composite

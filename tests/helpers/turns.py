@@ -18,7 +18,7 @@ from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 
-class Front(NamedTuple):
+class EngineClient(NamedTuple):
     """An engine behind its front, which cuts at stops and says what is kept.
 
     Attributes:
@@ -29,7 +29,7 @@ class Front(NamedTuple):
     recorded: RecordedLogits | None
 
 
-def start(target, steps: str | None = None, **options) -> Front:
+def start(target, steps: str | None = None, **options) -> EngineClient:
     """An engine, its steps in one of ``STEPS`` if that is named."""
     core = build_engine(EngineConfig.from_options(model=str(target), **options))
     if steps is not None:
@@ -38,7 +38,7 @@ def start(target, steps: str | None = None, **options) -> Front:
     if isinstance(core._runner.launcher, EagerLauncher):
         recorded = RecordedLogits()
         core._runner = recorded.runner(core._runner)
-    return Front(LLM.from_engine(core, None), recorded)
+    return EngineClient(LLM.from_engine(core, None), recorded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,10 @@ class Turn(NamedTuple):
 
 
 def check_turns(
-    talk: Talk, hot: Front, cold: Callable[[], Front], plain: Callable[[], Front]
+    talk: Talk,
+    hot: EngineClient,
+    cold: Callable[[], EngineClient],
+    plain: Callable[[], EngineClient],
 ) -> list[Turn]:
     """Hold a conversation with an engine that may use what earlier turns left.
 
@@ -116,7 +119,7 @@ def check_turns(
     return turns
 
 
-def _check_logits(front: Front, truth: Front, prompt, num_tokens: int) -> None:
+def _check_logits(front: EngineClient, truth: EngineClient, prompt, num_tokens: int) -> None:
     for position in range(len(prompt), len(prompt) + num_tokens):
         key = tuple(prompt), position
         assert torch.equal(front.recorded.rows[key], truth.recorded.rows[key]), key

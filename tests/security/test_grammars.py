@@ -31,8 +31,8 @@ from sametoken.text.grammar.json_schema import (
 )
 from sametoken.text.grammar.trials import TrialProcess
 from sametoken.types.structured_outputs import (
+    MaskFault,
     StructuredOutputs,
-    Stuck,
 )
 
 AMBIGUOUS = 'root ::= root root root | "a" | "b" | ""'
@@ -174,7 +174,7 @@ def test_a_mask_that_grows_with_the_text_ends_its_own_request():
         cursor.advance([a] if num_tokens else [], num_tokens, masks, [a, a])
         slowest = max(slowest, time.thread_time() - before)
         num_tokens += 1
-    assert cursor.lost is Stuck.SLOW
+    assert cursor.lost is MaskFault.SLOW
     assert not masks.any()
     assert time.thread_time() - began < 0.5 + 0.015 * num_tokens + 2 * slowest
     assert slowest < 2
@@ -202,7 +202,7 @@ def server(tmp_path_factory):
 
 def test_a_server_goes_on_beside_grammars(server):
     """Its event loop and its neighbours hardly notice; neither process grows."""
-    process = server.engine._front.supervisor.process
+    process = server.engine._client.supervisor.process
     before = [resident_mb(pid) for pid in (os.getpid(), process.pid)]
 
     async def scenario():

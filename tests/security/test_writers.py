@@ -22,12 +22,12 @@ from sametoken.extraction.shards import (
     read_manifest,
 )
 from sametoken.types.outputs import (
-    RowResult,
+    RequestResult,
     StepResult,
 )
 from sametoken.types.plan import (
     Admission,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.sampling_params import SamplingParams
@@ -56,8 +56,8 @@ def record(writer, name: str, num_rows: int, first: int = 0) -> None:
     tokens = positions + first
     writer._rows.put(CommittedRows(torch.tensor([1]), slots, positions, tokens, tokens + 1, states))
     admission = Admission(0, (first,), 0, SamplingParams(seed=0), request_id=name)
-    writer.launch(StepPlan(1, admissions=(admission,), rows=(PlanRow(0, 1, 0, True),)))
-    writer.settle(StepResult(1, (RowResult(0, 0, 0, (1,)),)))
+    writer.launch(StepPlan(1, admissions=(admission,), requests=(ScheduledRequest(0, 1, 0, True),)))
+    writer.process_output(StepResult(1, (RequestResult(0, 0, 0, (1,)),)))
     writer.end(name, num_rows + 1, aborted=False)
     writer.flush()
 

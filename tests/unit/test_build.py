@@ -64,7 +64,7 @@ def test_slots_have_room_for_drafts_beyond_the_longest_request(target, method, k
     if method:
         options = speculative(method, k, target if method == "draft_model" else None)
     sequences = build(target, **options)._runner.step.sequences
-    assert sequences.max_num_drafts == k
+    assert sequences.num_speculative_tokens == k
     assert sequences.token_ids.shape == (3, 32 + k + 1)
     assert sequences.num_tokens.shape == (3,)
 
@@ -98,7 +98,7 @@ def test_the_scheduler_knows_how_far_the_drafter_looks(target, tmp_path):
         limits, drafter = core.scheduler._limits, core._runner.step.drafter
         assert (limits.lookahead_slots, limits.lookahead_tokens) == (slots, tokens)
         assert (drafter.lookahead_slots, drafter.lookahead_tokens) == (slots, tokens)
-        assert limits.num_speculative_tokens == core._runner.step.sequences.max_num_drafts
+        assert limits.num_speculative_tokens == core._runner.step.sequences.num_speculative_tokens
 
 
 def test_preemption_takes_the_drafter_s_kv_along(target, monkeypatch):

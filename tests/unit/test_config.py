@@ -199,7 +199,7 @@ EXTRACTION = {"method": EXTRACT, "shared_storage_path": "a/directory"}
 @pytest.mark.parametrize("k", [{}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}])
 def test_extraction_drafts_nothing_whatever_it_is_told(k):
     config = EngineConfig.from_options(speculative_config=EXTRACTION | k)
-    assert config.num_drafts == config.speculative_config.num_drafts == 0
+    assert config.num_speculative_tokens == config.speculative_config.num_speculative_tokens == 0
 
 
 @pytest.mark.parametrize(

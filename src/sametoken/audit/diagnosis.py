@@ -88,7 +88,7 @@ def replay(
         answers: of the same engine.
         count: windows at most, drawn evenly from all.
     """
-    k = core.resolved.config.num_drafts
+    k = core.resolved.config.num_speculative_tokens
     candidates = [
         (ask, window)
         for ask in asks

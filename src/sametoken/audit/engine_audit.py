@@ -116,7 +116,7 @@ def audit_engine(
         trained = speculative.method not in LOOKUPS
         diagnosis = _diagnosis(core, asks, runs, templated, settings, trained=trained)
     return Verdict(
-        subject=f"{config.model} with {speculative.method}, k={config.num_drafts}",
+        subject=f"{config.model} with {speculative.method}, k={config.num_speculative_tokens}",
         baseline=f"{config.model}, plain",
         comparisons=tuple(comparisons),
         repeats=baseline.repeats,
@@ -130,7 +130,8 @@ def _runs(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) -> dic
     """The runs with speculation, by name."""
     eos = _eos(core, settings)
     fewer, fewer_drafts = (
-        max(1, most // 2) for most in (settings.concurrency, core.resolved.config.num_drafts)
+        max(1, most // 2)
+        for most in (settings.concurrency, core.resolved.config.num_speculative_tokens)
     )
     variants = {
         "as configured": RunSettings(settings.concurrency),

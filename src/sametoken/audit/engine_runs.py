@@ -52,8 +52,8 @@ class _Running:
 
     def take(self, update: RequestUpdate) -> None:
         """Note what a step brought."""
-        self.failed = update.poisoned
-        if not update.samples or update.poisoned:
+        self.failed = update.failed
+        if not update.samples or update.failed:
             return
         self.windows.append(Window(len(self.tokens), update.num_drafts, update.num_accepted))
         self.tokens.extend(update.token_ids)
@@ -125,6 +125,6 @@ def request_of(ask: Ask, settings: RunSettings) -> EngineRequest:
         ask.prompt_token_ids,
         params,
         len(ask.prompt_token_ids) + ask.max_tokens,
-        max_drafts=settings.max_drafts,
+        num_speculative_tokens=settings.max_drafts,
         use_prefix_cache=False,
     )

@@ -240,7 +240,7 @@ def _note_step(
     is_decode = all(record.num_emitted for record in running.values())
     num_tokens = context = 0
     for update in updates:
-        if update.poisoned:
+        if update.failed:
             raise NumericalError(
                 f"the logits of request {update.request_id} were NaN", "use another dtype"
             )

@@ -122,7 +122,7 @@ def measure_memory(
         max_num_seqs=config.max_num_seqs,
         weights=target.weights_bytes,
         draft_weights=drafter.weights_bytes,
-        request=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
+        request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
     )
 
 

@@ -137,7 +137,7 @@ def step_traffic(resolved: ResolvedConfig) -> Traffic:
     # of several ranks each has its part of the head beside the embedding.
     is_read = model.tie_word_embeddings and config.tensor_parallel_size == 1
     looked_up = 0 if is_read else model.vocab_size * model.hidden_size
-    memory, k = resolved.request_memory, config.num_drafts
+    memory, k = resolved.request_memory, config.num_speculative_tokens
     speculative = config.speculative_config
     return Traffic(
         weights=resolved.weights_bytes - looked_up * itemsize,

@@ -181,7 +181,7 @@ def _findings(session: Session, summaries: Sequence[Summary]) -> Iterator[str]:
     from sametoken.bench.acceptance import one_line
 
     speculative = session.resolved.config.speculative_config
-    if speculative is None or not speculative.num_drafts or speculative.synthetic_rates:
+    if speculative is None or not speculative.proposes or speculative.synthetic_rates:
         return
     for summary in summaries:
         line = one_line(summary.speculation, trained=speculative.method not in LOOKUPS)

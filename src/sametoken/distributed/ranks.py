@@ -38,7 +38,7 @@ from sametoken.io.child_process import (
     encode,
     spawn,
 )
-from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import (
@@ -126,7 +126,7 @@ class Ranks(Peers, Protocol):
 class SoleRank(NoPeers):
     """One process with the whole model."""
 
-    parallel: TensorParallel = ALONE
+    parallel: TensorParallel = SINGLE_RANK
 
     def least(self, number: int) -> int:
         """The number."""

@@ -62,7 +62,7 @@ class NoDrafter:
 
     def propose(self, context: DraftContext) -> Drafts:
         """No drafts for any row."""
-        batch, k = context.slots.shape[0], context.max_num_drafts
+        batch, k = context.slots.shape[0], context.num_speculative_tokens
         draft_ids = context.slots.new_zeros(batch, k)
         # With k = 0 nobody has any.
         num_drafts = torch.zeros_like(context.slots) if k else context.x.num_drafts

@@ -62,9 +62,9 @@ class DraftContext:
         return self.x.samples
 
     @property
-    def max_num_drafts(self) -> int:
+    def num_speculative_tokens(self) -> int:
         """k."""
-        return self.x.max_num_drafts
+        return self.x.num_speculative_tokens
 
     def catch_up(self) -> CatchUp:
         """The live rows of every request, each with the token after it (draft heads)."""

@@ -188,8 +188,8 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
     kv = _allocate(loaded, loaded.target.caches)
     sequences = Sequences.allocate(
         max_num_seqs=config.max_num_seqs,
-        max_len=memory.max_model_len + config.num_drafts + 1,
-        num_drafts=config.num_drafts,
+        max_len=memory.max_model_len + config.num_speculative_tokens + 1,
+        num_drafts=config.num_speculative_tokens,
         block_size=config.block_size,
         reserved_block=kv.reserved_block,
         device=device,
@@ -197,7 +197,9 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
     table = SamplingTable.allocate(config.max_num_seqs, device)
     drafter = loaded.extraction.wrap(_attach_drafter(loaded, table))
     steps, on_gpu = resolved.steps_in_flight, device.type == "cuda"
-    ring = OutputRing.allocate(steps + 1, config.max_num_seqs, config.num_drafts, pinned=on_gpu)
+    ring = OutputRing.allocate(
+        steps + 1, config.max_num_seqs, config.num_speculative_tokens, pinned=on_gpu
+    )
     step = Step(
         sequences=sequences,
         model=loaded.target,
@@ -205,7 +207,7 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
         kernels=backend.model,
         ops=backend.step,
         table=table,
-        drafter=share_drafter(drafter, config.num_drafts, ranks.parallel),
+        drafter=share_drafter(drafter, config.num_speculative_tokens, ranks.parallel),
         results=ring.rows,
         chances=_chances(loaded, table),
         parallel=ranks.parallel,
@@ -274,7 +276,9 @@ def _load(
     off_reasons = asked.reasons | off_reasons
     for name, reason in off_reasons.items():
         announce(f"{name} is {reason}")
-    recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(caches, config.num_drafts)
+    recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
+        caches, config.num_speculative_tokens
+    )
     budget = ranks.least(resolve_kv_bytes(config, asked.device, recurrent_bytes))
     memory = ranks.same(
         plan_memory(config, asked.architecture, caches, drafter.lookahead_slots, budget)
@@ -293,7 +297,9 @@ def _load(
         weights_bytes=target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
-        request_memory=RequestMemory.of(config.num_drafts, target.caches, drafter.caches),
+        request_memory=RequestMemory.of(
+            config.num_speculative_tokens, target.caches, drafter.caches
+        ),
     )
     require_memory(resolved)
     return _Loaded(target, drafter, backend, memory, resolved, extraction)
@@ -309,7 +315,9 @@ def _load_models(asked: _Asked, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, B
     max_len = resolve_max_model_len(config, architecture)
     declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
     own = tuple(cache.divided(ranks.parallel.size) for cache in declared)
-    max_positions = reachable_positions(config, own, device, max_len) + config.num_drafts + 1
+    max_positions = (
+        reachable_positions(config, own, device, max_len) + config.num_speculative_tokens + 1
+    )
     backend = select_backend(device)
     target = load_model(
         path,
@@ -329,10 +337,10 @@ def _load_models(asked: _Asked, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, B
 
 def _require_room(config: EngineConfig) -> None:
     """A window must fit a step."""
-    if config.max_num_batched_tokens <= config.num_drafts:
+    if config.max_num_batched_tokens <= config.num_speculative_tokens:
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} holds no window of "
-            f"{config.num_drafts + 1} rows",
+            f"{config.num_speculative_tokens + 1} rows",
             "raise max_num_batched_tokens or lower num_speculative_tokens",
         )
 
@@ -344,7 +352,7 @@ def _allocate(loaded: _Loaded, caches: tuple[LayerCache, ...]) -> ModelCache:
         num_blocks=loaded.memory.num_kv_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
-        num_drafts=config.num_drafts,
+        num_drafts=config.num_speculative_tokens,
         device=loaded.resolved.device,
     )
 
@@ -365,7 +373,7 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
         max_model_len=memory.max_model_len,
-        num_speculative_tokens=config.num_drafts,
+        num_speculative_tokens=config.num_speculative_tokens,
         adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
         rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
         lookahead_slots=drafter.lookahead_slots,

@@ -43,7 +43,7 @@ def gpu_launcher(
         resolved: the engine's settings.
         announce: told what was proven and captured, and at what cost.
     """
-    config, k = resolved.config, step.sequences.max_num_drafts
+    config, k = resolved.config, step.sequences.num_speculative_tokens
     eager = EagerLauncher(step, ROW_MULTIPLE)
     if config.enforce_eager:
         return eager

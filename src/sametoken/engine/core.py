@@ -112,8 +112,8 @@ class EngineCore:
         if may_plan_on or not self._in_flight:
             return ()
         result = self._in_flight.popleft().wait()
-        self._extraction.settle(result)
-        updates = self.scheduler.settle(result)
+        self._extraction.process_output(result)
+        updates = self.scheduler.process_output(result)
         self._flush_at_rest()
         return updates
 

@@ -171,7 +171,7 @@ class InputProcessor:
             stop_token_ids=resolved.stop_token_ids,
             bad_words_token_ids=resolved.bad_words_token_ids,
             grammar=resolved.grammar,
-            max_drafts=params.num_speculative_tokens,
+            num_speculative_tokens=params.num_speculative_tokens,
         )
         seed = params.seed
         if seed is None:

@@ -31,7 +31,7 @@ from sametoken.types.request import (
     EngineRequest,
     RequestUpdate,
 )
-from sametoken.types.structured_outputs import Stuck
+from sametoken.types.structured_outputs import MaskFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class _Request:
         if completion.index == 0:
             self._prompt_logprobs.extend(map(completion.named, update.prompt_logprobs or ()))
             self._metrics = replace(self._metrics, num_cached_tokens=update.num_cached)
-        if update.samples and not update.poisoned:
+        if update.samples and not update.failed:
             counters = self._metrics.speculation.with_step(update.num_drafts, update.num_accepted)
             self._metrics = replace(self._metrics, speculation=counters)
         completion.take(update)
@@ -189,7 +189,7 @@ class _Completion:
 
     def take(self, update: RequestUpdate) -> None:
         """Add the update's tokens up to the first that ends the completion."""
-        if update.poisoned:
+        if update.failed:
             self._error = _failure(update)
             self.end("error")
             return
@@ -277,26 +277,26 @@ class _Completion:
 
 
 def _failure(update: RequestUpdate) -> SametokenError:
-    """Why a poisoned request failed."""
-    if update.stuck in _STUCK:
-        return StructuredOutputError(*_STUCK[update.stuck])
+    """Why a failed request failed."""
+    if update.mask_fault in _MASK_FAULTS:
+        return StructuredOutputError(*_MASK_FAULTS[update.mask_fault])
     return NumericalError(
         "the model's logits were NaN", "check the checkpoint, or use dtype float32"
     )
 
 
 #: Cause and remedy.
-_STUCK = {
-    Stuck.NO_TOKEN: (
+_MASK_FAULTS = {
+    MaskFault.NO_VALID_TOKEN: (
         "no token satisfies the grammar of structured_outputs and the other parameters",
         "loosen the grammar, or drop min_tokens, bad_words or allowed_token_ids",
     ),
-    Stuck.SLOW: (
+    MaskFault.SLOW: (
         "the masks of the structured_outputs grammar took longer than "
         f"{MASK_CREDIT_S} s and {MASK_SECONDS * 1000:.0f} ms a token",
         "make the grammar less ambiguous: give each text one way to match",
     ),
-    Stuck.BROKEN: (
+    MaskFault.BROKEN: (
         "the grammar library failed on the grammar of structured_outputs",
         "this is a defect; report the grammar, and write it another way",
     ),

@@ -394,7 +394,9 @@ def require_memory(resolved: ResolvedConfig) -> None:
     """
     config, num_blocks = resolved.config, resolved.num_kv_blocks
     available = _memory_of(resolved.device)
-    table_bytes = 8 * (config.max_num_seqs + 1) * (resolved.max_model_len + config.num_drafts + 1)
+    table_bytes = (
+        8 * (config.max_num_seqs + 1) * (resolved.max_model_len + config.num_speculative_tokens + 1)
+    )
     needed = resolved.kv_bytes + resolved.recurrent_bytes + table_bytes
     if needed <= available:
         return

@@ -62,7 +62,7 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
         device=str(resolved.device),
         dtype=str(resolved.dtype).removeprefix("torch."),
         method=speculative.method if speculative else None,
-        num_speculative_tokens=config.num_drafts,
+        num_speculative_tokens=config.num_speculative_tokens,
         synthetic=config.synthetic,
         settings=explanation(resolved),
     )

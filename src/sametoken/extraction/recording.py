@@ -39,7 +39,7 @@ class Extraction(Protocol):
         """A step was enqueued."""
         ...
 
-    def settle(self, result: StepResult) -> None:
+    def process_output(self, result: StepResult) -> None:
         """The oldest step's verdict was read; its requests' ends, if it brings any, come next."""
         ...
 
@@ -66,7 +66,7 @@ class NoExtraction:
     def launch(self, plan: StepPlan) -> None:
         """Nothing to note."""
 
-    def settle(self, result: StepResult) -> None:
+    def process_output(self, result: StepResult) -> None:
         """Nothing to note."""
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:

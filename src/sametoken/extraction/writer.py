@@ -165,7 +165,7 @@ class StateWriter:
             self._write_manifest()
         self._in_flight.append(plan)
 
-    def settle(self, result: StepResult) -> None:
+    def process_output(self, result: StepResult) -> None:
         """Take the rows of the oldest step, whose verdict was read.
 
         Raises:
@@ -175,12 +175,12 @@ class StateWriter:
         if self._num_bytes >= self._shard_bytes:
             self._write_shard()
         plan = self._in_flight.popleft()
-        if not plan.rows:
+        if not plan.requests:
             return
         rows = self._rows.take(plan.step_id)
-        for row, verdict in zip(plan.rows, result.rows, strict=True):
+        for row, verdict in zip(plan.requests, result.requests, strict=True):
             sequence = self._by_slot[row.slot]
-            if verdict.poisoned and not sequence.ended:
+            if verdict.failed and not sequence.ended:
                 self._drop(sequence)
         first = 0
         for slot, group in groupby(rows.slots.tolist()):

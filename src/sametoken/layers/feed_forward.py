@@ -81,7 +81,7 @@ class SparseMoE:
         """[T, hidden] -> [T, hidden]."""
         shared = self.shared(x)
         gate = self.shared_gate(x).expand_as(shared).contiguous()
-        chosen, weights = self.kernels.route(self.router(x), self.top_k, self.normalise)
+        chosen, weights = self.kernels.moe_gate(self.router(x), self.top_k, self.normalise)
         return self.experts(x, chosen, weights) + self.kernels.sigmoid_mul(shared, gate)
 
     @property

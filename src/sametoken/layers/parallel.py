@@ -49,7 +49,7 @@ class Alone:
         return x
 
 
-ALONE = Alone()
+SINGLE_RANK = Alone()
 
 
 def gather_columns(parallel: TensorParallel, x: Tensor) -> Tensor:

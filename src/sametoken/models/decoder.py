@@ -14,7 +14,7 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.norm import RMSNorm
-from sametoken.layers.parallel import ALONE, gather_columns
+from sametoken.layers.parallel import SINGLE_RANK, gather_columns
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.load.settings import Settings
@@ -219,7 +219,7 @@ class Decoder:
             return self.head
         if self.config.tie_word_embeddings:
             return self.embedding
-        whole = replace(self._divided_from, parallel=ALONE)
+        whole = replace(self._divided_from, parallel=SINGLE_RANK)
         return whole.packed(self.config.hidden_size, Part(HEAD, self.config.vocab_size))
 
     @property

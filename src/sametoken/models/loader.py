@@ -15,7 +15,7 @@ import torch
 
 from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.load.dummy import dummy_reader
@@ -118,7 +118,7 @@ def load_model(
     max_positions: int,
     aux_layers: tuple[int, ...] = (),
     load_format: str = "auto",
-    parallel: TensorParallel = ALONE,
+    parallel: TensorParallel = SINGLE_RANK,
 ) -> Decoder:
     """Load a checkpoint; memory peaks at its packed weights and one fused matrix.
 

@@ -1,9 +1,9 @@
-"""The kernels a model is built from, as one bundle per device.
+"""The kernels a model is built from, as one backend per device.
 
 Every implementation keeps the row law: the bits of output row i depend on row i's inputs
 and, for attention, on the KV it may see; never on the number of rows, their order, or
-their company (tests/unit/ops/test_row_law.py). Two implementations need not agree
-with each other in bits; one engine uses one bundle throughout.
+their company (tests/unit/ops/test_batch_invariance.py). Two implementations need not agree
+with each other in bits; one engine uses one backend throughout.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Kernels(Protocol):
     name: str
 
     def require(self, shape: AttentionShape) -> None:
-        """Refuse an attention shape that this bundle cannot run, before weights are loaded.
+        """Refuse an attention shape that this backend cannot run, before weights are loaded.
 
         Raises:
             UnsupportedError: naming the shape's fault.
@@ -284,7 +284,7 @@ class Kernels(Protocol):
         """Take over E experts' [gate | up] and down; the caller drops its own references."""
         ...
 
-    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
         """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by falling weight.
 
         Weights are softmax probabilities, divided by their sum if ``normalise``, rounded to
@@ -318,7 +318,7 @@ class Kernels(Protocol):
         ...
 
     def require_rule(self, rule: RecurrentRule) -> None:
-        """Refuse a recurrent rule that this bundle cannot run, before weights are loaded.
+        """Refuse a recurrent rule that this backend cannot run, before weights are loaded.
 
         Raises:
             UnsupportedError: naming it.

@@ -69,7 +69,7 @@ def select_kernels(device: torch.device) -> Kernels:
         raise UnsupportedError(f"there are no kernels for device {device.type!r}", "use cpu")
     choice = os.environ.get(CHOICE)
     if choice not in (None, "", "native", "reference"):
-        raise ConfigError(f"{CHOICE}={choice!r} is no bundle", "use native or reference")
+        raise ConfigError(f"{CHOICE}={choice!r} is no backend", "use native or reference")
     if choice == "reference":
         return ReferenceKernels()
     try:

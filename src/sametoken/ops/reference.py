@@ -1,6 +1,6 @@
-"""The reference bundle: every kernel in plain PyTorch, readable rather than fast.
+"""The reference backend: every kernel in plain PyTorch, readable rather than fast.
 
-Operations that every CPU bundle composes of its other ones, or takes from the references.
+Operations that every CPU backend composes of its other ones, or takes from the references.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ComposedKernels:
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
         return SeparateExperts(tuple(gate_up), tuple(down))
 
-    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return experts_reference.route(logits, top_k, normalise)
+    def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return experts_reference.moe_gate(logits, top_k, normalise)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules

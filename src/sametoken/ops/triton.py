@@ -1,4 +1,4 @@
-"""The Triton bundle: every kernel on a CUDA device."""
+"""The Triton backend: every kernel on a CUDA device."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ class TritonKernels:
         stacks = (torch.stack([_own(one).matrix for one in each]) for each in (gate_up, down))
         return StackedExperts(*stacks)
 
-    def route(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return experts_triton.route(logits, top_k, normalise)
+    def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+        return experts_triton.moe_gate(logits, top_k, normalise)
 
     def rope_and_cache(
         self,

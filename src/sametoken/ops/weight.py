@@ -74,6 +74,6 @@ class Experts(Protocol):
         Added in fp32, in an order that the row alone decides, and rounded once: [T, H] ->
         [T, H] in x's dtype. With ``out_dtype`` torch.float32 nothing is rounded after the gated
         products, so that parts of every expert's inner features can be added first.
-        ``chosen`` and ``weights`` as ``Kernels.route`` gives them.
+        ``chosen`` and ``weights`` as ``Kernels.moe_gate`` gives them.
         """
         ...

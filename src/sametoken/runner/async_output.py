@@ -23,11 +23,11 @@ from sametoken.state.upload import to_host
 from sametoken.types.outputs import (
     Logprob,
     PositionLogprobs,
-    RowResult,
+    RequestResult,
     StepResult,
 )
 from sametoken.types.plan import StepPlan
-from sametoken.types.structured_outputs import Stuck
+from sametoken.types.structured_outputs import MaskFault
 
 
 def split_by_owner(
@@ -80,7 +80,7 @@ class HostBuffer:
     first_place: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
-    lost: dict[int, Stuck] = field(default_factory=dict)
+    lost: dict[int, MaskFault] = field(default_factory=dict)
 
     def keep(self, logprobs: TokenLogprobs | None, prompt_logprobs: TokenLogprobs | None) -> None:
         """Enqueue the copy of candidates, if any request asked."""
@@ -93,24 +93,24 @@ class HostBuffer:
             InvariantError: the result has not landed.
             StaleInputsError: it is another step's.
         """
-        landed = self.rows[: len(plan.rows)].tolist()
+        landed = self.rows[: len(plan.requests)].tolist()
         for row in landed:
             _require_result_of(plan.step_id, row[0])
         logprobs = _by_row(self.logprobs, len(landed))
         prompt_logprobs = _by_row(self.prompt_logprobs, len(landed))
         rows = []
-        for b, (row, found) in enumerate(zip(plan.rows, landed, strict=True)):
+        for b, (row, found) in enumerate(zip(plan.requests, landed, strict=True)):
             _, num_drafts, num_proposed, num_accepted, fault, *tokens = found
             emitted = tuple(tokens[: num_accepted + 1]) if row.samples else ()
             chosen = logprobs[b]
             rows.append(
-                RowResult(
+                RequestResult(
                     num_drafts=num_drafts,
                     num_proposed=num_proposed,
                     num_accepted=num_accepted,
                     token_ids=emitted,
-                    poisoned=fault != SOUND,
-                    stuck=_cause(fault, self.lost.get(b)),
+                    failed=fault != SOUND,
+                    mask_fault=_cause(fault, self.lost.get(b)),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
                     prompt_logprobs=prompt_logprobs[b],
                 )
@@ -124,9 +124,9 @@ class HostBuffer:
         self.lost.clear()
 
 
-def _cause(fault: int, lost: Stuck | None) -> Stuck:
-    stuck = Stuck(max(fault - HAS_NAN, 0))
-    return lost if stuck and lost is not None else stuck
+def _cause(fault: int, lost: MaskFault | None) -> MaskFault:
+    mask_fault = MaskFault(max(fault - HAS_NAN, 0))
+    return lost if mask_fault and lost is not None else mask_fault
 
 
 def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:
@@ -160,13 +160,18 @@ class OutputRing:
 
     @classmethod
     def allocate(
-        cls, num_buffers: int, max_num_seqs: int, max_num_drafts: int, *, pinned: bool = False
+        cls,
+        num_buffers: int,
+        max_num_seqs: int,
+        num_speculative_tokens: int,
+        *,
+        pinned: bool = False,
     ) -> OutputRing:
         """``num_buffers`` buffers of the largest step's size.
 
         Pinned, so that a GPU writes them by itself.
         """
-        shape = (num_buffers * max_num_seqs, NUM_COUNTS + max_num_drafts + 1)
+        shape = (num_buffers * max_num_seqs, NUM_COUNTS + num_speculative_tokens + 1)
         rows = torch.full(shape, NOT_LANDED, dtype=torch.int64, pin_memory=pinned)
         firsts = range(0, shape[0], max_num_seqs)
         return cls(rows, deque(HostBuffer(rows[i : i + max_num_seqs], i) for i in firsts))

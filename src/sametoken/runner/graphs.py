@@ -18,7 +18,7 @@ from torch import Tensor
 from sametoken.ops.step.types import LayoutTable, StepOps
 from sametoken.runner.logits_processing import Between
 from sametoken.runner.runner import Launcher
-from sametoken.runner.step import Computed, Step
+from sametoken.runner.step import ForwardOutput, Step
 from sametoken.types.layout import (
     NO_REQUESTS,
     TABLE_ROWS,
@@ -34,15 +34,15 @@ class CapturedStep:
     """The graphs of a step's halves and what they work on.
 
     Attributes:
-        forward, settle: the halves.
+        forward, verify_and_propose: the halves.
         layout: the memory that the first half fetches its layout to; owned here.
         computed, tokens: what the halves leave, on loan: until the next launch, of any shape.
     """
 
     forward: torch.cuda.CUDAGraph
-    settle: torch.cuda.CUDAGraph
+    verify_and_propose: torch.cuda.CUDAGraph
     layout: LayoutTable
-    computed: Computed
+    computed: ForwardOutput
     tokens: Tensor
 
 
@@ -108,7 +108,7 @@ class StepGraphs:
         self._write(shape, layout, first_place)
         captured.forward.replay()
         between.process(captured.computed)
-        captured.settle.replay()
+        captured.verify_and_propose.replay()
         between.score(captured.tokens)
 
     def _write(self, shape: StepShape, layout: StepLayout, first_place: int = 0) -> None:
@@ -122,24 +122,26 @@ class StepGraphs:
         with torch.cuda.stream(aside):
             for _ in range(WARM_UP_RUNS):
                 self._write(shape, NO_REQUESTS)
-                self.step.settle(self._forward(layout))
+                self.step.verify_and_propose(self._forward(layout))
         torch.cuda.current_stream().wait_stream(aside)
         # Where ranks are joined, a thread of the library looks after its own events meanwhile.
         mode = "global" if self.step.parallel.size == 1 else "thread_local"
-        forward, settle = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        forward, verify_and_propose = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, pool=pool, capture_error_mode=mode):
             computed = self._forward(layout)
-        with torch.cuda.graph(settle, pool=pool, capture_error_mode=mode):
-            tokens = self.step.settle(computed).tokens
+        with torch.cuda.graph(verify_and_propose, pool=pool, capture_error_mode=mode):
+            tokens = self.step.verify_and_propose(computed).tokens
         # Owned, the logits of every shape would be held; on loan, all share one memory.
-        return CapturedStep(forward, settle, layout, lent(computed), lent(tokens))
+        return CapturedStep(
+            forward, verify_and_propose, layout, pool_tensors(computed), pool_tensors(tokens)
+        )
 
-    def _forward(self, layout: LayoutTable) -> Computed:
+    def _forward(self, layout: LayoutTable) -> ForwardOutput:
         self.layouts.fetch(layout.table)
         return self.step.forward(layout)
 
 
-Lent = TypeVar("Lent")
+PoolTensors = TypeVar("PoolTensors")
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -158,11 +160,11 @@ class _Memory:
         }
 
 
-def lent(held: Lent) -> Lent:
+def pool_tensors(held: PoolTensors) -> PoolTensors:
     """A tensor, or a frozen dataclass with its tensors, that does not keep its memory.
 
     While a tensor lives, its graph's pool gives its memory to no other capture. Of one that is
-    lent the pool disposes; what the graph leaves there is still read at the same address.
+    pool_tensors the pool disposes; what the graph leaves there is still read at the same address.
     """
     if isinstance(held, Tensor) and held.numel():
         assert held.is_contiguous()
@@ -170,7 +172,7 @@ def lent(held: Lent) -> Lent:
         return torch.as_tensor(_Memory(words), device=held.device).view(held.dtype)  # type: ignore[return-value]
     if is_dataclass(held) and not isinstance(held, type):
         parts: dict[str, Any] = {one.name: getattr(held, one.name) for one in fields(held)}
-        return replace(held, **{name: lent(part) for name, part in parts.items()})
+        return replace(held, **{name: pool_tensors(part) for name, part in parts.items()})
     return held
 
 

@@ -13,14 +13,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM
 from sametoken.ops.backend import (
     Kernels,
     SampledRows,
 )
 from sametoken.runner.async_output import HostBuffer
-from sametoken.runner.step import Computed
+from sametoken.runner.step import ForwardOutput
 from sametoken.sampling.grammar_masks import (
     Look,
     SlotGrammars,
@@ -46,7 +46,7 @@ class Between(Protocol):
         """Before the first: send the host what it must know between the halves."""
         ...
 
-    def process(self, computed: Computed) -> None:
+    def process(self, computed: ForwardOutput) -> None:
         """Take what is to be reported of raw logits, then change them in place."""
         ...
 
@@ -72,7 +72,7 @@ class LogitsProcessing:
     kernels: Kernels
     table: SamplingTable
     grammars: SlotGrammars
-    parallel: TensorParallel = ALONE
+    parallel: TensorParallel = SINGLE_RANK
 
     def admit(self, admission: Admission) -> None:
         """Take up a slot's parameters, replacing its former request's."""
@@ -121,7 +121,7 @@ class StepProcessing:
         windows = ((slot if samples else -1, limit) for slot, samples, limit in rows)
         self._look = self.asked.grammars.look(windows)
 
-    def process(self, computed: Computed) -> None:
+    def process(self, computed: ForwardOutput) -> None:
         """See ``Between``."""
         logits, rules = computed.logits, self.asked.table.rules
         self._prompt_logprobs = self._score_prompt(computed)
@@ -159,7 +159,7 @@ class StepProcessing:
             if lost:
                 self.buffer.lost[place] = lost
 
-    def _score_prompt(self, computed: Computed) -> TokenLogprobs | None:
+    def _score_prompt(self, computed: ForwardOutput) -> TokenLogprobs | None:
         """Score prompt token p + 1 by the row at p; the last prompt row predicts output."""
         layout, asked, at = self.layout, self.asked, computed.x.rows
         counts = (n - s for n, s in zip(layout.num_query, layout.samples, strict=True))

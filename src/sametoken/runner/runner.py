@@ -71,14 +71,16 @@ class EagerLauncher:
         between.look()
         computed = self.step.forward(table)
         between.process(computed)
-        between.score(self.step.settle(computed).tokens)
+        between.score(self.step.verify_and_propose(computed).tokens)
 
     def warm_up(self, num_rows: int) -> None:
         """Compile what steps of this size need, by one that is all padding."""
         sequences = self.step.sequences
-        shape = StepShape(2, num_rows, 1, 1, sequences.max_num_drafts + 1, num_rows)
+        shape = StepShape(2, num_rows, 1, 1, sequences.num_speculative_tokens + 1, num_rows)
         table = NO_REQUESTS.table(shape, sequences.reserved_slot, 0)
-        self.step.settle(self.step.forward(LayoutTable(upload(table, sequences.device), shape)))
+        self.step.verify_and_propose(
+            self.step.forward(LayoutTable(upload(table, sequences.device), shape))
+        )
 
     def _padded(self, shape: StepShape) -> StepShape:
         return shape if self.row_multiple == 1 else padded(shape, self.row_multiple)
@@ -114,9 +116,9 @@ class StepRunner:
 
     def _run(self, plan: StepPlan, buffer: HostBuffer) -> None:
         self._take_up(plan)
-        if not plan.rows:
+        if not plan.requests:
             return
-        slots = [row.slot for row in plan.rows]
+        slots = [row.slot for row in plan.requests]
         layout = StepLayout.of(plan, self.step.ops.known_drafts(self.step.sequences, slots))
         between = self.processing.of_step(layout, buffer)
         self.launcher.run(layout, buffer.first_place, between)

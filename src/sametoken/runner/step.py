@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.context import DraftContext
-from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM, HiddenStates
 from sametoken.ops.backend import Kernels
 from sametoken.ops.step.types import (
@@ -48,7 +48,7 @@ def conditional_rates(unconditional: Sequence[float], device: torch.device) -> T
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ForwardOutput:
     """What the first half of a step leaves for the second.
 
     Attributes:
@@ -86,16 +86,16 @@ class Step:
     drafter: Drafter
     results: Tensor
     chances: Chances | None = None
-    parallel: TensorParallel = ALONE
+    parallel: TensorParallel = SINGLE_RANK
 
-    def forward(self, layout: LayoutTable) -> Computed:
+    def forward(self, layout: LayoutTable) -> ForwardOutput:
         """One pass over all rows of the step, and the logits of those that are sampled."""
         x = self.ops.prepare_inputs(self.sequences, layout)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
         sampled = self.kernels.take_rows(hidden.last, x.sampled.index)
-        return Computed(x, hidden, self.model.compute_logits(sampled))
+        return ForwardOutput(x, hidden, self.model.compute_logits(sampled))
 
-    def settle(self, computed: Computed) -> VerifyResult:
+    def verify_and_propose(self, computed: ForwardOutput) -> VerifyResult:
         """Verify, commit, deliver the result to the host, propose."""
         x, sequences = computed.x, self.sequences
         verdict = self._verify(computed)
@@ -115,7 +115,7 @@ class Step:
         self.ops.publish(sequences, x, drafts.draft_ids, drafts.num_drafts)
         return verdict
 
-    def _verify(self, computed: Computed) -> VerifyResult:
+    def _verify(self, computed: ForwardOutput) -> VerifyResult:
         """Judge the windows; of several ranks, rank 0 decides for all."""
         x, logits, table = computed.x, computed.logits, self.table
         self.kernels.truncate(logits, x.sampled.slots, table.cuts)

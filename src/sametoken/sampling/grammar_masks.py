@@ -21,8 +21,8 @@ from sametoken.state.sequences import Sequences
 from sametoken.state.upload import to_device, upload
 from sametoken.types.plan import Admission
 from sametoken.types.structured_outputs import (
+    MaskFault,
     Matcher,
-    Stuck,
 )
 
 #: Seconds that a request's masks may take beyond the seconds that each of them may. Of 150,000
@@ -110,7 +110,7 @@ class Cursor:
 
     matcher: Matcher
     position: int
-    lost: Stuck = Stuck.NOT
+    lost: MaskFault = MaskFault.NONE
 
     def advance(self, newest: list[int], num_tokens: int, masks: Tensor, drafts: list[int]) -> None:
         """Take up committed tokens, then write the masks of a window.
@@ -124,11 +124,11 @@ class Cursor:
             if not self.lost:
                 self.fill(masks, drafts)
         except SlowGrammarError:
-            self.lost = Stuck.SLOW
+            self.lost = MaskFault.SLOW
         except RuntimeError:
             # A defect of the grammar library costs its own request, not the engine.
             _logger.exception("the matcher of a grammar failed")
-            self.lost = Stuck.BROKEN
+            self.lost = MaskFault.BROKEN
         if self.lost:
             masks.fill_(_NOTHING)
 
@@ -141,7 +141,7 @@ class Cursor:
         """
         for token_id in newest[len(newest) - (num_tokens - self.position) :]:
             if not self.lost and not self.matcher.accept(token_id):
-                self.lost = Stuck.BROKEN
+                self.lost = MaskFault.BROKEN
         self.position = num_tokens
 
     def fill(self, masks: Tensor, drafts: list[int]) -> None:
@@ -200,13 +200,13 @@ class SlotGrammars:
         _, slots, limits = upload(places, sequences.device).unbind(1)
         num_tokens, num_drafts = sequences.num_tokens[slots], sequences.num_drafts[slots]
         # A step commits at most k + 1 tokens, so as many are read of each slot.
-        reach = torch.arange(sequences.max_num_drafts, -1, -1, device=sequences.device)
+        reach = torch.arange(sequences.num_speculative_tokens, -1, -1, device=sequences.device)
         where = (num_tokens[:, None] - 1 - reach).clamp(min=0)
         newest = sequences.token_ids[slots[:, None], where]
         counts = torch.stack((num_tokens, torch.minimum(num_drafts, limits)), dim=1)
         values = torch.cat((counts, newest, sequences.draft_ids[slots]), dim=1)
         cursors = [(place, self._cursors[slot]) for place, slot, _ in places]
-        return Look(tuple(cursors), HostCopy.of(values), sequences.max_num_drafts + 1)
+        return Look(tuple(cursors), HostCopy.of(values), sequences.num_speculative_tokens + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Look:
     values: HostCopy
     num_newest: int
 
-    def masks(self, vocab_size: int) -> Iterator[tuple[int, Tensor, Stuck]]:
+    def masks(self, vocab_size: int) -> Iterator[tuple[int, Tensor, MaskFault]]:
         """Advance the cursors: place, masks of the window in host memory, why it is lost."""
         rows = self.values.rows()
         for (place, cursor), (num_tokens, num_drafts, *ids) in zip(self.cursors, rows, strict=True):

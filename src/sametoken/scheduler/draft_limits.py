@@ -48,7 +48,7 @@ class DraftRecord:
         return (PRIOR_RATE * PRIOR_WEIGHT + self.accepted) / (PRIOR_WEIGHT + self.judged)
 
     def after(self, num_drafts: int, num_proposed: int, num_accepted: int) -> DraftRecord:
-        """The record once another window is settled; counts are as in ``RowResult``."""
+        """The record once another window is settled; counts are as in ``RequestResult``."""
         judged = num_accepted + (num_accepted < num_drafts)
         return DraftRecord(
             DECAY * self.accepted + num_accepted, DECAY * self.judged + judged, num_proposed > 0

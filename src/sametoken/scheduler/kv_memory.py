@@ -91,10 +91,10 @@ class KVMemory:
         Raises:
             InvariantError: fewer than the prompt's tokens, or more than are settled.
         """
-        if not request.prompt_len <= num_kept_tokens <= request.num_settled:
+        if not request.prompt_len <= num_kept_tokens <= request.num_processed:
             raise InvariantError(
                 f"request {request.request.request_id!r} cannot keep {num_kept_tokens} tokens: "
-                f"its prompt has {request.prompt_len}, and {request.num_settled} are settled"
+                f"its prompt has {request.prompt_len}, and {request.num_processed} are settled"
             )
         limits = self._limits
         may_cache = limits.enable_prefix_caching and limits.cache_emitted_blocks

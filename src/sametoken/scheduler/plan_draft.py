@@ -14,7 +14,7 @@ from sametoken.scheduler.request_state import RequestState
 from sametoken.types.plan import (
     Admission,
     BlockAssignment,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
     SwapIn,
     SwapOut,
@@ -25,7 +25,7 @@ from sametoken.types.plan import (
 class Turn:
     """One request's part in the next step, before it is launched.
 
-    ``num_query`` and ``draft_limit`` are as in ``PlanRow``.
+    ``num_query`` and ``draft_limit`` are as in ``ScheduledRequest``.
     """
 
     request: RequestState
@@ -63,9 +63,11 @@ class Turn:
         num_query = num_rows if self.request.prefilling else 1
         return Turn(self.request, num_query, num_rows - num_query)
 
-    def row(self) -> PlanRow:
+    def row(self) -> ScheduledRequest:
         """The turn as the device sees it."""
-        return PlanRow(self.request.held_slot, self.num_query, self.draft_limit, self.samples)
+        return ScheduledRequest(
+            self.request.held_slot, self.num_query, self.draft_limit, self.samples
+        )
 
 
 @dataclass(slots=True)
@@ -120,7 +122,7 @@ class PlanDraft:
             admissions=tuple(self.admissions),
             block_assignments=tuple(self.block_assignments),
             swap_ins=tuple(self.swap_ins),
-            rows=tuple(turn.row() for turn in self.turns),
+            requests=tuple(turn.row() for turn in self.turns),
         )
 
 
@@ -164,7 +166,7 @@ class RowBudget:
 
     def _most_drafts(self, request: RequestState, num_decoding: int) -> int:
         worth = self._draft_limits.limit(request.drafts, num_decoding)
-        return min(worth, request.max_drafts(self._limits.num_speculative_tokens))
+        return min(worth, request.most_drafts(self._limits.num_speculative_tokens))
 
     def _chunks(self, prompts: Sequence[RequestState], room: int) -> dict[RequestState, int]:
         """Rows of each prompt; one that does not end leaves a share to those that do."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from sametoken.errors import InvariantError
 from sametoken.scheduler.draft_limits import DraftRecord
 from sametoken.types.length_bound import LenBound
-from sametoken.types.outputs import RowResult
-from sametoken.types.plan import PlanRow
+from sametoken.types.outputs import RequestResult
+from sametoken.types.plan import ScheduledRequest
 from sametoken.types.request import EngineRequest, RequestUpdate
 
 
@@ -94,7 +94,7 @@ class RequestState:
         return self.position if self.prefilling else self.bound.hi
 
     @property
-    def num_settled(self) -> int:
+    def num_processed(self) -> int:
         """Tokens of the prompt and of the output as far as settled steps tell."""
         return self.prompt_len + len(self.emitted)
 
@@ -130,14 +130,16 @@ class RequestState:
             raise InvariantError(f"request {self.request.request_id!r} is not swapped")
         return self.saved
 
-    def max_drafts(self, num_speculative_tokens: int) -> int:
+    def most_drafts(self, num_speculative_tokens: int) -> int:
         """Drafts that may join the next window, whatever the step has room for."""
-        own = self.request.max_drafts
+        own = self.request.num_speculative_tokens
         allowed = num_speculative_tokens if own is None else min(own, num_speculative_tokens)
         return max(0, min(allowed, self.request.max_total_tokens - self.bound.hi - 1))
 
 
-def settled_update(request: RequestState, row: PlanRow, result: RowResult) -> RequestUpdate | None:
+def update_of(
+    request: RequestState, row: ScheduledRequest, result: RequestResult
+) -> RequestUpdate | None:
     """Narrow the request's length bound and note its tokens; None if there is nothing to report.
 
     Raises:
@@ -150,7 +152,7 @@ def settled_update(request: RequestState, row: PlanRow, result: RowResult) -> Re
             request.drafts = request.drafts.after(
                 result.num_drafts, result.num_proposed, result.num_accepted
             )
-        request.bound = request.bound.after_settle(row.draft_limit, result.num_accepted)
+        request.bound = request.bound.after_result(row.draft_limit, result.num_accepted)
         request.emitted.extend(result.token_ids)
     elif result.prompt_logprobs is None:
         return None
@@ -166,7 +168,9 @@ def settled_update(request: RequestState, row: PlanRow, result: RowResult) -> Re
     )
 
 
-def poisoned_update(request: RequestState, row: PlanRow, result: RowResult) -> RequestUpdate:
+def failed_update(
+    request: RequestState, row: ScheduledRequest, result: RequestResult
+) -> RequestUpdate:
     """The news that a request's row cannot be judged, and why; nothing else of its verdict."""
     return RequestUpdate(
         request_id=request.request.request_id,
@@ -175,12 +179,12 @@ def poisoned_update(request: RequestState, row: PlanRow, result: RowResult) -> R
         num_accepted=0,
         samples=row.samples,
         num_cached=request.num_cached,
-        poisoned=True,
-        stuck=result.stuck,
+        failed=True,
+        mask_fault=result.mask_fault,
     )
 
 
-def _require_fit(row: PlanRow, result: RowResult) -> None:
+def _require_fit(row: ScheduledRequest, result: RequestResult) -> None:
     limit = row.draft_limit if row.samples else 0
     if not 0 <= result.num_accepted <= result.num_drafts <= limit:
         raise InvariantError(

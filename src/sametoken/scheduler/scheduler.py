@@ -21,16 +21,16 @@ from sametoken.scheduler.request_state import (
     RequestState,
     SavedKV,
     Status,
-    poisoned_update,
-    settled_update,
+    failed_update,
+    update_of,
 )
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import (
-    RowResult,
+    RequestResult,
     StepResult,
 )
 from sametoken.types.plan import (
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
     SwapIn,
     SwapOut,
@@ -156,7 +156,7 @@ class Scheduler:
         self._lingering.append(request)
         if num_kept_tokens is not None:
             self._memory.index_kept(request, num_kept_tokens)
-        self._free_settled()
+        self._free_processed()
 
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can be launched now.
@@ -174,7 +174,7 @@ class Scheduler:
             return None
         return self._launch(draft)
 
-    def settle(self, result: StepResult) -> tuple[RequestUpdate, ...]:
+    def process_output(self, result: StepResult) -> tuple[RequestUpdate, ...]:
         """Learn the verdict of the oldest step in flight.
 
         Raises:
@@ -184,19 +184,19 @@ class Scheduler:
             expected = self._in_flight[0].plan.step_id if self._in_flight else "none"
             raise InvariantError(f"result of step {result.step_id} arrived, expected {expected}")
         step = self._in_flight[0]
-        if len(result.rows) != len(step.requests):
+        if len(result.requests) != len(step.requests):
             raise InvariantError(
-                f"result of step {result.step_id} has {len(result.rows)} rows, "
+                f"result of step {result.step_id} has {len(result.requests)} rows, "
                 f"its plan {len(step.requests)}"
             )
         self._in_flight.popleft()
         updates = [
-            self._settle_row(request, row, row_result)
+            self._process_row(request, row, row_result)
             for request, row, row_result in zip(
-                step.requests, step.plan.rows, result.rows, strict=True
+                step.requests, step.plan.requests, result.requests, strict=True
             )
         ]
-        self._free_settled()
+        self._free_processed()
         return tuple(update for update in updates if update is not None)
 
     def check_integrity(self) -> None:
@@ -308,7 +308,7 @@ class Scheduler:
     def _launch(self, draft: PlanDraft) -> StepPlan:
         plan = draft.build(tuple(self._discarded))
         self._discarded.clear()
-        for turn, row in zip(draft.turns, plan.rows, strict=True):
+        for turn, row in zip(draft.turns, plan.requests, strict=True):
             request = turn.request
             request.num_in_flight += 1
             request.last_step = plan.step_id
@@ -345,7 +345,7 @@ class Scheduler:
         self._move(victim, self._running, self._swapped, Status.SWAPPED)
         draft.short_of_blocks = True
 
-    def _free_settled(self) -> None:
+    def _free_processed(self) -> None:
         """Take back what released requests hold, once no step in flight uses it."""
         lingering: list[RequestState] = []
         for request in self._lingering:
@@ -361,19 +361,19 @@ class Scheduler:
 
     # Results
 
-    def _settle_row(
-        self, request: RequestState, row: PlanRow, result: RowResult
+    def _process_row(
+        self, request: RequestState, row: ScheduledRequest, result: RequestResult
     ) -> RequestUpdate | None:
         request.num_in_flight -= 1
-        if result.poisoned:
+        if result.failed:
             # What a released request has left to others is no better.
             self._memory.forget(request)
         if request.status is Status.RELEASED:
             return None
-        if result.poisoned:
+        if result.failed:
             self.release(request.request.request_id)
-            return poisoned_update(request, row, result)
-        return settled_update(request, row, result)
+            return failed_update(request, row, result)
+        return update_of(request, row, result)
 
     @staticmethod
     def _move(

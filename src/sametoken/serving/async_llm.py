@@ -22,7 +22,7 @@ from sametoken.engine.input_processor import (
 )
 from sametoken.engine.summary import EngineSummary
 from sametoken.errors import ConfigError, RequestError, SametokenError
-from sametoken.serving.engine_client import Front, RequestStream
+from sametoken.serving.engine_client import EngineClient, RequestStream
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import Build
@@ -79,7 +79,7 @@ class AsyncLLM:
             seed=config.seed,
             trials=self._trials,
         )
-        self._front = Front(process, config, build, limits, tokenizer)
+        self._client = EngineClient(process, config, build, limits, tokenizer)
         # Of their own: slow grammars leave the other threads to the tokenizer.
         self._grammar_threads = ThreadPoolExecutor(AT_ONCE, "grammar")
         self._grammar_turns = asyncio.Semaphore(AT_ONCE)
@@ -122,12 +122,12 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Whether requests are taken: the engine process is up, and nothing is drained."""
-        return self._front.is_ready
+        return self._client.is_ready
 
     @property
     def errored(self) -> SametokenError | None:
         """Why there is no engine process; None while one is up."""
-        return self._front.supervisor.cause
+        return self._client.supervisor.cause
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer, in this process.
@@ -179,7 +179,7 @@ class AsyncLLM:
             OverloadedError: grammars are being compiled, and take long.
             DrainingError, EngineRestartingError, EngineDeadError: no requests are taken.
         """
-        self._front.require_ready()
+        self._client.require_ready()
         process = partial(self._inputs.process_all, request_id, prompts, params)
         if self._inputs.knows_grammar(params):
             return await asyncio.to_thread(process)
@@ -224,21 +224,21 @@ class AsyncLLM:
             EngineRestartingError: the engine died and is being started again.
             EngineDeadError: the engine is gone for good.
         """
-        self._front.require_ready()
+        self._client.require_ready()
         tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
         return self.begin(self._inputs.process(request_id, tokens, params))
 
     def begin(self, request: ProcessedRequest) -> RequestStream:
         """``generate`` for a request that ``prepare`` has checked."""
-        return self._front.begin(request)
+        return self._client.begin(request)
 
     async def abort(self, request_id: str) -> None:
         """End a request where it stands; its last output says ``"abort"``. Unknown: ignored."""
-        self._front.abort(request_id)
+        self._client.abort(request_id)
 
     def stats(self) -> EngineStats:
         """A snapshot of counters; cheap."""
-        return self._front.stats
+        return self._client.stats
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests, and wait until those in flight have ended.
@@ -246,13 +246,13 @@ class AsyncLLM:
         Returns:
             Whether they all have, within ``timeout_s`` seconds.
         """
-        self._front.draining = True
+        self._client.draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._front.at_rest.wait(), timeout_s)
-        return self._front.at_rest.is_set()
+            await asyncio.wait_for(self._client.at_rest.wait(), timeout_s)
+        return self._client.at_rest.is_set()
 
     async def shutdown(self) -> None:
         """End the engine process; unfinished requests fail with ``EngineDeadError``."""
-        await self._front.supervisor.stop()
+        await self._client.supervisor.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._trials.stop)

@@ -27,7 +27,7 @@ from sametoken.serving.messages import (
     Submit,
 )
 from sametoken.serving.shadow_audit import ShadowAudit
-from sametoken.serving.stats import EngineStats, Tally
+from sametoken.serving.stats import EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import RequestOutput
@@ -42,7 +42,7 @@ class _Unfinished:
     stream: weakref.ref[RequestStream]
 
 
-class Front:
+class EngineClient:
     """Sends requests to the engine process, and makes outputs of what comes back.
 
     Every request ends exactly once: finished, aborted, refused, or lost with its process.
@@ -69,7 +69,7 @@ class Front:
         # Of unfinished requests and of their completions.
         self._used_ids: set[str] = set()
         self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
-        self._tally = Tally(process.ready.summary.num_speculative_tokens)
+        self._collector = StatsCollector(process.ready.summary.num_speculative_tokens)
         self._audit = ShadowAudit(limits.shadow_audit_rate)
         self.supervisor = Supervisor(process, config, build, limits, self)
 
@@ -82,7 +82,7 @@ class Front:
     def stats(self) -> EngineStats:
         """Everything as it stands."""
         return replace(
-            self._tally.snapshot(),
+            self._collector.snapshot(),
             ready=self.is_ready,
             load=self._queue.load,
             num_restarts=self.supervisor.num_restarts,
@@ -119,7 +119,7 @@ class Front:
         try:
             self._queue.require_room(len(request.completions), len(request.prompt.token_ids))
         except OverloadedError:
-            self._tally.num_overloaded += 1
+            self._collector.num_overloaded += 1
             raise
         self._release_replay(self._audit.interrupt())
         stream = RequestStream(request.request_id, self.abort)
@@ -155,10 +155,10 @@ class Front:
             return
         self._queue.note_load(message.load)
         if message.step_seconds is not None:
-            self._tally.count_step(message.step_seconds)
+            self._collector.count_step(message.step_seconds)
         for update in message.updates:
             if update.request_id in self._used_ids:
-                self._tally.count_update(update)
+                self._collector.count_update(update)
         self._release_replay(self._audit.take(message.updates))
         self._deliver(self._outputs.process(message.updates, time.monotonic()))
 
@@ -202,7 +202,7 @@ class Front:
                 stream.put(output)
             if output.finished:
                 self._forget(output.request_id)
-                self._tally.count_finished(output)
+                self._collector.count_finished(output)
                 self._queue.note_finished(time.monotonic())
                 self._audit.note_finished(unfinished.request, output)
         self._use_idle_time()
@@ -213,7 +213,7 @@ class Front:
         if stream is not None:
             # One of its own for each reader, since raising writes a traceback into it.
             stream.fail(copy.copy(error))
-        self._tally.num_failed += 1
+        self._collector.num_failed += 1
 
     def _forget(self, request_id: str) -> _Unfinished:
         unfinished = self._requests.pop(request_id)

@@ -108,7 +108,7 @@ class _Open:
     num_kept: int
 
 
-class TokenEnds:
+class StopChecker:
     """Sees stop tokens and length limits in the process that steps.
 
     The serving process, which knows the text, comes to the same end or, at a stop string, to
@@ -133,13 +133,13 @@ class TokenEnds:
     def take(self, update: RequestUpdate) -> int | None:
         """Tokens of prompt and output that a completion keeps if this update ends it.
 
-        None if it goes on, and for one that nobody watches. A poisoned one is forgotten: the
+        None if it goes on, and for one that nobody watches. A failed one is forgotten: the
         scheduler has released it.
         """
         watched = self._open.get(update.request_id)
         if watched is None:
             return None
-        if update.poisoned:
+        if update.failed:
             self.discard(update.request_id)
             return None
         for token_id in update.token_ids:
@@ -158,7 +158,7 @@ class EngineLoop:
         self._engine = engine
         self._outbox = outbox
         self._preparation = preparation
-        self._ends = TokenEnds()
+        self._ends = StopChecker()
         self._num_received = 0
 
     @property

@@ -102,17 +102,17 @@ class ShadowAudit:
             if running is None or update.request_id != running.case.replay.request_id:
                 continue
             running.token_ids.extend(update.token_ids)
-            if self._is_judged(running, poisoned=update.poisoned):
+            if self._is_judged(running, failed=update.failed):
                 return running.case.replay.request_id
         return None
 
-    def _is_judged(self, running: _Replay, *, poisoned: bool) -> bool:
+    def _is_judged(self, running: _Replay, *, failed: bool) -> bool:
         """Whether enough of a replay is known; then it is counted."""
         case, replayed = running.case, running.token_ids
         position = _first_difference(case.served, replayed)
-        if position is None and len(replayed) < len(case.served) and not poisoned:
+        if position is None and len(replayed) < len(case.served) and not failed:
             return False
-        if position is None and poisoned:
+        if position is None and failed:
             position = len(replayed)
         self._running = None
         self._stats = replace(self._stats, num_audited=self._stats.num_audited + 1)
@@ -148,7 +148,7 @@ def _plain(completion: EngineRequest, num_tokens: int) -> EngineRequest:
         request_id=f"{completion.request_id}#replay",
         params=replace(completion.params, logprobs=None, prompt_logprobs=None),
         max_total_tokens=len(completion.prompt_token_ids) + num_tokens,
-        max_drafts=0,
+        num_speculative_tokens=0,
         use_prefix_cache=False,
     )
 

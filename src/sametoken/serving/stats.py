@@ -140,7 +140,7 @@ class EngineStats:
         return self.speculation.num_draft_tokens - self.speculation.num_accepted_tokens
 
 
-class Tally:
+class StatsCollector:
     """Counts what passes; ``snapshot`` gives it out as frozen values."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
@@ -163,7 +163,7 @@ class Tally:
 
     def count_update(self, update: RequestUpdate) -> None:
         """A step brought this to a request."""
-        if update.samples and not update.poisoned:
+        if update.samples and not update.failed:
             self._by_drafts[update.num_drafts] += 1
             self._by_accepted[update.num_accepted] += 1
             self._num_output_tokens += len(update.token_ids)

@@ -80,7 +80,7 @@ class Sequences:
         return self.num_tokens.shape[0] - 1
 
     @property
-    def max_num_drafts(self) -> int:
+    def num_speculative_tokens(self) -> int:
         """k, the width of the draft buffer."""
         return self.draft_ids.shape[1]
 

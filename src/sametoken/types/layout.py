@@ -98,19 +98,20 @@ class StepLayout:
             num_drafts: drafts that each request has, where they can be read: rows are then laid
                 out for these alone.
         """
-        limits = [row.draft_limit for row in plan.rows]
+        limits = [row.draft_limit for row in plan.requests]
         if num_drafts is not None:
             limits = [min(pair) for pair in zip(limits, num_drafts, strict=True)]
-        sizes = [row.num_query + limit for row, limit in zip(plan.rows, limits, strict=True)]
+        sizes = [row.num_query + limit for row, limit in zip(plan.requests, limits, strict=True)]
         windows = [
-            limit + 1 if row.samples else 0 for row, limit in zip(plan.rows, limits, strict=True)
+            limit + 1 if row.samples else 0
+            for row, limit in zip(plan.requests, limits, strict=True)
         ]
         return cls(
             step_id=plan.step_id,
-            slots=tuple(row.slot for row in plan.rows),
-            num_query=tuple(row.num_query for row in plan.rows),
+            slots=tuple(row.slot for row in plan.requests),
+            num_query=tuple(row.num_query for row in plan.requests),
             draft_limit=tuple(limits),
-            samples=tuple(row.samples for row in plan.rows),
+            samples=tuple(row.samples for row in plan.requests),
             row_starts=tuple(accumulate(sizes, initial=0)),
             window_starts=tuple(accumulate(windows, initial=0)),
         )

@@ -43,7 +43,7 @@ class LenBound:
         """The bound once a step that samples with up to ``draft_limit`` drafts is enqueued."""
         return LenBound(self.lo + 1, self.hi + 1 + draft_limit)
 
-    def after_settle(self, draft_limit: int, num_accepted: int) -> LenBound:
+    def after_result(self, draft_limit: int, num_accepted: int) -> LenBound:
         """The bound once such a step's verdict has reached the host.
 
         Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sametoken.types.structured_outputs import Stuck
+from sametoken.types.structured_outputs import MaskFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True, slots=True)
-class RowResult:
+class RequestResult:
     """The verdict on one plan row, as read by the host after the copy has landed.
 
     Attributes:
@@ -29,8 +29,8 @@ class RowResult:
         num_proposed: drafts that the drafter had ready, before any limit.
         num_accepted: accepted drafts, 0..num_drafts; the bonus token is not counted.
         token_ids: accepted drafts and the next token; empty for a row that does not sample.
-        poisoned: the row cannot be judged; its tokens and counts are meaningless.
-        stuck: why no token was allowed, if that is why it is poisoned, not a NaN.
+        failed: the row cannot be judged; its tokens and counts are meaningless.
+        mask_fault: why no token was allowed, if that is why it is failed, not a NaN.
         logprobs: one entry per token of ``token_ids`` if the request asked for them.
         prompt_logprobs: entries for prompt positions ``first + 1 ..`` of this chunk, where
             ``first`` is the chunk's first position, if the request asked for them.
@@ -40,8 +40,8 @@ class RowResult:
     num_proposed: int
     num_accepted: int
     token_ids: tuple[int, ...]
-    poisoned: bool = False
-    stuck: Stuck = Stuck.NOT
+    failed: bool = False
+    mask_fault: MaskFault = MaskFault.NONE
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None
 
@@ -51,7 +51,7 @@ class StepResult:
     """Results of one step, in the order of the plan's rows. They arrive in step order."""
 
     step_id: int
-    rows: tuple[RowResult, ...]
+    requests: tuple[RequestResult, ...]
 
 
 @dataclass(frozen=True, slots=True)

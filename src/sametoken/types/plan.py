@@ -61,7 +61,7 @@ class SwapIn:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRow:
+class ScheduledRequest:
     """One slot's part in a step.
 
     Attributes:
@@ -92,4 +92,4 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     block_assignments: tuple[BlockAssignment, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
-    rows: tuple[PlanRow, ...] = ()
+    requests: tuple[ScheduledRequest, ...] = ()

@@ -9,7 +9,7 @@ from sametoken.types.outputs import PositionLogprobs
 from sametoken.types.sampling_params import SamplingParams
 from sametoken.types.structured_outputs import (
     Grammar,
-    Stuck,
+    MaskFault,
 )
 
 
@@ -25,7 +25,7 @@ class EngineRequest:
         stop_token_ids: EOS and stop ids, masked until ``min_tokens`` are out.
         bad_words_token_ids: token sequences that may not be completed.
         grammar: what ``params.structured_outputs`` compiles to.
-        max_drafts: this request's own limit on drafts per step; None means k.
+        num_speculative_tokens: this request's own limit on drafts per step; None means k.
         use_prefix_cache: whether it takes cached blocks, and leaves its own to others.
     """
 
@@ -36,7 +36,7 @@ class EngineRequest:
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
-    max_drafts: int | None = None
+    num_speculative_tokens: int | None = None
     use_prefix_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ class RequestUpdate:
         num_drafts, num_accepted: of this step's window.
         samples: whether the step reached the end of the prompt and so emitted tokens.
         num_cached: prompt positions that the prefix cache supplied.
-        poisoned: the row cannot be judged; ``token_ids`` is empty and the request is released.
-        stuck: why no token was allowed, if that is why it is poisoned, not a NaN.
+        failed: the row cannot be judged; ``token_ids`` is empty and the request is released.
+        mask_fault: why no token was allowed, if that is why it is failed, not a NaN.
         logprobs: one entry per token of ``token_ids``, if asked for.
         prompt_logprobs: entries of prompt positions, in order, if asked for; the first
             prompt token has none.
@@ -70,7 +70,7 @@ class RequestUpdate:
     num_accepted: int
     samples: bool
     num_cached: int
-    poisoned: bool = False
-    stuck: Stuck = Stuck.NOT
+    failed: bool = False
+    mask_fault: MaskFault = MaskFault.NONE
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs, ...] | None = None

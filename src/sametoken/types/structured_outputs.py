@@ -50,18 +50,18 @@ class Grammar(Protocol):
         ...
 
 
-class Stuck(IntEnum):
+class MaskFault(IntEnum):
     """Why a window has no token to choose.
 
     Attributes:
-        NOT: it has one.
-        NO_TOKEN: the grammar and the other masks allow none in common.
+        NONE: it has one.
+        NO_VALID_TOKEN: the grammar and the other masks allow none in common.
         SLOW: the grammar's masks took longer than they may.
         BROKEN: the grammar's library failed, or refused a token that it had allowed.
     """
 
-    NOT = 0
-    NO_TOKEN = 1
+    NONE = 0
+    NO_VALID_TOKEN = 1
     SLOW = 2
     BROKEN = 3
 

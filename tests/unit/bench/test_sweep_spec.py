@@ -44,7 +44,7 @@ def test_engine_options_make_an_engine():
     cell = cells(Sweep(model=("m",), drafter=(NGRAM,), engine={"dtype": "float32"}))[0]
     config = EngineConfig.from_options(**cell.engine_options())
     assert (config.model, config.dtype, config.max_num_seqs) == ("m", "float32", 1)
-    assert (config.num_drafts, config.enable_prefix_caching) == (3, False)
+    assert (config.num_speculative_tokens, config.enable_prefix_caching) == (3, False)
     plain = cells(Sweep(model=("m",), tensor_parallel_size=(2,)))[0]
     assert plain.engine_options()["tensor_parallel_size"] == 2
     assert plain.engine_options()["speculative_config"] is None

@@ -9,9 +9,9 @@ import torch
 from helpers.thread_ranks import run_ranks
 from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.combined import share_drafter
-from sametoken.layers.parallel import ALONE
+from sametoken.layers.parallel import SINGLE_RANK
 
-CONTEXT = SimpleNamespace(slots=torch.tensor([5, 1, 3]), max_num_drafts=2)
+CONTEXT = SimpleNamespace(slots=torch.tensor([5, 1, 3]), num_speculative_tokens=2)
 
 
 class Countdown:
@@ -39,5 +39,5 @@ def test_every_rank_gets_rank_0_s():
 
 def test_nothing_is_copied_where_nothing_is_shared():
     inner = NoDrafter()
-    assert share_drafter(inner, 3, ALONE) is inner
+    assert share_drafter(inner, 3, SINGLE_RANK) is inner
     assert run_ranks(2, lambda p: share_drafter(inner, 0, p))[1] is inner

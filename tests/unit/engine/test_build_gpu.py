@@ -23,7 +23,7 @@ from sametoken.types.layout import (
     padded,
 )
 from sametoken.types.plan import (
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 
@@ -66,9 +66,9 @@ def test_small_steps_of_windows_run_in_a_shape_of_at_most_four_times_their_rows(
     count = data.draw(st.integers(1, min(max_num_seqs, most)))
     rows, left = [], most - count
     for slot in range(count):
-        rows.append(PlanRow(slot, 1, data.draw(st.integers(0, min(k, left))), True))
+        rows.append(ScheduledRequest(slot, 1, data.draw(st.integers(0, min(k, left))), True))
         left -= rows[-1].draft_limit
-    step = StepLayout.of(StepPlan(0, rows=tuple(rows))).shape
+    step = StepLayout.of(StepPlan(0, requests=tuple(rows))).shape
     found = next(shape for shape in captured_shapes(*asked) if shape.holds(step))
     assert found.num_rows <= 4 * step.num_rows
 
@@ -91,7 +91,7 @@ def test_every_row_count_is_proven(asked, data):
 
 
 def test_an_eager_engine_captures_nothing():
-    step = SimpleNamespace(sequences=SimpleNamespace(max_num_drafts=3))
+    step = SimpleNamespace(sequences=SimpleNamespace(num_speculative_tokens=3))
     resolved = SimpleNamespace(config=SimpleNamespace(enforce_eager=True))
     assert gpu_launcher(step, None, resolved, print) == EagerLauncher(step, ROW_MULTIPLE)
 
@@ -115,9 +115,9 @@ class Replays(StepGraphs):
     ],
 )
 def test_a_step_runs_in_the_smallest_shape_that_holds_it(windows, chunks, expected):
-    rows = [PlanRow(slot, 1, 2, True) for slot in range(windows)]
-    rows += [PlanRow(9 + i, length, 0, True) for i, length in enumerate(chunks)]
-    layout = StepLayout.of(StepPlan(0, rows=tuple(rows)))
+    rows = [ScheduledRequest(slot, 1, 2, True) for slot in range(windows)]
+    rows += [ScheduledRequest(9 + i, length, 0, True) for i, length in enumerate(chunks)]
+    layout = StepLayout.of(StepPlan(0, requests=tuple(rows)))
     replayed, eager = [], []
     others = SimpleNamespace(run=lambda *given: eager.append(given))
     graphs = Replays(None, captured_shapes(64, 3, 8192), replayed, others)

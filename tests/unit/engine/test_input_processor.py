@@ -204,7 +204,7 @@ def test_structured_outputs_that_cannot_be_served_are_refused_before_any_work(to
 @pytest.mark.parametrize("own", [None, 0, 1, 4])
 def test_a_request_chooses_its_number_of_drafts(tokenizer, own):
     (completion,) = process(make(tokenizer), num_speculative_tokens=own).completions
-    assert completion.max_drafts == own
+    assert completion.num_speculative_tokens == own
 
 
 def test_more_drafts_than_the_engine_s_are_refused(tokenizer):

@@ -15,7 +15,7 @@ from sametoken.errors import NumericalError, StructuredOutputError
 from sametoken.types.outputs import Logprob
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
-from sametoken.types.structured_outputs import Stuck
+from sametoken.types.structured_outputs import MaskFault
 
 PROMPT = (40, 41, 42)
 EOS = 0
@@ -191,7 +191,7 @@ def test_windows_do_not_matter_and_nothing_is_taken_back(tokenizer, data):
 def test_nan_logits_fail_the_request_alone(run, tokenizer):
     request = run()
     request.emit(*tokenizer.encode("the"))
-    output, released = request.emit(poisoned=True)
+    output, released = request.emit(failed=True)
     assert completion(output).finish_reason == "error"
     assert isinstance(completion(output).error, NumericalError)
     assert completion(output).text == "the"
@@ -201,13 +201,13 @@ def test_nan_logits_fail_the_request_alone(run, tokenizer):
 @pytest.mark.parametrize(
     ("stuck", "cause"),
     [
-        (Stuck.NO_TOKEN, "no token satisfies"),
-        (Stuck.SLOW, "took longer than"),
-        (Stuck.BROKEN, "library failed"),
+        (MaskFault.NO_VALID_TOKEN, "no token satisfies"),
+        (MaskFault.SLOW, "took longer than"),
+        (MaskFault.BROKEN, "library failed"),
     ],
 )
 def test_a_stuck_request_says_why(run, stuck, cause):
-    output, _ = run().emit(poisoned=True, stuck=stuck)
+    output, _ = run().emit(failed=True, mask_fault=stuck)
     assert isinstance(completion(output).error, StructuredOutputError)
     assert cause in completion(output).error.cause
     assert completion(output).error.remedy
@@ -269,7 +269,7 @@ def test_candidates_get_their_texts_and_the_first_prompt_token_has_none(run, tok
 def test_prompt_candidates_are_told_all_or_none(run):
     request = run(logprobs=None, prompt_logprobs=0)
     request.emit(samples=False, prompt_logprobs=({41: Logprob(-2.0, 3)},))
-    output, _ = request.emit(poisoned=True)
+    output, _ = request.emit(failed=True)
     assert completion(output).finish_reason == "error"
     assert output.prompt_logprobs is None
 

@@ -16,12 +16,12 @@ from sametoken.extraction.shards import (
 )
 from sametoken.io.files import DirectoryLock
 from sametoken.types.outputs import (
-    RowResult,
+    RequestResult,
     StepResult,
 )
 from sametoken.types.plan import (
     Admission,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.sampling_params import SamplingParams
@@ -51,10 +51,10 @@ class Device:
         params = SamplingParams(seed=0)
         return Admission(slot, prompt, num_cached, params, request_id=f"r{request}")
 
-    def launch(self, rows: dict[int, range], *admissions: Admission, poisoned=()) -> StepResult:
+    def launch(self, rows: dict[int, range], *admissions: Admission, failed=()) -> StepResult:
         """A step that commits these positions of these slots."""
         self.step_id += 1
-        plan_rows = tuple(PlanRow(slot, 1, 0, True) for slot in rows)
+        plan_rows = tuple(ScheduledRequest(slot, 1, 0, True) for slot in rows)
         places = [(slot, position) for slot, span in rows.items() for position in span]
         slots, positions = torch.tensor(places).view(-1, 2).unbind(1)
         states = [state(self.requests[slot], position) for slot, position in places]
@@ -68,12 +68,12 @@ class Device:
                 torch.stack(states),
             )
         )
-        self.writer.launch(StepPlan(self.step_id, admissions=admissions, rows=plan_rows))
-        results = [RowResult(0, 0, 0, (1,), poisoned=slot in poisoned) for slot in rows]
+        self.writer.launch(StepPlan(self.step_id, admissions=admissions, requests=plan_rows))
+        results = [RequestResult(0, 0, 0, (1,), failed=slot in failed) for slot in rows]
         return StepResult(self.step_id, tuple(results))
 
-    def step(self, rows: dict[int, range], *admissions: Admission, poisoned=()) -> None:
-        self.writer.settle(self.launch(rows, *admissions, poisoned=poisoned))
+    def step(self, rows: dict[int, range], *admissions: Admission, failed=()) -> None:
+        self.writer.process_output(self.launch(rows, *admissions, failed=failed))
 
     def end(self, request: int, num_kept_tokens, aborted: bool = False) -> None:
         self.writer.end(f"r{request}", num_kept_tokens, aborted=aborted)
@@ -108,7 +108,7 @@ def test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not(device):
     device.end(8, 4)
     late = device.launch({0: range(4, 5), 1: range(6, 8)})
     device.end(7, 5)
-    device.writer.settle(late)
+    device.writer.process_output(late)
     device.writer.flush()
     assert device.found() == {"r7": 4, "r8": 3}
     assert device.num_rows_on_disk() == 7
@@ -116,7 +116,7 @@ def test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not(device):
 
 def test_a_request_that_is_cut_short_leaves_nothing(device):
     device.step({0: range(3), 1: range(3)}, device.admit(0, 1), device.admit(1, 2))
-    device.step({0: range(3, 4), 1: range(3, 4)}, poisoned=(1,))
+    device.step({0: range(3, 4), 1: range(3, 4)}, failed=(1,))
     device.end(1, 5, aborted=True)
     device.end(2, 5)
     device.writer.flush()
@@ -127,7 +127,7 @@ def test_a_request_that_is_cut_short_leaves_nothing(device):
 def test_nan_after_the_end_harms_nobody(device):
     device.step({0: range(3)}, device.admit(0, 1))
     device.end(1, 4)
-    device.step({0: range(3, 4)}, poisoned=(0,))
+    device.step({0: range(3, 4)}, failed=(0,))
     device.writer.flush()
     assert device.found() == {"r1": 3}
 
@@ -175,7 +175,7 @@ def test_ids_and_slots_come_back(device):
 def test_an_abort_before_the_first_verdict_is_an_abort(device):
     result = device.launch({0: range(3)}, device.admit(0, 1))
     device.end(1, 2, aborted=True)
-    device.writer.settle(result)
+    device.writer.process_output(result)
     device.writer.flush()
     assert device.num_rows_on_disk() == 0
 
@@ -200,14 +200,14 @@ def test_rows_that_cannot_be_are_refused(device):
         device.step({0: range(4, 6)})
     with pytest.raises(InvariantError, match="keeps 9 tokens"):
         device.end(1, 9)
-    device.writer.launch(StepPlan(3, rows=(PlanRow(0, 1, 0, True),)))
+    device.writer.launch(StepPlan(3, requests=(ScheduledRequest(0, 1, 0, True),)))
     with pytest.raises(InvariantError, match="before its rows came"):
-        device.writer.settle(StepResult(3, (RowResult(0, 0, 0, (1,)),)))
+        device.writer.process_output(StepResult(3, (RequestResult(0, 0, 0, (1,)),)))
 
 
 def test_a_step_without_rows_brings_none(device):
     device.writer.launch(StepPlan(1, discarded_swaps=("a key",)))
-    device.writer.settle(StepResult(1, ()))
+    device.writer.process_output(StepResult(1, ()))
     device.writer.end("unknown", 4, aborted=False)
     device.writer.flush()
     assert not (device.directory / "manifest.json").exists()

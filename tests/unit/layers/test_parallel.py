@@ -8,7 +8,7 @@ import torch
 from helpers.thread_ranks import run_ranks
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.linear import Linear, RowParallelLinear
-from sametoken.layers.parallel import ALONE, gather_columns
+from sametoken.layers.parallel import SINGLE_RANK, gather_columns
 from sametoken.ops.model.partial_sum import partial_sum
 from sametoken.ops.reference import ReferenceKernels
 
@@ -29,9 +29,9 @@ def test_no_rows_are_no_columns():
 
 def test_one_rank_copies_nothing():
     x = torch.ones(2, 3)
-    assert gather_columns(ALONE, x) is x
-    assert ALONE.broadcast(x) is x
-    assert ALONE.gather(x).shape == (1, 2, 3)
+    assert gather_columns(SINGLE_RANK, x) is x
+    assert SINGLE_RANK.broadcast(x) is x
+    assert SINGLE_RANK.gather(x).shape == (1, 2, 3)
 
 
 def test_a_row_parallel_linear_sums_in_rank_order():

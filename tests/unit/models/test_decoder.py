@@ -16,7 +16,7 @@ from sametoken.ops.reference import ReferenceKernels
 transformers_logging.disable_progress_bar()
 NUM_LAYERS = 4
 PROMPT = torch.randint(50, (23,), generator=torch.Generator().manual_seed(0)).tolist()
-BUNDLES = [ReferenceKernels(), select_kernels(CPU)]
+BACKENDS = [ReferenceKernels(), select_kernels(CPU)]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def load(path, kernels, aux_layers=()):
     )
 
 
-@pytest.mark.parametrize("kernels", BUNDLES, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("aux_layers", [(2, 1, 3), (0,), (NUM_LAYERS,), (1, 1)])
 def test_auxiliary_states_are_the_inputs_of_the_layers(theirs_and_path, kernels, aux_layers):
     theirs, path = theirs_and_path
@@ -73,7 +73,7 @@ def test_without_auxiliary_layers_there_are_none(theirs_and_path):
     assert hidden.auxiliary.dtype == hidden.last.dtype
 
 
-@pytest.mark.parametrize("kernels", BUNDLES, ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chunks_and_company_do_not_change_a_bit(theirs_and_path, kernels, dtype):
     model = load_model(

@@ -22,7 +22,7 @@ from helpers.hybrids import (
 )
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.layers.parallel import ALONE
+from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load import weights
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.registry import require_divisible
@@ -48,7 +48,7 @@ HYBRID_SIZES = SIZES | {
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
 
 
-def load(path, parallel=ALONE, dtype=torch.float32, kernels=None, **options):
+def load(path, parallel=SINGLE_RANK, dtype=torch.float32, kernels=None, **options):
     return load_model(
         path,
         kernels=kernels or ReferenceKernels(),
@@ -102,11 +102,11 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("bundle", [ReferenceKernels, NativeKernels])
+@pytest.mark.parametrize("backend", [ReferenceKernels, NativeKernels])
 @pytest.mark.parametrize("kind", WRITERS)
-def test_ranks_agree_and_are_near_one_rank(tmp_path, kind, bundle):
+def test_ranks_agree_and_are_near_one_rank(tmp_path, kind, backend):
     path = WRITERS[kind](tmp_path)
-    kernels = bundle()
+    kernels = backend()
     whole = logits_of(load(path, kernels=kernels))
     first, second = run_ranks(2, lambda p: logits_of(load(path, p, kernels=kernels)))
     assert torch.equal(first, second)

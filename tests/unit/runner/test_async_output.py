@@ -16,12 +16,19 @@ from sametoken.ops.step.types import (
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.stream import LaggingStream
 from sametoken.types.plan import (
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
-from sametoken.types.structured_outputs import Stuck
+from sametoken.types.structured_outputs import MaskFault
 
-PLAN = StepPlan(7, rows=(PlanRow(2, 1, 3, True), PlanRow(1, 1, 3, True), PlanRow(0, 8, 0, False)))
+PLAN = StepPlan(
+    7,
+    requests=(
+        ScheduledRequest(2, 1, 3, True),
+        ScheduledRequest(1, 1, 3, True),
+        ScheduledRequest(0, 8, 0, False),
+    ),
+)
 GARBAGE = 10**12
 
 
@@ -53,10 +60,15 @@ def test_a_poisoned_row_says_why():
     plan = replace(PLAN, rows=(PLAN.rows[0],) * 4)
     faults = (SOUND, HAS_NAN, NO_TOKEN, NO_TOKEN)
     buffer = buffer_of(*([7, 3, 3, 0, fault, 10] for fault in faults))
-    buffer.lost = {0: Stuck.SLOW, 1: Stuck.SLOW, 3: Stuck.SLOW}
+    buffer.lost = {0: MaskFault.SLOW, 1: MaskFault.SLOW, 3: MaskFault.SLOW}
     rows = buffer.read(plan).rows
-    assert [row.poisoned for row in rows] == [False, True, True, True]
-    assert [row.stuck for row in rows] == [Stuck.NOT, Stuck.NOT, Stuck(1), Stuck.SLOW]
+    assert [row.failed for row in rows] == [False, True, True, True]
+    assert [row.mask_fault for row in rows] == [
+        MaskFault.NONE,
+        MaskFault.NONE,
+        MaskFault(1),
+        MaskFault.SLOW,
+    ]
 
 
 def test_reading_before_the_copy_landed_raises():
@@ -64,7 +76,7 @@ def test_reading_before_the_copy_landed_raises():
     with pytest.raises(InvariantError, match="in flight"):
         buffer.read(PLAN)
     land(buffer, *[[7, 0, 0, 0, 0, 10]] * 3)
-    buffer.lost[0] = Stuck.SLOW
+    buffer.lost[0] = MaskFault.SLOW
     buffer.read(PLAN)
     buffer.clear()
     assert not buffer.lost

@@ -12,7 +12,7 @@ from sametoken.types.layout import (
     StepShape,
 )
 from sametoken.types.plan import (
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 
@@ -31,9 +31,9 @@ def test_launches_read_their_own_layouts_however_far_the_host_is_ahead(in_flight
     written: list[tuple[StepShape, list[list[int]]]] = []
     read = 0
     for turn in range(11):
-        rows = tuple(PlanRow(slot, 1, 0, True) for slot in range(turn % 4))
+        rows = tuple(ScheduledRequest(slot, 1, 0, True) for slot in range(turn % 4))
         shape = shape_of(max(1 + turn % 5, len(rows)))
-        table = StepLayout.of(StepPlan(turn, rows=rows)).table(shape, RESERVED, 10 * turn)
+        table = StepLayout.of(StepPlan(turn, requests=rows)).table(shape, RESERVED, 10 * turn)
         ring.write(table)
         written.append((shape, table))
         if len(written) - read == in_flight or turn == 10:

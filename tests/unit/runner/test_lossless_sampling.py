@@ -13,7 +13,7 @@ from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
 from sametoken.types.plan import (
     Admission,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.sampling_params import SamplingParams
@@ -84,9 +84,9 @@ def generate(drafter, num_requests=NUM_REQUESTS, num_positions=NUM_POSITIONS, **
         drafts = drafter(last, num_tokens, table.seed[slots])
         sequences.draft_ids[slots, : drafts.shape[1]] = drafts
         sequences.num_drafts[slots] = drafts.shape[1]
-        rows = tuple(PlanRow(slot, 1, NUM_DRAFTS, samples=True) for slot in slots.tolist())
+        rows = tuple(ScheduledRequest(slot, 1, NUM_DRAFTS, samples=True) for slot in slots.tolist())
         layout = StepLayout.of(
-            StepPlan(0, rows=rows), compact.known_drafts(sequences, slots.tolist())
+            StepPlan(0, requests=rows), compact.known_drafts(sequences, slots.tolist())
         )
         columns = layout.table(layout.shape, num_requests, 0)
         x = compact.prepare_inputs(sequences, LayoutTable(torch.tensor(columns), layout.shape))

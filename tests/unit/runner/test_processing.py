@@ -195,7 +195,7 @@ def test_a_step_without_windows_is_processed(steps):
     row = Row((1, 2, 3), num_query=2, num_computed=0, samples=False, params=params)
     judged = case_of([row, row]).run(torch.zeros(0, 8), steps=steps)
     assert judged.tokens == [(), ()]
-    assert judged.poisoned == [False, False]
+    assert judged.failed == [False, False]
 
 
 def test_stop_ids_outside_the_vocabulary_mask_nothing_else():
@@ -211,7 +211,7 @@ def test_nan_that_a_mask_would_hide_fails_its_request(steps):
     logits = torch.zeros(4, 6)
     logits[2, 5] = math.nan
     judged = case_of(rows).run(logits, steps=steps)
-    assert judged.poisoned == [False, True]
+    assert judged.failed == [False, True]
     assert judged.tokens[0] == (2, 2)
 
 

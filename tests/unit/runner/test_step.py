@@ -97,7 +97,7 @@ def test_verdicts_agree_with_a_plain_loop(steps, specs, seed, nan_rows):
         own = slice(start, start + row.window)
         start += row.window
         emitted, poisoned = plainly(row, judged.processed[own], logits[own])
-        assert judged.poisoned[index] == poisoned
+        assert judged.failed[index] == poisoned
         if not poisoned:
             assert judged.tokens[index] == emitted
             assert judged.verdict.num_accepted[index] == max(len(emitted) - 1, 0)
@@ -109,7 +109,7 @@ def test_a_poisoned_window_leaves_its_neighbours_alone(steps):
     clean = case_of(rows).run(logits, steps=steps)
     logits[3, 0] = math.nan
     judged = case_of(rows).run(logits, steps=steps)
-    assert judged.poisoned == [False, True, False]
+    assert judged.failed == [False, True, False]
     assert judged.tokens[::2] == clean.tokens[::2]
 
 
@@ -118,7 +118,7 @@ def test_an_infinite_logit_is_not_poison(steps):
     logits = torch.zeros(1, 6)
     logits[0, 0], logits[0, 3] = -math.inf, math.inf
     judged = case_of([Row((1, 1))]).run(logits, steps=steps)
-    assert judged.poisoned == [False]
+    assert judged.failed == [False]
     assert judged.tokens == [(3,)]
 
 
@@ -166,7 +166,7 @@ def test_drafts_accepted_by_chance_are_emitted_before_the_target_s_own_token(rat
         ),
         (),
     ]
-    assert not any(judged.poisoned)
+    assert not any(judged.failed)
 
 
 class Stubborn(ModuleType):
@@ -312,6 +312,6 @@ def test_no_kernel_of_pytorch_runs_beside_the_model_and_the_drafter(k, synthetic
     )
     layout = scene.table(sequences)
     with Noted() as noted:
-        step.settle(step.forward(layout))
+        step.verify_and_propose(step.forward(layout))
     assert step.results[: len(rows), 0].tolist() == [41] * len(rows)
     assert noted.names - Noted.FREE == set()

@@ -13,7 +13,7 @@ from helpers.static_steps import STEPS
 from sametoken.sampling import grammar_masks as module
 from sametoken.types.plan import Admission
 from sametoken.types.sampling_params import SamplingParams
-from sametoken.types.structured_outputs import Stuck
+from sametoken.types.structured_outputs import MaskFault
 
 VOCAB = 40
 
@@ -115,7 +115,7 @@ def test_a_request_that_is_stuck_at_once_fails_and_says_so(drafts, steps):
     rows = [Row((1,), (39,), drafts, grammar=Grammar()), Row((1,))]
     judged = case_of(rows).run(torch.zeros(len(drafts) + 2, VOCAB), steps=steps)
     assert judged.poisoned == [True, False]
-    assert judged.stuck == [Stuck.NO_TOKEN, Stuck.NOT]
+    assert judged.stuck == [MaskFault.NO_VALID_TOKEN, MaskFault.NONE]
 
 
 def test_a_committed_token_against_the_grammar_leaves_no_token():
@@ -123,7 +123,7 @@ def test_a_committed_token_against_the_grammar_leaves_no_token():
     case = case_of([Row((1,), (9, 4), (30, 31), grammar=Grammar())])
     judged = case.run(torch.zeros(3, VOCAB))
     assert allowed_of(judged.processed) == [[]] * 3
-    assert judged.stuck == [Stuck.BROKEN]
+    assert judged.stuck == [MaskFault.BROKEN]
 
 
 @each_kind
@@ -148,7 +148,7 @@ def test_a_matcher_that_breaks_fails_its_own_request(monkeypatch):
     for step in (case, again(case)):
         case.grammars._sequences = step.sequences
         judged = step.run(torch.zeros(4, VOCAB))
-        assert judged.stuck == [Stuck.BROKEN, Stuck.NOT]
+        assert judged.stuck == [MaskFault.BROKEN, MaskFault.NONE]
         assert allowed_of(judged.processed[:2]) == [[], []]
         assert allowed_of(judged.processed[2:]) == [list(range(VOCAB)), list(range(5, VOCAB))]
 
@@ -162,7 +162,7 @@ def test_other_masks_and_cuts_compose():
     logits[:, 8] = 0.5
     judged = case.run(logits)
     assert allowed_of(judged.processed) == [[8, 30], [30, 35]]
-    assert judged.stuck == [Stuck.NOT]
+    assert judged.stuck == [MaskFault.NONE]
 
 
 def test_a_new_request_inherits_no_cursor():
@@ -185,7 +185,7 @@ def test_masks_that_take_too_long_fail_their_own_request(monkeypatch):
     for step in (case, again(case)):
         case.grammars._sequences = step.sequences
         judged = step.run(torch.zeros(5, VOCAB))
-        assert judged.stuck == [Stuck.SLOW, Stuck.NOT]
+        assert judged.stuck == [MaskFault.SLOW, MaskFault.NONE]
         assert allowed_of(judged.processed)[:4] == [[]] * 4
         assert allowed_of(judged.processed)[4] == list(range(VOCAB))
 

@@ -5,7 +5,7 @@ import pytest
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.outputs import (
-    RowResult,
+    RequestResult,
     StepResult,
 )
 from sametoken.types.request import EngineRequest
@@ -43,31 +43,36 @@ def make_request(name, prompt, max_total=None, max_drafts=None, cached=True, **p
     total = len(prompt) + 8 if max_total is None else max_total
     sampling = SamplingParams(temperature=0.0, **params)
     return EngineRequest(
-        name, tuple(prompt), sampling, total, max_drafts=max_drafts, use_prefix_cache=cached
+        name,
+        tuple(prompt),
+        sampling,
+        total,
+        num_speculative_tokens=max_drafts,
+        use_prefix_cache=cached,
     )
 
 
-def result_of(plan, accept=0, poisoned=(), proposed=64):
+def result_of(plan, accept=0, failed=(), proposed=64):
     """Every row is offered its drafts of those proposed, and accepts up to ``accept``."""
     rows = []
-    for row in plan.rows:
+    for row in plan.requests:
         drafts = min(proposed, row.draft_limit)
         accepted = min(accept, drafts)
         tokens = (7,) * (accepted + 1) if row.samples else ()
-        rows.append(RowResult(drafts, proposed, accepted, tokens, row.slot in poisoned))
+        rows.append(RequestResult(drafts, proposed, accepted, tokens, row.slot in failed))
     return StepResult(plan.step_id, tuple(rows))
 
 
 def step(scheduler, accept=0, proposed=64):
     """Plan and settle one step; the plan and its updates."""
     plan = scheduler.plan()
-    updates = scheduler.settle(result_of(plan, accept, proposed=proposed))
+    updates = scheduler.process_output(result_of(plan, accept, proposed=proposed))
     scheduler.check_integrity()
     return plan, updates
 
 
 def rows_of(plan):
-    return [(row.slot, row.num_query, row.draft_limit, row.samples) for row in plan.rows]
+    return [(row.slot, row.num_query, row.draft_limit, row.samples) for row in plan.requests]
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def crowd(kit, count, **overrides):
 
 
 def limits_of(plan):
-    return {row.draft_limit for row in plan.rows}
+    return {row.draft_limit for row in plan.requests}
 
 
 def test_of_64_requests_without_matches_none_has_rows_for_drafts_until_one_matches(kit):
@@ -149,7 +149,7 @@ def test_matches_are_seen_as_late_as_results_come(kit):
     for _ in range(3):
         kit.step(scheduler, proposed=0)
     plans = [scheduler.plan() for _ in range(2)]
-    scheduler.settle(kit.result(plans.pop(0), proposed=5))
+    scheduler.process_output(kit.result(plans.pop(0), proposed=5))
     plans.append(scheduler.plan())
     assert [limits_of(plan) for plan in plans] == [{0}, {6}]
 
@@ -169,12 +169,12 @@ def test_good_and_bad_requests_of_one_step_have_limits_of_their_own(kit):
     for _ in range(4):
         plan = scheduler.plan()
         results = [kit.result(plan, accept=a).rows for a in (0, K)]
-        rows = tuple(results[row.slot % 2][i] for i, row in enumerate(plan.rows))
-        scheduler.settle(type(kit.result(plan))(plan.step_id, rows))
+        rows = tuple(results[row.slot % 2][i] for i, row in enumerate(plan.requests))
+        scheduler.process_output(type(kit.result(plan))(plan.step_id, rows))
     plan = scheduler.plan()
-    assert {row.draft_limit for row in plan.rows if row.slot % 2} == {K}
+    assert {row.draft_limit for row in plan.requests if row.slot % 2} == {K}
     # Now and then one more try.
-    assert max(row.draft_limit for row in plan.rows if not row.slot % 2) <= 1
+    assert max(row.draft_limit for row in plan.requests if not row.slot % 2) <= 1
 
 
 def test_fixed_limits_stay_under_load(kit):

@@ -10,9 +10,9 @@ PROMPT = tuple(range(100, 106))  # one full block of 4, and two tokens
 def run(kit, scheduler, num_tokens, prompt=PROMPT, name="first"):
     """A request until so many of its tokens are settled, one by one after the prompt."""
     scheduler.add(kit.request(name, prompt, max_total=40))
-    while (settled := scheduler._waiting | scheduler._running)[name].num_settled < num_tokens:
+    while (settled := scheduler._waiting | scheduler._running)[name].num_processed < num_tokens:
         kit.step(scheduler)
-    assert settled[name].num_settled == num_tokens
+    assert settled[name].num_processed == num_tokens
 
 
 def spoken(num_tokens, prompt=PROMPT):
@@ -65,7 +65,7 @@ def test_a_window_of_accepted_drafts_is_cut_in_its_middle(kit):
         scheduler.add(kit.request("first", PROMPT, max_total=40))
         for _ in range(3):
             kit.step(scheduler, accept=4)
-        assert scheduler._running["first"].num_settled == 17
+        assert scheduler._running["first"].num_processed == 17
         scheduler.release("first", kept)
         assert num_cached(kit, scheduler, spoken(30)) == cached
 
@@ -137,9 +137,9 @@ def test_steps_in_flight_add_nothing_and_their_blocks_are_shared_at_once(kit):
     assert list(third.block_assignments[-1].block_ids[:3]) == owned[:3]
     scheduler.check_integrity()
     for plan in (first, second):
-        assert scheduler.settle(kit.result(plan)) == ()
+        assert scheduler.process_output(kit.result(plan)) == ()
         scheduler.check_integrity()
-    assert [update.request_id for update in scheduler.settle(kit.result(third))] == ["next"]
+    assert [update.request_id for update in scheduler.process_output(kit.result(third))] == ["next"]
     scheduler.release("next")
     assert scheduler.kv_usage == 0
 
@@ -168,7 +168,7 @@ def crowded(kit):
     scheduler.add(kit.request("young", (1, 2, 3), max_total=24))
     while not scheduler.num_swapped:
         kit.step(scheduler)
-    assert scheduler._swapped["young"].num_settled == 8
+    assert scheduler._swapped["young"].num_processed == 8
     return scheduler
 
 
@@ -203,8 +203,8 @@ def test_nothing_of_a_poisoned_request_is_entered(kit):
     scheduler = kit.scheduler()
     run(kit, scheduler, 14)
     plan = scheduler.plan()
-    [update] = scheduler.settle(kit.result(plan, poisoned=(0,)))
-    assert update.poisoned
+    [update] = scheduler.process_output(kit.result(plan, failed=(0,)))
+    assert update.failed
     scheduler.release("first", 14)  # the front, which hears of it afterwards
     assert num_cached(kit, scheduler, spoken(17)) == 0
 
@@ -214,7 +214,7 @@ def test_a_released_request_that_turns_out_poisoned_takes_its_blocks_back(kit):
     run(kit, scheduler, 14)
     plan = scheduler.plan()
     scheduler.release("first", 14)
-    assert scheduler.settle(kit.result(plan, poisoned=(0,))) == ()
+    assert scheduler.process_output(kit.result(plan, failed=(0,))) == ()
     scheduler.check_integrity()
     assert num_cached(kit, scheduler, spoken(17)) == 0
 

@@ -19,12 +19,12 @@ from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.types.outputs import (
-    RowResult,
+    RequestResult,
     StepResult,
 )
 from sametoken.types.plan import (
     Admission,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.request import EngineRequest
@@ -91,10 +91,10 @@ class FakeDevice:
                 self.kv[block], self.drafter_kv[block] = kv, drafter_kv
             # All blocks are its own now.
             self.slots[swap.slot].num_cached = 0
-        assert len({row.slot for row in plan.rows}) == len(plan.rows)
-        poisoned = self.rng.choice(plan.rows).slot if poison and plan.rows else None
+        assert len({row.slot for row in plan.requests}) == len(plan.requests)
+        failed = self.rng.choice(plan.requests).slot if poison and plan.requests else None
         return StepResult(
-            plan.step_id, tuple(self.run_row(row, row.slot == poisoned) for row in plan.rows)
+            plan.step_id, tuple(self.run_row(row, row.slot == failed) for row in plan.requests)
         )
 
     def admit(self, admission: Admission):
@@ -103,7 +103,7 @@ class FakeDevice:
             list(prompt), len(prompt), admission.num_cached, admission.num_cached
         )
 
-    def run_row(self, row: PlanRow, poisoned: bool) -> RowResult:
+    def run_row(self, row: ScheduledRequest, failed: bool) -> RequestResult:
         slot = self.slots[row.slot]
         start, num_tokens = slot.num_computed, len(slot.tokens)
         if row.samples:
@@ -122,7 +122,7 @@ class FakeDevice:
         if not row.samples:
             slot.num_computed += row.num_query
             self.draft(slot, start)
-            return RowResult(0, 0, 0, ())
+            return RequestResult(0, 0, 0, ())
         proposed = self.proposed_drafts(slot) if in_output else []
         drafts = proposed[: row.draft_limit]
         for index, draft in enumerate(drafts):
@@ -137,8 +137,8 @@ class FakeDevice:
         slot.num_computed = len(slot.tokens) - 1
         self.draft(slot, start)
         self.accepted += len(emitted) - 1
-        return RowResult(
-            len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), poisoned=poisoned
+        return RequestResult(
+            len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), failed=failed
         )
 
     def proposed_drafts(self, slot):
@@ -203,7 +203,7 @@ class Driver:
         name = next(str(i) for i in range(self.count + 1) if str(i) not in self.wanted)
         self.count += 1
         params = SamplingParams(temperature=0.0)
-        request = EngineRequest(name, prompt, params, total, max_drafts=max_drafts)
+        request = EngineRequest(name, prompt, params, total, num_speculative_tokens=max_drafts)
         self.scheduler.add(request)
         self.prompts[name] = prompt
         self.note_keys(prompt)
@@ -226,11 +226,11 @@ class Driver:
         if plan is None:
             assert self.results or not self.wanted, "nothing runs and nothing ever will"
             return
-        rows = sum(row.num_query + row.draft_limit for row in plan.rows)
+        rows = sum(row.num_query + row.draft_limit for row in plan.requests)
         assert rows <= self.limits.max_num_batched_tokens
-        are_chunks = [row.num_query > 1 or not row.samples for row in plan.rows]
+        are_chunks = [row.num_query > 1 or not row.samples for row in plan.requests]
         assert are_chunks == sorted(are_chunks), "windows come before chunks"
-        assert plan.rows or plan.discarded_swaps
+        assert plan.requests or plan.discarded_swaps
         for admission in plan.admissions:
             former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
             self.hits_on_emitted += admission.num_cached > former
@@ -244,9 +244,9 @@ class Driver:
         self.check()
 
     def settle(self):
-        for update in self.scheduler.settle(self.results.popleft()):
+        for update in self.scheduler.process_output(self.results.popleft()):
             name = update.request_id
-            if update.poisoned:
+            if update.failed:
                 assert update.token_ids == ()
                 self.forget(name)
                 continue
@@ -336,7 +336,7 @@ def draw_prompt(rng):
 
 def test_driver_reaches_every_corner():
     """Random runs keep every promise, and see swaps, shared blocks, drafts and lingering."""
-    swaps = discards = hits = accepted = lingering = poisoned = 0
+    swaps = discards = hits = accepted = lingering = failed = 0
     emitted_hits = lingering_hits = cuts = 0
     for seed in range(250):
         rng = random.Random(seed)
@@ -354,8 +354,8 @@ def test_driver_reaches_every_corner():
             elif action < 0.7 and len(driver.results) < depth:
                 before = driver.device.next_step_id
                 driver.plan(poison=rng.random() < 0.02)
-                poisoned += driver.device.next_step_id > before and any(
-                    row.poisoned for row in driver.results[-1].rows
+                failed += driver.device.next_step_id > before and any(
+                    row.failed for row in driver.results[-1].rows
                 )
             elif driver.results:
                 driver.settle()
@@ -373,7 +373,7 @@ def test_driver_reaches_every_corner():
     assert hits > 100
     assert accepted > 100
     assert lingering > 1
-    assert poisoned > 5
+    assert failed > 5
     assert emitted_hits > 50
     assert lingering_hits > 5
     assert cuts > 50

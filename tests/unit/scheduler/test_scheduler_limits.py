@@ -61,5 +61,5 @@ def test_an_id_is_taken_until_its_request_is_released(kit):
     plan = scheduler.plan()
     scheduler.release("r")
     scheduler.add(kit.request("r", 5))
-    assert scheduler.settle(kit.result(plan)) == ()
+    assert scheduler.process_output(kit.result(plan)) == ()
     assert kit.rows(scheduler.plan()) == [(0, 5, 0, True)]

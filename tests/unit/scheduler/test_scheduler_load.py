@@ -44,15 +44,15 @@ class Load:
             assert not lacked
             return
         name_of = {s.slot: n for n, s in self.scheduler._running.items()}
-        rows = {row.slot: row for row in plan.rows}
-        total = sum(row.num_query + row.draft_limit for row in plan.rows)
+        rows = {row.slot: row for row in plan.requests}
+        total = sum(row.num_query + row.draft_limit for row in plan.requests)
         assert total <= self.rows
         # Every decode is served in every step: there are fewer of them than rows.
         assert set(decoding) <= set(rows)
         chunks = {n: rows[s].num_query for s, n in name_of.items() if s in rows}
         chunks = {n: chunk for n, chunk in chunks.items() if lacked[n]}
         self.check_prompts(chunks, lacked, waiting[:free_slots], total)
-        updates = self.scheduler.settle(
+        updates = self.scheduler.process_output(
             self.kit.result(plan, self.random.randint(0, 8), proposed=self.random.randint(0, 8))
         )
         self.scheduler.check_integrity()
@@ -126,7 +126,7 @@ def test_small_prompts_behind_a_huge_one_start_within_one_step_and_it_keeps_thre
         for name in names - {"huge"}:
             scheduler.release(name)
         if steps > 1 and scheduler._running["huge"].prefilling:
-            assert max(row.num_query for row in plan.rows) >= 48
+            assert max(row.num_query for row in plan.requests) >= 48
     assert len(answered) == steps
     assert steps <= 1900 // 48 + 1
 
@@ -142,7 +142,7 @@ def test_nobody_starves_in_a_crowd_of_more_requests_than_rows(kit):
         if not scheduler.has_unfinished:
             break
         plan, _ = kit.step(scheduler, accept=1)
-        served = {row.slot for row in plan.rows}
+        served = {row.slot for row in plan.requests}
         for name, state in list(scheduler._running.items()):
             missed[name] = 0 if state.slot in served else missed.get(name, 0) + 1
             assert state.prefilling or missed[name] <= 2 * 24 // 8 + 1, name

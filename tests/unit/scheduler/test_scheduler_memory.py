@@ -89,7 +89,7 @@ def test_a_prefix_whose_blocks_were_taken_meanwhile_is_computed(kit):
     scheduler.add(kit.request("next", PROMPT))
     plan, _ = kit.step(scheduler)
     assert [admission.num_cached for admission in plan.admissions] == [8]
-    [row] = [row for row in plan.rows if row.slot == plan.admissions[0].slot]
+    [row] = [row for row in plan.requests if row.slot == plan.admissions[0].slot]
     assert (row.num_query, row.samples) == (1, False)
     plan, _ = kit.step(scheduler)
     assert kit.rows(plan)[1:] == [(row.slot, 4, 0, True)]
@@ -191,7 +191,7 @@ def test_nobody_is_preempted_for_a_younger_request(kit):
     for _ in range(3):
         plan, _ = kit.step(scheduler)
         assert not plan.swap_outs
-        assert 0 in [row.slot for row in plan.rows]
+        assert 0 in [row.slot for row in plan.requests]
     assert scheduler.num_running == 2
     # young is out of blocks and old at its limit: only old's release helps.
     assert scheduler.plan() is None
@@ -265,9 +265,9 @@ def test_steps_in_flight_of_a_swapped_request_settle_as_usual(kit):
     scheduler.add(kit.request("b", 11, max_total=24))
     first, second = scheduler.plan(), scheduler.plan()
     assert [swap.slot for swap in second.swap_outs] == [1]
-    updates = scheduler.settle(kit.result(first))
+    updates = scheduler.process_output(kit.result(first))
     assert [update.request_id for update in updates] == ["a", "b"]
-    assert [u.request_id for u in scheduler.settle(kit.result(second))] == ["a"]
+    assert [u.request_id for u in scheduler.process_output(kit.result(second))] == ["a"]
     scheduler.check_integrity()
 
 
@@ -309,9 +309,9 @@ def test_a_released_request_lingers_until_its_steps_are_settled(kit):
     assert scheduler.has_unfinished
     assert scheduler.kv_usage > 0
     assert scheduler.plan() is None
-    assert scheduler.settle(kit.result(first)) == ()
+    assert scheduler.process_output(kit.result(first)) == ()
     assert scheduler.plan() is None
-    assert scheduler.settle(kit.result(second)) == ()
+    assert scheduler.process_output(kit.result(second)) == ()
     plan = scheduler.plan()
     assert [a.slot for a in plan.admissions] == [0]
 
@@ -325,8 +325,8 @@ def test_an_aborted_swapped_request_is_discarded_on_the_device(kit):
     assert scheduler.has_unfinished
     plan = scheduler.plan()
     assert plan.discarded_swaps == (key,)
-    assert plan.rows == ()
-    assert scheduler.settle(kit.result(plan)) == ()
+    assert plan.requests == ()
+    assert scheduler.process_output(kit.result(plan)) == ()
     assert not scheduler.has_unfinished
     assert scheduler.plan() is None
 
@@ -339,7 +339,7 @@ def test_a_swapped_request_with_steps_in_flight_is_discarded_after_them(kit):
     scheduler.release("b")
     third = scheduler.plan()
     assert third.discarded_swaps == ()
-    scheduler.settle(kit.result(first))
+    scheduler.process_output(kit.result(first))
     assert scheduler.plan().discarded_swaps == (second.swap_outs[0].key,)
     scheduler.check_integrity()
 
@@ -361,9 +361,9 @@ def test_a_poisoned_request_is_released_alone(kit):
     scheduler.add(kit.request("a", 5))
     scheduler.add(kit.request("b", PROMPT))
     plan = scheduler.plan()
-    good, bad = scheduler.settle(kit.result(plan, poisoned=(1,)))
-    assert (good.request_id, good.poisoned, good.token_ids) == ("a", False, (7,))
-    assert (bad.request_id, bad.poisoned, bad.token_ids) == ("b", True, ())
+    good, bad = scheduler.process_output(kit.result(plan, failed=(1,)))
+    assert (good.request_id, good.failed, good.token_ids) == ("a", False, (7,))
+    assert (bad.request_id, bad.failed, bad.token_ids) == ("b", True, ())
     assert scheduler.num_running == 1
     scheduler.check_integrity()
     # Nobody starts from what it computed.

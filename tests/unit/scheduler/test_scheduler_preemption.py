@@ -14,7 +14,7 @@ def overdrawn(kit):
 
 def test_a_plan_that_swaps_out_brings_nobody_in(kit):
     scheduler, window = overdrawn(kit)
-    scheduler.settle(kit.result(window, accept=0))
+    scheduler.process_output(kit.result(window, accept=0))
     plan, _ = kit.step(scheduler)
     assert [len(swap.block_ids) for swap in plan.swap_outs] == [2]
     # There would be room for it at once.
@@ -27,8 +27,8 @@ def test_what_was_saved_has_room_even_if_its_drafts_were_rejected(kit):
     plan = scheduler.plan()
     # Its window is in flight: twelve tokens may come to be.
     assert [len(swap.block_ids) for swap in plan.swap_outs] == [3]
-    scheduler.settle(kit.result(window, accept=0))
-    scheduler.settle(kit.result(plan))
+    scheduler.process_output(kit.result(window, accept=0))
+    scheduler.process_output(kit.result(plan))
     # Two blocks would do for its next row, but three were saved.
     assert kit.step(scheduler)[0].swap_ins == ()
     scheduler.release("old")
@@ -69,7 +69,7 @@ def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
     scheduler.add(kit.request("small", 2, max_total=4))
     kit.step(scheduler)
     while (plan := kit.step(scheduler, accept=2)[0]).swap_outs == ():
-        assert 6 not in [row.slot for row in plan.rows]
+        assert 6 not in [row.slot for row in plan.requests]
     # "long" has given way to older ones, and "small" waits although a block is free.
     assert scheduler.num_waiting == 1
     assert plan.admissions == ()
@@ -100,7 +100,7 @@ def test_the_oldest_always_advances(kit):
         oldest = states[0] if scheduler._running else None
         plan, _ = kit.step(scheduler, accept % 4)
         if oldest is not None:
-            assert oldest.slot in [row.slot for row in plan.rows]
+            assert oldest.slot in [row.slot for row in plan.requests]
         for state in states:
             if state.at_limit:
                 scheduler.release(state.request.request_id)

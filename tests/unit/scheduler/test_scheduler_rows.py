@@ -99,12 +99,12 @@ def test_steps_in_flight_widen_the_bound_and_stop_at_the_length_limit(kit):
     scheduler.add(kit.request("r", 3, max_total=12))
     plans = [scheduler.plan() for _ in range(3)]
     # hi: 4 after the prompt, 9 after a full window; 12 - 9 - 1 drafts are left.
-    assert [row.draft_limit for plan in plans for row in plan.rows] == [0, 4, 2]
+    assert [row.draft_limit for plan in plans for row in plan.requests] == [0, 4, 2]
     assert scheduler.plan() is None
-    scheduler.settle(kit.result(plans[0]))
+    scheduler.process_output(kit.result(plans[0]))
     assert scheduler.plan() is None
     # One token came where five might have: there is room again.
-    scheduler.settle(kit.result(plans[1], accept=0))
+    scheduler.process_output(kit.result(plans[1], accept=0))
     assert [row.draft_limit for row in scheduler.plan().rows] == [3]
 
 
@@ -139,7 +139,7 @@ def test_drafts_that_one_cannot_use_go_to_the_others(kit):
         scheduler.add(kit.request(name, 3, max_total=30, max_drafts=own))
     kit.step(scheduler)
     plan, _ = kit.step(scheduler)
-    assert [row.draft_limit for row in plan.rows] == [4, 0, 1]
+    assert [row.draft_limit for row in plan.requests] == [4, 0, 1]
 
 
 def test_decodes_take_turns_when_not_all_fit(kit):
@@ -211,7 +211,7 @@ def test_a_stream_of_prompts_does_not_starve_decoding(kit):
         if scheduler.num_running + scheduler.num_waiting < 2:
             scheduler.add(kit.request(f"prompt {count}", 9, max_total=10))
         plan, updates = kit.step(scheduler)
-        assert 0 in [row.slot for row in plan.rows]
+        assert 0 in [row.slot for row in plan.requests]
         for update in updates:
             if update.request_id != "first":
                 scheduler.release(update.request_id)
@@ -275,7 +275,7 @@ def test_prompt_logprobs_of_a_chunk_make_an_update(kit):
     plan = scheduler.plan()
     entry = {3: None}
     row = dataclasses.replace(kit.result(plan).rows[0], prompt_logprobs=(entry,))
-    [update] = scheduler.settle(StepResult(plan.step_id, (row,)))
+    [update] = scheduler.process_output(StepResult(plan.step_id, (row,)))
     assert update.token_ids == ()
     assert not update.samples
     assert update.prompt_logprobs == (entry,)
@@ -286,13 +286,13 @@ def test_results_are_settled_in_step_order(kit):
     scheduler.add(kit.request("r", 12))
     first, second = scheduler.plan(), scheduler.plan()
     with pytest.raises(InvariantError, match="result of step 1 arrived, expected 0"):
-        scheduler.settle(kit.result(second))
-    scheduler.settle(kit.result(first))
+        scheduler.process_output(kit.result(second))
+    scheduler.process_output(kit.result(first))
     with pytest.raises(InvariantError, match="result of step 0 arrived, expected 1"):
-        scheduler.settle(kit.result(first))
-    scheduler.settle(kit.result(second))
+        scheduler.process_output(kit.result(first))
+    scheduler.process_output(kit.result(second))
     with pytest.raises(InvariantError, match="expected none"):
-        scheduler.settle(kit.result(second))
+        scheduler.process_output(kit.result(second))
 
 
 def test_a_verdict_that_the_row_cannot_have_is_refused(kit):
@@ -302,10 +302,10 @@ def test_a_verdict_that_the_row_cannot_have_is_refused(kit):
     plan = scheduler.plan()
     good = kit.result(plan).rows[0]
     with pytest.raises(InvariantError, match="has 0 rows, its plan 1"):
-        scheduler.settle(StepResult(plan.step_id, ()))
+        scheduler.process_output(StepResult(plan.step_id, ()))
     bad = dataclasses.replace(good, num_drafts=3)
     with pytest.raises(InvariantError, match="0 of 3 drafts where at most 2"):
-        scheduler.settle(StepResult(plan.step_id, (bad,)))
+        scheduler.process_output(StepResult(plan.step_id, (bad,)))
 
 
 def test_a_missing_token_is_refused(kit):
@@ -315,7 +315,7 @@ def test_a_missing_token_is_refused(kit):
     plan = scheduler.plan()
     bad = dataclasses.replace(kit.result(plan, accept=2).rows[0], token_ids=(7, 7))
     with pytest.raises(InvariantError, match="emitted 2 tokens, expected 3"):
-        scheduler.settle(StepResult(plan.step_id, (bad,)))
+        scheduler.process_output(StepResult(plan.step_id, (bad,)))
 
 
 def test_equal_calls_give_equal_plans(kit):

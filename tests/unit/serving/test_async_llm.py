@@ -261,7 +261,7 @@ def test_a_dead_engine_fails_its_requests_and_comes_back(served, offline, way):
         streams = [llm.generate(prompt, params, f"lost {i}") for i in range(3)]
         await asyncio.gather(*map(anext, streams))
         if way == "killed":
-            os.kill(llm._front.supervisor.process.pid, signal.SIGKILL)
+            os.kill(llm._client.supervisor.process.pid, signal.SIGKILL)
         else:
             fatal = {"prompt_token_ids": [FATAL_TOKEN]}
             streams.append(llm.generate(fatal, params, "fatal"))
@@ -350,7 +350,7 @@ def test_a_server_that_stops_or_gives_up_fails_its_requests(model):
     async def given_up():
         limits = ServingLimits(max_restarts=1, restart_backoff_s=0.0)
         llm = await AsyncLLM.start(config, limits, build=build_once)
-        os.kill(llm._front.supervisor.process.pid, signal.SIGKILL)
+        os.kill(llm._client.supervisor.process.pid, signal.SIGKILL)
         await until(lambda: llm.errored and "only once" in llm.errored.cause)
         with pytest.raises(EngineDeadError, match=r"the engine is gone .*only once"):
             llm.generate("the cat", params, "r")

@@ -43,8 +43,8 @@ def finish(audit, *completions, request_id="r", reason="length"):
     )
 
 
-def said(replay, *token_ids, poisoned=False):
-    update = RequestUpdate(replay.request_id, token_ids, 0, 0, True, 0, poisoned=poisoned)
+def said(replay, *token_ids, failed=False):
+    update = RequestUpdate(replay.request_id, token_ids, 0, 0, True, 0, failed=failed)
     return (RequestUpdate("other", (9,), 0, 0, True, 0), update)
 
 
@@ -52,7 +52,7 @@ def test_a_replay_is_plain_uncached_and_as_long_as_what_was_served():
     audit = ShadowAudit(1.0)
     finish(audit, (7, 8))
     replay = audit.begin()
-    assert (replay.max_drafts, replay.use_prefix_cache) == (0, False)
+    assert (replay.num_speculative_tokens, replay.use_prefix_cache) == (0, False)
     assert replay.max_total_tokens == len(PROMPT) + 2
     assert (replay.params.seed, replay.params.logprobs) == (5, None)
     assert audit.begin() is None
@@ -75,7 +75,7 @@ def test_equal_tokens_are_counted_as_audited():
     ("news", "difference"),
     [
         ({"token_ids": (7, 5)}, AuditDifference("r.0", 1, 8, 5)),
-        ({"token_ids": (7,), "poisoned": True}, AuditDifference("r.0", 1, 8, None)),
+        ({"token_ids": (7,), "failed": True}, AuditDifference("r.0", 1, 8, None)),
         ({"token_ids": (7, 8, 6)}, AuditDifference("r.0", 2, 9, 6)),
     ],
 )

@@ -16,7 +16,7 @@ from sametoken.types.layout import StepLayout
 from sametoken.types.plan import (
     Admission,
     BlockAssignment,
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 from sametoken.types.sampling_params import SamplingParams
@@ -42,10 +42,10 @@ def admitted(sequences: Sequences, slot: int, prompt: list[int], num_cached: int
     assign_blocks(sequences, BlockAssignment(slot, 0, blocks))
 
 
-def begin(ops, sequences: Sequences, *rows: PlanRow, room: int = 0):
+def begin(ops, sequences: Sequences, *rows: ScheduledRequest, room: int = 0):
     """The inputs of a step, and where its requests are; of static operations with room for more."""
     known = ops.known_drafts(sequences, [row.slot for row in rows])
-    layout = StepLayout.of(StepPlan(0, rows=rows), known)
+    layout = StepLayout.of(StepPlan(0, requests=rows), known)
     shape = layout.shape
     if ops is not compact:
         shape = with_room(shape, room, room // 2, room, room)
@@ -76,7 +76,7 @@ def live(x, reserved_slot: int) -> list[tuple[int, int, int, int, bool]]:
     return [row for row in rows if row[0] != reserved_slot]
 
 
-def expected_rows(row: PlanRow, tokens, start: int, offered):
+def expected_rows(row: ScheduledRequest, tokens, start: int, offered):
     """Of one request, in plain Python."""
     for i, token in enumerate([*tokens[start : start + row.num_query], *offered]):
         position = start + i
@@ -104,7 +104,7 @@ def test_steps_follow_the_list_device(ops, data):
             missing = len(truth[slot]) - computed[slot]
             num_query = data.draw(st.integers(1, missing))
             limit = data.draw(st.integers(0, K)) if missing == 1 else 0
-            rows.append(PlanRow(slot, num_query, limit, num_query == missing))
+            rows.append(ScheduledRequest(slot, num_query, limit, num_query == missing))
         rows.sort(key=lambda row: row.num_query > 1 or not row.samples)
         begun = begin(ops, sequences, *rows, room=data.draw(st.integers(0, 3)))
         wanted, accepted, next_token = [], [], []
@@ -150,7 +150,7 @@ def check_reserved(sequences: Sequences) -> None:
 def test_a_cached_prefix_is_not_computed_again(ops):
     sequences = make_sequences()
     admitted(sequences, 1, [5, 6, 7, 8, 9], num_cached=4)
-    x, _ = begin(ops, sequences, PlanRow(1, 1, 0, True))
+    x, _ = begin(ops, sequences, ScheduledRequest(1, 1, 0, True))
     assert x.token_ids.tolist() == [9]
     assert x.rows.positions.tolist() == [4]
 
@@ -159,9 +159,9 @@ def test_a_cached_prefix_is_not_computed_again(ops):
 def test_rejected_drafts_are_never_stored(ops):
     sequences = make_sequences()
     admitted(sequences, 0, [1, 2])
-    first = begin(ops, sequences, PlanRow(0, 2, 0, True), room=2)
+    first = begin(ops, sequences, ScheduledRequest(0, 2, 0, True), room=2)
     finish(ops, sequences, first, [0], [3], [[40, 41, 42]], [3])
-    window = begin(ops, sequences, PlanRow(0, 1, 3, True), room=2)
+    window = begin(ops, sequences, ScheduledRequest(0, 1, 3, True), room=2)
     assert [row[2] for row in live(window[0], SLOTS)] == [3, 40, 41, 42]
     finish(ops, sequences, window, [1], [7])
     assert sequences.token_ids[0, :6].tolist() == [1, 2, 3, 40, 7, 0]
@@ -175,10 +175,16 @@ def test_admission_clears_the_former_request(ops):
     sequences = make_sequences()
     admitted(sequences, 0, [1, 2])
     finish(
-        ops, sequences, begin(ops, sequences, PlanRow(0, 2, 0, True)), [0], [3], [[4, 5, 6]], [3]
+        ops,
+        sequences,
+        begin(ops, sequences, ScheduledRequest(0, 2, 0, True)),
+        [0],
+        [3],
+        [[4, 5, 6]],
+        [3],
     )
     admitted(sequences, 0, [9])
-    x, _ = begin(ops, sequences, PlanRow(0, 1, 3, True))
+    x, _ = begin(ops, sequences, ScheduledRequest(0, 1, 3, True))
     assert live(x, SLOTS) == [(0, 0, 9, 0, True)]
     assert x.num_drafts.tolist() == [0]
 
@@ -187,6 +193,6 @@ def test_admission_clears_the_former_request(ops):
 def test_the_reserved_slot_is_untouched(ops):
     sequences = make_sequences()
     admitted(sequences, 0, [1, 2])
-    x = begin(ops, sequences, PlanRow(0, 2, 0, True), room=3)
+    x = begin(ops, sequences, ScheduledRequest(0, 2, 0, True), room=3)
     finish(ops, sequences, x, [0], [3], [[4, 5, 6]], [3])
     check_reserved(sequences)

@@ -26,18 +26,20 @@ from sametoken.types.layout import (
     padded,
 )
 from sametoken.types.plan import (
-    PlanRow,
+    ScheduledRequest,
     StepPlan,
 )
 
 RESERVED = 99
 
 #: Windows, then chunks of which some sample.
-windows = st.builds(PlanRow, st.integers(0, 9), st.just(1), st.integers(0, 7), st.just(True))
-long = st.builds(PlanRow, st.integers(0, 9), st.integers(2, 40), st.just(0), st.booleans())
-inside = st.builds(PlanRow, st.integers(0, 9), st.just(1), st.just(0), st.just(False))
+windows = st.builds(
+    ScheduledRequest, st.integers(0, 9), st.just(1), st.integers(0, 7), st.just(True)
+)
+long = st.builds(ScheduledRequest, st.integers(0, 9), st.integers(2, 40), st.just(0), st.booleans())
+inside = st.builds(ScheduledRequest, st.integers(0, 9), st.just(1), st.just(0), st.just(False))
 plans = st.builds(
-    lambda first, rest: StepPlan(7, rows=(*first, *rest)),
+    lambda first, rest: StepPlan(7, requests=(*first, *rest)),
     st.lists(windows, max_size=4),
     st.lists(long | inside, max_size=3),
 )
@@ -48,36 +50,36 @@ def test_starts_are_running_sums_and_every_row_is_somebody_s(plan):
     layout = StepLayout.of(plan)
     assert (layout.row_starts[0], layout.window_starts[0]) == (0, 0)
     for row, (first, stop), (window, end) in zip(
-        plan.rows, pairwise(layout.row_starts), pairwise(layout.window_starts), strict=True
+        plan.requests, pairwise(layout.row_starts), pairwise(layout.window_starts), strict=True
     ):
         assert stop - first == row.num_query + row.draft_limit
         assert end - window == (row.draft_limit + 1 if row.samples else 0)
     sampled = [(slot, start) for slot, start, count in layout.windows() for _ in range(count)]
     assert len(sampled) == layout.shape.num_sampled
-    assert [slot for slot, _, _ in layout.windows()] == [row.slot for row in plan.rows]
+    assert [slot for slot, _, _ in layout.windows()] == [row.slot for row in plan.requests]
 
 
 @given(plans)
 def test_the_shape_counts_windows_and_the_longest(plan):
     shape = StepLayout.of(plan).shape
-    first = [row for row in plan.rows if row.num_query == 1 and row.samples]
-    assert [*plan.rows[: len(first)]] == first
-    assert shape.num_requests == len(plan.rows)
+    first = [row for row in plan.requests if row.num_query == 1 and row.samples]
+    assert [*plan.requests[: len(first)]] == first
+    assert shape.num_requests == len(plan.requests)
     assert shape.num_windows == len(first)
-    assert shape.num_rows == sum(row.num_query + row.draft_limit for row in plan.rows)
-    assert shape.num_sampled == sum(row.draft_limit + 1 for row in plan.rows if row.samples)
+    assert shape.num_rows == sum(row.num_query + row.draft_limit for row in plan.requests)
+    assert shape.num_sampled == sum(row.draft_limit + 1 for row in plan.requests if row.samples)
     assert shape.max_window == max((row.draft_limit + 1 for row in first), default=0)
-    sizes = [row.num_query + row.draft_limit for row in plan.rows]
+    sizes = [row.num_query + row.draft_limit for row in plan.requests]
     assert shape.max_rows == max(sizes, default=0)
-    assert shape.all_sampled == (len(first) == len(plan.rows))
+    assert shape.all_sampled == (len(first) == len(plan.requests))
     assert not shape.all_sampled or shape.num_sampled == shape.num_rows
 
 
 @given(plans, st.data())
 def test_of_drafts_that_are_known_nobody_gets_more_rows_than_it_has(plan, data):
-    counts = [data.draw(st.integers(0, 7)) for _ in plan.rows]
+    counts = [data.draw(st.integers(0, 7)) for _ in plan.requests]
     layout = StepLayout.of(plan, counts)
-    limits = [min(row.draft_limit, count) for row, count in zip(plan.rows, counts, strict=True)]
+    limits = [min(row.draft_limit, count) for row, count in zip(plan.requests, counts, strict=True)]
     assert [*layout.draft_limit] == limits
     assert StepLayout.of(plan).shape.holds(layout.shape)
     assert StepLayout.of(plan, [7] * len(counts)) == StepLayout.of(plan)
@@ -89,7 +91,7 @@ def column(table, index: int) -> list[int]:
 
 @given(plans, st.integers(0, 3), st.integers(0, 3), st.integers(0, 5))
 def test_padding_stands_behind_the_windows_and_behind_the_chunks(plan, windows, chunks, first):
-    layout, count = StepLayout.of(plan), len(plan.rows)
+    layout, count = StepLayout.of(plan), len(plan.requests)
     exact = layout.shape
     shape = replace(
         exact,
@@ -101,7 +103,7 @@ def test_padding_stands_behind_the_windows_and_behind_the_chunks(plan, windows, 
     assert shape.table_width % 2 == 0
     assert shape.table_width > shape.num_requests
     places = [*range(exact.num_windows), *range(shape.num_windows, shape.num_windows + count)]
-    for b, row in enumerate(plan.rows):
+    for b, row in enumerate(plan.requests):
         own = column(table, places[b])
         asked = [own[i] for i in (SLOT, NUM_QUERY, DRAFT_LIMIT, SAMPLES)]
         assert asked == [row.slot, row.num_query, row.draft_limit, row.samples]

@@ -29,9 +29,9 @@ def test_only_intervals_of_lengths_exist(lo, hi):
 def test_launch_and_settle_move_the_ends():
     bound = LenBound.known(10).after_launch(4)
     assert bound == LenBound(11, 15)
-    assert bound.after_settle(4, 0) == LenBound.known(11)
-    assert bound.after_settle(4, 3) == LenBound.known(14)
-    assert bound.after_settle(4, 4) == LenBound.known(15)
+    assert bound.after_result(4, 0) == LenBound.known(11)
+    assert bound.after_result(4, 3) == LenBound.known(14)
+    assert bound.after_result(4, 4) == LenBound.known(15)
 
 
 def test_a_step_without_drafts_keeps_a_length_exact():
@@ -49,7 +49,7 @@ def test_the_interval_holds_the_truth_and_closes(steps, depth):
     bound, device, in_flight = LenBound.known(7), 7, deque()
 
     def settle():
-        return bound.after_settle(*in_flight.popleft())
+        return bound.after_result(*in_flight.popleft())
 
     for limit, accepted in steps:
         if len(in_flight) == depth:
@@ -66,4 +66,4 @@ def test_the_interval_holds_the_truth_and_closes(steps, depth):
 
 def test_more_accepted_than_offered_is_refused():
     with pytest.raises(InvariantError, match="2 of at most 1 drafts"):
-        LenBound.known(10).after_launch(1).after_settle(1, 2)
+        LenBound.known(10).after_launch(1).after_result(1, 2)

@@ -159,7 +159,7 @@ class HeadCheckpoint(Protocol):
 
         Args:
             shared: the target's weights.
-            kernels: the bundle that runs the head.
+            kernels: the backend that runs the head.
             dtype: what every weight is converted to.
             device: where every weight goes.
             max_positions: rows of the rotary table.

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.load.weights import (
     Part,
     Share,
@@ -101,7 +101,7 @@ def dummy_reader(
     dtype: torch.dtype,
     device: torch.device,
     optional: Collection[str] = (),
-    parallel: TensorParallel = ALONE,
+    parallel: TensorParallel = SINGLE_RANK,
 ) -> WeightReader:
     """A reader of random weights, or of shapes alone on the device "meta".
 

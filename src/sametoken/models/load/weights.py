@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
-from sametoken.layers.parallel import ALONE, TensorParallel
+from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import (
     UnquantizedWeight,
@@ -133,7 +133,7 @@ def _adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads tensors, checks them, and packs them for one bundle of kernels.
+    """Reads tensors, checks them, and packs them for one backend of kernels.
 
     Shapes that callers give are the checkpoint's; of a split tensor this rank's share is
     read, and the shape of what is returned is the share's.
@@ -149,7 +149,7 @@ class WeightReader:
     kernels: Kernels
     dtype: torch.dtype
     device: torch.device
-    parallel: TensorParallel = ALONE
+    parallel: TensorParallel = SINGLE_RANK
     quantize_fp8: bool = False
     _read: set[str] = field(default_factory=set)
 

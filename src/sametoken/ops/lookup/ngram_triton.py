@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 
 _BLOCK = 1024
@@ -27,10 +27,10 @@ def _search_kernel(
     MAX_LEN: tl.constexpr,
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rank each index as the end of an occurrence: longest first, then earliest; -1 is none."""
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     batch_row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     last = tl.load(num_tokens + batch_row) - 1
     best = last * 0 - 1
@@ -66,9 +66,9 @@ def _copy_kernel(
     TILE_BLOCK: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     batch_row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILE_BLOCK)
     best = tl.max(tl.load(ranks + batch_row * NUM_TILES + tile, tile < NUM_TILES, other=-1), axis=0)
@@ -125,7 +125,7 @@ def lookup(
         NUM_TILES=num_tiles,
         BLOCK=_BLOCK,
         num_warps=4,
-        **overlapped(slots),
+        **pdl_options(slots),
     )
     _copy_kernel[(batch,)](
         token_ids,
@@ -141,6 +141,6 @@ def lookup(
         K=k,
         K_BLOCK=triton.next_power_of_2(k),
         num_warps=1,
-        **overlapped(slots),
+        **pdl_options(slots),
     )
     return draft_ids, num_drafts

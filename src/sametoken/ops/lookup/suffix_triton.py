@@ -14,8 +14,8 @@ from sametoken.ops.lookup.suffix import (
     Limits,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 
 _BLOCK = 1024
@@ -43,10 +43,10 @@ def _rank_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One tile of places of a row's own text, or of an earlier one."""
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     # Along one axis: the others have no room for the tiles of very many texts.
     row, tile = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(0) // batch
     length = tl.load(num_tokens + row)
@@ -101,9 +101,9 @@ def _vote_kernel(
     WIDTH: tl.constexpr,
     VOTERS: tl.constexpr,
     K: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     voter = tl.arange(0, VOTERS)
     rank = tl.load(best + row * VOTERS + voter)
@@ -184,7 +184,7 @@ def search(
         BLOCK=_BLOCK,
         num_warps=4,
         **sizes,
-        **overlapped(slots),
+        **pdl_options(slots),
     )
     best = ranks.topk(MAX_VOTERS, dim=1).values
     draft_ids, count = slots.new_empty(batch, limits.k), slots.new_empty(batch)
@@ -205,6 +205,6 @@ def search(
         K=limits.k,
         num_warps=1,
         **sizes,
-        **overlapped(slots),
+        **pdl_options(slots),
     )
     return draft_ids, count

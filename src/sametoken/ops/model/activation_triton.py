@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 
 _BLOCK = 1024
@@ -22,9 +22,9 @@ def _silu_mul_kernel(
     out,  # [T, WIDTH]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -43,7 +43,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
         _silu_mul_kernel[grid](
-            gate_up, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **overlapped(gate_up)
+            gate_up, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(gate_up)
         )
     return out
 
@@ -56,9 +56,9 @@ def _sigmoid_mul_kernel(
     gate_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -86,6 +86,6 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
             WIDTH=width,
             BLOCK=_BLOCK,
             num_warps=4,
-            **overlapped(x),
+            **pdl_options(x),
         )
     return out

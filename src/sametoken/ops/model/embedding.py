@@ -1,4 +1,4 @@
-"""Embeddings beside hidden states in plain PyTorch; also the CPU path, with any bundle's norms."""
+"""Embeddings beside hidden states in plain PyTorch; also the CPU path, with any backend's norms."""
 
 from __future__ import annotations
 

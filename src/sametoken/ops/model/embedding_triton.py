@@ -17,8 +17,8 @@ from sametoken.ops.model.norm_rope_triton import (
     store_normed,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 
 _BLOCK = 1024
@@ -31,9 +31,9 @@ def _embedding_kernel(
     out,  # [T, WIDTH]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -51,7 +51,7 @@ def embedding(token_ids: Tensor, matrix: Tensor) -> Tensor:
     if num_rows:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
         _embedding_kernel[grid](
-            token_ids, matrix, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **overlapped(matrix)
+            token_ids, matrix, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(matrix)
         )
     return out
 
@@ -68,7 +68,7 @@ def _embed_beside_kernel(
     hidden_eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     out += row * (2 * WIDTH)
@@ -76,13 +76,13 @@ def _embed_beside_kernel(
     inside = columns < WIDTH
     if tl.program_id(1) == 0:
         factor = tl.load(embedding_weight + columns, inside, other=0.0).to(tl.float32)
-        wait_for_earlier(OVERLAP)
+        gdc_launch_and_wait(PDL)
         start = tl.load(token_ids + row) * WIDTH
         value = tl.load(matrix + start + columns, inside, other=0.0).to(tl.float32)
         store_normed(out, value, factor, embedding_eps, WIDTH, BLOCK)
     else:
         factor = tl.load(hidden_weight + columns, inside, other=0.0).to(tl.float32)
-        wait_for_earlier(OVERLAP)
+        gdc_launch_and_wait(PDL)
         value = tl.load(hidden + row * WIDTH + columns, inside, other=0.0).to(tl.float32)
         store_normed(out + WIDTH, value, factor, hidden_eps, WIDTH, BLOCK)
 
@@ -120,6 +120,6 @@ def embed_beside(
             embedding_norm.eps,
             hidden_norm.eps,
             **row_program(width),
-            **overlapped(hidden),
+            **pdl_options(hidden),
         )
     return out

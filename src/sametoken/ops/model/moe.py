@@ -36,7 +36,7 @@ class SeparateExperts:
         return out.to(out_dtype or x.dtype)
 
 
-def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def moe_gate(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """[T, top_k] expert ids and fp32 weights; of equal probabilities the lowest id wins."""
     probabilities = logits.float().softmax(dim=-1)
     weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)

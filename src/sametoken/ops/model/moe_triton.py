@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 
 _GROUP_BLOCK = 1024
@@ -61,7 +61,7 @@ class _Groups:
 
 
 @triton.jit
-def _route_kernel(
+def _moe_gate_kernel(
     logits,  # [T, E]
     chosen,  # [T, TOP_K], written
     weights,  # [T, TOP_K], written
@@ -70,9 +70,9 @@ def _route_kernel(
     NORMALISE: tl.constexpr,
     E_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
     inside = expert < E
@@ -99,14 +99,14 @@ def _route_kernel(
     tl.store(weights + at, rounded, place < TOP_K)
 
 
-def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def moe_gate(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """[T, top_k] expert ids and fp32 weights; of equal probabilities the lowest id wins."""
     assert logits.is_contiguous()
     num_rows, num_experts = logits.shape
     chosen = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
     if num_rows:
-        _route_kernel[(num_rows,)](
+        _moe_gate_kernel[(num_rows,)](
             logits,
             chosen,
             weights,
@@ -116,7 +116,7 @@ def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
             E_BLOCK=triton.next_power_of_2(num_experts),
             K_BLOCK=triton.next_power_of_2(top_k),
             num_warps=1,
-            **overlapped(logits),
+            **pdl_options(logits),
         )
     return chosen, weights
 
@@ -128,10 +128,10 @@ def _group_kernel(
     members,  # [E, num_pairs], written
     num_pairs,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The pairs of a row and a choice that name one expert, in order."""
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     expert = tl.program_id(0)
     members += expert.to(tl.int64) * num_pairs
     count = 0
@@ -159,9 +159,9 @@ def _expert_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     expert = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     depth = tl.arange(0, BLOCK_DEPTH)
@@ -201,9 +201,9 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -250,7 +250,7 @@ def mix(
         pairs,
         BLOCK=min(triton.next_power_of_2(pairs), _GROUP_BLOCK),
         num_warps=4,
-        **overlapped(x),
+        **pdl_options(x),
     )
     groups = _Groups(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
     gated = x.new_empty(pairs, inner)
@@ -265,7 +265,7 @@ def mix(
         WIDTH=hidden,
         BLOCK=min(triton.next_power_of_2(hidden), _COLUMNS),
         num_warps=4,
-        **overlapped(x),
+        **pdl_options(x),
     )
     return out
 
@@ -300,5 +300,5 @@ def _product(
         BLOCK_DEPTH=depth,
         num_warps=4,
         num_stages=4,
-        **overlapped(x),
+        **pdl_options(x),
     )

@@ -20,10 +20,10 @@ from sametoken.ops.backend import (
     RotaryTable,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    release_next,
-    wait,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    gdc_launch_dependents,
+    gdc_wait,
+    pdl_options,
 )
 
 _MAX_HEADS_PER_PROGRAM = 8
@@ -55,13 +55,13 @@ def _rms_norm_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * WIDTH
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     factor = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     value = tl.load(x + start + columns, inside, other=0.0).to(tl.float32)
     if residual is not None:
         added = value + tl.load(residual + start + columns, inside, other=0.0).to(tl.float32)
@@ -90,14 +90,14 @@ def _gated_rms_norm_kernel(
     D: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (head < HEADS) & (column < D)
     factor = tl.load(weight + column, column < D, other=0.0).to(tl.float32)
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     at = (row * HEADS + head) * D + column
     value = tl.load(x + at, inside, other=0.0).to(tl.float32)
     g = tl.load(gate + row * gate_stride + head * D + column, inside, other=0.0).to(tl.float32)
@@ -131,7 +131,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
             GROUP=group,
             BLOCK=block,
             num_warps=4,
-            **overlapped(x),
+            **pdl_options(x),
         )
     return out
 
@@ -155,7 +155,7 @@ def _launch_rms_norm(
     assert weight.is_contiguous()
     if num_rows:
         _rms_norm_kernel[(num_rows,)](
-            x, residual, weight, out, eps, **row_program(width), **overlapped(x)
+            x, residual, weight, out, eps, **row_program(width), **pdl_options(x)
         )
 
 
@@ -184,7 +184,7 @@ def _norm_and_rotate(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Norm (if there is a weight) and rotate heads: element j pairs with j + HALF."""
     half = tl.arange(0, HALF_BLOCK)[None, :]
@@ -197,7 +197,7 @@ def _norm_and_rotate(
         high_factor = tl.load(weight + HALF + half, rotated, other=0.0).to(tl.float32)
         if 2 * HALF < D:
             rest_factor = tl.load(weight + rest, rest < D, other=0.0).to(tl.float32)
-    wait(OVERLAP)
+    gdc_wait(PDL)
     low = tl.load(source + half, live & rotated, other=0.0).to(tl.float32)
     high = tl.load(source + HALF + half, live & rotated, other=0.0).to(tl.float32)
     if 2 * HALF < D:
@@ -241,9 +241,9 @@ def _rope_and_cache_kernel(
     D_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    release_next(OVERLAP)
+    gdc_launch_dependents(PDL)
     Q_PROGRAMS: tl.constexpr = (Q + HEADS - 1) // HEADS
     KV_PROGRAMS: tl.constexpr = (KV + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
@@ -257,7 +257,7 @@ def _rope_and_cache_kernel(
         head += program * HEADS
         _norm_and_rotate(
             source + head * D, q_out + (row * Q + head) * D, head < Q, q_weight, cos, sin, eps,
-            D, HALF, HALF_BLOCK, REST_BLOCK, OVERLAP,
+            D, HALF, HALF_BLOCK, REST_BLOCK, PDL,
         )  # fmt: skip
     else:
         kv_slot = tl.load(kv_slots + row)
@@ -267,14 +267,14 @@ def _rope_and_cache_kernel(
             written = ((block * KV + head) * BLOCK_SIZE + offset) * D
             _norm_and_rotate(
                 source + (Q + head) * D, keys + written, head < KV, k_weight, cos, sin, eps,
-                D, HALF, HALF_BLOCK, REST_BLOCK, OVERLAP,
+                D, HALF, HALF_BLOCK, REST_BLOCK, PDL,
             )  # fmt: skip
         else:
             head += (program - Q_PROGRAMS - KV_PROGRAMS) * HEADS
             written = ((block * KV + head) * BLOCK_SIZE + offset) * D
             column = tl.arange(0, D_BLOCK)[None, :]
             inside = (head < KV) & (column < D)
-            wait(OVERLAP)
+            gdc_wait(PDL)
             value = tl.load(source + (Q + KV + head) * D + column, inside, other=0.0)
             tl.store(values + written + column, value.to(values.dtype.element_ty), inside)
 
@@ -328,6 +328,6 @@ def rope_and_cache(
             HALF_BLOCK=triton.next_power_of_2(half),
             REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
             num_warps=4,
-            **overlapped(qkv),
+            **pdl_options(qkv),
         )
     return q

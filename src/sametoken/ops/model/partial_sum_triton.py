@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 
 _BLOCK = 1024
@@ -33,7 +33,7 @@ def partial_sum(partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None
             WIDTH=width,
             BLOCK=_BLOCK,
             num_warps=4,
-            **overlapped(partials),
+            **pdl_options(partials),
         )
     return out
 
@@ -47,9 +47,9 @@ def _partial_sum_kernel(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH

@@ -1,4 +1,4 @@
-"""The native bundle: thin wrappers that hand tensors' addresses to the C kernels."""
+"""The native backend: thin wrappers that hand tensors' addresses to the C kernels."""
 
 from __future__ import annotations
 

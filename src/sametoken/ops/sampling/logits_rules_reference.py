@@ -88,8 +88,8 @@ def _mask(window: Tensor, tokens: Tensor, num_tokens: int, prompt_len: int, edit
         window[row, token_id] = _FORBIDDEN
     window[:early_rows, edits.stop_ids[edits.stop_ids < vocab_size]] = _FORBIDDEN
 
-    stuck = window.amax(dim=-1) == _FORBIDDEN
-    for row in stuck.nonzero().flatten().tolist():
+    no_valid_token = window.amax(dim=-1) == _FORBIDDEN
+    for row in no_valid_token.nonzero().flatten().tolist():
         window[row, header.lowest_early if row < early_rows else header.lowest] = 0.0
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sametoken.ops.backend import SampledRows
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 from sametoken.ops.sampling.logits_rules import (
     HEADER_SIZE,
@@ -82,7 +82,7 @@ def _edit(
         BAD_WORDS=_BAD_WORDS,
         IDS=_IDS,
         num_warps=8,
-        **overlapped(logits),
+        **pdl_options(logits),
     )
 
 
@@ -112,7 +112,7 @@ def _penalise(
         max_len,
         BLOCK=_BLOCK,
         num_warps=4,
-        **overlapped(logits),
+        **pdl_options(logits),
     )
     _penalise_kernel[(num_rows, min(programs, triton.cdiv(vocab_size, _BLOCK)))](
         logits,
@@ -130,7 +130,7 @@ def _penalise(
         BLOCK=_BLOCK,
         num_warps=4,
         enable_fp_fusion=False,
-        **overlapped(logits),
+        **pdl_options(logits),
     )
 
 
@@ -149,9 +149,9 @@ def _edit_kernel(
     LANES: tl.constexpr,
     BAD_WORDS: tl.constexpr,
     IDS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     address = tl.load(edit_addresses + slot)
@@ -201,7 +201,7 @@ def _edit_row(
         )  # fmt: skip
         # What other threads have stored above is looked at below.
         tl.debug_barrier()
-        if _is_stuck(row, vocab_size, LANES):
+        if _has_no_valid_token(row, vocab_size, LANES):
             lowest = tl.load(edits + tl.where(early, 2, 1))
             tl.store(row + lowest, 0.0)
         tl.debug_barrier()
@@ -270,7 +270,7 @@ def _forbid_completions(
 
 
 @triton.jit
-def _is_stuck(row, vocab_size, LANES: tl.constexpr):
+def _has_no_valid_token(row, vocab_size, LANES: tl.constexpr):
     """Whether no token is left. It ends at the first tile that has one: mostly the first."""
     start, found = 0, 0
     while (start < vocab_size) & (found == 0):
@@ -295,13 +295,13 @@ def _count_kernel(
     vocab_size,  # V
     max_len,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """How often committed tokens stand in the output, with a bit for those in the prompt.
 
     A window's first row, of which every window has one, counts for all of it.
     """
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     counter = tl.load(counter_of + slot) - first_counter
@@ -335,10 +335,10 @@ def _penalise_kernel(
     num_counters,
     vocab_size,  # V
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Add a row's own drafts to its counts, then penalise what they name."""
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     counter = tl.load(counter_of + slot) - first_counter

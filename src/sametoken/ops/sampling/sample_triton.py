@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sametoken.ops.backend import SampledRows
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 from sametoken.ops.sampling import sample as keys
 
@@ -109,13 +109,13 @@ def token_of(key):
 
 
 @triton.jit
-def is_poisoned(key):
+def has_nan(key):
     """Whether the best value of a key is NaN."""
     return (key >> 32) == _NAN_RANK
 
 
 @triton.jit
-def is_stuck(key):
+def has_no_valid_token(key):
     """Whether the best value of a key is -inf: the row has no token left."""
     return (key >> 32) == _NOTHING_RANK
 
@@ -133,9 +133,9 @@ def _tile_keys_kernel(
     VOCAB_SIZE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     program = tl.program_id(0)
     row = (program // NUM_TILES).to(tl.int64)
     tile = program % NUM_TILES
@@ -163,12 +163,12 @@ def _best_of_tiles_kernel(
     keys,  # [L, NUM_TILES]
     token_ids,  # as in _tile_keys_kernel
     tokens,  # [L]
-    poisoned,  # [L]
+    has_nan,  # [L]
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     tiles = tl.arange(0, BLOCK)
     lowest = tl.full((BLOCK,), -(2**63), tl.int64)
@@ -177,7 +177,7 @@ def _best_of_tiles_kernel(
     if token_ids is not None:
         token = tl.load(token_ids + token)
     tl.store(tokens + row, token)
-    tl.store(poisoned + row, is_poisoned(key))
+    tl.store(has_nan + row, has_nan(key))
 
 
 def sample(
@@ -221,26 +221,26 @@ def token_keys(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: Sampled
 
 
 def best_tokens(keys: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Second half: [L, tiles] keys to token ids [L] int64 and poisoned [L] bool (held NaN).
+    """Second half: [L, tiles] keys to token ids [L] int64 and has_nan [L] bool (held NaN).
 
     ``token_ids`` is that of ``sample``, for keys that were made with it.
     """
     num_rows, num_tiles = keys.shape
     tokens = keys.new_empty(num_rows)
-    poisoned = keys.new_empty(num_rows, dtype=torch.bool)
+    has_nan = keys.new_empty(num_rows, dtype=torch.bool)
     if num_rows:
         block = triton.next_power_of_2(num_tiles)
         _best_of_tiles_kernel[(num_rows,)](
             keys,
             token_ids,
             tokens,
-            poisoned,
+            has_nan,
             NUM_TILES=num_tiles,
             BLOCK=block,
             num_warps=1,
-            **overlapped(keys),
+            **pdl_options(keys),
         )
-    return tokens, poisoned
+    return tokens, has_nan
 
 
 def _tile_keys(
@@ -273,6 +273,6 @@ def _tile_keys(
             NUM_TILES=num_tiles,
             BLOCK=block,
             num_warps=4,
-            **overlapped(logits),
+            **pdl_options(logits),
         )
     return keys

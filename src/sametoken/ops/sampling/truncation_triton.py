@@ -19,8 +19,8 @@ from torch import Tensor
 
 from sametoken.ops.backend import Cuts
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 from sametoken.ops.sampling.truncation import MASS_OF_BEST
 
@@ -218,9 +218,9 @@ def _truncate_kernel(
     min_p,  # [S]
     vocab_size,  # V
     LANES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     divisor = tl.load(temperature + slot)
@@ -253,5 +253,5 @@ def truncate(logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
             vocab_size,
             LANES=_LANES,
             num_warps=16,
-            **overlapped(logits),
+            **pdl_options(logits),
         )

@@ -64,8 +64,8 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     row_slots = torch.where(live, slots[owner], sequences.reserved_slot)
     positions = torch.where(live, num_computed[owner] + offset, 0)
     token_ids = sequences.token_ids[row_slots, positions]
-    if sequences.max_num_drafts:
-        draft = (offset - num_query[owner]).clamp(0, sequences.max_num_drafts - 1)
+    if sequences.num_speculative_tokens:
+        draft = (offset - num_query[owner]).clamp(0, sequences.num_speculative_tokens - 1)
         token_ids = torch.where(is_query, token_ids, sequences.draft_ids[row_slots, draft])
     rows = rows_at(sequences, row_slots, positions, layout.runs, live & is_query)
     sampled = (
@@ -88,7 +88,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         token_ids=token_ids,
         rows=rows,
         sampled=sampled,
-        max_num_drafts=sequences.max_num_drafts,
+        num_speculative_tokens=sequences.num_speculative_tokens,
     )
 
 
@@ -137,12 +137,12 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     owner = owner.clamp(max=x.slots.shape[0] - 1)
     num_drafts = x.num_drafts[owner]
     inside = ~is_padding & (offset <= num_drafts) & x.samples[owner]
-    drafts, stuck = x.sampled.token_ids.roll(-1), is_nothing(best)
+    drafts, no_valid_token = x.sampled.token_ids.roll(-1), is_nothing(best)
     # A window's last row has no draft after it, so every window holds a mismatch.
-    differs = (tokens != drafts) | (offset >= num_drafts) | stuck.roll(-1)
+    differs = (tokens != drafts) | (offset >= num_drafts) | no_valid_token.roll(-1)
     misses = torch.where(inside & differs, offset, num_drafts)
     matches = x.num_drafts.scatter_reduce(0, owner, misses, "amin")
-    fault = torch.where(stuck, NO_TOKEN, torch.where(is_nan(best), HAS_NAN, SOUND))
+    fault = torch.where(no_valid_token, NO_TOKEN, torch.where(is_nan(best), HAS_NAN, SOUND))
     decides = inside & (offset <= matches[owner])
     faults = torch.zeros_like(matches).scatter_reduce(0, owner, fault * decides, "amax")
     if chances is not None:

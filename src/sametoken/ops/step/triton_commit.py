@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 from sametoken.ops.sampling.sample_triton import (
-    is_poisoned,
-    is_stuck,
+    has_nan,
+    has_no_valid_token,
     token_of,
 )
 from sametoken.ops.step import (
@@ -78,9 +78,11 @@ def verify_row(
     draft = tl.load(token_ids + 1 + row, is_draft, other=0)
     matches = tl.min(tl.where(is_draft & (token == draft), W_BLOCK, row), axis=0)
     live = (row <= drafts) & (row < num_rows)
-    stuck = live & is_stuck(best)
-    matches = tl.minimum(matches, tl.min(tl.where(stuck & (row > 0), row - 1, W_BLOCK), axis=0))
-    fault = tl.where(stuck, NO_TOKEN, tl.where(is_poisoned(best), HAS_NAN, SOUND))
+    no_valid_token = live & has_no_valid_token(best)
+    matches = tl.minimum(
+        matches, tl.min(tl.where(no_valid_token & (row > 0), row - 1, W_BLOCK), axis=0)
+    )
+    fault = tl.where(no_valid_token, NO_TOKEN, tl.where(has_nan(best), HAS_NAN, SOUND))
     fault = tl.max(tl.where(live & (row <= matches), fault, SOUND), axis=0)
     if chances is not None:
         rates, seed, num_tokens = chances
@@ -147,9 +149,9 @@ def _verify_kernel(
     NUM_TILES: tl.constexpr,
     W_BLOCK: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     request = tl.program_id(0).to(tl.int64)
     first, stop = tl.load(window_starts + request), tl.load(window_starts + request + 1)
     drafts = tl.load(num_drafts + request)
@@ -185,9 +187,9 @@ def _commit_kernel(
     token_stride,
     reserved_slot,
     W_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + index)
     query = tl.where(slot == reserved_slot, 0, tl.load(num_query + index))
@@ -213,9 +215,9 @@ def _publish_kernel(
     reserved_slot,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + request)
     live = slot != reserved_slot
@@ -234,7 +236,7 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     verdict = VerifyResult(
         torch.empty_like(token_ids), *(x.slots.new_empty(batch) for _ in range(3))
     )
-    window = triton.next_power_of_2(x.max_num_drafts + 1)
+    window = triton.next_power_of_2(x.num_speculative_tokens + 1)
     tiles = min(triton.next_power_of_2(num_tiles), max(_KEYS_AT_A_TIME // window, 1))
     _verify_kernel[(batch,)](
         keys,
@@ -253,7 +255,7 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
         W_BLOCK=window,
         TILE_BLOCK=tiles,
         num_warps=4,
-        **overlapped(keys),
+        **pdl_options(keys),
     )
     return verdict
 
@@ -280,9 +282,9 @@ def commit(
         lengths.num_computed,
         sequences.token_ids.stride(0),
         sequences.reserved_slot,
-        W_BLOCK=triton.next_power_of_2(sequences.max_num_drafts + 1),
+        W_BLOCK=triton.next_power_of_2(sequences.num_speculative_tokens + 1),
         num_warps=1,
-        **overlapped(x.slots),
+        **pdl_options(x.slots),
     )
     return lengths
 
@@ -291,7 +293,7 @@ def publish(sequences: Sequences, x: StepInputs, draft_ids: Tensor, num_drafts: 
     """See ``StepOps.publish``."""
     batch, k = draft_ids.shape
     assert draft_ids.is_contiguous()
-    assert k == sequences.max_num_drafts
+    assert k == sequences.num_speculative_tokens
     if not k:
         return
     _publish_kernel[(batch,)](
@@ -306,5 +308,5 @@ def publish(sequences: Sequences, x: StepInputs, draft_ids: Tensor, num_drafts: 
         K=k,
         BLOCK=triton.next_power_of_2(k),
         num_warps=1,
-        **overlapped(x.slots),
+        **pdl_options(x.slots),
     )

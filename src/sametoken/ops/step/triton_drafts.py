@@ -15,9 +15,9 @@ from sametoken.ops.backend import (
     RowRuns,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    wait,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    gdc_wait,
+    pdl_options,
 )
 from sametoken.ops.step.reference import widened
 from sametoken.ops.step.triton_inputs import (
@@ -63,9 +63,9 @@ def _catch_up_kernel(
     block_size,
     NEWEST: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(OVERLAP)  # And no release: this writes where rows stand.
+    gdc_wait(PDL)  # And no release: this writes where rows stand.
     owner = tl.program_id(0).to(tl.int64)
     is_real = owner < num_requests
     first_row = tl.load(row_starts + owner) + owner * NEWEST
@@ -120,9 +120,9 @@ def _advance_kernel(
     table_stride,
     block_size,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(OVERLAP)  # And no release: this writes where rows stand.
+    gdc_wait(PDL)  # And no release: this writes where rows stand.
     chain = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = chain < count
     slot = tl.load(slots + chain, inside, other=0)
@@ -141,9 +141,9 @@ def _stack_kernel(
     num_rows,  # B
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     plan_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = plan_row < num_rows
     for i in tl.static_range(K):
@@ -196,7 +196,7 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
         NEWEST=int(with_newest),
         BLOCK=_MAX_BLOCK,
         num_warps=4,
-        **overlapped(slots),
+        **pdl_options(slots),
     )
     chain_runs = RowRuns.even(batch, 1)
     chain_rows = AttentionRows(
@@ -223,7 +223,7 @@ def advanced(sequences: Sequences, chains: Chains) -> Chains:
         sequences.block_size,
         BLOCK=block,
         num_warps=min(max(block // 32, 1), 4),
-        **overlapped(rows.slots),
+        **pdl_options(rows.slots),
     )
     runs = RowRuns.even(count, 1)
     advanced_rows = AttentionRows(
@@ -247,6 +247,6 @@ def stacked(tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
         K=k,
         BLOCK=block,
         num_warps=min(max(block // 32, 1), 4),
-        **overlapped(samples),
+        **pdl_options(samples),
     )
     return drafted, counts

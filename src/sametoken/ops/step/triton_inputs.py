@@ -19,9 +19,9 @@ from sametoken.ops.backend import (
     SampledRows,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    wait,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    gdc_wait,
+    pdl_options,
 )
 from sametoken.ops.step import types
 from sametoken.ops.step.types import (
@@ -159,9 +159,9 @@ def _prepare_inputs_kernel(
     reserved_slot,
     block_size,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait(OVERLAP)  # And no release: this writes where rows stand.
+    gdc_wait(PDL)  # And no release: this writes where rows stand.
     owner = tl.program_id(0).to(tl.int64)
     is_padding = owner == num_requests
     field = layout + owner
@@ -251,7 +251,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
         sequences.block_size,
         BLOCK=_BLOCK,
         num_warps=4,
-        **overlapped(slots),
+        **pdl_options(slots),
     )
     num_tokens, num_computed, num_proposed, num_drafts = facts
     return StepInputs(
@@ -271,7 +271,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
             positions, row_slots, kv_slots, sequences.block_table, layout.runs, committed
         ),
         sampled=sampled,
-        max_num_drafts=sequences.max_num_drafts,
+        num_speculative_tokens=sequences.num_speculative_tokens,
     )
 
 
@@ -320,9 +320,9 @@ def _deliver_kernel(
     results,  # [R, row_stride], in host memory, written
     row_stride,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     request = tl.program_id(0).to(tl.int64)
     place = tl.load(places + request)
     first, stop = tl.load(window_starts + request), tl.load(window_starts + request + 1)
@@ -359,7 +359,7 @@ def fetch(entries: Tensor, turn: Tensor, table: Tensor) -> None:
 def deliver(x: StepInputs, verdict: VerifyResult, results: Tensor) -> None:
     """See ``StepOps.deliver``."""
     assert results.stride(1) == 1
-    assert results.shape[1] >= NUM_COUNTS + x.max_num_drafts + 1
+    assert results.shape[1] >= NUM_COUNTS + x.num_speculative_tokens + 1
     _deliver_kernel[(x.slots.shape[0],)](
         x.step_ids,
         x.places,
@@ -371,7 +371,7 @@ def deliver(x: StepInputs, verdict: VerifyResult, results: Tensor) -> None:
         verdict.tokens,
         results,
         results.stride(0),
-        BLOCK=triton.next_power_of_2(x.max_num_drafts + 1),
+        BLOCK=triton.next_power_of_2(x.num_speculative_tokens + 1),
         num_warps=1,
-        **overlapped(x.slots),
+        **pdl_options(x.slots),
     )

@@ -26,7 +26,7 @@ from sametoken.types.layout import (
 NUM_COUNTS = 5
 
 #: What may be wrong with a window: nothing, NaN in its logits, or no token that is allowed; that
-#: and what lies above says why (``types.structured_outputs.Stuck``).
+#: and what lies above says why (``types.structured_outputs.MaskFault``).
 SOUND, HAS_NAN, NO_TOKEN = 0, 1, 2
 
 
@@ -58,7 +58,7 @@ class Sequences(Protocol):
     def reserved_slot(self) -> int: ...
 
     @property
-    def max_num_drafts(self) -> int: ...
+    def num_speculative_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class StepInputs:
         token_ids: [T] int64; of dead rows any.
         rows: where the rows stand.
         sampled: which rows are sampled, and where they stand.
-        max_num_drafts: k, the most drafts that a window may have.
+        num_speculative_tokens: k, the most drafts that a window may have.
     """
 
     step_ids: Tensor
@@ -135,7 +135,7 @@ class StepInputs:
     token_ids: Tensor
     rows: AttentionRows
     sampled: SampledRows
-    max_num_drafts: int
+    num_speculative_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

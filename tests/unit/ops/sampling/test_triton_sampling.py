@@ -217,8 +217,8 @@ def test_keys_are_those_of_every_bundle():
     positions = torch.tensor([9, 4, 10, 3, 7, 8, 8, 1], device=DEVICE)
     expected = reference.sample(logits, temperature[slots], seeds[slots], positions + 1)
     sound = [0, 1, 2, 3, 7]
-    for bundle in (sampling, ReferenceKernels()):
-        keys = bundle.token_keys(logits, temperature, seeds, rows_at(slots, positions))
+    for backend in (sampling, ReferenceKernels()):
+        keys = backend.token_keys(logits, temperature, seeds, rows_at(slots, positions))
         best = keys.amax(dim=1)
         assert is_nan(best).nonzero().flatten().tolist() == [4, 6]
         assert is_nothing(best).nonzero().flatten().tolist() == [5]

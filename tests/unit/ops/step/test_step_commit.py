@@ -272,8 +272,8 @@ from sametoken.ops.step import triton_commit, triton_inputs
 from sametoken.ops.step.types import Chances, LayoutTable
 from sametoken.state.sequences import Sequences
 
-for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
-    triton_commit.overlapped = triton_inputs.overlapped = lambda tensor: options
+for options in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
+    triton_commit.pdl_options = triton_inputs.pdl_options = lambda tensor: options
     for batch, k, tiles in ((1, 1, 1), (3, 3, 149), (64, 64, 38)):
         sequences = Sequences.allocate(
             max_num_seqs=batch, max_len=80, num_drafts=k, block_size=16, reserved_block=9,

@@ -171,8 +171,8 @@ from sametoken.ops.step import triton_drafts, triton_inputs
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 
-for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
-    triton_drafts.overlapped = triton_inputs.overlapped = lambda tensor: options
+for options in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
+    triton_drafts.pdl_options = triton_inputs.pdl_options = lambda tensor: options
     for batch, k in ((1, 1), (64, 3), (300, 64)):
         sequences = Sequences.allocate(
             max_num_seqs=batch, max_len=80, num_drafts=k, block_size=16, reserved_block=9,

@@ -186,8 +186,8 @@ from sametoken.ops.step import triton_inputs
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 
-for options in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
-    triton_inputs.overlapped = lambda tensor: options
+for options in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
+    triton_inputs.pdl_options = lambda tensor: options
     for batch, k in ((1, 0), (3, 3), (64, 64)):
         rows = batch * (k + 1)
         sequences = Sequences.allocate(

@@ -131,15 +131,15 @@ from types import SimpleNamespace
 from sametoken.ops.step import triton_inputs as triton_transfer
 from sametoken.ops.step.types import VerifyResult
 
-for overlap in ({"OVERLAP": False}, {"OVERLAP": True, "launch_pdl": True}):
-    triton_transfer.overlapped = lambda tensor, options=overlap: options
+for overlap in ({"PDL": False}, {"PDL": True, "launch_pdl": True}):
+    triton_transfer.pdl_options = lambda tensor, options=overlap: options
     for batch, k in ((1, 0), (64, 3), (8, 64)):
         table = torch.zeros(8, batch + 1, dtype=torch.int64)
         triton_transfer.fetch(torch.zeros(4, 800, dtype=torch.int64), table[0, :1].clone(), table)
         one = torch.zeros(batch, dtype=torch.int64)
         x = SimpleNamespace(
             slots=one, step_ids=one, places=one, num_drafts=one, num_proposed=one,
-            window_starts=table[0], max_num_drafts=k,
+            window_starts=table[0], num_speculative_tokens=k,
         )
         tokens = torch.zeros(batch * (k + 1), dtype=torch.int64)
         results = torch.zeros(128, 6 + k, dtype=torch.int64)

@@ -116,5 +116,5 @@ def test_an_engine_that_is_gone_for_good_ends_the_run():
 
 
 def test_a_poisoned_request_fails_alone():
-    found = answered(FakeEngine(poisoned=True), [line(1, prompt="a")])
+    found = answered(FakeEngine(failed=True), [line(1, prompt="a")])
     assert found["c1"]["response"]["status_code"] == 500

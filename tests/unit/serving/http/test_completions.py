@@ -211,7 +211,7 @@ def test_refusals_of_the_engine(serve, error, status, code, stream, caplog):
 
 
 def test_a_failed_request_fails_alone_and_says_so(serve):
-    client = serve(FakeEngine(poisoned=True))
+    client = serve(FakeEngine(failed=True))
     whole = client.post("/v1/completions", json={"prompt": "x"})
     assert (whole.status_code, whole.json()["error"]["type"]) == (500, "server_error")
     (event,) = events(client.post("/v1/completions", json={"prompt": "x", "stream": True}))

@@ -77,7 +77,7 @@ def test_a_refusal_begins_nothing():
 
 def test_a_failure_ends_all():
     async def main():
-        async with await begin(FakeEngine(poisoned=True), "a", "b") as generation:
+        async with await begin(FakeEngine(failed=True), "a", "b") as generation:
             with pytest.raises(NumericalError):
                 await generation.finish()
 

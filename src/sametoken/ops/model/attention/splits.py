@@ -15,7 +15,7 @@ from sametoken.ops.model.attention.arithmetic import (
     total_of,
     with_tile,
 )
-from sametoken.ops.pdl import ask_l2
+from sametoken.ops.pdl import prefetch_l2
 
 
 @triton.jit
@@ -29,16 +29,16 @@ def ask_for_split(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Ask L2 for a split's KV, while the kernel in front still writes the newest of it."""
     ROW_BYTES: tl.constexpr = HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8)
-    if OVERLAP and ROW_BYTES % 16 == 0:
+    if PDL and ROW_BYTES % 16 == 0:
         at = tl.minimum(split * SPLIT + tl.arange(0, SPLIT), last_position)
         block = tl.load(table + at // BLOCK_SIZE)
         row = block * block_stride + at % BLOCK_SIZE * HEAD_DIM
-        ask_l2((keys + row).to(tl.int64), ROW_BYTES)
-        ask_l2((values + row).to(tl.int64), ROW_BYTES)
+        prefetch_l2((keys + row).to(tl.int64), ROW_BYTES)
+        prefetch_l2((values + row).to(tl.int64), ROW_BYTES)
 
 
 @triton.jit

@@ -46,10 +46,10 @@ from sametoken.ops.model.attention.tuning import (
     choose,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    release_next,
-    wait,
-    wait_once,
+    gdc_launch_dependents,
+    gdc_wait,
+    gdc_wait_once,
+    pdl_options,
 )
 
 __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
@@ -131,7 +131,7 @@ def _launch(
         "BLOCK_DIM": max(16, triton.next_power_of_2(shape.head_dim)),
         "SPLIT": config.split,
         "SLIDING_WINDOW": shape.sliding_window or 0,
-        **overlapped(q),
+        **pdl_options(q),
     }
     constants = sizes | {
         "GROUP": heads_per_kv,
@@ -182,19 +182,19 @@ def _walk_kernel(
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     KV_LEFT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    release_next(OVERLAP)
+    gdc_launch_dependents(PDL)
     begin, first, stop, _place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
     if starts is not None and first >= stop:
-        wait_once(OVERLAP)
+        gdc_wait_once(PDL)
         return
     slot = tl.load(slots + begin)
     position, _index, first_index, at, mask = tile_queries(
         positions, slots, slot, starts, first, stop,
         GROUP, HEAD_DIM, BLOCK_DIM, BLOCK_QUERIES, KV_LEFT,
     )  # fmt: skip
-    wait(OVERLAP)
+    gdc_wait(PDL)
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     out += first_index * HEAD_DIM
     keys += tl.program_id(1) * head_stride
@@ -241,12 +241,12 @@ def _spread_kernel(
     TILE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     KV_LEFT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    release_next(OVERLAP)
+    gdc_launch_dependents(PDL)
     begin, first, stop, place = tile_rows(starts, first_run, width, BLOCK_QUERIES // GROUP)
     if starts is not None and first >= stop:
-        wait_once(OVERLAP)
+        gdc_wait_once(PDL)
         return
     slot = tl.load(slots + begin)
     position, index, first_index, at, mask = tile_queries(
@@ -265,9 +265,9 @@ def _spread_kernel(
     if split <= last_split:
         ask_for_split(
             split, tl.max(position), table, keys, values, block_stride,
-            HEAD_DIM, BLOCK_SIZE, SPLIT, OVERLAP,
+            HEAD_DIM, BLOCK_SIZE, SPLIT, PDL,
         )  # fmt: skip
-    wait(OVERLAP)
+    gdc_wait(PDL)
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
     turn = tl.min(position) * 0 - 1
     while split <= last_split:
@@ -304,12 +304,12 @@ def _merge_kernel(
     BLOCK_DIM: tl.constexpr,
     SPLIT: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    release_next(OVERLAP)
+    gdc_launch_dependents(PDL)
     begin, row, stop, place = tile_rows(starts, first_run, width, 1)
     if starts is not None and row >= stop:
-        wait_once(OVERLAP)
+        gdc_wait_once(PDL)
         return
     heads, head = tl.num_programs(1), tl.program_id(1)
     part = place.to(tl.int64) * heads + head
@@ -318,7 +318,7 @@ def _merge_kernel(
     position = tl.load(positions + row + tl.arange(0, 1)).to(tl.int32)
     if starts is not None:
         dead = tl.load(slots + row) != tl.load(slots + begin)
-    wait(OVERLAP)
+    gdc_wait(PDL)
     acc, total = merged_parts(
         sums, stats, position, scale, HEAD_DIM, BLOCK_DIM, SPLIT, SLIDING_WINDOW
     )

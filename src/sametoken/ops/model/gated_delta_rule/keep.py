@@ -15,7 +15,7 @@ from sametoken.ops.model.recurrent.runs import (
     SLOT,
     fact,
 )
-from sametoken.ops.pdl import wait
+from sametoken.ops.pdl import gdc_wait
 
 #: Channels of raw rows that a warp keeps at once.
 KEPT_CHANNELS = 512
@@ -46,14 +46,14 @@ def keep_raw(
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     TAPS_BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Keep the raw rows before the next first row and after it, for some blocks of channels."""
     TAPS: tl.constexpr = K - 1
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
     num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED)
     num_lasting, empty = fact(field, NUM_LASTING), fact(field, EMPTY) != 0
-    wait(OVERLAP)
+    gdc_wait(PDL)
     if num_rows > 0:
         history += slot * TAPS * C
         pending_qkv += slot * max_pending * C

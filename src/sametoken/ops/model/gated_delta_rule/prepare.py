@@ -27,9 +27,9 @@ from sametoken.ops.model.recurrent.runs import (
     fact,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    release_next,
-    wait,
+    gdc_launch_dependents,
+    gdc_wait,
+    pdl_options,
 )
 
 _EPS = tl.constexpr(NORM_EPS)
@@ -136,7 +136,7 @@ def _prepare_keys(
     WIDTH: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One key head's q, k and q . k: q and k normalised, q scaled by 1 / sqrt(Dk)."""
     column = tl.arange(0, BLOCK)
@@ -148,7 +148,7 @@ def _prepare_keys(
     begin, end = span
     q_rows = _held_rows(raw, begin, channel, inside, C, K)
     k_rows = _held_rows(raw, begin, k_channel, inside, C, K)
-    wait(OVERLAP)
+    gdc_wait(PDL)
     q_rows = _completed(q_rows, raw, begin, channel, inside, K)
     k_rows = _completed(k_rows, raw, begin, k_channel, inside, K)
     for t in range(begin, end):
@@ -179,7 +179,7 @@ def _prepare_values(
     WIDTH: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Some channels of v."""
     channel = first + tl.arange(0, BLOCK)
@@ -187,7 +187,7 @@ def _prepare_values(
     weights, bias = _weights(conv_weight, conv_bias, channel, inside, C, K)
     begin, end = span
     rows = _held_rows(raw, begin, channel, inside, C, K)
-    wait(OVERLAP)
+    gdc_wait(PDL)
     rows = _completed(rows, raw, begin, channel, inside, K)
     for t in range(begin, end):
         at = _pending_or_new(raw, t + K - 1, C)
@@ -210,7 +210,7 @@ def _prepare_gates(
     C: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Decay and beta of every value head."""
     head = tl.arange(0, BLOCK)
@@ -218,7 +218,7 @@ def _prepare_gates(
     rate = tl.exp(tl.load(A_log + head, inside, other=0.0).to(tl.float32))
     shift = tl.load(dt_bias + head, inside, other=0.0).to(tl.float32)
     a, b, a_stride, b_stride, pending = gates
-    wait(OVERLAP)
+    gdc_wait(PDL)
     begin, end = span
     for t in range(begin, end):
         is_new, held, row = t >= num_folded, pending + t * 2 * HV, first_new + t
@@ -256,10 +256,10 @@ def _prepare_kernel(
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     HEADS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # The rule's kernel may load states from now on.
-    release_next(OVERLAP)
+    gdc_launch_dependents(PDL)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     WIDTH: tl.constexpr = C + 2 * HV + HK
     VALUE_UNITS: tl.constexpr = (HV * DV + VALUES - 1) // VALUES
@@ -283,18 +283,18 @@ def _prepare_kernel(
     )  # fmt: skip
     if unit < HK:
         _prepare_keys(
-            unit, raw, span, prepared, conv_weight, conv_bias, HK, DK, C, WIDTH, K, KEYS, OVERLAP
+            unit, raw, span, prepared, conv_weight, conv_bias, HK, DK, C, WIDTH, K, KEYS, PDL
         )
     elif unit < HK + VALUE_UNITS:
         _prepare_values(
             2 * HK * DK + (unit - HK) * VALUES, raw, span, prepared, conv_weight, conv_bias,
-            C, WIDTH, K, VALUES, OVERLAP,
+            C, WIDTH, K, VALUES, PDL,
         )  # fmt: skip
     else:
         gates = (a, b, a_stride, b_stride, pending_gates + slot * max_pending * 2 * HV)
         _prepare_gates(
             gates, first_row - num_folded, num_folded, span, prepared, A_log, dt_bias,
-            HV, C, WIDTH, HEADS, OVERLAP,
+            HV, C, WIDTH, HEADS, PDL,
         )  # fmt: skip
 
 
@@ -336,6 +336,6 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
             VALUES=values,
             HEADS=triton.next_power_of_2(heads),
             num_warps=1,
-            **overlapped(prepared),
+            **pdl_options(prepared),
         )
     return prepared

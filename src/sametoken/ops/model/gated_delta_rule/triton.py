@@ -45,9 +45,9 @@ from sametoken.ops.model.recurrent.runs import (
     fact,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    release_next,
-    wait,
+    gdc_launch_dependents,
+    gdc_wait,
+    pdl_options,
 )
 
 # What a warp reads of a state at once: 16 bytes a thread.
@@ -139,7 +139,7 @@ def _advance_tile(
     V: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Run a run's rows over some columns of one head's state."""
     TILES: tl.constexpr = (DV + WARPS * V - 1) // (WARPS * V)
@@ -165,7 +165,7 @@ def _advance_tile(
     state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
     # Nobody else writes the layer's states between ``plan_runs``, which nothing overtakes, and
     # here.
-    wait(OVERLAP)
+    gdc_wait(PDL)
 
     prepared += (first_row + run * max_pending) * WIDTH
     q_at = prepared + key_head * DK + key
@@ -230,9 +230,9 @@ def _advance_kernel(
     KEPT_BLOCK: tl.constexpr,
     TAPS_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    release_next(OVERLAP)
+    gdc_launch_dependents(PDL)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     PROGRAMS: tl.constexpr = HV * ((DV + WARPS * V - 1) // (WARPS * V))
     program = tl.program_id(0)
@@ -241,13 +241,13 @@ def _advance_kernel(
     if program < PROGRAMS:
         _advance_tile(
             program, run, prepared, field, states, out, max_pending,
-            HK, HV, DK, DV, BK, WARPS, V, LANES, STAGES, OVERLAP,
+            HK, HV, DK, DV, BK, WARPS, V, LANES, STAGES, PDL,
         )  # fmt: skip
     else:
         keep_raw(
             program - PROGRAMS, tl.num_programs(0) - PROGRAMS, qkv, a, b, field,
             history, pending_qkv, pending_gates, qkv_stride, a_stride, b_stride, max_pending,
-            C, HV, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, OVERLAP,
+            C, HV, K, KEPT_BLOCK, HEADS, TAPS_BLOCK, PDL,
         )  # fmt: skip
 
 
@@ -318,6 +318,6 @@ def advance_prepared(
         STAGES=_STAGES,
         num_warps=tile.num_warps,
         maxnreg=tile.max_registers,
-        **overlapped(out, early=not long),
+        **pdl_options(out, early=not long),
     )
     return out

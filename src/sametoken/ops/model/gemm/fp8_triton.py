@@ -33,8 +33,8 @@ from sametoken.ops.model.gemm.tuning import (
     TritonConfig,
 )
 from sametoken.ops.pdl import (
-    overlapped,
-    wait_for_earlier,
+    gdc_launch_and_wait,
+    pdl_options,
 )
 
 #: Elements of the sum per loop turn.
@@ -144,7 +144,7 @@ def product(
     assert in_features == weight.in_features
     assert weight.matrix.is_contiguous()
     shape = GemmShape(weight.out_features, in_features, epilogue)
-    config = config or default_config(shape, rows, overlapped(x)["OVERLAP"], _memory(x))
+    config = config or default_config(shape, rows, pdl_options(x)["PDL"], _memory(x))
     assert config.block_depth == DEPTH
     assert config.block_features % FEATURES == 0
     matrix, scale = rounded(x)
@@ -179,7 +179,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
             TINY=TINY,
             BLOCK=block,
             num_warps=min(32, max(4, block // 512)),
-            **overlapped(x),
+            **pdl_options(x),
         )
     return matrix, scale
 
@@ -192,13 +192,13 @@ def _round_kernel(
     width,
     STEP: tl.constexpr,
     TINY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     element = tl.arange(0, BLOCK)
     at = row.to(tl.int64) * width + element
-    wait_for_earlier(OVERLAP)
+    gdc_launch_and_wait(PDL)
     value = tl.load(x + at, mask=element < width, other=0.0).to(tl.float32)
     step = tl.maximum(tl.max(tl.abs(value)), TINY) * STEP
     # NaN is passed over by the largest and stays what it is in the row.

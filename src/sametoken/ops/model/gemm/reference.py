@@ -2,7 +2,7 @@
 
 A library's matrix product may choose its order of additions by the number of rows. So it
 is only ever called with ``ROWS`` rows, zero padded: the row law holds on any CPU
-(tests/unit/ops/test_row_law.py).
+(tests/unit/ops/test_batch_invariance.py).
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ from sametoken.ops.model.gemm.tuning import (
     TritonConfig,
 )
 from sametoken.ops.pdl import (
-    ask_l2,
-    can_overlap,
-    release_next,
-    wait,
+    gdc_launch_dependents,
+    gdc_wait,
+    prefetch_l2,
+    supports_pdl,
 )
 
 
@@ -47,7 +47,7 @@ def sums(
     out_features,
     in_features,
     EPILOGUE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     EVEN_DEPTH: tl.constexpr,
 ):
@@ -56,7 +56,7 @@ def sums(
     WEIGHTS_FIRST fills the pipeline of loads before the kernel in front has finished. The
     pipeline takes up what is loaded and multiplied in one turn: weights, then, for activations
     come through registers, a turn ahead. The wait stands in the first turn, behind the weights
-    of all stages (tests/unit/ops/test_overlap.py).
+    of all stages (tests/unit/ops/test_pdl.py).
     """
     DEPTH: tl.constexpr = w_at.shape[1]
     depth = tl.arange(0, DEPTH)
@@ -68,7 +68,7 @@ def sums(
         inside = k + depth < in_features
         if WEIGHTS_FIRST:
             if k == 0:
-                wait(OVERLAP)
+                gdc_wait(PDL)
                 x_tile = _tile(None, 0, x_at, k, row_present, inside, EVEN_DEPTH)
             next_inside = k + DEPTH + depth < in_features
             x_next = _tile(None, 0, x_at, k + DEPTH, row_present, next_inside, False)
@@ -114,7 +114,7 @@ def start_early(
     PIECES: tl.constexpr,
 ):
     """Ask for weights while the kernel in front still computes the activations."""
-    release_next(RELEASE)
+    gdc_launch_dependents(RELEASE)
     if PREFETCH_BYTES:
         _prefetch(w_row, PREFETCH_BYTES, PIECES)
         if EPILOGUE == "silu_mul":
@@ -129,9 +129,9 @@ def _prefetch(w_row, BYTES: tl.constexpr, PIECES: tl.constexpr):
     """
     if BYTES % (16 * PIECES) == 0:
         piece = tl.arange(0, PIECES)[None, :] * (BYTES // PIECES)
-        ask_l2(w_row[:, None].to(tl.int64) + piece, BYTES // PIECES)
+        prefetch_l2(w_row[:, None].to(tl.int64) + piece, BYTES // PIECES)
     else:
-        ask_l2(w_row.to(tl.int64), BYTES)
+        prefetch_l2(w_row.to(tl.int64), BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +239,8 @@ def tiled_product(
         out_features,
         in_features,
         EPILOGUE=epilogue,
-        OVERLAP=config.overlap,
-        RELEASE=config.release if can_overlap(x) else "never",
+        PDL=config.overlap,
+        RELEASE=config.release if supports_pdl(x) else "never",
         WEIGHTS_FIRST=config.weights_first,
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
         PIECES=max(1, 32 * config.num_warps // config.block_features),
@@ -267,7 +267,7 @@ def _product_kernel(
     out_features,
     in_features,
     EPILOGUE: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
     RELEASE: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PREFETCH_BYTES: tl.constexpr,
@@ -287,20 +287,20 @@ def _product_kernel(
     w_row = weight + feature.to(tl.int64) * in_features
     half = tl.cast(out_features, tl.int64) * in_features
 
-    if OVERLAP:
+    if PDL:
         present = feature < out_features
         w_start = tl.where(present, w_row, weight)
         start_early(w_start, half, EPILOGUE, RELEASE == "early", PREFETCH_BYTES, PIECES)
     if not WEIGHTS_FIRST:
-        wait(OVERLAP)
+        gdc_wait(PDL)
 
     x_at = x + row.to(tl.int64)[:, None] * in_features + depth[None, :]
     w_at = w_row[:, None] + depth[None, :]
     acc, up = sums(
         x_tiles, first_row, x_at, row < rows, w_tiles, first_feature, w_at, feature < out_features,
-        half, out_features, in_features, EPILOGUE, OVERLAP, WEIGHTS_FIRST, EVEN_DEPTH,
+        half, out_features, in_features, EPILOGUE, PDL, WEIGHTS_FIRST, EVEN_DEPTH,
     )  # fmt: skip
-    release_next(RELEASE == "late")
+    gdc_launch_dependents(RELEASE == "late")
 
     stored = (row < rows)[None, :] & (feature < out_features)[:, None]
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]

@@ -19,8 +19,8 @@ from sametoken.ops.backend import (
 )
 from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.pdl import (
-    overlapped,
-    wait,
+    gdc_wait,
+    pdl_options,
 )
 
 # Columns of the table of runs.
@@ -67,11 +67,11 @@ def _plan_runs_kernel(
     reserved_slot,
     max_pending,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # No release: no other kernel may begin before this one has ended. Those of the layers read
     # the table, and states that the pass before wrote, before they wait for anything.
-    wait(OVERLAP)
+    gdc_wait(PDL)
     run = tl.program_id(0).to(tl.int64)
     if starts is None:
         first = run * rows_per_run
@@ -154,7 +154,7 @@ def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
             folded.max_pending,
             BLOCK=_ROW_BLOCK,
             num_warps=1,
-            **overlapped(position),
+            **pdl_options(position),
         )
     return Runs(table, runs)
 

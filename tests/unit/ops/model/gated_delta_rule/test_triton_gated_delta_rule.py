@@ -378,11 +378,11 @@ def test_beside_long_runs_no_multiprocessor_has_a_program_more(batch, keepers):
 def test_long_runs_alone_start_behind_their_preparation(prompt, monkeypatch):
     asked = []
 
-    def overlapped(tensor, early=True):
+    def pdl_options(tensor, early=True):
         asked.append(early)
-        return {"OVERLAP": False}
+        return {"PDL": False}
 
-    monkeypatch.setattr(triton_rule, "overlapped", overlapped)
+    monkeypatch.setattr(triton_rule, "pdl_options", pdl_options)
     run(empty(spec_of(), 0), [[Row(0, p, p, True) for p in range(prompt)]], prompt)
     assert asked == [prompt < 128]
 
@@ -399,7 +399,7 @@ from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.state.caches import ModelCache
 
 for module in (prepare, runs, triton):
-    module.overlapped = lambda tensor, early=True: {"OVERLAP": True, "launch_pdl": early}
+    module.pdl_options = lambda tensor, early=True: {"PDL": True, "launch_pdl": early}
 
 def zeros(*shape):
     return torch.zeros(shape, dtype=torch.bfloat16)

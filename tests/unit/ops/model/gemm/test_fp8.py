@@ -1,4 +1,4 @@
-"""Products in fp8 by the reference, and the bundle that has none."""
+"""Products in fp8 by the reference, and the backend that has none."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_rows_of_nan_change_no_other_row(kernels, dtype):
     norm = normal(40, dtype=dtype, seed=2)
 
     def routed(x):
-        chosen, weights = kernels.route(x[:, :3].contiguous(), 2, True)
+        chosen, weights = kernels.moe_gate(x[:, :3].contiguous(), 2, True)
         assert ((chosen >= 0) & (chosen < 3)).all()
         return experts(x, chosen, weights)
 

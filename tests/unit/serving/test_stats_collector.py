@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from sametoken.serving.stats import STEP_TIME_BOUNDS, Tally
+from sametoken.serving.stats import STEP_TIME_BOUNDS, StatsCollector
 from sametoken.types.outputs import SpeculationMetrics
 from sametoken.types.request import RequestUpdate
 
 
 def update(num_drafts, num_accepted, **changes):
-    tokens = () if changes.get("poisoned") else (7,) * (num_accepted + 1)
+    tokens = () if changes.get("failed") else (7,) * (num_accepted + 1)
     fields = {"samples": True, "num_cached": 0} | changes
     return RequestUpdate("r", tokens, num_drafts, num_accepted, **fields)
 
 
 def test_speculation_is_counted_as_request_metrics_count_it():
-    tally, expected = Tally(3), SpeculationMetrics()
+    tally, expected = StatsCollector(3), SpeculationMetrics()
     for drafts, accepted in ((0, 0), (3, 3), (3, 1), (2, 0), (1, 1), (3, 2)):
         tally.count_update(update(drafts, accepted))
         expected = expected.with_step(drafts, accepted)
@@ -25,22 +25,22 @@ def test_speculation_is_counted_as_request_metrics_count_it():
 
 
 def test_rows_that_emit_nothing_are_not_counted():
-    tally = Tally(2)
+    tally = StatsCollector(2)
     tally.count_update(update(0, 0, samples=False))
-    tally.count_update(update(0, 0, poisoned=True))
+    tally.count_update(update(0, 0, failed=True))
     assert tally.snapshot().speculation.num_steps == 0
     assert tally.snapshot().num_output_tokens == 0
 
 
 def test_without_speculation_there_are_no_positions():
-    tally = Tally(0)
+    tally = StatsCollector(0)
     tally.count_update(update(0, 0))
     assert tally.snapshot().speculation.offered_per_position == ()
     assert tally.snapshot().speculation.num_steps == 1
 
 
 def test_step_times_fall_into_their_buckets():
-    tally = Tally(0)
+    tally = StatsCollector(0)
     for seconds in (0.0, STEP_TIME_BOUNDS[0], STEP_TIME_BOUNDS[0] * 1.01, 1e9):
         tally.count_step(seconds)
     times = tally.snapshot().step_time

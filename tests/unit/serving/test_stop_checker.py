@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.serving.engine_main import TokenEnds
+from sametoken.serving.engine_main import StopChecker
 from sametoken.types.request import (
     EngineRequest,
     RequestUpdate,
@@ -18,7 +18,7 @@ def update(*token_ids, **changes):
 
 @pytest.fixture
 def ends():
-    ends = TokenEnds()
+    ends = StopChecker()
     ends.add(EngineRequest("r", (1, 2, 3), SamplingParams(), 10, stop_token_ids=(0, 9)))
     return ends
 
@@ -40,7 +40,7 @@ def test_a_stop_token_at_the_limit_ends_once(ends):
 
 
 def test_poison_is_forgotten_since_the_scheduler_released_it(ends):
-    assert ends.take(update(poisoned=True)) is None
+    assert ends.take(update(failed=True)) is None
     assert not ends.discard("r")
 
 

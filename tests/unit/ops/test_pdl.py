@@ -13,7 +13,7 @@ import pytest
 from helpers.compiled import compile_launches
 
 RELEASE, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
-OVERLAP = """
+PDL = """
 from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gated_delta_rule import prepare
 from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
@@ -22,10 +22,10 @@ from sametoken.ops.model.recurrent import runs
 from sametoken.ops.step import triton_drafts, triton_inputs
 writers = (triton_drafts, triton_inputs)
 for module in (attention, gated_delta_rule, norm_rope, prepare, runs, *writers):
-    module.overlapped = lambda tensor, early=True: dict(OVERLAP=True, launch_pdl=early)
+    module.pdl_options = lambda tensor, early=True: dict(PDL=True, launch_pdl=early)
 """
 ROWS = (
-    OVERLAP
+    PDL
     + """
 from sametoken.types.layout import StepShape
 from sametoken.ops.step.types import LayoutTable
@@ -42,7 +42,7 @@ triton_drafts.advanced(sequences, caught_up.chains)
 """
 )
 LAYER = (
-    OVERLAP
+    PDL
     + """
 from sametoken.ops.backend import (
     AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable, RowRuns,
@@ -60,7 +60,7 @@ attention.attention(q, shape, at, kv, config=attention.AttentionConfig("walk", 1
 """
 )
 RECURRENT = (
-    OVERLAP
+    PDL
     + """
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
@@ -90,7 +90,7 @@ from sametoken.ops.model.gemm import triton
 from sametoken.ops.model.gemm.triton import product
 from sametoken.ops.model.gemm.tuning import TritonConfig
 x, matrix = (torch.zeros(rows, 2048, dtype=torch.bfloat16) for rows in (4, 512))
-triton.can_overlap = lambda tensor: True
+triton.supports_pdl = lambda tensor: True
 config = TritonConfig({tile}, 4, {stages}, tma={tma}, overlap=True, weights_first=True)
 product(config, x, matrix, "{epilogue}")
 """

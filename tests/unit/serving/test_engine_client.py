@@ -20,7 +20,7 @@ from sametoken.errors import (
     RequestError,
 )
 from sametoken.scheduler.limits import SchedulerLimits
-from sametoken.serving.engine_client import Front
+from sametoken.serving.engine_client import EngineClient
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import (
     Ready,
@@ -92,7 +92,7 @@ class Kit:
         self.process = FakeProcess(Ready(summarise(resolved), LIMITS))
         bounds = ServingLimits(**{"max_restarts": 0, **limits})
         config = EngineConfig(model="nowhere")
-        self.front = Front(self.process, config, pytest.fail, bounds, tokenizer)
+        self.front = EngineClient(self.process, config, pytest.fail, bounds, tokenizer)
         self.inputs = InputProcessor(
             tokenizer,
             vocab_size=len(tokenizer.hf),
@@ -166,7 +166,7 @@ def test_a_stop_string_ends_the_request_and_frees_the_engine(play):
 def test_a_poisoned_request_fails_alone(play):
     async def scenario(kit):
         bad, good = kit.begin("bad"), kit.begin("good")
-        kit.report(update("bad", poisoned=True), update("good", 20))
+        kit.report(update("bad", failed=True), update("good", 20))
         last = await anext(bad)
         assert last.outputs[0].finish_reason == "error"
         assert isinstance(last.outputs[0].error, NumericalError)
@@ -352,7 +352,7 @@ def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(play):
         await anext(stream)
         *_, replay = kit.process.take_sent()
         (plain,) = replay.completions
-        assert (plain.request_id, plain.max_drafts) == ("r#replay", 0)
+        assert (plain.request_id, plain.num_speculative_tokens) == ("r#replay", 0)
         kit.report(update("r#replay", 20))
         assert kit.front.stats.num_output_tokens == 4, "replays are not served"
 

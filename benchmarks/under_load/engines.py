@@ -120,7 +120,7 @@ class Sametoken:
         arrived = []
         for update in self._core.step():
             if update.failed:
-                raise RuntimeError(f"{update.request_id} was poisoned ({update.stuck!r})")
+                raise RuntimeError(f"{update.request_id} was poisoned ({update.mask_fault!r})")
             self._num_drafts += update.num_drafts
             self._num_accepted += update.num_accepted
             if update.token_ids:

@@ -98,8 +98,8 @@ class Judged:
     processed: Tensor
     buffer: HostBuffer
     tokens: list[tuple[int, ...]]
-    poisoned: list[bool]
-    stuck: list[int]
+    failed: list[bool]
+    mask_fault: list[int]
 
 
 class Keeping(DeviceChoices):
@@ -138,7 +138,7 @@ class Case:
         pairs = zip(self.slots, self.rows, strict=True)
         return StepPlan(
             0,
-            rows=tuple(
+            requests=tuple(
                 ScheduledRequest(s, r.num_query, len(r.drafts), r.samples) for s, r in pairs
             ),
         )
@@ -182,7 +182,7 @@ class Case:
         layout, buffer = StepLayout.of(self.plan, known), ring.acquire()
         launcher_of(step, steps).run(layout, 0, processing.of_step(layout, buffer))
         ((x, verdict),) = seen
-        results = buffer.read(self.plan).rows
+        results = buffer.read(self.plan).requests
         count = self.num_logits
         verdict = replace(verdict, tokens=verdict.tokens[:count])
         return Judged(
@@ -192,7 +192,7 @@ class Case:
             buffer=buffer,
             tokens=[row.token_ids for row in results],
             failed=[row.failed for row in results],
-            stuck=[int(row.stuck) for row in results],
+            mask_fault=[int(row.mask_fault) for row in results],
         )
 
     def _by_place(self, logits: Tensor):

@@ -49,19 +49,19 @@ def test_emitted_tokens_are_the_accepted_drafts_and_the_next_token():
     result = buffer_of([7, 3, 3, 1, 0, 10, 11, 12, 13], [7, 1, 2, 1, 0, 20, 21], [7, 0, 0, 0, 0])
     found = result.read(PLAN)
     assert found.step_id == 7
-    assert [row.token_ids for row in found.rows] == [(10, 11), (20, 21), ()]
-    assert [row.num_drafts for row in found.rows] == [3, 1, 0]
-    assert [row.num_proposed for row in found.rows] == [3, 2, 0]
-    assert [row.num_accepted for row in found.rows] == [1, 1, 0]
+    assert [row.token_ids for row in found.requests] == [(10, 11), (20, 21), ()]
+    assert [row.num_drafts for row in found.requests] == [3, 1, 0]
+    assert [row.num_proposed for row in found.requests] == [3, 2, 0]
+    assert [row.num_accepted for row in found.requests] == [1, 1, 0]
 
 
 def test_a_poisoned_row_says_why():
     """The host knows better than the device why a grammar allows nothing."""
-    plan = replace(PLAN, rows=(PLAN.rows[0],) * 4)
+    plan = replace(PLAN, requests=(PLAN.requests[0],) * 4)
     faults = (SOUND, HAS_NAN, NO_TOKEN, NO_TOKEN)
     buffer = buffer_of(*([7, 3, 3, 0, fault, 10] for fault in faults))
     buffer.lost = {0: MaskFault.SLOW, 1: MaskFault.SLOW, 3: MaskFault.SLOW}
-    rows = buffer.read(plan).rows
+    rows = buffer.read(plan).requests
     assert [row.failed for row in rows] == [False, True, True, True]
     assert [row.mask_fault for row in rows] == [
         MaskFault.NONE,
@@ -101,10 +101,10 @@ def test_every_step_in_flight_has_a_buffer_of_its_own():
     first, second = submit(1), submit(3)
     with pytest.raises(InvariantError, match="every output buffer"):
         ring.acquire()
-    assert [row.token_ids for row in first.wait().rows] == [(1,), (1,), ()]
+    assert [row.token_ids for row in first.wait().requests] == [(1,), (1,), ()]
     third = submit(5)
-    assert [row.token_ids for row in second.wait().rows] == [(3,), (3,), ()]
-    assert [row.token_ids for row in third.wait().rows] == [(5,), (5,), ()]
+    assert [row.token_ids for row in second.wait().requests] == [(3,), (3,), ()]
+    assert [row.token_ids for row in third.wait().requests] == [(5,), (5,), ()]
 
 
 def test_a_result_of_another_step_is_refused():

@@ -228,7 +228,7 @@ def test_log_probabilities_are_of_raw_logits_for_those_who_asked(steps):
     judged = case.run(raw, steps=steps)
     assert judged.buffer.logprobs.owner.tolist() == [1, 1, 2]
     assert judged.buffer.logprobs.top_ids.shape == (3, 2)
-    first, second, third = (row.logprobs for row in judged.buffer.read(case.plan).rows)
+    first, second, third = (row.logprobs for row in judged.buffer.read(case.plan).requests)
     assert first is None
     assert judged.tokens[1] == (3, 3)
     check_entry(second[0], raw[3], 3, 2)
@@ -261,7 +261,7 @@ def prompt_entries(chunks, params, steps="compact", prompt=PROMPT):
         case = case_of(rows)
         judged = case.run(by_token=BY_TOKEN.__getitem__, vocab_size=9, steps=steps)
         done += size
-        for row, result in zip(case.rows, judged.buffer.read(case.plan).rows, strict=True):
+        for row, result in zip(case.rows, judged.buffer.read(case.plan).requests, strict=True):
             if row.prompt is prompt:
                 entries.extend(result.prompt_logprobs or ())
             else:

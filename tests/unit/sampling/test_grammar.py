@@ -70,7 +70,7 @@ def test_every_row_knows_its_own_drafts_and_the_matcher_stays_where_it_was(steps
     case = case_of([Row((9, 9), (3, 7), (8, 20, 38), grammar=grammar)])
     judged = case.run(torch.zeros(4, VOCAB), steps=steps)
     assert allowed_of(judged.processed) == [list(range(n, VOCAB)) for n in (8, 9, 21, 39)]
-    assert judged.poisoned == [False]
+    assert judged.failed == [False]
     assert grammar.matchers[0].accepted == [-1, 3, 7]
 
 
@@ -114,8 +114,8 @@ def test_other_rows_are_neither_read_nor_written(steps):
 def test_a_request_that_is_stuck_at_once_fails_and_says_so(drafts, steps):
     rows = [Row((1,), (39,), drafts, grammar=Grammar()), Row((1,))]
     judged = case_of(rows).run(torch.zeros(len(drafts) + 2, VOCAB), steps=steps)
-    assert judged.poisoned == [True, False]
-    assert judged.stuck == [MaskFault.NO_VALID_TOKEN, MaskFault.NONE]
+    assert judged.failed == [True, False]
+    assert judged.mask_fault == [MaskFault.NO_VALID_TOKEN, MaskFault.NONE]
 
 
 def test_a_committed_token_against_the_grammar_leaves_no_token():
@@ -123,7 +123,7 @@ def test_a_committed_token_against_the_grammar_leaves_no_token():
     case = case_of([Row((1,), (9, 4), (30, 31), grammar=Grammar())])
     judged = case.run(torch.zeros(3, VOCAB))
     assert allowed_of(judged.processed) == [[]] * 3
-    assert judged.stuck == [MaskFault.BROKEN]
+    assert judged.mask_fault == [MaskFault.BROKEN]
 
 
 @each_kind
@@ -132,7 +132,7 @@ def test_a_draft_before_a_stuck_row_is_emitted_as_the_next_token(steps):
     judged = case_of([Row((1,), (37,), (38, 39), grammar=Grammar())]).run(
         torch.zeros(3, VOCAB), steps=steps
     )
-    assert judged.poisoned == [False]
+    assert judged.failed == [False]
     assert judged.tokens == [(38, 39)]
 
 
@@ -148,7 +148,7 @@ def test_a_matcher_that_breaks_fails_its_own_request(monkeypatch):
     for step in (case, again(case)):
         case.grammars._sequences = step.sequences
         judged = step.run(torch.zeros(4, VOCAB))
-        assert judged.stuck == [MaskFault.BROKEN, MaskFault.NONE]
+        assert judged.mask_fault == [MaskFault.BROKEN, MaskFault.NONE]
         assert allowed_of(judged.processed[:2]) == [[], []]
         assert allowed_of(judged.processed[2:]) == [list(range(VOCAB)), list(range(5, VOCAB))]
 
@@ -162,7 +162,7 @@ def test_other_masks_and_cuts_compose():
     logits[:, 8] = 0.5
     judged = case.run(logits)
     assert allowed_of(judged.processed) == [[8, 30], [30, 35]]
-    assert judged.stuck == [MaskFault.NONE]
+    assert judged.mask_fault == [MaskFault.NONE]
 
 
 def test_a_new_request_inherits_no_cursor():
@@ -170,7 +170,7 @@ def test_a_new_request_inherits_no_cursor():
     case.grammars.admit(Admission(case.slots[0], (1,), 0, SamplingParams()))
     judged = case.run(torch.zeros(1, VOCAB))
     assert allowed_of(judged.processed) == [list(range(VOCAB))]
-    assert judged.poisoned == [False]
+    assert judged.failed == [False]
 
 
 def test_masks_that_take_too_long_fail_their_own_request(monkeypatch):
@@ -185,7 +185,7 @@ def test_masks_that_take_too_long_fail_their_own_request(monkeypatch):
     for step in (case, again(case)):
         case.grammars._sequences = step.sequences
         judged = step.run(torch.zeros(5, VOCAB))
-        assert judged.stuck == [MaskFault.SLOW, MaskFault.NONE]
+        assert judged.mask_fault == [MaskFault.SLOW, MaskFault.NONE]
         assert allowed_of(judged.processed)[:4] == [[]] * 4
         assert allowed_of(judged.processed)[4] == list(range(VOCAB))
 

@@ -168,7 +168,7 @@ def test_good_and_bad_requests_of_one_step_have_limits_of_their_own(kit):
     scheduler = crowd(kit, 16, rows_per_weight_read=32)
     for _ in range(4):
         plan = scheduler.plan()
-        results = [kit.result(plan, accept=a).rows for a in (0, K)]
+        results = [kit.result(plan, accept=a).requests for a in (0, K)]
         rows = tuple(results[row.slot % 2][i] for i, row in enumerate(plan.requests))
         scheduler.process_output(type(kit.result(plan))(plan.step_id, rows))
     plan = scheduler.plan()

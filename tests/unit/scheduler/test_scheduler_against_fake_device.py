@@ -355,7 +355,7 @@ def test_driver_reaches_every_corner():
                 before = driver.device.next_step_id
                 driver.plan(poison=rng.random() < 0.02)
                 failed += driver.device.next_step_id > before and any(
-                    row.failed for row in driver.results[-1].rows
+                    row.failed for row in driver.results[-1].requests
                 )
             elif driver.results:
                 driver.settle()

@@ -105,7 +105,7 @@ def test_steps_in_flight_widen_the_bound_and_stop_at_the_length_limit(kit):
     assert scheduler.plan() is None
     # One token came where five might have: there is room again.
     scheduler.process_output(kit.result(plans[1], accept=0))
-    assert [row.draft_limit for row in scheduler.plan().rows] == [3]
+    assert [row.draft_limit for row in scheduler.plan().requests] == [3]
 
 
 def test_the_last_token_has_no_drafts(kit):
@@ -148,7 +148,7 @@ def test_decodes_take_turns_when_not_all_fit(kit):
         scheduler.add(kit.request(name, 2, max_total=40))
     while scheduler.num_waiting or any(state.prefilling for state in scheduler._running.values()):
         kit.step(scheduler)
-    steps = [[row.slot for row in kit.step(scheduler)[0].rows] for _ in range(12)]
+    steps = [[row.slot for row in kit.step(scheduler)[0].requests] for _ in range(12)]
     assert all(len(slots) == 2 for slots in steps)
     # Five requests, two rows: each is served once in any three steps.
     for start in range(10):
@@ -160,7 +160,7 @@ def test_drafts_leave_a_quarter_of_the_step_to_prompts(kit):
     for name in "abc":
         scheduler.add(kit.request(name, 3, max_total=60))
     kit.step(scheduler)
-    assert [row.draft_limit for row in kit.step(scheduler)[0].rows] == [7, 7, 7]
+    assert [row.draft_limit for row in kit.step(scheduler)[0].requests] == [7, 7, 7]
     scheduler.add(kit.request("long", 30, max_total=40))
     for _ in range(3):
         assert kit.rows(kit.step(scheduler)[0]) == [
@@ -200,7 +200,7 @@ def test_one_row_is_shared_by_turns(kit):
     scheduler.add(kit.request("a", 1, max_total=30))
     kit.step(scheduler)
     scheduler.add(kit.request("b", 3, max_total=30))
-    assert [kit.step(scheduler)[0].rows[0].slot for _ in range(6)] == [1, 0, 1, 0, 1, 0]
+    assert [kit.step(scheduler)[0].requests[0].slot for _ in range(6)] == [1, 0, 1, 0, 1, 0]
 
 
 def test_a_stream_of_prompts_does_not_starve_decoding(kit):
@@ -274,7 +274,7 @@ def test_prompt_logprobs_of_a_chunk_make_an_update(kit):
     scheduler.add(kit.request("r", 12, prompt_logprobs=0))
     plan = scheduler.plan()
     entry = {3: None}
-    row = dataclasses.replace(kit.result(plan).rows[0], prompt_logprobs=(entry,))
+    row = dataclasses.replace(kit.result(plan).requests[0], prompt_logprobs=(entry,))
     [update] = scheduler.process_output(StepResult(plan.step_id, (row,)))
     assert update.token_ids == ()
     assert not update.samples
@@ -300,7 +300,7 @@ def test_a_verdict_that_the_row_cannot_have_is_refused(kit):
     scheduler.add(kit.request("r", 3))
     kit.step(scheduler)
     plan = scheduler.plan()
-    good = kit.result(plan).rows[0]
+    good = kit.result(plan).requests[0]
     with pytest.raises(InvariantError, match="has 0 rows, its plan 1"):
         scheduler.process_output(StepResult(plan.step_id, ()))
     bad = dataclasses.replace(good, num_drafts=3)
@@ -313,7 +313,7 @@ def test_a_missing_token_is_refused(kit):
     scheduler.add(kit.request("r", 3))
     kit.step(scheduler)
     plan = scheduler.plan()
-    bad = dataclasses.replace(kit.result(plan, accept=2).rows[0], token_ids=(7, 7))
+    bad = dataclasses.replace(kit.result(plan, accept=2).requests[0], token_ids=(7, 7))
     with pytest.raises(InvariantError, match="emitted 2 tokens, expected 3"):
         scheduler.process_output(StepResult(plan.step_id, (bad,)))
 

@@ -9,10 +9,10 @@ from sametoken.errors import ConfigError
 
 
 def test_suffix_drafts_as_far_as_it_matches_unless_told_otherwise():
-    assert SpeculativeConfig.parse({"method": "suffix"}).num_drafts == 24
+    assert SpeculativeConfig.parse({"method": "suffix"}).num_speculative_tokens == 24
     deep = {"method": "suffix", "suffix_decoding_max_tree_depth": 32}
-    assert SpeculativeConfig.parse(deep).num_drafts == 32
-    assert SpeculativeConfig.parse(deep | {"num_speculative_tokens": 7}).num_drafts == 7
+    assert SpeculativeConfig.parse(deep).num_speculative_tokens == 32
+    assert SpeculativeConfig.parse(deep | {"num_speculative_tokens": 7}).num_speculative_tokens == 7
 
 
 def test_a_cascade_may_draft_more_than_its_model():
@@ -24,9 +24,9 @@ def test_a_cascade_may_draft_more_than_its_model():
             "cascade_model_tokens": 3,
         }
     )
-    assert (spec.num_drafts, spec.num_model_tokens) == (20, 3)
+    assert (spec.num_speculative_tokens, spec.num_model_tokens) == (20, 3)
     same = SpeculativeConfig("mtp", 3, cascade="ngram")
-    assert (same.num_drafts, same.num_model_tokens) == (3, 3)
+    assert (same.num_speculative_tokens, same.num_model_tokens) == (3, 3)
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def imports_of(tree: ast.Module) -> set[str]:
         alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("sametoken.kernels.step")
+        and (node.module or "").startswith("sametoken.ops.step")
         for alias in node.names
     } & VERBS
 

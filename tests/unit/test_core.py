@@ -37,7 +37,7 @@ class Scripted:
         self._note(f"launch {plan.step_id}")
         return SimpleNamespace(wait=lambda: plan.step_id)
 
-    def settle(self, step_id: int) -> tuple:
+    def process_output(self, step_id: int) -> tuple:
         self._note(f"settle {step_id}")
         return (step_id,)
 

@@ -57,7 +57,7 @@ _GRACE_S = 5.0
 
 T = TypeVar("T")
 
-# To a follower: Enlist, then what ``same`` is called with, then plans.
+# To a follower: Enlist, then what ``broadcast_object`` is called with, then plans.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,11 @@ class Ranks(Peers, Protocol):
 
     parallel: TensorParallel
 
-    def least(self, number: int) -> int:
+    def reduce_min(self, number: int) -> int:
         """The least of all ranks' numbers; known to rank 0 alone."""
         ...
 
-    def same(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         ...
 
@@ -128,11 +128,11 @@ class SoleRank(NoPeers):
 
     parallel: TensorParallel = SINGLE_RANK
 
-    def least(self, number: int) -> int:
+    def reduce_min(self, number: int) -> int:
         """The number."""
         return number
 
-    def same(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """The value."""
         return value
 
@@ -275,11 +275,11 @@ class LeadingRank:
         self.parallel: TensorParallel = group
         self.when_lost(lambda cause: group.abort())
 
-    def least(self, number: int) -> int:
+    def reduce_min(self, number: int) -> int:
         """The least of all ranks' numbers."""
         return min(number, *(message.value for message in self._expect(Number)))
 
-    def same(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """The value, sent to all followers."""
         self.send(value)
         return value

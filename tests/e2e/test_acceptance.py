@@ -157,7 +157,7 @@ def test_a_slot_s_next_request_has_no_drafts_at_first(monkeypatch):
     """What a drafter had ready for the slot's former request is not the next one's."""
     core = build(MODEL, Shape(num_drafts=K, max_num_seqs=1), make_drafter=self_drafter)
     proposed, admitting = {True: set(), False: set()}, {}
-    plan, settle = core.scheduler.plan, core.scheduler.settle
+    plan, process_output = core.scheduler.plan, core.scheduler.process_output
 
     def planned():
         made = plan()
@@ -165,12 +165,12 @@ def test_a_slot_s_next_request_has_no_drafts_at_first(monkeypatch):
             admitting[made.step_id] = bool(made.admissions)
         return made
 
-    def settled(result):
-        proposed[admitting[result.step_id]] |= {row.num_proposed for row in result.requests}
-        return settle(result)
+    def processed(result):
+        proposed[admitting[result.step_id]] |= {one.num_proposed for one in result.requests}
+        return process_output(result)
 
     monkeypatch.setattr(core.scheduler, "plan", planned)
-    monkeypatch.setattr(core.scheduler, "settle", settled)
+    monkeypatch.setattr(core.scheduler, "process_output", processed)
     measure(core, [request(f"r{i}", (1, 2, i), max_tokens=6) for i in range(4)])
     assert proposed == {True: {0}, False: {K}}
 

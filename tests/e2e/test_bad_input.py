@@ -327,14 +327,14 @@ def test_nan_logits_end_one_request_alone(steps_in_flight):
     core.add_request(request("ill", (1, 2, 3, 9), 12))
     core.add_request(healthy)
     poisoned = []
-    settle = core.scheduler.settle
+    process_output = core.scheduler.process_output
 
     def watched(result):
-        updates = settle(result)
+        updates = process_output(result)
         poisoned.extend(u.request_id for u in updates if u.failed)
         return updates
 
-    core.scheduler.settle = watched
+    core.scheduler.process_output = watched
     while core.has_unfinished:
         collect(core, ran, {"healthy": 12, "ill": 12})
     assert poisoned == ["ill"]

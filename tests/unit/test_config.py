@@ -155,7 +155,11 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
         (SYNTHETIC, "one of rates and length, 0 were", "synthetic_acceptance_length"),
         (SYNTHETIC | BOTH, "one of rates and length, 2 were", "synthetic_acceptance_length"),
         (SYNTHETIC | {"synthetic_acceptance_rates": []}, "are not possible", "from 0 to 1"),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6]}, "are not possible", "never increase"),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6]},
+            "are not possible",
+            "never increase",
+        ),
         (SYNTHETIC | {"synthetic_acceptance_rates": [1.1]}, "are not possible", "from 0 to 1"),
         (SYNTHETIC | {"synthetic_acceptance_rates": [-0.1]}, "are not possible", "from 0 to 1"),
         (SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 6}, "6 .* for 5 drafts", "per draft"),

@@ -1,6 +1,6 @@
 """Speculative decoding that never changes a token.
 
-Names are loaded on first use, so that importing the package imports no torch.
+Public names are imported lazily, so that importing the package does not import torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sametoken.llm import LLM
+    from sametoken.serving.async_llm import AsyncLLM
     from sametoken.types.outputs import (
         CompletionOutput,
         RequestOutput,
@@ -18,15 +19,23 @@ if TYPE_CHECKING:
     from sametoken.types.sampling_params import SamplingParams
     from sametoken.types.structured_outputs import StructuredOutputs
 
-# Read by torch's OpenMP runtime when it is loaded: how long an idle thread spins before it
-# sleeps. The default collapses on shared cores (docs/decisions/0005).
+# How long an idle OpenMP thread spins before it sleeps, read when torch is loaded. The default
+# is very slow on shared cores (docs/decisions/0005).
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "sametoken.llm",
+    "AsyncLLM": "sametoken.serving.async_llm",
     "CompletionOutput": "sametoken.types.outputs",
     "RequestOutput": "sametoken.types.outputs",
     "SamplingParams": "sametoken.types.sampling_params",

@@ -1,4 +1,4 @@
-"""``python -m sametoken``."""
+"""The entry point of ``python -m sametoken``."""
 
 from sametoken.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Options: each defined once here, and from here fed to Python, CLI help and docs."""
+"""Options of the engine and of speculation: the single definition for Python, CLI and docs."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from sametoken.types.option_values import (
 
 EXTRACT = "extract_hidden_states"
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", EXTRACT)
-# Methods whose drafter is no checkpoint of its own.
+# Methods without a drafter checkpoint.
 WITHOUT_MODEL = ("ngram", "suffix", "mtp", EXTRACT)
-# Those for which a drafter ships: the target decides whether one may be left out.
+# Methods with a built-in drafter for some targets, where "model" is optional.
 _SHIPPED = ("eagle3",)
-# Names under which vLLM knew "mtp", each for one kind of model.
+# vLLM's former, model-specific names of "mtp".
 METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
-# Methods whose drafter is a head over the target's states, and how such a head may be quantized.
+# Methods whose drafter is a head over the target's hidden states, and their quantizations.
 HEADS = ("eagle", "eagle3", "mtp")
 QUANTIZATIONS = ("fp8",)
 MAX_SPECULATIVE_TOKENS = 64
 MAX_MTP_TOKENS = 8
-# Each token more is one more pass over the matches.
+# Each further token costs one more pass over the matches.
 MAX_LOOKUP_TOKENS = 1024
-# Fewest and most num_speculative_tokens where they are not 1..64. Extraction drafts nothing;
-# vLLM wants it to say 1.
+# Ranges of num_speculative_tokens other than 1..64. Extraction proposes no drafts, but vLLM
+# requires the value 1.
 _NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
 ADAPTIVE, FIXED = "adaptive", "fixed"
 DUMMY = "dummy"
@@ -46,13 +46,13 @@ MODEL_HELP = "checkpoint directory, GGUF file, smollm2, or in a checkout hybrid-
 
 
 def option(default: Any, text: str) -> Any:
-    """A dataclass field whose help text serves the CLI and the docs."""
+    """A dataclass field with a help text for the CLI and the docs."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How drafts are made; keys as vLLM's ``--speculative-config`` has them.
+    """Speculative decoding options, with the keys of vLLM's ``--speculative-config``.
 
     Raises:
         ConfigError: a value is impossible or a key that the method needs is missing.
@@ -95,7 +95,7 @@ class SpeculativeConfig:
     )
     draft_limits: str = option(
         ADAPTIVE,
-        "adaptive: drafts of a request follow its matches, its acceptance and the load; "
+        "adaptive: a request's draft limit follows its matches, its acceptance and the load; "
         "fixed: always num_speculative_tokens",
     )
     shared_storage_path: str | None = option(
@@ -109,20 +109,20 @@ class SpeculativeConfig:
 
     @property
     def proposes(self) -> bool:
-        """Whether the method proposes drafts; extraction alone does not."""
+        """Whether the method proposes drafts; only extraction does not."""
         return self.method != EXTRACT and self.num_speculative_tokens > 0
 
     @property
     def num_model_tokens(self) -> int:
-        """Drafts at most of the method's own drafter; a cascade's lookup may give more."""
+        """Maximum drafts of the method's own drafter; a cascade's lookup may propose more."""
         own = self.cascade_model_tokens
         return self.num_speculative_tokens if own is None else own
 
     @property
     def synthetic_rates(self) -> tuple[float, ...] | None:
-        """How often draft i and all before it are accepted, k rates; None under keyed sampling.
+        """Probabilities that draft i and all before it are accepted; None for keyed sampling.
 
-        A length is spent on the first drafts: 2.6 means 1, 0.6 and 0 from there on.
+        An acceptance length fills the first drafts: 2.6 gives rates 1, 0.6, 0, ...
         """
         k = self.num_speculative_tokens
         if self.synthetic_acceptance_rates is not None:
@@ -172,7 +172,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
-        """From a JSON text, a mapping, or an instance; vLLM's older names of methods are known.
+        """Parse JSON text, a mapping, or an instance; accepts vLLM's older method names.
 
         Raises:
             ConfigError: malformed JSON, an unknown key, or a value of the wrong type.
@@ -203,10 +203,10 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a user asks of the engine. "auto" and None are resolved once, at start-up.
+    """The user's engine options. "auto" and None are resolved once, at start-up.
 
     Raises:
-        ConfigError: a value is impossible on its face.
+        ConfigError: a value is impossible.
     """
 
     model: str = option(DEFAULT_MODEL, MODEL_HELP)
@@ -218,10 +218,10 @@ class EngineConfig:
     max_model_len: int | None = option(None, "longest prompt + output, in tokens")
     max_num_seqs: int = option(0, "requests that run at once; 0: 64 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int = option(
-        0, "rows of one step at most; 0: 2048 on a CPU, 4096 on a GPU"
+        0, "maximum rows per step, drafts included; 0: 2048 on a CPU, 4096 on a GPU"
     )
     prefill_chunk_size: int = option(
-        0, "tokens of one prompt in one step at most; 0: as many as the step has rows for"
+        0, "maximum tokens of one prompt per step; 0: max_num_batched_tokens"
     )
     block_size: int = option(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
     kv_cache_memory_bytes: int | None = option(
@@ -235,7 +235,7 @@ class EngineConfig:
     )
     enforce_eager: bool = option(False, "use no CUDA graphs")
     tensor_parallel_size: int = option(
-        1, "processes that share the model, each with a part of every layer and a GPU of its own"
+        1, "ranks that share the model, each with a shard of every layer and its own GPU"
     )
     load_format: str = option(
         "auto", "auto, safetensors, gguf, or dummy: random weights, to measure times"
@@ -280,29 +280,29 @@ class EngineConfig:
 
     @property
     def synthetic(self) -> tuple[str, ...]:
-        """What is made up, in words to show beside every result; empty if all is real."""
+        """Labels of the synthetic parts, to show beside every result; empty if there are none."""
         speculative = self.speculative_config
-        made_up = {
+        parts = {
             "dummy weights": self.load_format == DUMMY,
             "synthetic acceptance": speculative is not None
             and speculative.synthetic_rates is not None,
         }
-        return tuple(what for what, is_so in made_up.items() if is_so)
+        return tuple(part for part, is_synthetic in parts.items() if is_synthetic)
 
     @property
     def num_speculative_tokens(self) -> int:
-        """k: drafts per step at most; 0 without speculation."""
+        """k: maximum drafts per step; 0 without speculation."""
         speculative = self.speculative_config
         return speculative.num_speculative_tokens if speculative and speculative.proposes else 0
 
     @property
     def draft_load_format(self) -> str:
-        """``load_format`` of the drafter: dummy if the target's is, else found from its files."""
+        """``load_format`` of the drafter: dummy if the target's is, else "auto"."""
         return DUMMY if self.load_format == DUMMY else "auto"
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """From keyword arguments as ``LLM`` takes them.
+        """Build from the keyword arguments of ``LLM``.
 
         Raises:
             ConfigError: an option is unknown or impossible.
@@ -314,7 +314,7 @@ class EngineConfig:
         return cls(**options)
 
 
-# Before the name of a key in an error.
+# Prefix of a key's name in an error.
 _SPECULATIVE = "speculative config: "
 _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float32"),

@@ -1,26 +1,26 @@
-"""Every error that a user can meet, each naming its cause and its remedy.
+"""Every error that a user can see, each with its cause and its remedy.
 
-Nothing else in the package is imported here, so that any module may raise them.
+This module imports nothing else of the package, so that any module can raise them.
 """
 
 from __future__ import annotations
 
 import reprlib
 
-#: Characters of a user's value that a message repeats, and characters of a whole cause.
+#: Maximum characters of a user's value in a message, and of a whole cause.
 MAX_SHOWN = 200
 MAX_CAUSE = 1000
 
 
 class _Repr(reprlib.Repr):
-    """Looks at the beginning of long values only."""
+    """``repr`` that reads only the beginning of long values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = MAX_SHOWN
 
     def repr_int(self, x: int, level: int) -> str:
-        """Python writes out no integer of more than 4300 digits."""
+        """Abbreviate: Python refuses to print integers of more than 4300 digits."""
         return repr(x) if x.bit_length() <= MAX_SHOWN else f"an integer of {x.bit_length()} bits"
 
 
@@ -28,16 +28,16 @@ _repr = _Repr().repr
 
 
 def shown(value: object) -> str:
-    """A user's value as messages repeat it: at most ``MAX_SHOWN`` characters."""
+    """A user's value for a message, at most ``MAX_SHOWN`` characters."""
     try:
         return clipped(_repr(value), MAX_SHOWN)
     except Exception:
-        # A value of any class: what its methods raise is its own affair.
+        # The methods of an arbitrary class may raise anything.
         return f"a value of type {type(value).__name__}"
 
 
 def clipped(text: str, most: int) -> str:
-    """The text, without its middle if it has more than ``most`` characters."""
+    """The text, with its middle elided if it has more than ``most`` characters."""
     if len(text) <= most:
         return text
     tail = most // 4
@@ -48,7 +48,7 @@ class SametokenError(Exception):
     """Base of all typed errors.
 
     Args:
-        cause: what is wrong, naming the file, option, or value.
+        cause: the problem, with the name of the file, option, or value.
         remedy: what the user can do about it.
     """
 
@@ -60,7 +60,7 @@ class SametokenError(Exception):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type[SametokenError], tuple[str, str]]:
-        """Pickle by cause and remedy, so that errors cross process borders whole."""
+        """Pickle by cause and remedy, so that errors keep both across processes."""
         return (type(self), (self.cause, self.remedy))
 
 
@@ -69,9 +69,9 @@ class ConfigError(SametokenError, ValueError):
 
 
 class RequestError(SametokenError, ValueError):
-    """One request is invalid; the engine goes on with the others.
+    """One request is invalid; the engine continues with the others.
 
-    What a message repeats of the request is bounded: ``MAX_CAUSE`` characters.
+    Cause and remedy are clipped to ``MAX_CAUSE`` characters each.
     """
 
     def __init__(self, cause: str, remedy: str = "") -> None:
@@ -83,7 +83,7 @@ class CheckpointError(SametokenError):
 
 
 class UnsupportedError(SametokenError):
-    """The request is sound but this engine does not implement it."""
+    """A valid model, option or request that this engine does not implement."""
 
     exit_code = 3
 
@@ -93,11 +93,11 @@ class DrafterMismatchError(SametokenError, ValueError):
 
 
 class NumericalError(SametokenError):
-    """The model produced NaN logits for one request; that request fails alone."""
+    """The model produced NaN logits for one request; only that request fails."""
 
 
 class StructuredOutputError(SametokenError):
-    """A request's grammar cannot be followed any further; the request fails alone."""
+    """No token satisfies a request's grammar, or its masks failed; only that request fails."""
 
 
 class EngineDeadError(SametokenError):
@@ -105,20 +105,20 @@ class EngineDeadError(SametokenError):
 
 
 class EngineRestartingError(EngineDeadError):
-    """The engine stopped and is being started again; send the request a little later."""
+    """The engine stopped and is being restarted; retry the request later."""
 
 
 class DrainingError(SametokenError):
-    """The server lets its requests finish and takes no new ones."""
+    """The server is draining: it finishes its requests and accepts no new ones."""
 
 
 class OverloadedError(SametokenError):
-    """Too many requests wait already; nothing of this one was begun.
+    """Too many requests are waiting; this one was not started.
 
     Args:
-        cause: which bound was met.
+        cause: the limit that was reached.
         remedy: what the user can do about it.
-        retry_after_s: when there may be room again, in seconds; an estimate.
+        retry_after_s: estimated seconds until a retry may succeed.
     """
 
     def __init__(self, cause: str, remedy: str = "", retry_after_s: float = 1.0) -> None:
@@ -131,12 +131,12 @@ class OverloadedError(SametokenError):
 
 
 class InvariantError(SametokenError):
-    """A rule of the design was broken: a defect of the engine, never of its user."""
+    """An internal invariant was violated: a bug in the engine, never a user's error."""
 
 
 class InFlightError(InvariantError):
-    """The host asked for an exact length while steps that change it are in flight."""
+    """The host read an exact length while steps that change it are in flight."""
 
 
 class StaleInputsError(InvariantError):
-    """A step was answered with the result of another one."""
+    """The result of a step belongs to another step."""

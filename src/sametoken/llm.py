@@ -1,4 +1,4 @@
-"""The engine for programs: prompts in, outputs out, in the caller's thread."""
+"""The offline API: ``LLM`` runs the engine in the caller's thread."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _logger = logging.getLogger("sametoken")
 
 
 class LLM:
-    """A model that is loaded and ready.
+    """A loaded model for offline inference.
 
     Threads may share it: their requests run in the same steps, and each thread gets its own
-    outputs. Ctrl-C, or another signal whose handler raises, ends the call that it interrupts,
-    once the step under way is done (a step of long prompts may take seconds on a CPU); its
-    requests are aborted and the ``LLM`` serves the next call. A second Ctrl-C cuts the step, and
-    then every later call raises ``EngineDeadError``: make another ``LLM``. So does a call in a
-    fork of the process that made it.
+    outputs. Ctrl-C, or another signal whose handler raises, ends the interrupted call after the
+    current step (a step of long prompts may take seconds on a CPU); its requests are aborted
+    and the ``LLM`` can serve the next call. A second Ctrl-C interrupts the step, and then every
+    later call raises ``EngineDeadError``: create another ``LLM``. So does a call in a fork of
+    the process.
 
     Args:
         model: checkpoint directory, GGUF file, or a known name.
-        announce: told in one line of whatever takes long; by default the log is.
+        announce: called with a line of text on each slow phase; logs it by default.
         options: the fields of ``EngineConfig``.
 
     Raises:
@@ -79,7 +79,7 @@ class LLM:
 
     @classmethod
     def from_engine(cls, engine: EngineCore, tokenizer: Tokenizer | None) -> LLM:
-        """Over an engine that is already built."""
+        """Wrap an engine that is already built."""
         llm = cls.__new__(cls)
         llm._start(engine, tokenizer)
         return llm
@@ -105,12 +105,12 @@ class LLM:
 
     @property
     def resolved(self) -> ResolvedConfig:
-        """Every setting of the engine with its value and the reason for it."""
+        """Every setting of the engine, with its reason."""
         return self._engine.resolved
 
     @property
     def speculation_metrics(self) -> SpeculationMetrics:
-        """Speculation counters of all finished requests together."""
+        """Speculation counters summed over all finished requests."""
         return self._speculation
 
     def get_tokenizer(self) -> Any:
@@ -124,7 +124,7 @@ class LLM:
         return self._tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, else the usual defaults.
+        """Defaults from the checkpoint's generation_config.json, else those of SamplingParams.
 
         Raises:
             CheckpointError: the file is not a JSON object.
@@ -138,7 +138,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several, which then share the engine's steps.
+        """Complete one prompt, or several in the same batch.
 
         Args:
             prompts: texts, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
@@ -147,12 +147,12 @@ class LLM:
 
         Returns:
             One output per prompt, in order. A request that fails while it runs has
-            ``finish_reason`` ``"error"``; the others go on.
+            ``finish_reason`` ``"error"``; the others continue.
 
         Raises:
-            RequestError: a prompt or a parameter is invalid; nothing has run then.
-            EngineDeadError: the engine failed as a whole, or this is a fork.
-            KeyboardInterrupt: Ctrl-C, once the step under way is done.
+            RequestError: a prompt or a parameter is invalid; no request was started.
+            EngineDeadError: the engine failed, or this is a fork.
+            KeyboardInterrupt: Ctrl-C, after the current step.
         """
         tokenized = [self._inputs.tokenize(prompt) for prompt in prompts_of(prompts)]
         return self._run(tokenized, sampling_params, use_tqdm)
@@ -165,30 +165,30 @@ class LLM:
         use_tqdm: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; otherwise as ``generate``.
+        """Answer one conversation or several; otherwise like ``generate``.
 
         Args:
             messages: ``{"role": ..., "content": ...}`` in order, or a list of such lists.
             sampling_params: as in ``generate``.
             use_tqdm: as in ``generate``.
-            template_options: for the chat template, ``chat_template`` among them.
+            template_options: options of the chat template, including ``chat_template``.
         """
         several = conversations_of(messages)
         prompts = [self.render_chat(conversation, **template_options) for conversation in several]
         return self._run(prompts, sampling_params, use_tqdm)
 
     def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
-        """The prompt that ``chat`` completes, ready for the assistant's answer."""
+        """The prompt that ``chat`` completes, with the generation prompt added."""
         options = {"add_generation_prompt": True, **template_options}
         return self._inputs.tokenize_chat(messages, **options)
 
     def generate_stream(
         self, prompt: Prompt | PromptTokens, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, giving the output so far after every step that adds to it.
+        """Complete one prompt, yielding the output so far after every step that extends it.
 
-        Text once given is never taken back. The request starts with the first ``next``;
-        closing the iterator aborts it, as does whatever ``next`` raises.
+        Yielded text is final. The request starts with the first ``next``; closing the iterator
+        aborts it, as does an exception from ``next``.
 
         Raises:
             RequestError: the prompt or a parameter is invalid.
@@ -199,10 +199,10 @@ class LLM:
         return self._stream(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request where it stands; its output says ``"abort"``. Unknown ids are ignored.
+        """Abort a request, with ``finish_reason`` ``"abort"``. Unknown ids are ignored.
 
-        Any thread, signal handler or finalizer may call this; it never waits. While another
-        thread runs a step, the request ends with that step.
+        Any thread, signal handler or finalizer may call this; it never blocks. If another
+        thread is running a step, the request ends after that step.
         """
         self._later(partial(self._end, request_id))
 
@@ -243,7 +243,7 @@ class LLM:
         *,
         stream: bool,
     ) -> None:
-        """Queue all requests or, if the engine refuses one of them, none."""
+        """Queue all requests, or none if the engine refuses one of them."""
         completions = [completion for request in requests for completion in request.completions]
         num_added = 0
         with self._exclusive.held(interrupts.check):
@@ -282,7 +282,7 @@ class LLM:
     def _advance(
         self, waiting: Set[str], interrupts: DeferredInterrupts
     ) -> dict[str, RequestOutput]:
-        """Outputs of these requests, by id; where there are none yet, after one more step."""
+        """New outputs of these requests, by id; runs a step if there are none yet."""
         interrupts.check()
         with self._exclusive.held(interrupts.check):
             if waiting.isdisjoint(self._latest):
@@ -295,21 +295,21 @@ class LLM:
             processed = self._outputs.process(updates, time.monotonic())
             self._collect(processed.outputs, processed.released)
         except BaseException as error:
-            # Tokens that were not taken in are lost to all who wait for them.
+            # The tokens of an interrupted step are lost, so no request can continue.
             self._engine.stop(error)
             raise
 
     def _drain(self, interrupts: DeferredInterrupts) -> None:
-        """Settle the steps that finished requests left in flight.
+        """Process the steps that finished requests left in flight.
 
-        Only where all went well: an interrupted engine may never come to rest.
+        Not called after an interrupt, when the engine may never become idle.
         """
-        resting = False
-        while not resting:
+        idle = False
+        while not idle:
             interrupts.check()
             with self._exclusive.held(interrupts.check):
-                resting = bool(self._outputs.num_unfinished) or not self._engine.has_unfinished
-                if not resting:
+                idle = bool(self._outputs.num_unfinished) or not self._engine.has_unfinished
+                if not idle:
                     self._step(interrupts)
 
     def _interrupts(self) -> DeferredInterrupts:
@@ -345,7 +345,7 @@ class LLM:
 
 @contextlib.contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the number of requests that just finished."""
+    """Yield a function to call with the number of newly finished requests."""
     if not shown:
         yield lambda count: None
         return

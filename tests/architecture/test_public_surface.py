@@ -113,6 +113,7 @@ def parameters(function) -> list[str]:
 def test_the_package_offers_these_names():
     assert set(sametoken.__all__) == {
         "LLM",
+        "AsyncLLM",
         "SamplingParams",
         "StructuredOutputs",
         "RequestOutput",

@@ -165,12 +165,12 @@ def test_a_slot_s_next_request_has_no_drafts_at_first(monkeypatch):
             admitting[made.step_id] = bool(made.admissions)
         return made
 
-    def settled(result):
-        proposed[admitting[result.step_id]] |= {row.num_proposed for row in result.requests}
+    def processed(result):
+        proposed[admitting[result.step_id]] |= {one.num_proposed for one in result.requests}
         return process_output(result)
 
     monkeypatch.setattr(core.scheduler, "plan", planned)
-    monkeypatch.setattr(core.scheduler, "process_output", settled)
+    monkeypatch.setattr(core.scheduler, "process_output", processed)
     measure(core, [request(f"r{i}", (1, 2, i), max_tokens=6) for i in range(4)])
     assert proposed == {True: {0}, False: {K}}
 

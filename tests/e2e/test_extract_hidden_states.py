@@ -238,7 +238,7 @@ def test_two_engines_do_not_share_a_directory(target, tmp_path, monkeypatch):
 
 def test_an_engine_that_failed_lets_its_directory_go(target, tmp_path, monkeypatch):
     llm = engine(target, tmp_path)
-    monkeypatch.setattr(llm._engine._extraction, "settle", None)
+    monkeypatch.setattr(llm._engine._extraction, "process_output", None)
     with pytest.raises(EngineDeadError):
         generate(llm, PROMPTS[:1])
     check(target, tmp_path, generate(engine(target, tmp_path), PROMPTS[:1]))
@@ -277,7 +277,7 @@ def test_the_prefix_cache_is_off_and_says_so(target, tmp_path):
 def test_what_cannot_be_written_is_refused_before_anything_is_loaded(target, tmp_path, monkeypatch):
     monkeypatch.setattr("sametoken.engine.build.load_model", None)
     (tmp_path / "file").write_text("no directory")
-    with pytest.raises(ConfigError, match="cannot be made a directory"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         engine(target, tmp_path / "file")
     with pytest.raises(ConfigError, match="the model has 4 layers"):
         engine(target, tmp_path / "new", layers=(5,))

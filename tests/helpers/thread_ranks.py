@@ -111,10 +111,10 @@ class _Following:
     def __init__(self, parallel: ThreadGroup, meeting: Meeting, inbox: queue.Queue) -> None:
         self.parallel, self._meeting, self._inbox = parallel, meeting, inbox
 
-    def least(self, number):
+    def reduce_min(self, number):
         return number
 
-    def same(self, value):
+    def broadcast_object(self, value):
         return self.take()
 
     def stream(self, device, steps_in_flight):
@@ -141,10 +141,10 @@ class ThreadRanks:
             threading.Thread(target=_follow, args=args, daemon=True).start()
             self._inboxes.append(inbox)
 
-    def least(self, number):
+    def reduce_min(self, number):
         return number
 
-    def same(self, value):
+    def broadcast_object(self, value):
         self.send(value)
         return value
 

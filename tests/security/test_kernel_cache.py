@@ -105,7 +105,7 @@ def test_a_library_of_another_user_is_built_again(cache, compiler, monkeypatch):
 def test_nothing_is_loaded_from_a_folder_that_others_may_write(cache, compiler, mode):
     build(PLAIN, compiler)
     cache.chmod(mode)
-    with pytest.raises(UnsupportedError, match=f"{cache}: others than its owner"):
+    with pytest.raises(UnsupportedError, match=f"{cache}: users other than its owner"):
         build(PLAIN, compiler)
 
 

@@ -150,12 +150,16 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
         (NGRAM | {"rejection_sample_method": "standard"}, "would differ from plain", "'keyed'"),
         (NGRAM | {"rejection_sample_method": "block"}, "would differ from plain", "'keyed'"),
         (NGRAM | {"rejection_sample_method": "x"}, "'x' is not known", "'keyed' or 'synthetic'"),
-        (NGRAM | {"synthetic_acceptance_rates": [0.5]}, "judged by keyed", "synthetic"),
-        (NGRAM | {"synthetic_acceptance_length": 2}, "judged by keyed", "synthetic"),
-        (SYNTHETIC, "one description, 0 were", "synthetic_acceptance_length"),
-        (SYNTHETIC | BOTH, "one description, 2 were", "synthetic_acceptance_length"),
+        (NGRAM | {"synthetic_acceptance_rates": [0.5]}, "verified by keyed", "synthetic"),
+        (NGRAM | {"synthetic_acceptance_length": 2}, "verified by keyed", "synthetic"),
+        (SYNTHETIC, "one of rates and length, 0 were", "synthetic_acceptance_length"),
+        (SYNTHETIC | BOTH, "one of rates and length, 2 were", "synthetic_acceptance_length"),
         (SYNTHETIC | {"synthetic_acceptance_rates": []}, "are not possible", "from 0 to 1"),
-        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6]}, "are not possible", "above"),
+        (
+            SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 0.6]},
+            "are not possible",
+            "never increase",
+        ),
         (SYNTHETIC | {"synthetic_acceptance_rates": [1.1]}, "are not possible", "from 0 to 1"),
         (SYNTHETIC | {"synthetic_acceptance_rates": [-0.1]}, "are not possible", "from 0 to 1"),
         (SYNTHETIC | {"synthetic_acceptance_rates": [0.5] * 6}, "6 .* for 5 drafts", "per draft"),
@@ -199,7 +203,8 @@ EXTRACTION = {"method": EXTRACT, "shared_storage_path": "a/directory"}
 @pytest.mark.parametrize("k", [{}, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 1}])
 def test_extraction_drafts_nothing_whatever_it_is_told(k):
     config = EngineConfig.from_options(speculative_config=EXTRACTION | k)
-    assert config.num_speculative_tokens == config.speculative_config.num_speculative_tokens == 0
+    assert config.num_speculative_tokens == 0
+    assert not config.speculative_config.proposes
 
 
 @pytest.mark.parametrize(

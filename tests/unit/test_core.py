@@ -37,7 +37,7 @@ class Scripted:
         self._note(f"launch {plan.step_id}")
         return SimpleNamespace(wait=lambda: plan.step_id)
 
-    def settle(self, step_id: int) -> tuple:
+    def process_output(self, step_id: int) -> tuple:
         self._note(f"settle {step_id}")
         return (step_id,)
 
@@ -129,7 +129,7 @@ def test_a_refused_request_is_the_caller_s_error_alone():
     core = build(ToyModel(), Shape())
     core.add_request(request("a", (1, 2)))
     for bad, cause in (
-        (request("a", (3,)), "already here"),
+        (request("a", (3,)), "already exists"),
         (request("b", ()), "empty prompt"),
         (request("c", (1,) * 96), "leaves room for 95"),
         (request("d", (1,), max_tokens=96), "max_total_tokens=97"),

@@ -78,8 +78,8 @@ def test_a_request_that_the_engine_refuses_takes_the_others_back(scripted):
 
 
 def test_a_request_that_fails_while_it_runs_leaves_the_others_alone(scripted, ids):
-    poisoned = RequestUpdate("", (), 0, 0, True, 0, failed=True)
-    llm, _ = scripted([ids("the"), poisoned], [ids("the"), ids(" cat"), [EOS]])
+    failed = RequestUpdate("", (), 0, 0, True, 0, failed=True)
+    llm, _ = scripted([ids("the"), failed], [ids("the"), ids(" cat"), [EOS]])
     bad, good = llm.generate(["a", "b"], GREEDY)
     assert bad.outputs[0].finish_reason == "error"
     assert good.outputs[0].text == "the cat"

@@ -1,7 +1,7 @@
-"""Ranks as processes of one machine, joined by torch.distributed: NCCL, or gloo on a CPU.
+"""Process groups of torch.distributed on one machine: NCCL, or gloo on a CPU.
 
-The groups are objects of their own, not torch's global one, so that a process may hold the
-ranks of several engines. Only bytes travel: no library ever adds.
+They are not torch's global group, so that one process can serve several engines. Collectives
+only move bytes: no library adds numbers, so the order of addition is fixed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import AllgatherOptions, BroadcastOptions, FileS
 
 from sametoken.errors import SametokenError
 
-# Joining has an end. A collective may wait as long as the host has nothing to do, since the
-# death of a rank is noticed elsewhere (engine.ranks).
+# Joining times out. A collective may wait as long as the host is idle, because the death of a
+# rank is detected elsewhere (distributed.ranks).
 _JOIN = timedelta(minutes=5)
-_FOR_EVER = timedelta(days=20)
+_UNLIMITED = timedelta(days=20)
 
 
 class ProcessGroup:
@@ -28,8 +28,8 @@ class ProcessGroup:
 
     Args:
         rank, size: as in the protocol.
-        device: of the tensors; a CUDA device must be the current one.
-        directory: a folder of the ranks alone, in which they find each other.
+        device: the tensors' device; a CUDA device must be the current one.
+        directory: a directory shared by the ranks only, for rendezvous.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, directory: Path) -> None:
@@ -38,12 +38,12 @@ class ProcessGroup:
         store = FileStore(str(directory / "ranks"), size)
         self._on_gpu = device.type == "cuda"
         self._group = (_nccl if self._on_gpu else _gloo)(store, rank, size)
-        # A library connects on first use, which must not fall into a capture.
+        # Connect now: NCCL connects on first use, which must not be inside a graph capture.
         self.gather(torch.zeros(1, device=device))
-        self._group._set_default_timeout(_FOR_EVER)
+        self._group._set_default_timeout(_UNLIMITED)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[...] of every rank to [size, ...] in rank order."""
+        """All-gather: [...] of every rank to [size, ...] in rank order."""
         out = x.new_empty((self.size, *x.shape))
         if x.numel():
             options = AllgatherOptions()
@@ -52,7 +52,7 @@ class ProcessGroup:
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's ``x``, in memory of its own."""
+        """Rank 0's ``x``, in a new tensor."""
         out = x.clone(memory_format=torch.contiguous_format)
         if x.numel():
             options = BroadcastOptions()
@@ -63,13 +63,13 @@ class ProcessGroup:
         return out
 
     def abort(self) -> None:
-        """Give up: collectives that other ranks will never join end, with any result."""
+        """End pending collectives that other ranks will never join; their results are invalid."""
         if self._on_gpu:
             self._group.abort()
 
     @staticmethod
     def _finish(work: Any) -> None:
-        """On a CPU wait for the copy; on a GPU order the current stream after it."""
+        """Wait for a collective: on a CPU the host waits, on a GPU the current stream."""
         if work is not None:
             work.wait()
 
@@ -82,7 +82,7 @@ def _gloo(store: Store, rank: int, size: int) -> Any:
     group: Any = torch.distributed.ProcessGroupGloo
     options = group._Options()
     options._timeout = _JOIN
-    # The machine's own name may lead nowhere, and nothing leaves the machine.
+    # Loopback: the hostname may not resolve, and all ranks are on this machine.
     options._devices = [group.create_device(hostname="127.0.0.1")]
     return group(store, rank, size, options)
 
@@ -97,15 +97,15 @@ def _nccl(store: Store, rank: int, size: int) -> Any:
 
 
 class Peers(Protocol):
-    """The other processes that an engine cannot go on without."""
+    """The other processes that an engine depends on."""
 
     def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
-        """Have ``notice`` called with the cause, on any thread, once one of them has ended."""
+        """Call ``notice`` with the cause, on any thread, once one of them has ended."""
         ...
 
 
 class NoPeers:
-    """Nobody is watched."""
+    """No other processes."""
 
     def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
-        """There is nobody whose end could be told."""
+        """A no-op: there is no process to watch."""

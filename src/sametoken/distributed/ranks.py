@@ -1,8 +1,8 @@
-"""The processes that share one model: rank 0 leads, the others follow its plans.
+"""The ranks of one model: rank 0 leads, the others follow its plans.
 
-Rank 0 is the process of the scheduler. It sends every plan to the others before it enqueues
-the plan itself, so their hosts run ahead of their devices as its own does, and it waits for
-none of them. A socket pair joins it to each: the kernel closes a dead process's end at once.
+Rank 0 runs the scheduler. It sends every plan to the followers before it enqueues the plan, so
+that their hosts run ahead of their devices too, and waits for none of them. A socket pair
+connects it to each: the kernel closes a dead process's end immediately.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from sametoken.runner.stream import (
 from sametoken.types.plan import StepPlan
 
 FOLLOWER_MODULE = "sametoken.engine.follower_main"
-#: Seconds that a follower has to end by itself, and to say why once it is missed.
+#: Seconds for a follower to exit, and to report its error after a connection broke.
 _GRACE_S = 5.0
 
 T = TypeVar("T")
 
-# To a follower: Enlist, then what ``same`` is called with, then plans.
+# To a follower: Enlist, then the values of ``broadcast_object``, then plans.
 
 
 @dataclass(frozen=True, slots=True)
 class Enlist:
-    """The first message: who the process is and what to build.
+    """The first message: the follower's rank and the engine to build.
 
     Attributes:
-        directory: where the ranks find each other.
+        directory: the rendezvous directory of the ranks.
     """
 
     config: EngineConfig
@@ -78,48 +78,48 @@ class Enlist:
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """The process runs and has its device."""
+    """The process has started and selected its device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number of the rank's own, of which the least is wanted."""
+    """This rank's operand of ``reduce_min``."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """The runner is built; plans may come."""
+    """The runner is built and ready for plans."""
 
 
 class Ranks(Peers, Protocol):
-    """What building an engine asks of the processes that share its model.
+    """Communication among the ranks of an engine while it is built and run.
 
     Attributes:
-        parallel: this process among them.
+        parallel: this rank's tensor-parallel collectives.
     """
 
     parallel: TensorParallel
 
-    def least(self, number: int) -> int:
-        """The least of all ranks' numbers; known to rank 0 alone."""
+    def reduce_min(self, number: int) -> int:
+        """The minimum of all ranks' numbers, on rank 0; other ranks get their own number."""
         ...
 
-    def same(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         ...
 
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
-        """What this rank's work is enqueued on."""
+        """The stream on which this rank enqueues work."""
         ...
 
     def lead(self, runner: Runner) -> Runner:
-        """The runner that brings every plan to all ranks."""
+        """The runner that sends every plan to all ranks."""
         ...
 
     def stopped_by_errors(self) -> AbstractContextManager[None]:
-        """Within, an error ends the other ranks, and says which rank failed first."""
+        """A block whose errors stop the other ranks and name the rank that failed first."""
         ...
 
 
@@ -128,16 +128,16 @@ class SoleRank(NoPeers):
 
     parallel: TensorParallel = SINGLE_RANK
 
-    def least(self, number: int) -> int:
+    def reduce_min(self, number: int) -> int:
         """The number."""
         return number
 
-    def same(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """The value."""
         return value
 
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
-        """The device's stream; on a CPU one that lags if steps are to be in flight."""
+        """The device's stream; on a CPU a lagging one if several steps are in flight."""
         if device.type == "cuda":
             return CudaStream()
         return ImmediateStream() if steps_in_flight == 1 else LaggingStream()
@@ -147,15 +147,15 @@ class SoleRank(NoPeers):
         return runner
 
     def stopped_by_errors(self) -> AbstractContextManager[None]:
-        """There is nobody to end."""
+        """A no-op: there are no other ranks."""
         return nullcontext()
 
 
 class Follower:
-    """One follower as rank 0 holds it; a thread reads what it says.
+    """Rank 0's handle of one follower; a thread reads its messages.
 
     Attributes:
-        ended: done once the process has ended; its result says why.
+        ended: completes with the cause once the process has ended.
     """
 
     def __init__(self, rank: int) -> None:
@@ -177,7 +177,7 @@ class Follower:
         """Send an encoded message.
 
         Raises:
-            SametokenError: the process has ended, and why.
+            SametokenError: the process has ended; names the cause.
         """
         try:
             self._sock.sendall(frame)
@@ -185,10 +185,10 @@ class Follower:
             raise self.cause() from error
 
     def expect(self, kind: type[T]) -> T:
-        """The next message, which is of this kind.
+        """The next message, of type ``kind``.
 
         Raises:
-            SametokenError: the process has ended, and why.
+            SametokenError: the process has ended; names the cause.
         """
         message = self._messages.get()
         if not isinstance(message, kind):
@@ -196,16 +196,16 @@ class Follower:
         return message
 
     def cause(self) -> SametokenError:
-        """Why the process has ended; waits until that is known."""
+        """Wait for the process to end and return the cause."""
         return self.ended.result()
 
     def hang_up(self) -> None:
-        """Let the process end by itself."""
+        """Close the connection, at which the process exits."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
-        """Wait until the process has ended; kill it if it takes too long."""
+        """Wait until the process has exited; kill it after a timeout."""
         self.hang_up()
         try:
             self._process.wait(_GRACE_S)
@@ -247,16 +247,16 @@ class Follower:
 
 
 class LeadingRank:
-    """Rank 0 of several, which starts and ends the others.
+    """Rank 0 of several; it starts and stops the others.
 
-    They end with it: when it is stopped, collected, or its process ends in any way.
+    The followers stop when it is stopped or garbage-collected, or when its process ends.
 
     Args:
-        config: what every rank builds, with sizes decided and paths instead of names.
-        device: where the ranks run; each has a GPU of its own.
+        config: the engine that every rank builds, with sizes resolved and paths for names.
+        device: the ranks' device type; each rank has its own GPU.
 
     Raises:
-        SametokenError: a follower could not start, and why.
+        SametokenError: a follower could not start; names the cause.
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
@@ -275,23 +275,23 @@ class LeadingRank:
         self.parallel: TensorParallel = group
         self.when_lost(lambda cause: group.abort())
 
-    def least(self, number: int) -> int:
-        """The least of all ranks' numbers."""
+    def reduce_min(self, number: int) -> int:
+        """The minimum of all ranks' numbers."""
         return min(number, *(message.value for message in self._expect(Number)))
 
-    def same(self, value: T) -> T:
-        """The value, sent to all followers."""
+    def broadcast_object(self, value: T) -> T:
+        """Send the value to all followers and return it."""
         self.send(value)
         return value
 
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
-        """The device's stream; waiting for it ends when a follower does."""
+        """The device's stream; waiting on it fails once a follower has ended."""
         if device.type == "cuda":
             return WatchedCudaStream(self.check)
         return SoleRank().stream(device, steps_in_flight)
 
     def lead(self, runner: Runner) -> Runner:
-        """A runner that sends every plan on, once all followers are ready for plans."""
+        """A runner that forwards every plan; waits until all followers are ready."""
         self._expect(Built)
         return LeadingRunner(runner, self)
 
@@ -302,7 +302,7 @@ class LeadingRank:
             follower.send(frame)
 
     def when_lost(self, notice: Callable[[SametokenError], None]) -> None:
-        """Have ``notice`` called with the cause, on the follower's thread, once one has ended."""
+        """Call ``notice`` with the cause, on the follower's thread, once one has ended."""
         for follower in self.followers:
             follower.ended.add_done_callback(lambda ended: notice(ended.result()))
 
@@ -310,7 +310,7 @@ class LeadingRank:
         """Raise if a follower has ended.
 
         Raises:
-            SametokenError: why it did.
+            SametokenError: names the cause.
         """
         for follower in self.followers:
             if follower.ended.done():
@@ -318,12 +318,12 @@ class LeadingRank:
 
     @contextmanager
     def stopped_by_errors(self) -> Iterator[None]:
-        """After an error no rank can go on: end them, and say which of them failed first."""
+        """On an error, stop all ranks and raise the cause of the rank that failed first."""
         try:
             yield
         except BaseException as error:
-            # A broken connection is noticed before the process that broke it is gone, and that
-            # before its status is known.
+            # A broken connection is seen before the process that broke it has exited and its
+            # status is known: wait for the status.
             if isinstance(error, RuntimeError):
                 ended = [one.ended for one in self.followers]
                 futures.wait(ended, 2 * _GRACE_S, futures.FIRST_COMPLETED)
@@ -335,7 +335,7 @@ class LeadingRank:
             raise cause from error
 
     def stop(self) -> None:
-        """End the followers."""
+        """Stop the followers."""
         self._end()
 
     def _expect(self, kind: type[T]) -> list[T]:
@@ -343,7 +343,7 @@ class LeadingRank:
 
 
 def _stop(owner: int, followers: tuple[Follower, ...], directory: TemporaryDirectory[str]) -> None:
-    # A fork shares the sockets: at its end it must not hang up for the process that it left.
+    # A fork shares the sockets: when it exits, it must not close its parent's connections.
     if os.getpid() != owner:
         return
     for follower in followers:
@@ -355,7 +355,7 @@ def _stop(owner: int, followers: tuple[Follower, ...], directory: TemporaryDirec
 
 @dataclass(frozen=True, slots=True)
 class LeadingRunner:
-    """Rank 0's runner: every plan goes to the followers, then to ``inner``."""
+    """Rank 0's runner: sends every plan to the followers, then to ``inner``."""
 
     inner: Runner
     ranks: LeadingRank
@@ -374,15 +374,15 @@ class _Watched:
     ranks: LeadingRank
 
     def wait(self) -> None:
-        """Wait; whatever goes wrong on any rank ends all."""
+        """Wait; an error on any rank stops all ranks."""
         with self.ranks.stopped_by_errors():
             self.landed.wait()
 
 
 def start_ranks(config: EngineConfig, device: torch.device) -> Ranks:
-    """As many ranks as ``tensor_parallel_size`` says, this process being the first.
+    """Start ``tensor_parallel_size`` ranks; this process is rank 0.
 
     Raises:
-        SametokenError: a follower could not start, and why.
+        SametokenError: a follower could not start; names the cause.
     """
     return SoleRank() if config.tensor_parallel_size == 1 else LeadingRank(config, device)

@@ -1,1 +1,1 @@
-"""From prompts to outputs."""
+"""The engine: building it, its loop, and processing of inputs and outputs."""

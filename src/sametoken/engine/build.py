@@ -1,4 +1,4 @@
-"""Put an engine together from what the user asked."""
+"""Build an engine: validate options, load models, allocate memory, assemble the runner."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ from sametoken.state.sequences import Sequences
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is to be built, found possible as far as configs tell.
+class _Requested:
+    """The requested engine, validated as far as configs allow before loading.
 
     Attributes:
-        config: sizes decided, the drafter's path in place of its name.
+        config: sizes resolved, the drafter's path in place of its name.
         path: the target's checkpoint.
-        dtype: of weights and activations, and why.
+        dtype: dtype of weights and activations, and the reason.
         aux_layers: the target's layers whose inputs the drafter reads.
-        reasons: what was turned off or completed, and why.
+        reasons: options that were turned off or filled in, and why.
     """
 
     config: EngineConfig
@@ -100,7 +100,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """Weights in memory and sizes decided; nothing else allocated yet."""
+    """Loaded weights and resolved sizes; nothing else is allocated yet."""
 
     target: Decoder
     drafter: LoadedDrafter
@@ -113,11 +113,11 @@ class _Loaded:
 def build_engine(
     config: EngineConfig, announce: Callable[[str], None] = lambda text: None
 ) -> EngineCore:
-    """Load a target and its drafter, and lay out memory for them.
+    """Load a target and its drafter, and allocate memory for them.
 
     Args:
-        config: what the user asked.
-        announce: told in words what is fetched and from where.
+        config: the user's options.
+        announce: called with a line of text on each download and slow phase.
 
     Raises:
         ConfigError: options contradict each other, the model, or the memory.
@@ -126,19 +126,19 @@ def build_engine(
         DrafterMismatchError: the drafter does not fit the target.
         EngineDeadError: another rank of the model failed for another reason.
     """
-    asked = _examine(config, announce)
+    requested = _validate(config, announce)
     extraction = open_extraction(
-        asked.config.speculative_config,
-        asked.path,
-        asked.architecture,
-        asked.aux_layers,
-        asked.dtype[0],
+        requested.config.speculative_config,
+        requested.path,
+        requested.architecture,
+        requested.aux_layers,
+        requested.dtype[0],
     )
     try:
-        ranks = start_ranks(replace(asked.config, model=str(asked.path)), asked.device)
+        ranks = start_ranks(replace(requested.config, model=str(requested.path)), requested.device)
         with ranks.stopped_by_errors():
-            with _memory_suffices():
-                loaded = _load(asked, ranks, extraction, announce)
+            with _memory_errors_explained():
+                loaded = _load(requested, ranks, extraction, announce)
                 runner = _assemble(loaded, ranks, announce)
             scheduler = Scheduler(_limits(loaded, runner.step.drafter))
             leader = ranks.lead(runner)
@@ -149,25 +149,25 @@ def build_engine(
 
 
 def build_follower(config: EngineConfig, ranks: Ranks) -> Runner:
-    """The runner of a rank that follows another's plans; arguments are that rank's.
+    """Build the runner of a follower rank.
 
     Raises:
         SametokenError: as in ``build_engine``.
     """
-    asked = _examine(config, _say_nothing)
-    with _memory_suffices():
-        loaded = _load(asked, ranks, NoExtraction(), _say_nothing)
-        return _assemble(loaded, ranks, _say_nothing)
+    requested = _validate(config, _silent)
+    with _memory_errors_explained():
+        loaded = _load(requested, ranks, NoExtraction(), _silent)
+        return _assemble(loaded, ranks, _silent)
 
 
 @contextmanager
-def _memory_suffices() -> Iterator[None]:
-    """Memory that cannot be had is an error of the options."""
+def _memory_errors_explained() -> Iterator[None]:
+    """Turn an out-of-memory error into a ``ConfigError``."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         first_line = str(error).partition("\n")[0]
-        # On a CPU torch has no type of its own for it.
+        # On a CPU torch raises a plain RuntimeError.
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not is_memory and "can't allocate memory" not in first_line:
             raise
@@ -178,8 +178,8 @@ def _memory_suffices() -> Iterator[None]:
         ) from error
 
 
-def _say_nothing(text: str) -> None:
-    """Rank 0 has said it."""
+def _silent(text: str) -> None:
+    """Drop an announcement that rank 0 has already made."""
 
 
 def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) -> StepRunner:
@@ -243,13 +243,13 @@ def _launcher(
 ) -> Launcher:
     if resolved.device.type != "cuda":
         return EagerLauncher(step)
-    # Triton is part of CUDA builds of torch alone.
+    # Only CUDA builds of torch include Triton.
     from sametoken.engine.build_gpu import gpu_launcher
 
     return gpu_launcher(step, processing, resolved, announce)
 
 
-def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
+def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Requested:
     device = resolve_device(config)
     require_quantization(config, device)
     config = resolve_sizes(config, device)
@@ -264,32 +264,32 @@ def _examine(config: EngineConfig, announce: Callable[[str], None]) -> _Asked:
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
-    return _Asked(config, device, path, architecture, dtype, layers, shipped | reasons)
+    return _Requested(config, device, path, architecture, dtype, layers, shipped | reasons)
 
 
 def _load(
-    asked: _Asked, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
+    requested: _Requested, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
 ) -> _Loaded:
-    target, drafter, backend = _load_models(asked, ranks)
+    target, drafter, backend = _load_models(requested, ranks)
     caches = (*target.caches, *drafter.caches)
-    config, off_reasons = resolve_recurrent(asked.config, caches)
-    off_reasons = asked.reasons | off_reasons
+    config, off_reasons = resolve_recurrent(requested.config, caches)
+    off_reasons = requested.reasons | off_reasons
     for name, reason in off_reasons.items():
         announce(f"{name} is {reason}")
     recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
         caches, config.num_speculative_tokens
     )
-    budget = ranks.least(resolve_kv_bytes(config, asked.device, recurrent_bytes))
-    memory = ranks.same(
-        plan_memory(config, asked.architecture, caches, drafter.lookahead_slots, budget)
+    budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes))
+    memory = ranks.broadcast_object(
+        plan_memory(config, requested.architecture, caches, drafter.lookahead_slots, budget)
     )
-    dtype, why = asked.dtype
+    dtype, why = requested.dtype
     resolved = ResolvedConfig(
         config=config,
-        model_path=asked.path,
-        model=asked.architecture,
+        model_path=requested.path,
+        model=requested.architecture,
         dtype=dtype,
-        device=asked.device,
+        device=requested.device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
@@ -305,13 +305,18 @@ def _load(
     return _Loaded(target, drafter, backend, memory, resolved, extraction)
 
 
-def _load_models(asked: _Asked, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
+def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
     """Read the weights of this rank."""
-    config, device, path, architecture = asked.config, asked.device, asked.path, asked.architecture
-    dtype, _ = asked.dtype
-    # Rank 0 drafts for all, and alone keeps what drafting needs.
+    config, device, path, architecture = (
+        requested.config,
+        requested.device,
+        requested.path,
+        requested.architecture,
+    )
+    dtype, _ = requested.dtype
+    # Only rank 0 drafts, so only rank 0 loads the drafter.
     spec = config.speculative_config if ranks.parallel.rank == 0 else None
-    layers = asked.aux_layers if ranks.parallel.rank == 0 else ()
+    layers = requested.aux_layers if ranks.parallel.rank == 0 else ()
     max_len = resolve_max_model_len(config, architecture)
     declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
     own = tuple(cache.divided(ranks.parallel.size) for cache in declared)
@@ -336,7 +341,7 @@ def _load_models(asked: _Asked, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, B
 
 
 def _require_room(config: EngineConfig) -> None:
-    """A window must fit a step."""
+    """Refuse a step that is too small for one window."""
     if config.max_num_batched_tokens <= config.num_speculative_tokens:
         raise ConfigError(
             f"max_num_batched_tokens={config.max_num_batched_tokens} holds no window of "
@@ -379,6 +384,6 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
-        # Prefill, decode and verify are one row function.
+        # Prefill, decode and verify rows have equal bits (batch invariance).
         cache_emitted_blocks=True,
     )

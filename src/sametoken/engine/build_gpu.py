@@ -1,4 +1,4 @@
-"""What a GPU engine has beyond a CPU one: proven kernels and captured steps."""
+"""GPU engines: kernels proven batch-invariant at start-up, and captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from sametoken.runner.runner import EagerLauncher, Launcher
 from sametoken.runner.step import Step
 from sametoken.types.layout import StepShape
 
-#: Steps of more rows take longer to compute than to launch: they run without a graph.
+#: Larger steps run without a graph: computing them takes longer than launching.
 MOST_ROWS = 1536
 
-#: Captured steps with prompts: decoding requests at most, prompts at most, and rows. The last line
-#: is for as many requests as there may be.
+#: Captured steps with prompts: maximum decoding requests, maximum prompts, and row counts.
 MIXED = (
     (0, 1, (64, 128, 256, 512)),
     (8, 2, (64, 128, 256, 512)),
     (64, 4, (128, 256, 512, 1024)),
 )
-MIXED_CROWD = (4, (384, 512, 768, 1024, 1536))
+#: The same at ``max_num_seqs`` decoding requests: maximum prompts and row counts.
+MIXED_FULL_BATCH = (4, (384, 512, 768, 1024, 1536))
 
-#: What eager steps are padded to, so that few row counts are proven and few kernels compiled.
+#: Eager steps are padded to this multiple: fewer row counts to prove and kernels to compile.
 ROW_MULTIPLE = 64
 
 
@@ -34,14 +34,13 @@ def gpu_launcher(
     resolved: ResolvedConfig,
     announce: Callable[[str], None],
 ) -> Launcher:
-    """Graphs over the functions of a step, unless ``enforce_eager``.
+    """Capture the step in CUDA graphs, unless ``enforce_eager``.
 
     Args:
-        step: the functions.
-        processing: what requests ask of their logits. The choices of its kernels are proven
-            first.
+        step: the functions of a step.
+        processing: logits processing, which is warmed up too.
         resolved: the engine's settings.
-        announce: told what was proven and captured, and at what cost.
+        announce: called with the number of proofs and graphs, and their cost.
     """
     config, k = resolved.config, step.sequences.num_speculative_tokens
     eager = EagerLauncher(step, ROW_MULTIPLE)
@@ -52,9 +51,9 @@ def gpu_launcher(
     assert isinstance(kernels, TritonKernels)
     reports = kernels.prove(row_counts(shapes, config.max_num_batched_tokens, config.max_num_seqs))
     refused = sum(len(report.refused) for report in reports)
-    announce(f"row law proven for {len(reports)} weight shapes; {refused} kernels refused")
+    announce(f"batch invariance proven for {len(reports)} weight shapes; {refused} kernels refused")
     largest = max(shapes, key=lambda shape: shape.num_requests)
-    # Every step in flight has a layout of its own.
+    # A ring buffer: each step in flight has its own layout.
     layouts = LayoutRing.allocate(
         resolved.steps_in_flight + 1, largest, step.ops, step.sequences.device
     )
@@ -70,18 +69,18 @@ def gpu_launcher(
 
 
 def captured_shapes(max_num_seqs: int, k: int, max_rows: int) -> tuple[StepShape, ...]:
-    """Shapes of steps of windows alone, then of small steps with prompts; each ascending.
+    """Shapes of steps with windows only, then of small steps with prompts; each ascending.
 
     Args:
-        max_num_seqs: requests at once.
-        k: drafts of a request at most.
-        max_rows: of a step.
+        max_num_seqs: maximum concurrent requests.
+        k: maximum drafts per request.
+        max_rows: maximum rows per step.
     """
     most = min(max_rows, MOST_ROWS)
-    crowd_chunks, crowd_rows = MIXED_CROWD
+    batch_chunks, batch_rows = MIXED_FULL_BATCH
     mixed = [
         StepShape(windows + chunks, rows, sampled, windows, k + 1, rows)
-        for windows, chunks, sizes in (*MIXED, (max_num_seqs, crowd_chunks, crowd_rows))
+        for windows, chunks, sizes in (*MIXED, (max_num_seqs, batch_chunks, batch_rows))
         for rows in sizes
         for sampled in _sampled(windows, chunks, rows, k)
         if windows <= max_num_seqs and windows + chunks <= rows <= most
@@ -90,14 +89,14 @@ def captured_shapes(max_num_seqs: int, k: int, max_rows: int) -> tuple[StepShape
 
 
 def _windows(max_num_seqs: int, k: int, most: int) -> list[StepShape]:
-    """Powers of two of requests and of rows for each; of the most requests, rows in small steps."""
+    """Powers of two of requests and of rows per request; finer rows at ``max_num_seqs``."""
     sizes = {
         (requests, requests * rows)
         for requests in _doubling(max_num_seqs)
         for rows in _doubling(k + 1)
     }
-    crowd = range(max_num_seqs, max_num_seqs * (k + 1), 2 * ROW_MULTIPLE)
-    sizes |= {(max_num_seqs, rows) for rows in crowd}
+    full_batch = range(max_num_seqs, max_num_seqs * (k + 1), 2 * ROW_MULTIPLE)
+    sizes |= {(max_num_seqs, rows) for rows in full_batch}
     shapes = [
         StepShape(requests, rows, rows, requests, longest, longest)
         for requests, rows in sizes
@@ -108,7 +107,7 @@ def _windows(max_num_seqs: int, k: int, most: int) -> list[StepShape]:
 
 
 def _sampled(windows: int, chunks: int, num_rows: int, k: int) -> set[int]:
-    """How many rows may be sampled: few drafts, or all that there may be."""
+    """Sampled row counts to capture: no draft, one draft or k drafts per window."""
     return {min(windows * rows + chunks, num_rows) for rows in (1, 2, k + 1) if rows <= k + 1}
 
 
@@ -117,8 +116,8 @@ def _by_size(shape: StepShape) -> tuple[int, int, int]:
 
 
 def row_counts(shapes: tuple[StepShape, ...], max_rows: int, max_num_seqs: int) -> list[int]:
-    """Row counts that steps and their drafters run, where the products' bits are proven."""
-    # Steps without a graph are padded, and a draft model's catch-up runs their requests beside.
+    """Row counts that steps and drafters run, at which the GEMM kernels are proven."""
+    # Eager steps are padded, and a draft model's catch-up adds one row per request.
     largest = max_rows + max_num_seqs + 3 * ROW_MULTIPLE
     counts = set(range(ROW_MULTIPLE, largest, ROW_MULTIPLE))
     for shape in shapes:

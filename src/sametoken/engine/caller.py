@@ -1,7 +1,4 @@
-"""One thread at a time at an engine, in the order they come.
-
-What signal handlers raise, kept until work may be interrupted.
-"""
+"""Calls of an engine: one thread at a time, with signals deferred during a step."""
 
 from __future__ import annotations
 
@@ -16,35 +13,35 @@ from typing import Any, TypeVar
 
 from sametoken.errors import EngineDeadError, RequestError
 
-#: Seconds after which a waiting thread looks whether it was interrupted.
+#: Seconds between a waiting thread's checks for interrupts.
 _POLL_S = 0.05
 
 
 class Exclusive:
-    """Guards what threads share: each holds it for a step, then lets the next one in.
+    """A fair lock around a shared engine; each thread holds it for one step.
 
-    A process that forks keeps it; the fork has neither the threads nor the device.
+    It belongs to the process that created it: a fork has neither the threads nor the device.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Whoever waits for the lock holds this, so that its last holder does not come first.
+        # Held by the next waiter, so that the last holder cannot take the lock again first.
         self._next = threading.Lock()
-        # Threads that hold the lock or wait for it, once for each time.
+        # Threads that hold the lock or wait for it, one entry per call.
         self._inside: list[int] = []
         self._later: deque[Callable[[], None]] = deque()
         self._pid = os.getpid()
 
     @contextmanager
     def held(self, check: Callable[[], None]) -> Iterator[None]:
-        """Wait for a turn and hold it for the block.
+        """Wait for the lock and hold it for the block.
 
         Args:
-            check: called now and then while waiting; may raise, which ends the wait.
+            check: called periodically while waiting; an exception from it ends the wait.
 
         Raises:
             EngineDeadError: this process is a fork.
-            RequestError: this thread holds it already, or waits for it.
+            RequestError: this thread already holds the lock or waits for it.
         """
         thread = threading.get_ident()
         if os.getpid() != self._pid:
@@ -70,9 +67,9 @@ class Exclusive:
             self._catch_up_if_free()
 
     def later(self, work: Callable[[], None]) -> None:
-        """Do a short work while nobody holds this: at once, or when whoever does lets go.
+        """Run short work under the lock: now if it is free, else when its holder releases it.
 
-        It never waits, so that a finalizer may call it on any thread. In a fork nothing is done.
+        Never blocks, so that a finalizer may call it on any thread. Does nothing in a fork.
         """
         if os.getpid() == self._pid:
             self._later.append(work)
@@ -86,7 +83,7 @@ class Exclusive:
             self._next.release()
 
     def _catch_up_if_free(self) -> None:
-        # Looked at again after each release: whoever came meanwhile could not get the lock.
+        # Check again after each release: work queued in between could not get the lock.
         thread = threading.get_ident()
         while self._later and self._lock.acquire(blocking=False):
             self._inside.append(thread)
@@ -106,7 +103,7 @@ def _wait(lock: threading.Lock, check: Callable[[], None]) -> None:
         check()
 
 
-#: Signals from outside whose handlers may raise; SIGINT, which is Ctrl-C, is masked first.
+#: Signals whose handlers may raise; SIGINT (Ctrl-C) comes first, see ``_restore``.
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 )
@@ -115,15 +112,15 @@ T = TypeVar("T")
 
 
 class DeferredInterrupts:
-    """A block that no signal handler's exception cuts.
+    """A block in which exceptions of signal handlers are deferred.
 
-    Handlers run when they always do. What the first of them raises, ``KeyboardInterrupt`` as
-    a rule, waits for ``check`` or the end of the block. A second Ctrl-C is raised at once
-    while ``cuttable`` work runs. Signals belong to the main thread: elsewhere, and where the
-    interpreter handles none, the block changes nothing.
+    Handlers run as usual. The first exception, usually ``KeyboardInterrupt``, is raised by
+    ``check`` or at the end of the block. A second Ctrl-C is raised at once while ``cuttable``
+    work runs. Outside the main thread, and where the interpreter handles no signals, the block
+    changes nothing.
 
     Args:
-        on_cut: told what is about to be raised in the midst of ``cuttable`` work.
+        on_cut: called with the exception that is about to interrupt ``cuttable`` work.
     """
 
     def __init__(self, on_cut: Callable[[BaseException], None]) -> None:
@@ -136,14 +133,14 @@ class DeferredInterrupts:
     def __enter__(self) -> DeferredInterrupts:
         if threading.current_thread() is not threading.main_thread():
             return self
-        # All are known before the first is replaced: the new handler looks the old one up.
+        # Store all handlers before replacing any: the new handler looks the old one up.
         former = {number: signal.getsignal(number) for number in SIGNALS}
         self._former = {n: handler for n, handler in former.items() if callable(handler)}
         try:
             for number in self._former:
                 signal.signal(number, self._handle)
         except ValueError:
-            # The main thread of a subinterpreter has no signals either.
+            # A subinterpreter's main thread cannot handle signals.
             self._former.clear()
         except BaseException:
             self._restore()
@@ -155,13 +152,13 @@ class DeferredInterrupts:
         self.check()
 
     def check(self) -> None:
-        """Raise what waits, if anything does."""
+        """Raise the deferred exception, if any."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             raise pending
 
     def cuttable(self, work: Callable[[], T]) -> T:
-        """Do work that may take long; a second Ctrl-C cuts it, after ``on_cut``."""
+        """Run long work; a second Ctrl-C interrupts it after calling ``on_cut``."""
         self._may_cut = True
         try:
             return work()
@@ -180,7 +177,7 @@ class DeferredInterrupts:
                 self._pending = error
 
     def _restore(self) -> None:
-        # SIGINT last, so that nothing interrupts this; what was replaced since stays.
+        # SIGINT last, so that Ctrl-C cannot interrupt this; handlers set since are kept.
         for number, former in reversed(self._former.items()):
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, former)

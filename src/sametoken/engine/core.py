@@ -1,4 +1,4 @@
-"""The engine's loop: plan ahead, settle behind."""
+"""The engine's loop: enqueue steps ahead of the device, process outputs behind it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sametoken.types.request import (
 
 
 class EngineCore:
-    """Token ids in, token ids out, with up to ``steps_in_flight`` steps enqueued at once.
+    """Runs requests of token ids, with up to ``steps_in_flight`` steps enqueued at once.
 
     Attributes:
         resolved: every setting.
-        scheduler: of the requests.
-        peers: processes that share the model; the next step fails once one of them has ended.
+        scheduler: the scheduler of the requests.
+        peers: processes that share the model; once one has ended, the next step fails.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a call of ``step`` has anything to do."""
+        """Whether ``step`` has work to do."""
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: the request can never run; nothing else is affected.
-            EngineDeadError: the engine failed before.
+            RequestError: the request can never run; other requests are not affected.
+            EngineDeadError: the engine has failed.
         """
         self._require_alive()
         self.scheduler.add(request)
@@ -66,15 +66,15 @@ class EngineCore:
     def release(
         self, request_id: str, num_kept_tokens: int | None = None, *, aborted: bool = False
     ) -> None:
-        """End a request, finished or aborted; unknown ids are ignored, and all once it is dead.
+        """End a finished or aborted request; unknown ids are ignored, as are all after a failure.
 
         Args:
-            request_id: whom to end.
-            num_kept_tokens: tokens of prompt and output that were not cut, whose KV may
-                serve later prompts; None if that is not known.
-            aborted: it was ended before its time.
+            request_id: the request.
+            num_kept_tokens: tokens of prompt and output that were kept, whose KV may be cached;
+                None if unknown.
+            aborted: whether it was ended before it finished.
         """
-        # A step cut short leaves the scheduler in no state to be asked.
+        # After an interrupted step the scheduler's state is not consistent.
         if self._failure is not None:
             return
         self.scheduler.release(request_id, num_kept_tokens)
@@ -82,12 +82,12 @@ class EngineCore:
         self._flush_at_rest()
 
     def stop(self, cause: BaseException) -> None:
-        """Serve nothing from now on; the first cause is kept."""
+        """Refuse all further work; the first cause is kept."""
         if self._failure is None:
             self._failure = cause
 
     def step(self) -> tuple[RequestUpdate, ...]:
-        """Enqueue the next step; settle the oldest once enough are in flight.
+        """Enqueue the next step, and process the oldest one's output once enough are in flight.
 
         Raises:
             EngineDeadError: the step failed; every unfinished request is lost.
@@ -96,7 +96,7 @@ class EngineCore:
         try:
             return self._step()
         except BaseException as error:
-            # A step cut short, by Ctrl-C too, leaves the device's truth half written.
+            # An interrupted step, by Ctrl-C too, leaves the device state inconsistent.
             self.stop(error)
             self._extraction.close()
             if not isinstance(error, Exception):

@@ -1,7 +1,7 @@
-"""A follower: builds its part of the model, then runs every plan that rank 0 sends.
+"""A follower rank: builds its shard of the model, then runs every plan that rank 0 sends.
 
-Run as ``python -m sametoken.engine.follower_main FD``, the number of an inherited socket whose
-first message is ``Enlist``. It ends when the socket closes, whatever its device waits for.
+Run as ``python -m sametoken.engine.follower_main FD``, where FD is an inherited socket whose
+first message is ``Enlist``. The process exits when the socket closes, even if its device waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class FollowingRank(NoPeers):
-    """A rank other than 0, as ``Ranks``. Rank 0 watches for all."""
+    """``Ranks`` of a rank other than 0. Only rank 0 watches the processes."""
 
     def __init__(self, enlist: Enlist, sock: socket.socket, inbox: Inbox) -> None:
         size = enlist.config.tensor_parallel_size
@@ -55,34 +55,34 @@ class FollowingRank(NoPeers):
             enlist.rank, size, device, Path(enlist.directory)
         )
 
-    def least(self, number: int) -> int:
-        """This rank's number, which rank 0 gets to know."""
+    def reduce_min(self, number: int) -> int:
+        """Send this rank's number to rank 0; returns it."""
         self.send(Number(number))
         return number
 
-    def same(self, value: T) -> T:
-        """What rank 0 sent."""
+    def broadcast_object(self, value: T) -> T:
+        """The value that rank 0 sent."""
         received: T = next(self._messages)
         return received
 
     def stream(self, device: torch.device, steps_in_flight: int) -> Stream:
-        """A stream that runs work in the order of the plans, as soon as it can."""
+        """A stream that runs work in the order of the plans."""
         return CudaStream() if device.type == "cuda" else ImmediateStream()
 
     def lead(self, runner: Runner) -> Runner:
-        """The runner: rank 0 leads."""
+        """The runner itself: rank 0 leads."""
         return runner
 
     def stopped_by_errors(self) -> AbstractContextManager[None]:
-        """Rank 0 ends the ranks, once it hears of an error."""
+        """A no-op: rank 0 stops the ranks when it receives an error."""
         return nullcontext()
 
     def send(self, message: Any) -> None:
-        """Tell rank 0."""
+        """Send a message to rank 0."""
         self._sock.sendall(encode(message))
 
     def follow(self, runner: Runner) -> None:
-        """Run plans for as long as they come."""
+        """Run plans until the process exits."""
         self.send(Built())
         for plan in self._messages:
             runner.submit(plan).discard()
@@ -94,7 +94,7 @@ def _one_by_one(inbox: Inbox) -> Any:
 
 
 def main(fd: int) -> int:
-    """Follow over the inherited socket; the exit status is 1 after a failure."""
+    """Follow rank 0 over the inherited socket; the exit status is 1 after a failure."""
     sock = take_socket(fd)
     inbox = Inbox(sock)
     enlist: Enlist = inbox.read_first()

@@ -1,7 +1,4 @@
-"""From prompts as users write them to requests of token ids.
-
-The sampling parameters that a checkpoint's author recommends.
-"""
+"""Input processing: prompts and sampling parameters of users to requests of token ids."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prompt as text, if it came as one, and as token ids."""
+    """A prompt as token ids, and as text if it was given as text."""
 
     text: str | None
     token_ids: tuple[int, ...]
@@ -48,11 +45,11 @@ class ProcessedRequest:
     """One prompt's requests to the engine, one per completion.
 
     Attributes:
-        request_id: what the user knows it by.
+        request_id: the user's request id.
         prompt: the prompt.
         params: sampling parameters as given.
-        completions: ``params.n`` requests with ids and seeds of their own.
-        stops: finds the stop strings in each of them.
+        completions: ``params.n`` requests, each with its own id and seed.
+        stops: finds the stop strings in each completion.
     """
 
     request_id: str
@@ -64,14 +61,14 @@ class ProcessedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedParams:
-    """Sampling parameters that were checked, with what they come to for this model.
+    """Checked sampling parameters, resolved for this model.
 
     Attributes:
         given: as the user gave them.
         stop_token_ids: EOS and stop ids.
-        bad_words_token_ids: token sequences that may not be completed.
-        grammar: of ``structured_outputs``.
-        stops: of the stop strings.
+        bad_words_token_ids: token sequences that must not be completed.
+        grammar: the compiled ``structured_outputs``.
+        stops: finds the stop strings.
     """
 
     given: SamplingParams
@@ -82,16 +79,16 @@ class ResolvedParams:
 
 
 class InputProcessor:
-    """Checks requests and resolves what they leave open.
+    """Checks requests and resolves their defaults.
 
     Args:
         tokenizer: None if prompts are token ids only.
-        vocab_size: the model's; every token id lies below.
-        max_model_len: prompt and output together, in tokens.
+        vocab_size: token ids must be below this.
+        max_model_len: maximum length of prompt and output together, in tokens.
         eos_token_ids: tokens that end a completion unless ``ignore_eos`` is set.
-        num_speculative_tokens: k; a request may ask for as many drafts or fewer.
-        seed: requests without a seed draw theirs from this one, in order.
-        trials: where grammars are tried; by default in this process.
+        num_speculative_tokens: k, the maximum for a request's own limit.
+        seed: seeds of requests without one are derived from it, in order.
+        trials: where a new grammar is tried before use; by default in this process.
     """
 
     def __init__(
@@ -114,13 +111,13 @@ class InputProcessor:
         self._trials = trials or ThreadTrials()
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
-        # Index 0 of derive_seed is the seed itself, so the draws start at 1.
+        # Index 0 of derive_seed is the seed itself, so drawn seeds start at 1.
         self._draws = itertools.count(1)
 
     def process(
         self, request_id: str, prompt: PromptTokens, params: SamplingParams
     ) -> ProcessedRequest:
-        """Check one prompt with its parameters and make its requests.
+        """Check one prompt with its parameters and create its requests.
 
         Raises:
             RequestError: the prompt or a parameter cannot be served.
@@ -133,11 +130,11 @@ class InputProcessor:
     ) -> list[ProcessedRequest]:
         """``process`` for several prompts with the same parameters; prompt i is ``ID-i``.
 
-        All that takes long for a request happens here, and any thread may call it.
+        All slow work for a request happens here. Any thread may call it.
 
         Raises:
-            RequestError: one of the prompts, or a parameter, cannot be served.
-            OverloadedError: grammars are being compiled, and take long.
+            RequestError: a prompt or a parameter cannot be served.
+            OverloadedError: too many grammars are being compiled.
         """
         for prompt in prompts:
             self._check_prompt(prompt.token_ids)
@@ -187,15 +184,15 @@ class InputProcessor:
         return ProcessedRequest(request_id, prompt, params, completions, resolved.stops)
 
     def tokenize(self, prompt: Prompt, *, add_special_tokens: bool = True) -> PromptTokens:
-        """The token ids of a prompt in any of its forms.
+        """Tokenize a prompt of any form.
 
         Args:
             prompt: the prompt.
-            add_special_tokens: whether a text gets those that the tokenizer puts around it.
+            add_special_tokens: whether the tokenizer adds its special tokens to a text.
 
         Raises:
-            RequestError: it has another form, is too long to fit, or is a text and there is
-                no tokenizer.
+            RequestError: the prompt has another form, is too long, or is text without a
+                tokenizer.
         """
         if isinstance(prompt, str):
             return self._tokenize_text(prompt, add_special_tokens)
@@ -220,20 +217,20 @@ class InputProcessor:
             )
         try:
             self._require_fitting(len(token_ids) if isinstance(token_ids, Sized) else 0)
-            # Of what may be endless no more is read than is needed to refuse it.
+            # The iterable may be infinite: read only enough to refuse it.
             return PromptTokens(None, tuple(itertools.islice(token_ids, self._max_model_len)))
         except TypeError as error:
-            # An array without dimensions says that it has items, and has none.
+            # A 0-dimensional array is Sized and Iterable, but raises on both.
             raise RequestError(
                 f"prompt_token_ids cannot be read ({shown(error)})", "give a list of integers"
             ) from error
 
     def tokenize_chat(self, messages: Messages, **options: Any) -> PromptTokens:
-        """The prompt that the chat template makes of a conversation.
+        """Apply the chat template to a conversation and tokenize the result.
 
         Raises:
-            RequestError: no tokenizer, no chat template, messages that it refuses, or more
-                text than can fit.
+            RequestError: no tokenizer, no chat template, messages that it refuses, or too much
+                text.
         """
         tokenizer = self._require_tokenizer("chat messages")
         if not messages or not all(isinstance(message, Mapping) for message in messages):
@@ -256,7 +253,7 @@ class InputProcessor:
         return PromptTokens(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _require_short(self, num_characters: int, tokenizer: Tokenizer) -> None:
-        """Refuse a text that cannot fit whatever its tokens are, before they are known."""
+        """Refuse a text that is too long for any tokenization, before tokenizing it."""
         most = self._max_model_len * tokenizer.max_token_chars
         if num_characters > most:
             raise RequestError(
@@ -306,7 +303,7 @@ class InputProcessor:
             )
 
     def _check_ids(self, name: str, token_ids: Collection[int]) -> None:
-        # Over whole lists, since a loop of our own would take long for the longest prompts.
+        # Whole-list built-ins: a Python loop is slow for the longest prompts.
         kinds = set(map(type, token_ids))
         if not all(issubclass(kind, int) and kind is not bool for kind in kinds):
             wrong = next(i for i in token_ids if not isinstance(i, int) or isinstance(i, bool))
@@ -319,7 +316,7 @@ class InputProcessor:
                 )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Every bad word as it reads at the start of a text and after a space."""
+        """Token ids of every bad word at the start of a text and after a space."""
         if not params.bad_words:
             return ()
         tokenizer = self._require_tokenizer("a bad word")
@@ -328,23 +325,23 @@ class InputProcessor:
         return tuple(dict.fromkeys(token_ids for token_ids in sequences if token_ids))
 
     def knows_grammar(self, params: SamplingParams) -> bool:
-        """Whether no grammar is asked for that would have to be tried."""
+        """Whether no grammar is requested, or the requested one is already compiled."""
         structured = params.structured_outputs
         if structured is None:
             return True
         return self._grammars is not None and self._grammars.find(structured) is not None
 
     def start_trials(self) -> None:
-        """Get ready for the first grammar, which would wait for it otherwise.
+        """Start the compiler's process in advance, so that the first grammar need not wait.
 
         Raises:
-            RequestError: there can be no grammars.
+            RequestError: there is no tokenizer, which grammars need.
             OverloadedError: a process cannot be started.
         """
         self._compiler().start_trials()
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """What ``structured_outputs`` compiles to. The compiler is made for the first one."""
+        """The compiled ``structured_outputs``, or None."""
         if params.structured_outputs is None:
             return None
         return self._compiler().compile(params.structured_outputs)
@@ -360,19 +357,19 @@ class InputProcessor:
 
 
 def prompts_of(given: Any) -> list[Prompt]:
-    """One prompt, or each of several.
+    """The prompts as a list; one prompt becomes a list of one.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: it is neither a prompt nor a list.
     """
     return [given] if isinstance(given, str | Mapping) else _listed("prompts", given)
 
 
 def conversations_of(given: Any) -> list[Messages]:
-    """One conversation, or each of several.
+    """The conversations as a list; one conversation becomes a list of one.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: it is not a list.
     """
     several = _listed("messages", given)
     return [several] if all(isinstance(one, Mapping) for one in several) else several
@@ -382,7 +379,7 @@ def params_of(given: Any, num_prompts: int) -> list[SamplingParams]:
     """Sampling parameters for each prompt.
 
     Raises:
-        RequestError: they are of another type, or as many as there are prompts.
+        RequestError: they have another type, or their number is not that of the prompts.
     """
     if isinstance(given, SamplingParams):
         return [given] * num_prompts
@@ -405,7 +402,7 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def default_sampling_params(model_path: Path) -> SamplingParams:
-    """What the checkpoint's generation_config.json recommends, else the usual defaults.
+    """Defaults from the checkpoint's generation_config.json, else those of SamplingParams.
 
     Raises:
         CheckpointError: the file is not a JSON object, or a value in it is impossible.

@@ -1,4 +1,4 @@
-"""From emitted tokens to what a user receives: text, stops, log probabilities, times."""
+"""Output processing: emitted tokens to text, stops, log-probabilities and metrics."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from sametoken.types.structured_outputs import MaskFault
 
 @dataclass(frozen=True, slots=True)
 class ProcessedUpdates:
-    """What some updates came to.
+    """The result of processing updates.
 
     Attributes:
-        outputs: of requests that finished and of streamed ones that got on.
-        released: engine requests that are over, by id, and how many tokens of prompt and
-            output each has kept, for ``EngineCore.release``.
+        outputs: outputs of finished requests, and of streamed ones with new tokens.
+        released: ids of finished engine requests, each with the tokens of prompt and output
+            that it kept, for ``EngineCore.release``.
     """
 
     outputs: tuple[RequestOutput, ...]
@@ -49,7 +49,7 @@ class ProcessedUpdates:
 
 
 class OutputProcessor:
-    """Keeps every unfinished request's output.
+    """Accumulates the outputs of unfinished requests.
 
     Args:
         tokenizer: None leaves all texts empty.
@@ -62,13 +62,13 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not finished."""
+        """The number of unfinished requests."""
         return len(self._requests)
 
     def add(self, processed: ProcessedRequest, now: float, *, stream: bool) -> None:
-        """Expect updates of a request; ``now`` in seconds of a monotonic clock.
+        """Register a request; ``now`` is in seconds of a monotonic clock.
 
-        With ``stream`` every step gives an output so far, else only the last one does.
+        With ``stream`` every step gives a partial output, else only the last step gives one.
         """
         request = _Request(processed, now, self._tokenizer, stream=stream)
         self._requests[processed.request_id] = request
@@ -76,7 +76,7 @@ class OutputProcessor:
             self._completions[completion.request.request_id] = (request, completion)
 
     def process(self, updates: Iterable[RequestUpdate], now: float) -> ProcessedUpdates:
-        """Take in one step's updates. Those of finished requests are ignored."""
+        """Process one step's updates; those of finished requests are ignored."""
         touched: dict[str, _Request] = {}
         released: dict[str, int] = {}
         for update in updates:
@@ -97,7 +97,7 @@ class OutputProcessor:
         return ProcessedUpdates(outputs, released)
 
     def abort(self, request_id: str, now: float) -> ProcessedUpdates:
-        """End a request where it stands; an unknown id gives nothing."""
+        """Abort a request, keeping its output so far; an unknown id gives no output."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return ProcessedUpdates((), {})
@@ -111,7 +111,7 @@ class OutputProcessor:
 
 
 class _Request:
-    """One prompt's completions on their way."""
+    """An unfinished request: the completions of one prompt."""
 
     def __init__(
         self, processed: ProcessedRequest, now: float, tokenizer: Tokenizer | None, *, stream: bool
@@ -147,7 +147,7 @@ class _Request:
         self._metrics = replace(self._metrics, finished_time=now)
 
     def output(self) -> RequestOutput:
-        # All or none: where a chunk ends must not show in what a failed request reports.
+        # All or none: the output of a failed request must not depend on chunk borders.
         scored = len(self._prompt_logprobs) == len(self._processed.prompt.token_ids)
         wanted = self._processed.params.prompt_logprobs is not None and scored
         return RequestOutput(
@@ -162,7 +162,7 @@ class _Request:
 
 
 class _Completion:
-    """One completion on its way."""
+    """An unfinished completion."""
 
     def __init__(
         self, index: int, request: EngineRequest, tokenizer: Tokenizer | None, stops: StopStrings
@@ -207,10 +207,10 @@ class _Completion:
     def _add(self, token_id: int) -> None:
         """Precedence at one token: stop string, then stop token, then length."""
         is_stop_token = token_id in self._stop_ids
-        # A character cut short by the end of the text is complete as it is.
+        # At the end of the text, an incomplete character is final.
         before = self._text + (self._held_back() if is_stop_token else "")
         with_token = before + self._piece(token_id)
-        # A stop string counts once ``min_tokens`` lie before the token that it ends in.
+        # A stop string counts if at least ``min_tokens`` tokens precede the one that it ends in.
         judged = len(self.token_ids) > self.request.params.min_tokens
         match = self._stops.feed(with_token[len(self._text) :], judged=judged)
         if match is not None:
@@ -219,19 +219,19 @@ class _Completion:
         is_kept = not is_stop_token or self.request.params.include_stop_str_in_output
         self._text = with_token if is_kept else before
         if is_stop_token:
-            asked_for = token_id in (self.request.params.stop_token_ids or ())
-            self._stop_reason = token_id if asked_for else None
+            requested = token_id in (self.request.params.stop_token_ids or ())
+            self._stop_reason = token_id if requested else None
             self.end("stop")
         elif self.num_kept_tokens >= self.request.max_total_tokens:
             self.end("length")
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens of prompt and output, what came after the end not counted."""
+        """Tokens of prompt and output up to the end of the completion."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
     def end(self, reason: str) -> None:
-        """Finish; what was held back becomes visible."""
+        """Finish, and flush the text that was held back."""
         self.finish_reason = reason
         self._text += self._held_back()
 
@@ -254,7 +254,7 @@ class _Completion:
         )
 
     def named(self, candidates: PositionLogprobs) -> PositionLogprobs:
-        """The candidates with their texts."""
+        """The candidates with their decoded tokens."""
         if self._tokenizer is None:
             return candidates
         decode = self._tokenizer.decode_token
@@ -277,7 +277,7 @@ class _Completion:
 
 
 def _failure(update: RequestUpdate) -> SametokenError:
-    """Why a failed request failed."""
+    """The error of a failed request."""
     if update.mask_fault in _MASK_FAULTS:
         return StructuredOutputError(*_MASK_FAULTS[update.mask_fault])
     return NumericalError(

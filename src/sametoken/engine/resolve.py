@@ -1,7 +1,4 @@
-"""From what the user asked to what the engine does, decided once, each with its reason.
-
-What one request takes of the device's memory, from the sizes of its models alone.
-"""
+"""Resolve the user's options to the engine's settings, with reasons, and plan its memory."""
 
 from __future__ import annotations
 
@@ -25,15 +22,15 @@ from sametoken.ops.cache_types import (
 
 @dataclass(frozen=True, slots=True)
 class RequestMemory:
-    """Bytes of one request; lengths are in tokens.
+    """Bytes of device memory per request; lengths are in tokens.
 
     Attributes:
         num_drafts: k.
         kv_per_token: the target's KV of one position.
-        recurrent_state: the target's recurrent state, one per slot whatever k is.
-        pending: raw inputs of k drafts that the target's recurrent layers keep beside it.
+        recurrent_state: the target's recurrent state, one per slot for any k.
+        pending: raw inputs of k drafts in the target's recurrent layers.
         draft_kv_per_token: the drafter's KV of one position.
-        draft_recurrent: all that the drafter's recurrent layers keep.
+        draft_recurrent: state and pending inputs of the drafter's recurrent layers.
     """
 
     num_drafts: int = 0
@@ -50,7 +47,7 @@ class RequestMemory:
         target: tuple[LayerCache, ...],
         drafter: tuple[LayerCache, ...] = (),
     ) -> RequestMemory:
-        """From what the layers of the target and of the drafter keep."""
+        """Compute the sizes from the layer caches of the target and of the drafter."""
         state = bytes_per_slot(target, 0)
         return cls(
             num_drafts=num_drafts,
@@ -63,7 +60,7 @@ class RequestMemory:
 
     @property
     def state_per_draft(self) -> int:
-        """What a recurrent state for each draft position would take in place of ``pending``."""
+        """Bytes of one recurrent state per draft position, the alternative to ``pending``."""
         return self.num_drafts * self.recurrent_state
 
     def plain(self, num_tokens: int) -> int:
@@ -71,7 +68,7 @@ class RequestMemory:
         return self.recurrent_state + num_tokens * self.kv_per_token
 
     def speculation(self, num_tokens: int) -> int:
-        """Bytes that speculation adds: pending inputs, KV of k drafts, and the drafter's own."""
+        """Bytes that speculation adds: pending inputs, KV of k drafts, the drafter's caches."""
         own = (num_tokens + self.num_drafts) * self.draft_kv_per_token + self.draft_recurrent
         return self.pending + self.num_drafts * self.kv_per_token + own
 
@@ -82,30 +79,30 @@ class RequestMemory:
 
 CPU_KV_BYTES = 2**30
 
-#: The first NVIDIA GPUs that convert float8.
+#: The first compute capability with float8 conversions.
 FLOAT8_CAPABILITY = (8, 9)
 
-#: fp32, in which rotary angles are computed, counts no further.
+#: Rotary angles are computed in fp32, which represents integers exactly up to here.
 MAX_POSITIONS = 2**24
 
-#: What a checkpoint's claim alone may make of ``max_model_len``; more must be asked for.
-LONGEST_UNASKED = 2**20
+#: Upper limit of the default ``max_model_len``, whatever the checkpoint declares.
+MAX_DEFAULT_MODEL_LEN = 2**20
 
-#: Room for activations, graphs and the library's workspaces on a GPU.
+#: Memory reserved on a GPU for activations, graphs and library workspaces.
 GPU_RESERVE_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """The engine's settings with every "auto" decided.
+    """The engine's settings with every "auto" resolved.
 
     Attributes:
-        config: what the user asked, sizes of 0 replaced by the device's defaults, and what
-            recurrent state rules out turned off.
+        config: the user's options, with sizes of 0 replaced by the device's defaults and
+            options that recurrent state rules out turned off.
         reasons: option name to the reason for its value, for ``--explain``.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
-        recurrent_bytes: memory of all recurrent state, which is not part of the KV's.
-        request_memory: what one request takes of both.
+        recurrent_bytes: memory of all recurrent state, not included in ``kv_bytes``.
+        request_memory: memory of one request.
     """
 
     config: EngineConfig
@@ -128,9 +125,9 @@ class ResolvedConfig:
         return self.config.steps_in_flight
 
 
-#: What an option of 0 means, by type of device. A CPU computes a step on the cores that plan
-#: the next one, so that running ahead gains nothing; a GPU reads KV in larger pieces. A step of
-#: more rows serves prompts sooner, and puts off the next token of whoever decodes.
+#: Values of options that are 0, by device type. A CPU computes a step on the cores that plan
+#: the next one, so running ahead gains nothing. A GPU reads KV in larger blocks. More rows per
+#: step finish prompts sooner but delay the next token of decoding requests.
 DEVICE_DEFAULTS = {
     "cpu": {
         "max_num_seqs": 64,
@@ -146,13 +143,13 @@ DEVICE_DEFAULTS = {
     },
 }
 
-#: Rows that a device computes, about, in the time in which it reads the weights.
+#: Approximate number of rows that a device computes in the time of one read of the weights.
 ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How much KV there is and how long a request may grow."""
+    """The number of KV blocks and the maximum length of a request."""
 
     max_model_len: int
     num_kv_blocks: int
@@ -160,14 +157,14 @@ class MemoryPlan:
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device to run on: a GPU if there is one, unless the CPU was asked for.
+    """The device to run on: a GPU if there is one, unless the CPU was requested.
 
     Raises:
-        UnsupportedError: a CUDA device was asked for and there is none.
+        UnsupportedError: a CUDA device was requested and there is none.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise UnsupportedError("device 'cuda' was asked for but there is none", "use device 'cpu'")
+        raise UnsupportedError("device 'cuda' was requested but there is none", "use device 'cpu'")
     return torch.device("cuda" if available and config.device != "cpu" else "cpu")
 
 
@@ -181,38 +178,38 @@ def resolve_sizes(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 
 def require_ranks(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-    """Refuse ranks that the model or the machine has no place for.
+    """Refuse a number of ranks that does not fit the model or the machine.
 
     Raises:
-        ConfigError: the model cannot be divided so, or there are fewer GPUs.
+        ConfigError: the model cannot be divided by it, or there are fewer GPUs.
         CheckpointError, UnsupportedError: as ``require_divisible``.
     """
     size = config.tensor_parallel_size
     require_divisible(model, size)
     if device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
-            f"tensor_parallel_size={size} needs as many GPUs, and there are "
+            f"tensor_parallel_size={size} needs {size} GPUs, and there are "
             f"{torch.cuda.device_count()}",
             "use a smaller size",
         )
 
 
 def require_quantization(config: EngineConfig, device: torch.device) -> None:
-    """Refuse draft heads in fp8 where no kernel runs them.
+    """Refuse fp8 draft heads on devices without a kernel for them.
 
     Raises:
-        UnsupportedError: naming the device, or what its GPU lacks.
+        UnsupportedError: names the device, or its compute capability.
     """
     spec = config.speculative_config
     if spec is None or spec.quantization is None:
         return
-    asked = f"quantization {spec.quantization!r} of a draft head"
+    wanted = f"quantization {spec.quantization!r} of a draft head"
     if device.type != "cuda":
-        raise UnsupportedError(f"{asked} does not run on a CPU", 'leave "quantization" out')
+        raise UnsupportedError(f"{wanted} does not run on a CPU", 'leave "quantization" out')
     capability = torch.cuda.get_device_capability(device)
     if capability < FLOAT8_CAPABILITY:
         raise UnsupportedError(
-            f"{asked} needs a GPU of compute capability {_dotted(FLOAT8_CAPABILITY)}, "
+            f"{wanted} needs a GPU of compute capability {_dotted(FLOAT8_CAPABILITY)}, "
             f"this one has {_dotted(capability)}",
             'leave "quantization" out',
         )
@@ -223,21 +220,22 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def resolve_kv_bytes(config: EngineConfig, device: torch.device, recurrent_bytes: int = 0) -> int:
-    """KV memory in bytes, once all weights are loaded.
+    """KV memory in bytes, computed after all weights are loaded.
 
     Args:
-        config: what was asked.
+        config: the user's options.
         device: where the engine runs.
-        recurrent_bytes: what recurrent state will take of a GPU's memory.
+        recurrent_bytes: GPU memory for recurrent state.
 
     Raises:
-        ConfigError: weights and recurrent state leave nothing of the share that may be used.
+        ConfigError: weights and recurrent state leave no memory within
+            ``gpu_memory_utilization``.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if device.type == "cpu":
         return CPU_KV_BYTES
-    # Loading leaves memory that torch keeps though nothing is in it.
+    # Return the blocks that torch's caching allocator kept while loading.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     unused = int(total * (1 - config.gpu_memory_utilization))
@@ -254,21 +252,21 @@ def resolve_kv_bytes(config: EngineConfig, device: torch.device, recurrent_bytes
 def resolve_dtype(config: EngineConfig, checkpoint_dtype: torch.dtype) -> tuple[torch.dtype, str]:
     """The activation and weight dtype, and why."""
     if config.dtype != "auto":
-        return getattr(torch, config.dtype), "asked for"
+        return getattr(torch, config.dtype), "requested"
     if checkpoint_dtype == torch.float32:
         return torch.float32, "the checkpoint is fp32"
     return torch.bfloat16, f"the checkpoint is {str(checkpoint_dtype).removeprefix('torch.')}"
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The longest request, in tokens, as far as the model goes; memory may shorten it.
+    """The maximum length of a request that the model allows, in tokens; memory may lower it.
 
     Raises:
-        ConfigError: more was asked for than the model has positions.
+        ConfigError: the requested length exceeds the model's positions.
     """
     longest = min(model.max_position_embeddings, MAX_POSITIONS)
     if config.max_model_len is None:
-        return min(longest, LONGEST_UNASKED)
+        return min(longest, MAX_DEFAULT_MODEL_LEN)
     if config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is above the model's {longest}",
@@ -280,13 +278,13 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def reachable_positions(
     config: EngineConfig, caches: tuple[LayerCache, ...], device: torch.device, max_len: int
 ) -> int:
-    """How long a request can become at most, known before weights are loaded: tables end there.
+    """Upper bound of a request's length before weights are loaded, which sizes rotary tables.
 
     Args:
-        config: what was asked, sizes decided.
-        caches: what the target's layers keep.
+        config: the user's options, sizes resolved.
+        caches: caches of the target's layers.
         device: where the engine runs.
-        max_len: as ``resolve_max_model_len`` says.
+        max_len: from ``resolve_max_model_len``.
     """
     block_bytes = bytes_per_block(caches, config.block_size)
     if config.num_kv_blocks is not None:
@@ -299,7 +297,7 @@ def reachable_positions(
 
 
 def _most_kv_bytes(config: EngineConfig, device: torch.device) -> int:
-    """What ``resolve_kv_bytes`` stays below, whatever weights take."""
+    """Upper bound of ``resolve_kv_bytes`` for any size of weights."""
     if config.kv_cache_memory_bytes is None and device.type != "cpu":
         return int(torch.cuda.mem_get_info(device)[1])
     return resolve_kv_bytes(config, device)
@@ -308,7 +306,7 @@ def _most_kv_bytes(config: EngineConfig, device: torch.device) -> int:
 def resolve_extraction(
     config: EngineConfig, device: torch.device
 ) -> tuple[EngineConfig, dict[str, str]]:
-    """What extracting hidden states rules out is off, with the reason."""
+    """Turn off what extraction of hidden states rules out; returns the reasons too."""
     spec = config.speculative_config
     if spec is None or spec.method != EXTRACT:
         return config, {}
@@ -324,11 +322,11 @@ def resolve_extraction(
 def resolve_recurrent(
     config: EngineConfig, caches: tuple[LayerCache, ...]
 ) -> tuple[EngineConfig, dict[str, str]]:
-    """What recurrent state rules out is off, with the reason.
+    """Turn off what recurrent state rules out; returns the reasons too.
 
     Args:
-        config: what was asked.
-        caches: what the layers of the target and of a drafter keep.
+        config: the user's options.
+        caches: caches of the layers of the target and of a drafter.
     """
     if not bytes_per_slot(caches, 0) or not config.enable_prefix_caching:
         return config, {}
@@ -343,12 +341,12 @@ def plan_memory(
     extra_tokens: int,
     budget: int,
 ) -> MemoryPlan:
-    """Decide the number of KV blocks and the longest request.
+    """Choose the number of KV blocks and the maximum length of a request.
 
     Args:
-        config: what was asked.
+        config: the user's options.
         model: the target's architecture.
-        caches: what the layers of the target and of a drafter keep.
+        caches: caches of the layers of the target and of a drafter.
         extra_tokens: positions beyond a request's length that drafts may occupy.
         budget: KV memory in bytes.
 
@@ -359,14 +357,16 @@ def plan_memory(
     block_size = config.block_size
     max_len = resolve_max_model_len(config, model)
     if config.max_model_len is None:
-        claim = model.max_position_embeddings
+        declared = model.max_position_embeddings
         reasons["max_model_len"] = (
-            "the model's longest position" if max_len == claim else f"of {claim} that it claims"
+            "the model's longest position"
+            if max_len == declared
+            else f"of {declared} that the model declares"
         )
     most_useful = config.max_num_seqs * -(-(max_len + extra_tokens) // block_size)
     block_bytes = bytes_per_block(caches, block_size)
     if not block_bytes:
-        # A model without any attention has no KV. Blocks cost nothing, and cache nothing.
+        # A model without attention has no KV: blocks take no memory.
         num_blocks = min(config.num_kv_blocks or most_useful, most_useful)
     elif config.num_kv_blocks is not None:
         num_blocks = config.num_kv_blocks
@@ -387,10 +387,10 @@ def plan_memory(
 
 
 def require_memory(resolved: ResolvedConfig) -> None:
-    """Refuse caches and tables that the machine could not hold, before they are allocated.
+    """Refuse caches and tables that exceed the memory, before they are allocated.
 
     Raises:
-        ConfigError: naming how many KV blocks fit, or what takes the room of the first.
+        ConfigError: names the number of KV blocks that fit, or the options to lower.
     """
     config, num_blocks = resolved.config, resolved.num_kv_blocks
     available = _memory_of(resolved.device)
@@ -414,7 +414,7 @@ def require_memory(resolved: ResolvedConfig) -> None:
 
 
 def _memory_of(device: torch.device) -> int:
-    """Bytes that are free on a GPU once the weights are there; all that a host has."""
+    """Free bytes on a GPU after loading the weights; all memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

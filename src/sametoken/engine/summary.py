@@ -1,4 +1,4 @@
-"""A resolved engine in plain values: to print, and to send to another process."""
+"""A summary of a resolved engine in plain values, to print or to send to another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flig
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One line of the explanation; ``reason`` is empty where the user chose."""
+    """One setting; ``reason`` is empty if the user set it."""
 
     name: str
     value: str
@@ -21,19 +21,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class EngineSummary:
-    """What a server must know of its engine.
+    """The engine's settings that a server needs.
 
     Attributes:
-        model: as the user named it.
+        model: the model as the user named it.
         model_path: the checkpoint's directory or file.
-        max_model_len: prompt and output together, in tokens.
-        vocab_size: every token id lies below.
+        max_model_len: maximum length of prompt and output together, in tokens.
+        vocab_size: token ids are below this.
         eos_token_ids: the model's; a tokenizer may add one.
-        device, dtype: as text, "cuda" and "bfloat16".
-        method: how drafts are made; None without speculation.
+        device, dtype: as text, for example "cuda" and "bfloat16".
+        method: the speculative method; None without speculation.
         num_speculative_tokens: k; 0 without speculation.
-        synthetic: what is made up, in words to show beside every result.
-        settings: every setting with the reason for it.
+        synthetic: labels of synthetic parts, to show beside every result.
+        settings: every setting with its reason.
     """
 
     model: str
@@ -50,7 +50,7 @@ class EngineSummary:
 
 
 def summarise(resolved: ResolvedConfig) -> EngineSummary:
-    """The plain values of a resolved engine."""
+    """Summarize a resolved engine."""
     config, model = resolved.config, resolved.model
     speculative = config.speculative_config
     return EngineSummary(
@@ -69,7 +69,7 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
 
 
 def explanation(resolved: ResolvedConfig) -> tuple[Setting, ...]:
-    """Every setting, with the reason where the engine chose."""
+    """Every setting, with the reason if the engine chose its value."""
     settings = {name: getattr(resolved.config, name) for name in EngineConfig.__slots__}
     settings |= {name: getattr(resolved, name) for name in _RESOLVED}
     memory, reasons = resolved.request_memory, dict(resolved.reasons)

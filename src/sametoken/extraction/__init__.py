@@ -1,1 +1,1 @@
-"""Hidden states of a running engine, recorded for training drafters."""
+"""Extraction of hidden states from a running engine, to train drafters."""

@@ -1,4 +1,4 @@
-"""Whether an engine's hidden states are recorded, and where they go."""
+"""The engine's interface to extraction, and how a directory is opened for it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from sametoken.models.base import ModelConfig
 from sametoken.types.outputs import StepResult
 from sametoken.types.plan import StepPlan
 
-#: Rows are written once they take as much host memory, and when the engine has nothing to do.
+#: A shard is written once its rows take this much host memory, and when the engine is idle.
 SHARD_BYTES = 256 * 2**20
 
 
 class Extraction(Protocol):
-    """What the engine tells whoever records its states."""
+    """Callbacks from the engine to the recorder of hidden states."""
 
     def wrap(self, drafter: Drafter) -> Drafter:
-        """The drafter that the engine is to use in place of ``drafter``."""
+        """The drafter that the engine uses in place of ``drafter``."""
         ...
 
     def launch(self, plan: StepPlan) -> None:
@@ -40,7 +40,7 @@ class Extraction(Protocol):
         ...
 
     def process_output(self, result: StepResult) -> None:
-        """The oldest step's verdict was read; its requests' ends, if it brings any, come next."""
+        """The oldest step's result was read; calls of ``end`` for its requests follow."""
         ...
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:
@@ -48,11 +48,11 @@ class Extraction(Protocol):
         ...
 
     def flush(self) -> None:
-        """No request is under way."""
+        """The engine is idle."""
         ...
 
     def close(self) -> None:
-        """Nothing is recorded any more, whoever may still refer to this."""
+        """Stop recording and release the directory."""
         ...
 
 
@@ -64,19 +64,19 @@ class NoExtraction:
         return drafter
 
     def launch(self, plan: StepPlan) -> None:
-        """Nothing to note."""
+        """A no-op."""
 
     def process_output(self, result: StepResult) -> None:
-        """Nothing to note."""
+        """A no-op."""
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:
-        """Nothing to note."""
+        """A no-op."""
 
     def flush(self) -> None:
-        """Nothing to write."""
+        """A no-op."""
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """A no-op."""
 
 
 def open_extraction(
@@ -86,16 +86,16 @@ def open_extraction(
     layers: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Extraction:
-    """What records states, as the method asks; its directory is made, held, and can be written.
+    """Create and lock the directory, and return its recorder, if the method is extraction.
 
-    States of earlier runs stay, and those of this one come after them.
+    States of earlier runs are kept; new ones are appended.
 
     Args:
-        spec: what was asked.
+        spec: the speculative config.
         path: the target's checkpoint.
-        model: its architecture.
-        layers: as in ``Decoder``.
-        dtype: of the states.
+        model: the target's architecture.
+        layers: the recorded layers, as in ``Decoder``.
+        dtype: dtype of the states.
 
     Raises:
         ConfigError: the directory cannot be made or written, holds something else, or another
@@ -129,11 +129,11 @@ def _held(directory: Path) -> DirectoryLock:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"shared_storage_path {directory} cannot be made a directory ({error})",
+            f"shared_storage_path {directory} cannot be created ({error})",
             "set another one",
         ) from error
     return DirectoryLock(
-        directory, "end the engine that writes there, or set another shared_storage_path"
+        directory, "stop the engine that writes there, or set another shared_storage_path"
     )
 
 

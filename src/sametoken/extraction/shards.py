@@ -1,15 +1,15 @@
-"""Hidden states on disk: safetensors shards, and a manifest that says what they hold.
+"""Hidden states on disk: safetensors shards, and a manifest of their contents.
 
 A directory holds ``manifest.json`` and shards of R rows each: ``hidden_states``
 [R, num_layers, hidden] in the model's dtype, ``token_ids`` [R] and ``next_token_ids`` [R]
-int64. Row by row they are a position's states, its token, and the token after it. The
-manifest names the ranges of positions that lie one after the other in each shard. Names
-and the meaning of layer ids are vLLM's ``extract_hidden_states`` method's: layer i is the
-stream that enters layer i, ``num_hidden_layers`` the one that enters the final norm.
+int64. A row is a position's states, its token, and the token after it. The manifest lists the
+ranges of positions in each shard, in order. Names and layer ids are those of vLLM's
+``extract_hidden_states`` method: layer i is the input of layer i, ``num_hidden_layers`` the
+input of the final norm.
 
-Every file is written under another name and then renamed, a shard before the manifest that
-names it. What the manifest names is there, whatever happened. It names each shard's run and
-SHA-256, and a shard with other bytes is refused when it is read.
+Every file is written to a temporary name and then renamed, a shard before the manifest that
+lists it, so after a crash every listed shard exists. The manifest records each shard's run and
+SHA-256; a shard with other bytes is refused when it is read.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _ROW_IDS = 16
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
-    """What states were taken from. States of different sources do not share a directory.
+    """The source of the states; states of different sources cannot share a directory.
 
     Attributes:
         model: path of the checkpoint.
         eagle_aux_hidden_state_layer_ids: the layers, in the order of ``hidden_states``.
-        dtype: of the states, as in "bfloat16".
+        dtype: dtype of the states, for example "bfloat16".
     """
 
     model: str
@@ -67,12 +67,12 @@ class SequenceEntry:
     """One request's sequence: ``num_rows`` positions from 0 on, one fewer than its tokens.
 
     Attributes:
-        request_id: the engine's, which may come back in another run.
+        request_id: the engine's; another run may reuse it.
         prompt_digest: ``prompt_digest`` of the prompt.
         prompt_len: tokens of the prompt.
         num_rows: positions that are written.
-        complete: the request ended by itself, and all its rows are written. What an abort,
-            NaN, or the end of the process has cut short never becomes complete.
+        complete: the request finished and all its rows are written. After an abort, NaN logits
+            or the end of the process, a sequence stays incomplete.
     """
 
     request_id: str
@@ -84,7 +84,7 @@ class SequenceEntry:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Positions ``start .. stop - 1`` of the sequence of that index in the manifest."""
+    """Positions ``start .. stop - 1`` of the sequence with that index in the manifest."""
 
     sequence: int
     start: int
@@ -93,12 +93,12 @@ class RowRange:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file, and the ranges that lie in it one after the other.
+    """A file and the ranges in it, in order.
 
     Attributes:
         file: its name within the directory.
-        writer: names the run that wrote it; the file names it too.
-        sha256: of the whole file, in hexadecimal.
+        writer: the id of the run that wrote it, also stored in the file.
+        sha256: digest of the whole file, in hexadecimal.
     """
 
     file: str
@@ -114,10 +114,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a directory holds.
+    """The contents of a directory.
 
     Attributes:
-        complete: no request was under way when this was written.
+        complete: no request was running when this was written.
     """
 
     source: StateSource
@@ -127,18 +127,18 @@ class Manifest:
 
     @property
     def finished_prompts(self) -> frozenset[str]:
-        """Digests of the prompts whose sequences are complete: a later run may skip those."""
+        """Digests of prompts with complete sequences, which a later run may skip."""
         return frozenset(one.prompt_digest for one in self.sequences if one.complete)
 
 
 @dataclass(frozen=True, slots=True)
 class ExtractedSequence:
-    """One sequence as a trainer wants it.
+    """One sequence for a trainer.
 
     Attributes:
         token_ids: [n] int64, prompt and output.
-        hidden_states: [n - 1, num_layers, hidden]; the last token was never run.
-        prompt_len: leading tokens that are the prompt.
+        hidden_states: [n - 1, num_layers, hidden]; the last token was not computed.
+        prompt_len: number of leading prompt tokens.
     """
 
     request_id: str
@@ -150,20 +150,20 @@ class ExtractedSequence:
 class ExtractedStates:
     """The complete sequences of a directory by index, in the order of the manifest.
 
-    Shards that came after the manifest was read are not seen; an engine may go on writing.
+    Shards written after the manifest was read are not included; an engine may keep writing.
 
     Raises:
-        CheckpointError: the manifest is missing or malformed, or a shard is shorter than it
-            says; on access, a shard is not as it was written.
+        CheckpointError: the manifest is missing or malformed, or a shard is too short; on
+            access, a shard was modified.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.manifest = read_manifest(Path(directory))
         self._directory = Path(directory)
         self._complete = [i for i, one in enumerate(self.manifest.sequences) if one.complete]
-        # By shard: the state of the file when its bytes were checked.
+        # By shard: inode, size and mtime of the file when its digest was checked.
         self._checked: dict[str, tuple[int, int, int]] = {}
-        # By sequence: shards, and where its rows begin and end in each.
+        # By sequence: shards, with the range of its rows in each.
         self._places: dict[int, list[tuple[Shard, int, int]]] = {}
         for shard in self.manifest.shards:
             self._require_room(shard)
@@ -204,7 +204,7 @@ class ExtractedStates:
         return states, tokens, following
 
     def _require_room(self, shard: Shard) -> None:
-        """Refuse a file that is too short for its rows, before memory is set aside for them."""
+        """Refuse a file that is too short for its rows, before memory is allocated for them."""
         path, source = self._directory / shard.file, self.manifest.source
         elements = len(source.eagle_aux_hidden_state_layer_ids) * source.hidden_size
         row_bytes = elements * _DTYPES[source.dtype].itemsize + _ROW_IDS
@@ -216,7 +216,7 @@ class ExtractedStates:
             raise _damaged(path, f"{size} bytes for {shard.num_rows} rows of {row_bytes}")
 
     def _require_intact(self, path: Path, shard: Shard) -> None:
-        """Compare a file with what the manifest says of it, once for each state of the file."""
+        """Compare a file with its digest in the manifest; again only if the file has changed."""
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             state = found.st_ino, found.st_size, found.st_mtime_ns
@@ -234,21 +234,21 @@ class ExtractedStates:
 
 
 def prompt_digest(token_ids: Sequence[int]) -> str:
-    """A short name of a prompt, the same on every machine."""
+    """A short digest of a prompt, equal on every machine."""
     text = " ".join(map(str, token_ids))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a directory.
+    """Read the manifest of a directory.
 
     Raises:
-        CheckpointError: it is missing, malformed, of another format, or contradicts itself.
+        CheckpointError: it is missing, malformed, inconsistent, or of another format.
     """
     path = directory / MANIFEST
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         text = path.read_bytes()
         found = parse_json(text)
     except FileNotFoundError as error:
@@ -271,7 +271,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Put a manifest in place of the last one.
+    """Replace the manifest of a directory.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -295,13 +295,13 @@ def write_shard(
     ranges: tuple[RowRange, ...],
     tensors: dict[str, Tensor],
 ) -> Shard:
-    """Write a shard's file; it counts from the next manifest on, which must name it.
+    """Write a shard's file, which the next manifest must list.
 
     Raises:
         ConfigError: the directory cannot be written.
     """
-    told = json.dumps([asdict(one) for one in ranges])
-    metadata = {"format": "pt", "writer": writer, "ranges": told}
+    ranges_json = json.dumps([asdict(one) for one in ranges])
+    metadata = {"format": "pt", "writer": writer, "ranges": ranges_json}
     with _replacing(directory / file) as unfinished:
         save_file(tensors, unfinished, metadata=metadata)
         with unfinished.open("rb") as written:
@@ -311,7 +311,7 @@ def write_shard(
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """A manifest's file, but for its source."""
+    """A manifest's file without its source."""
 
     format: str
     complete: bool
@@ -324,7 +324,7 @@ _CONTENTS = TypeAdapter(_Contents)
 
 
 def _require_sound(manifest: Manifest) -> None:
-    """Raise ValueError unless the ranges are the rows of the sequences, each of them once."""
+    """Raise ValueError unless the ranges cover the rows of the sequences exactly once."""
     source = manifest.source
     sizes = (source.vocab_size, source.hidden_size, len(source.eagle_aux_hidden_state_layer_ids))
     if min(sizes) < 1 or source.dtype not in _DTYPES:
@@ -332,7 +332,7 @@ def _require_sound(manifest: Manifest) -> None:
     files = Counter(shard.file for shard in manifest.shards)
     for file, count in files.items():
         if count > 1 or not _PLAIN_NAME.fullmatch(file):
-            raise ValueError(f"shard {file!r} is named {count} times, or is no plain file name")
+            raise ValueError(f"shard {file!r} is listed {count} times, or is not a plain file name")
     num_rows = [0] * len(manifest.sequences)
     for part in (part for shard in manifest.shards for part in shard.ranges):
         known = 0 <= part.sequence < len(num_rows)
@@ -364,10 +364,10 @@ def _require_shapes(path: Path, shard: Shard, source: StateSource) -> None:
 
 
 def _writer_of(path: Path) -> str:
-    """Whom a file names as its writer."""
+    """The writer stored in a file, for an error message."""
     try:
         with safe_open(path, framework="pt") as file:
-            return f"it names {(file.metadata() or {}).get('writer')!r}"
+            return f"its writer is {(file.metadata() or {}).get('writer')!r}"
     except (OSError, SafetensorError) as error:
         return str(error)
 

@@ -1,10 +1,4 @@
-"""Committed rows of a running engine, by request, into shards for training drafters.
-
-Rows come from the device by slot and the front knows requests: only the engine knows both,
-so the writer lives here. The copies themselves are the runner's (``extraction/writer.py``).
-
-Committed rows on their way to the host, each step's until its verdict is read.
-"""
+"""Write the committed rows of a running engine, by request, to shards for training drafters."""
 
 from __future__ import annotations
 
@@ -39,7 +33,7 @@ from sametoken.types.plan import (
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Rows of one sequence from one step, in host memory of their own."""
+    """A host copy of one sequence's rows from one step."""
 
     token_ids: Tensor
     next_token_ids: Tensor
@@ -56,14 +50,14 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request's rows on their way to shards.
+    """The rows of one request.
 
     Attributes:
-        num_rows: positions that have come, those in shards included.
-        pieces: the last of them, not written yet.
+        num_rows: positions received, including those in shards.
+        pieces: the newest of them, not written yet.
         num_written: positions in shards.
-        index: its place in the manifest, from its first shard on.
-        ended: whether rows that are still in flight are nobody's.
+        index: its index in the manifest, once its first shard is written.
+        ended: whether rows that are still in flight are ignored.
     """
 
     request_id: str
@@ -87,7 +81,7 @@ class _Sequence:
         )
 
     def cut(self, num_rows: int) -> None:
-        """Drop the rows from position ``num_rows`` on that are not written."""
+        """Drop the unwritten rows from position ``num_rows`` on."""
         while self.pieces and self.num_rows > num_rows:
             piece = self.pieces.pop()
             self.num_rows -= len(piece)
@@ -98,23 +92,22 @@ class _Sequence:
 
 
 class StateWriter:
-    """Writes the committed rows of every request that ends by itself.
+    """Writes the committed rows of every request that finishes.
 
-    A request of n kept tokens gets rows for positions 0 .. n - 2: its last token is never
-    run for it, whatever is in flight. Rows of a request that is aborted or whose logits are
-    NaN are dropped; those that a shard already holds stay, in a sequence that never becomes
-    complete.
+    A request that keeps n tokens gets rows for positions 0 .. n - 2: its last token is not an
+    input of any of its steps. Rows of a request that is aborted or has NaN logits are dropped;
+    those already in a shard stay, in a sequence that remains incomplete.
 
-    Host memory holds ``shard_bytes`` and one step's rows at most, twice while they are
-    written. Only rows of steps before the one being settled are written, because the front
-    may still cut the newest (tests/unit/extraction/test_state_writer.py).
+    Host memory holds at most ``shard_bytes`` plus one step's rows, and twice that while a shard
+    is written. Only rows of steps before the one being processed are written, because the
+    engine client may still cut the newest (tests/unit/extraction/test_state_writer.py).
 
     Args:
-        directory: where shards and manifest go.
-        lock: of the directory, held as long as the writer is there.
-        manifest: what is there already.
-        num_layers: layers in a row.
-        shard_bytes: states of one shard, about.
+        directory: the directory of the shards and the manifest.
+        lock: the directory's lock, held until ``close``.
+        manifest: the existing manifest.
+        num_layers: layers per row.
+        shard_bytes: approximate size of a shard's states.
     """
 
     def __init__(
@@ -137,7 +130,7 @@ class StateWriter:
         self._in_flight: deque[StepPlan] = deque()
         self._by_slot: dict[int, _Sequence] = {}
         self._by_id: dict[str, _Sequence] = {}
-        # In the order in which they will be written.
+        # In the order of writing.
         self._held: list[_Sequence] = []
         self._num_bytes = 0
         self._at_rest = True
@@ -150,7 +143,7 @@ class StateWriter:
         """Expect rows of the requests that the step admits.
 
         Raises:
-            InvariantError: the prefix cache supplies positions, which have no states then.
+            InvariantError: the prefix cache supplies positions, whose states are not computed.
         """
         for admission in plan.admissions:
             if admission.num_cached:
@@ -166,10 +159,10 @@ class StateWriter:
         self._in_flight.append(plan)
 
     def process_output(self, result: StepResult) -> None:
-        """Take the rows of the oldest step, whose verdict was read.
+        """Take the rows of the oldest step, whose result was read.
 
         Raises:
-            InvariantError: the step brought no rows, or rows that do not follow on the last.
+            InvariantError: the step has no rows, or its rows do not continue their sequence.
             ConfigError: the directory cannot be written.
         """
         if self._num_bytes >= self._shard_bytes:
@@ -178,9 +171,9 @@ class StateWriter:
         if not plan.requests:
             return
         rows = self._rows.take(plan.step_id)
-        for row, verdict in zip(plan.requests, result.requests, strict=True):
-            sequence = self._by_slot[row.slot]
-            if verdict.failed and not sequence.ended:
+        for scheduled, request_result in zip(plan.requests, result.requests, strict=True):
+            sequence = self._by_slot[scheduled.slot]
+            if request_result.failed and not sequence.ended:
                 self._drop(sequence)
         first = 0
         for slot, group in groupby(rows.slots.tolist()):
@@ -190,10 +183,10 @@ class StateWriter:
             first = last
 
     def end(self, request_id: str, num_kept_tokens: int | None, *, aborted: bool) -> None:
-        """Keep the rows of the kept tokens, or none of a request that was cut short.
+        """Keep the rows of the kept tokens; drop all rows of an aborted request.
 
         Raises:
-            InvariantError: kept tokens were never computed.
+            InvariantError: states of kept tokens are missing.
         """
         sequence = self._by_id.get(request_id)
         if sequence is None:
@@ -205,15 +198,15 @@ class StateWriter:
         if sequence.num_rows < num_rows:
             raise InvariantError(
                 f"request {request_id!r} keeps {num_kept_tokens} tokens, and states of "
-                f"{sequence.num_rows} positions have come"
+                f"{sequence.num_rows} positions were received"
             )
         self._close(sequence, num_rows)
-        # A front that lags may cut what a shard already holds.
+        # A lagging engine client may cut tokens whose rows are already in a shard.
         sequence.complete = sequence.num_rows == num_rows
         self._note(sequence)
 
     def flush(self) -> None:
-        """Write what is held; the directory is whole then.
+        """Write the remaining rows; the directory is complete afterwards.
 
         Raises:
             ConfigError: the directory cannot be written.
@@ -227,7 +220,7 @@ class StateWriter:
             self._write_manifest()
 
     def close(self) -> None:
-        """Let another writer have the directory; what is not written is lost."""
+        """Release the directory; unwritten rows are lost."""
         self._lock.close()
 
     def _add(self, sequence: _Sequence, rows: CommittedRows, first: int, last: int) -> None:
@@ -242,7 +235,7 @@ class StateWriter:
         if not sequence.pieces:
             self._held.append(sequence)
         states = rows.states[first:last].clone()
-        # Copies: a view would keep the whole step's rows, and a GPU's pinned memory.
+        # Copies: a view would keep the whole step's rows alive, in pinned memory on a GPU.
         sequence.pieces.append(
             _Piece(
                 rows.token_ids[first:last].clone(), rows.next_token_ids[first:last].clone(), states
@@ -304,10 +297,10 @@ class StateWriter:
 
 @dataclass(frozen=True, slots=True)
 class CommittedRowsOutput:
-    """A ``RowSink`` whose copies land in memory of their own, pinned on a GPU.
+    """A ``RowSink`` that copies rows to host memory, pinned on a GPU.
 
-    They are enqueued inside the step, before its end is marked. So they have landed once the
-    step's verdict has been waited for, and nothing else is waited for.
+    The copies are enqueued inside the step, before its completion event, so they have completed
+    once the step's result has been waited for.
     """
 
     _in_flight: deque[CommittedRows] = field(default_factory=deque)
@@ -329,12 +322,12 @@ class CommittedRowsOutput:
         """The rows of the oldest step, whose result has been read.
 
         Raises:
-            InvariantError: it brought none, or they are another step's.
+            InvariantError: there are none, or they belong to another step.
         """
         if not self._in_flight:
-            raise InvariantError(f"step {step_id} was settled before its rows came")
+            raise InvariantError(f"step {step_id} was processed before its rows were recorded")
         rows = self._in_flight.popleft()
         found = int(rows.step_ids[0])
         if found != step_id:
-            raise InvariantError(f"step {step_id} brought the rows of step {found}")
+            raise InvariantError(f"step {step_id} has the rows of step {found}")
         return rows

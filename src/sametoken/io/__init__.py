@@ -1,1 +1,1 @@
-"""Files and JSON that somebody else wrote, read within bounds; files of our own, written whole."""
+"""Bounded reads of untrusted files and JSON, atomic writes, and child processes."""

@@ -1,4 +1,4 @@
-"""Where things are kept between runs: fetched models and compiled kernels."""
+"""The cache directory for downloaded models and compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SHARED_VARIABLE = "XDG_CACHE_HOME"
 
 
 def cache_directory() -> Path:
-    """``$SAMETOKEN_CACHE``, else a folder in ``$XDG_CACHE_HOME`` or in the home's ``.cache``.
+    """``$SAMETOKEN_CACHE``, else ``sametoken`` in ``$XDG_CACHE_HOME`` or in ``~/.cache``.
 
     Raises:
-        ConfigError: a ``~`` stands for a home that is not known.
+        ConfigError: the home directory that ``~`` stands for is unknown.
     """
     if own := os.environ.get(CACHE_VARIABLE):
         return expanded(own)
@@ -24,11 +24,11 @@ def cache_directory() -> Path:
 
 
 def make_cache_directory() -> Path:
-    """The cache directory, which nobody else may enter if it is made now.
+    """The cache directory, created with mode 0700 if it does not exist.
 
     Raises:
         ConfigError: as ``cache_directory``.
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     directory = cache_directory()
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -37,10 +37,10 @@ def make_cache_directory() -> Path:
 
 
 def expanded(path: str) -> Path:
-    """A path with the home in place of a ``~`` at its beginning.
+    """A path with a leading ``~`` expanded.
 
     Raises:
-        ConfigError: the home is not known.
+        ConfigError: the home directory is unknown.
     """
     try:
         return Path(path).expanduser()
@@ -50,13 +50,13 @@ def expanded(path: str) -> Path:
         ) from error
 
 
-def foreign_hands(path: Path) -> str | None:
-    """Why code in a file or directory might be somebody else's; None if it is one's own.
+def untrusted_reason(path: Path) -> str | None:
+    """Why code in a file or directory must not be trusted, or None.
 
-    Owned by this user or root, writable by the owner alone, and not a symbolic link.
+    Trusted: owned by this user or root, writable by the owner only, not a symbolic link.
 
     Raises:
-        OSError: it cannot be examined.
+        OSError: the path cannot be examined.
     """
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode):
@@ -64,5 +64,5 @@ def foreign_hands(path: Path) -> str | None:
     if found.st_uid not in (os.geteuid(), 0):
         return f"user {found.st_uid} owns it"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others than its owner may write it"
+        return "users other than its owner may write it"
     return None

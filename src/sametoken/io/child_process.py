@@ -1,7 +1,7 @@
-"""Child processes of one program, each joined to its parent by a socket pair that carries messages.
+"""Child processes, each connected to its parent by a socket pair that carries messages.
 
-A frame is its length in bytes, 8 bytes big-endian, and a pickle of one message. Both ends are
-processes of one program on one socket pair that nobody else can open.
+A frame is a length in bytes (8 bytes, big-endian) and a pickle of one message. Unpickling is
+safe: both ends run this program, and no other process can open the socket pair.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from sametoken.errors import SametokenError
 
 LENGTH = struct.Struct(">Q")
-#: Reports that may wait for the serving process to read; then the steps wait too.
+#: Unsent messages before ``Outbox.put`` blocks, and the engine's steps with it.
 _MAX_UNREAD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The last message of an engine that could not be built, or whose step failed."""
+    """The last message of a process whose engine could not be built, or whose step failed."""
 
     error: SametokenError
 
@@ -39,14 +39,14 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes | bytearray) -> Any:
-    """The message of a frame without its length."""
+    """The message of a frame's payload."""
     return pickle.loads(payload)
 
 
 def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
     """Run a module of this package in a process that inherits the socket ``fd``."""
-    # A fresh interpreter: forking a process with threads is unsafe, and multiprocessing's
-    # spawn would run the user's main module again.
+    # A new interpreter: forking a process with threads is unsafe, and multiprocessing's spawn
+    # would run the user's main module again.
     return subprocess.Popen(
         [sys.executable, "-m", module, str(fd)],
         stdin=subprocess.DEVNULL,
@@ -56,29 +56,29 @@ def spawn(module: str, fd: int) -> subprocess.Popen[bytes]:
 
 
 def status_text(status: int) -> str:
-    """How a process ended, from its status as ``Popen`` gives it: a signal's name or a number."""
+    """A ``Popen`` return code in words: the signal's name, or the exit status."""
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
 class Inbox:
-    """Messages of the serving process, read by a thread of their own."""
+    """Messages from the parent process, read by a thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def read_first(self) -> Any:
-        """The first message; the others are read by a thread from here on."""
+        """Read the first message and start the thread that reads the others."""
         message = self._read()
         threading.Thread(target=self._read_on, name="inbox", daemon=True).start()
         return message
 
     def put(self, message: Any) -> None:
-        """Add a message of this process's own; from any thread."""
+        """Add a message from this process; callable from any thread."""
         self._messages.put(message)
 
     def take(self, *, wait: bool) -> list[Any]:
-        """All messages that have come; with ``wait`` at least one."""
+        """All messages received so far; with ``wait`` at least one."""
         messages = [self._messages.get()] if wait else []
         while not self._messages.empty():
             messages.append(self._messages.get())
@@ -93,7 +93,7 @@ class Inbox:
         return decode(self._read_exactly(length))
 
     def _read_exactly(self, length: int) -> bytearray:
-        """So many bytes. Once nobody is left to read results the process ends here."""
+        """Read ``length`` bytes. The process exits once the other end has closed."""
         received = bytearray(length)
         view = memoryview(received)
         while view:
@@ -108,7 +108,7 @@ class Inbox:
 
 
 class Outbox:
-    """Messages to the serving process, sent by a thread of their own."""
+    """Messages to the parent process, sent by a thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -117,11 +117,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: Any) -> None:
-        """Send a message soon; waits while too many are unsent."""
+        """Queue a message to send; blocks while too many are unsent."""
         self._messages.put(message)
 
     def close(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until every message is sent."""
         self._messages.put(None)
         self._thread.join()
 
@@ -134,10 +134,10 @@ class Outbox:
 
 
 def take_socket(fd: int) -> socket.socket:
-    """The inherited socket, whose other end decides when this process ends.
+    """The inherited socket; the process exits when the other end closes it.
 
-    A terminal's Ctrl-C and a service manager's stop reach every process of the group: they are
-    ignored here.
+    SIGINT and SIGTERM are ignored, because Ctrl-C and service managers signal the whole process
+    group.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

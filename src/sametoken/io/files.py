@@ -1,7 +1,4 @@
-"""Safe file access: reads of regular files within a size limit, and atomic writes.
-
-One writer at a time in a directory, told apart by a lock that dies with its process.
-"""
+"""Safe file access: bounded reads of regular files, atomic writes, and directory locks."""
 
 from __future__ import annotations
 
@@ -22,20 +19,20 @@ from pydantic_core import from_json
 
 from sametoken.errors import ConfigError
 
-#: A weight map of 200,000 tensors has half of it.
+#: Twice the size of a weight map of 200,000 tensors.
 MAX_JSON_BYTES = 2**25
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file for reading, or a link to one; never waits, as a pipe would.
+    """Open a regular file, or a link to one, for reading; never blocks, as a pipe would.
 
     Raises:
-        OSError: there is none, or it is a directory, a pipe, a socket or a device.
+        OSError: it is missing, or is a directory, a pipe, a socket or a device.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -47,19 +44,19 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: as ``open_regular``.
-        ValueError: it is too large, not UTF-8, not JSON, nested deeper than 200, or holds a
-            number of more than 4300 digits.
+        ValueError: it is too large, not UTF-8, not JSON, nested deeper than 200 levels, or holds
+            a number of more than 4300 digits.
     """
     with open_regular(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     if len(data) > MAX_JSON_BYTES:
         raise ValueError(f"it is larger than {MAX_JSON_BYTES} bytes")
-    # Unlike elsewhere, infinities are taken: configs of Mamba-2 models hold them.
+    # Infinities are allowed here: configs of Mamba-2 models hold them.
     return from_json(data)
 
 
 def is_there(path: Path) -> bool:
-    """Whether the folder has an entry of this name, were it a link to nowhere."""
+    """Whether the directory has an entry of this name, even a broken link."""
     return os.path.lexists(path)
 
 
@@ -68,13 +65,13 @@ def replacing(path: Path, *, synced: bool = False, shared: bool = False) -> Iter
     """Replace a file atomically by the one that the block writes.
 
     Yields the path of a temporary file beside ``path``. It is renamed at the end of the block,
-    or removed if the block raises, which leaves the old file as it was.
+    or removed if the block raises, which leaves the old file unchanged.
 
     Args:
         path: the file to create or replace.
-        synced: the content is on the disk before the rename.
+        synced: flush the content to the disk before the rename.
         shared: other processes may write the same file, so the temporary name is unique.
-            Otherwise it is fixed, so that what a crash leaves is overwritten by the next write.
+            Otherwise it is fixed, so that the next write overwrites what a crash left.
 
     Raises:
         OSError: the file cannot be written.
@@ -93,7 +90,7 @@ def replacing(path: Path, *, synced: bool = False, shared: bool = False) -> Iter
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content, or the names in a directory, to the disk.
+    """Flush a file's content, or a directory's entries, to the disk.
 
     Raises:
         OSError: it cannot be opened or flushed.
@@ -110,13 +107,13 @@ _SHOWN_HOLDER = 200
 
 
 class DirectoryLock:
-    """Holds a directory until it is closed, or its process ends in whatever way.
+    """Locks a directory until it is closed, or the process ends for any reason.
 
-    The kernel holds the lock (``flock``), on the file ``.lock``, which stays where it is and
-    says who took it last. Processes that are started meanwhile do not inherit it.
+    The lock is a ``flock`` on the file ``.lock``, which is never removed and names its last
+    holder. Child processes do not inherit it.
 
     Args:
-        directory: an existing one.
+        directory: an existing directory.
         remedy: what a user can do if another process holds it.
 
     Raises:
@@ -129,7 +126,7 @@ class DirectoryLock:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             self._close = weakref.finalize(self, os.close, descriptor)
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError("it is no regular file")
+                raise OSError("it is not a regular file")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, _own_name().encode(), 0)
@@ -143,7 +140,7 @@ class DirectoryLock:
             ) from error
 
     def close(self) -> None:
-        """Let others have the directory."""
+        """Release the lock."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -159,6 +156,6 @@ def _own_name() -> str:
 
 
 def _name_in(descriptor: int) -> str:
-    """Who the file says took the lock; anybody may have written there."""
+    """The lock holder named in the file, made printable: any process may have written it."""
     text = os.pread(descriptor, _SHOWN_HOLDER, 0).decode(errors="replace")
     return "".join(c if c.isprintable() else "?" for c in text) or "another process"

@@ -1,4 +1,4 @@
-"""JSON of which nothing is known yet."""
+"""Parsing of untrusted JSON."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from pydantic_core import from_json
 
 from sametoken.errors import ConfigError
 
-#: Bytes of a line of a file at most: one that never ends must not fill the memory.
+#: Maximum bytes of a line, so that an endless line cannot exhaust memory.
 MAX_LINE_BYTES = 64 * 2**20
-_REMEDY = "give a file with one JSON value a line, in UTF-8"
+_REMEDY = "give a file with one JSON value per line, in UTF-8"
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that a JSON text holds.
+    """Parse a JSON text.
 
-    Values nest 200 deep at most, so that whoever walks or writes them again has stack enough.
+    Nesting is limited to 200 levels, so that code that recurses into the value or serializes it
+    does not overflow the stack.
 
     Raises:
         ValueError: the text is not JSON, not UTF-8, nested deeper, or holds NaN, an infinity, a
-            number of more than 4300 digits or half a surrogate pair.
+            number of more than 4300 digits or a lone surrogate.
     """
     return from_json(text, allow_inf_nan=False)
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """The JSON values of a file with their line numbers, from 1, as they are read.
+    """Yield (line number from 1, JSON value) for each line of a file that is not blank.
 
-    A file whose name ends in .gz is unpacked.
+    A file whose name ends in .gz is decompressed.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is no JSON.
+        ConfigError: the file cannot be read, or a line is not JSON.
     """
     packed = path.suffix == ".gz"
     number = 0
@@ -58,4 +59,4 @@ def _value(path: Path, number: int, line: bytes) -> Any:
     try:
         return parse_json(line)
     except ValueError as error:
-        raise ConfigError(f"line {number} of {path} is no JSON ({error})", _REMEDY) from error
+        raise ConfigError(f"line {number} of {path} is not JSON ({error})", _REMEDY) from error

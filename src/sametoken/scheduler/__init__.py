@@ -1,1 +1,1 @@
-"""Who runs in the next step, decided on the host; imports no torch."""
+"""The scheduler: plans every step on the host, without torch."""

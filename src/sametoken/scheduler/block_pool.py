@@ -1,7 +1,4 @@
-"""Who owns which KV block.
-
-Which KV blocks hold which beginnings of a text.
-"""
+"""The pool of KV blocks with reference counts, and the prefix cache that indexes them."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from sametoken.errors import InvariantError
 
 
 class BlockPool:
-    """Blocks are free, referenced by one or more slots, or cached and referenced by none.
+    """Blocks are free, referenced by one or more slots, or cached and unreferenced.
 
-    Cached blocks that nobody references are given away, least recently used first, once no
-    block is free.
+    Once no block is free, unreferenced cached blocks are evicted, least recently used first.
     """
 
     def __init__(self, num_blocks: int, prefix_cache: PrefixCache) -> None:
@@ -24,50 +20,50 @@ class BlockPool:
         self._prefix_cache = prefix_cache
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
-        # Keys only; a dict because it keeps the order in which blocks fell out of use.
+        # An ordered set: LRU order of the cached blocks without references.
         self._unused: dict[int, None] = {}
 
     @property
     def num_available(self) -> int:
-        """Blocks that ``allocate`` can give."""
+        """Blocks that ``allocate`` can return."""
         return len(self._free) + len(self._unused)
 
     @property
     def num_referenced(self) -> int:
-        """Blocks that some slot holds."""
+        """Blocks that a slot holds."""
         return self.num_blocks - self.num_available
 
     def references(self, block: int) -> int:
-        """How many slots hold a block."""
+        """The number of slots that hold a block."""
         return self._references[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Blocks for one owner, their old contents lost.
+        """Take ``count`` blocks for one owner; their contents are lost.
 
         Raises:
             InvariantError: fewer than ``count`` are available.
         """
         if count > self.num_available:
-            raise InvariantError(f"{count} blocks asked for, {self.num_available} available")
+            raise InvariantError(f"{count} blocks requested, {self.num_available} available")
         taken = [self._take() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Give cached blocks one more owner, who may only read them."""
+        """Add an owner, which may only read, to cached blocks."""
         for block in blocks:
             if not self._references[block]:
                 del self._unused[block]
             self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take one owner away from each block of a block table.
+        """Remove one owner from each block of a block table.
 
         Raises:
             InvariantError: a block has no owner.
         """
-        # Back to front: a chain of cached blocks is then evicted from its far end.
+        # In reverse, so that a chain of cached blocks is evicted from its end.
         for block in reversed(blocks):
             if not self._references[block]:
                 raise InvariantError(f"block {block} was released twice")
@@ -80,10 +76,10 @@ class BlockPool:
                 self._free.append(block)
 
     def check_integrity(self, block_tables: Sequence[Sequence[int]]) -> None:
-        """Hold the pool against every block table in use.
+        """Check the pool against every block table in use.
 
         Raises:
-            InvariantError: a block leaked, is owned twice, or is lost to the index.
+            InvariantError: a block leaked, is owned twice, or its index entry is wrong.
         """
         held = [0] * self.num_blocks
         for table in block_tables:
@@ -113,11 +109,10 @@ class BlockPool:
 def block_keys(
     token_ids: Sequence[int], block_size: int, lookahead_tokens: int
 ) -> tuple[bytes, ...]:
-    """Keys of the full blocks of a text, in order; each one covers all tokens before it.
+    """Keys of a text's full blocks, in order; each key covers all tokens before it.
 
     A block's key also covers the ``lookahead_tokens`` tokens after it, because the drafter's
-    KV in the block may depend on them. Where the text ends before those, the KV depends on
-    tokens that are not known, and the block has no key.
+    KV in the block may depend on them. A block without that many tokens after it has no key.
     """
     num_keys = max(0, len(token_ids) - lookahead_tokens) // block_size
     packed = array("q", token_ids)
@@ -135,7 +130,7 @@ def block_keys(
 class PrefixCache:
     """An index from block keys to the blocks that hold their KV.
 
-    It owns no blocks: the pool forgets an entry when it hands the block to somebody else.
+    It owns no blocks: the pool removes an entry when it reuses the block.
     """
 
     def __init__(self) -> None:
@@ -149,7 +144,7 @@ class PrefixCache:
         return len(self._block_of)
 
     def match(self, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """Blocks of the longest leading run of keys that is held."""
+        """Blocks of the longest prefix of ``keys`` that is cached."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -159,13 +154,13 @@ class PrefixCache:
         return tuple(blocks)
 
     def insert(self, key: bytes, block: int) -> None:
-        """Enter a computed block, unless its key is already held by another block."""
+        """Add a computed block, unless another block already has its key."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def forget(self, block: int) -> None:
-        """Drop a block's entry, if it has one."""
+        """Remove a block's entry, if any."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]

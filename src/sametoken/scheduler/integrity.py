@@ -1,4 +1,4 @@
-"""Checks on the scheduler's books, each of them a rule that must hold between any two calls."""
+"""Checks of the scheduler's state: invariants that hold between any two of its calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sametoken.scheduler.request_state import RequestState, Status
 def check_blocks(
     running: Sequence[RequestState], lingering: Sequence[RequestState], limits: SchedulerLimits
 ) -> None:
-    """Tables cover what may be written, and share blocks only where nobody writes again.
+    """Check that block tables cover all writes and share only blocks that are never written.
 
     Raises:
         InvariantError: a write would have no block, or would hit a shared one.
     """
     for request in running:
-        # One token after a chunk is what its drafter may look ahead to.
+        # The drafter may look ahead to one token after a chunk.
         covered = request.reach + request.prefilling + limits.lookahead_slots
         if len(request.blocks) < limits.blocks_for(covered):
             raise InvariantError(f"slot {request.slot} lacks blocks for {covered} positions")
@@ -38,7 +38,7 @@ def check_blocks(
 
 
 def check_slots(admitted: Sequence[RequestState], free_slots: Sequence[int], count: int) -> None:
-    """Every slot is free or has one request.
+    """Check that every slot is free or belongs to one request.
 
     Raises:
         InvariantError: a slot leaked or is owned twice.
@@ -53,7 +53,7 @@ def check_requests(
     swapped: Sequence[RequestState],
     waiting: Sequence[RequestState],
 ) -> None:
-    """Each list holds what its name says, and running requests are older than swapped ones.
+    """Check each list's statuses, and that running requests are older than swapped ones.
 
     Raises:
         InvariantError: a request is in the wrong list or out of order.
@@ -79,14 +79,14 @@ def check_in_flight(
     lingering: Sequence[RequestState],
     in_flight: Sequence[RequestState],
 ) -> None:
-    """Each request counts its rows in flight, and released ones linger for those alone.
+    """Check the counts of steps in flight; released requests linger only while it is not 0.
 
     Raises:
-        InvariantError: a count is wrong, or a request lingers for nothing.
+        InvariantError: a count is wrong, or a request lingers without a step in flight.
     """
-    rows = Counter(request.admission for request in in_flight)
+    num_steps = Counter(request.admission for request in in_flight)
     for request in admitted:
-        if request.num_in_flight != rows[request.admission]:
+        if request.num_in_flight != num_steps[request.admission]:
             raise InvariantError(f"slot {request.slot} miscounts its steps in flight")
     for request in lingering:
         if not request.num_in_flight:

@@ -1,4 +1,4 @@
-"""What a turn costs in KV blocks, and where they may come from."""
+"""KV blocks for requests: how many a turn needs, and which come from the prefix cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sametoken.types.request import EngineRequest
 
 
 class KVMemory:
-    """The block pool and the prefix cache, asked in the words of turns and requests."""
+    """The block pool and the prefix cache, seen by request and turn."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
@@ -23,7 +23,7 @@ class KVMemory:
         self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
-        """Keys under which the blocks of a prompt are cached; none if it keeps out."""
+        """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
         if not (self._limits.enable_prefix_caching and request.use_prefix_cache):
             return ()
         return block_keys(
@@ -35,42 +35,42 @@ class KVMemory:
 
         Log-probabilities of prompt tokens need the hidden state of every position.
         """
-        asked, caching = request.request, self._limits.enable_prefix_caching
-        return caching and asked.use_prefix_cache and asked.params.prompt_logprobs is None
+        wanted, caching = request.request, self._limits.enable_prefix_caching
+        return caching and wanted.use_prefix_cache and wanted.params.prompt_logprobs is None
 
     def cached_prefix(self, request: RequestState) -> tuple[int, ...]:
-        """Cached blocks of a prompt; its last token is always left to compute."""
+        """Cached blocks of a prompt; its last token is always computed."""
         if not self.looks_up(request):
             return ()
         most = (request.prompt_len - 1) // self._limits.block_size
         return self.prefix_cache.match(request.block_keys[:most])
 
     def fits_prompt(self, request: RequestState, cached: tuple[int, ...]) -> bool:
-        """Whether a whole prompt fits beside all that is held, given its cached blocks."""
+        """Whether a whole prompt fits in the available blocks, given its cached ones."""
         unused = sum(not self.pool.references(block) for block in cached)
         needed = self._limits.blocks_for(request.prompt_len + 1 + self._limits.lookahead_slots)
         return needed - len(cached) <= self.pool.num_available - unused
 
     def lacking(self, turn: Turn) -> int:
-        """Blocks that a request must gain for a turn."""
+        """New blocks that a request needs for a turn."""
         needed = self._limits.blocks_for(turn.hi_after + self._limits.lookahead_slots)
         return max(0, needed - len(turn.request.blocks))
 
-    def blocks_to_return(self, turn: Turn) -> int:
-        """Blocks that a swapped request must gain for a turn: those it left, or more."""
+    def blocks_to_swap_in(self, turn: Turn) -> int:
+        """Blocks that a swapped request needs for a turn: at least those that it had."""
         return max(turn.request.held_save.num_blocks, self.lacking(turn))
 
     def fit(self, turn: Turn) -> Turn:
-        """The turn in no more rows than available blocks hold, one at least.
+        """The turn cut to the rows that available blocks hold, at least one.
 
-        So neither drafts nor the length of a chunk preempt anybody.
+        So neither drafts nor a long chunk preempt another request.
         """
         blocks = len(turn.request.blocks) + self.pool.num_available
         surplus = turn.hi_after + self._limits.lookahead_slots - blocks * self._limits.block_size
         return turn if surplus <= 0 else turn.cut(max(1, turn.num_rows - surplus))
 
     def index_chunk(self, request: RequestState, start: int, end: int) -> None:
-        """Enter the prompt blocks that the chunk ``start .. end - 1`` completes."""
+        """Cache the prompt blocks that the chunk ``start .. end - 1`` completes."""
         first, last = start // self._limits.block_size, end // self._limits.block_size
         keys = request.block_keys[first:last]
         # A prompt's last full block may have no key.
@@ -78,23 +78,23 @@ class KVMemory:
             self.prefix_cache.insert(key, block)
 
     def index_kept(self, request: RequestState, num_kept_tokens: int) -> None:
-        """Enter the blocks of a request that ends, as far as its tokens are kept.
+        """Cache the blocks of a request that ends, as far as its tokens are kept.
 
-        Keys cover kept tokens alone, lookahead included, and blocks lie below ``num_final``.
-        There the KV is right, the target's and the drafter's: whoever finds it is in a later
-        plan, so every step that is settled or in flight has then run, drafter included. And
-        it stays right: the windows in flight start at the newest settled token or later,
-        drafters catch up from a window's start, and drafts go above it
+        Keys cover only kept tokens, lookahead included, and blocks lie below ``num_final``.
+        The target's and the drafter's KV there is correct: a request that matches it is in a
+        later plan, which runs after every step that is processed or in flight, drafter
+        included. It stays correct: windows in flight start at the newest processed token or
+        later, drafters catch up from a window's start, and drafts are written above it
         (tests/unit/scheduler/test_scheduler_against_fake_device.py).
-        A swapped request has no blocks, so nothing of it is entered.
+        A swapped request has no blocks to cache.
 
         Raises:
-            InvariantError: fewer than the prompt's tokens, or more than are settled.
+            InvariantError: fewer than the prompt's tokens, or more than are processed.
         """
         if not request.prompt_len <= num_kept_tokens <= request.num_processed:
             raise InvariantError(
                 f"request {request.request.request_id!r} cannot keep {num_kept_tokens} tokens: "
-                f"its prompt has {request.prompt_len}, and {request.num_processed} are settled"
+                f"its prompt has {request.prompt_len}, and {request.num_processed} are processed"
             )
         limits = self._limits
         may_cache = limits.enable_prefix_caching and limits.cache_emitted_blocks
@@ -107,6 +107,6 @@ class KVMemory:
             self.prefix_cache.insert(key, block)
 
     def forget(self, request: RequestState) -> None:
-        """Let nobody start from a request's blocks any more."""
+        """Remove a request's blocks from the prefix cache."""
         for block in request.blocks:
             self.prefix_cache.forget(block)

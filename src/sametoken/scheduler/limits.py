@@ -1,4 +1,4 @@
-"""What the scheduler may hand out."""
+"""Limits of the scheduler's plans, and the check that a request fits them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of every plan, resolved once at start-up.
+    """Limits of every plan, resolved once at start-up.
 
     Attributes:
-        max_num_seqs: slots, and so requests with a place on the device.
-        max_num_batched_tokens: rows of one step at most, drafts included.
-        longest_chunk: tokens of one prompt in one step at most.
+        max_num_seqs: slots: maximum requests on the device.
+        max_num_batched_tokens: maximum rows per step, drafts included.
+        longest_chunk: maximum tokens of one prompt per step.
         block_size: tokens per KV block.
         num_blocks: KV blocks, ids ``0 .. num_blocks - 1``.
-        max_model_len: longest prompt and output together, in tokens.
+        max_model_len: maximum length of prompt and output together, in tokens.
         num_speculative_tokens: k; 0 is plain decoding.
-        adaptive_drafts: whether a window's drafts follow load and acceptance, or are always k.
+        adaptive_drafts: whether draft limits follow load and acceptance, or are always k.
         rows_per_weight_read: rows that the device computes while it reads the weights once.
-        lookahead_slots: positions at ``num_tokens`` and above that the drafter writes KV to.
-        lookahead_tokens: how many tokens after a position the drafter's KV there depends on.
+        lookahead_slots: positions from ``num_tokens`` on that the drafter writes KV to.
+        lookahead_tokens: tokens after a position that the drafter's KV there depends on.
         enable_prefix_caching: share KV of equal blocks of tokens.
-        cache_emitted_blocks: share KV of emitted tokens too; only for models whose prefill,
+        cache_emitted_blocks: share KV of emitted tokens too; requires a model whose prefill,
             decode and verify rows have equal bits.
 
     Raises:
@@ -63,10 +63,10 @@ class SchedulerLimits:
                 raise ConfigError(f"{field.name}={value} is not possible", f"use {low} or more")
 
     def require_possible(self, request: EngineRequest) -> None:
-        """Refuse a request that could never run to its end, even alone.
+        """Refuse a request that could not finish even if it ran alone.
 
         Raises:
-            RequestError: its prompt is empty or too long, or its length limit is out of reach.
+            RequestError: its prompt is empty or too long, or its length limit does not fit.
         """
         name, total = f"request {request.request_id!r}", request.max_total_tokens
         prompt_len = len(request.prompt_token_ids)
@@ -99,5 +99,5 @@ class SchedulerLimits:
 
 def _lowest(name: str) -> int:
     if name == "max_model_len":
-        return 2  # one prompt token and one to emit
+        return 2  # one prompt token and one output token
     return 1 if name in _AT_LEAST_ONE else 0

@@ -1,7 +1,4 @@
-"""A plan while it is being made.
-
-How the rows of one step are shared out.
-"""
+"""A plan under construction, and the row budget that divides a step among requests."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from sametoken.types.plan import (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request's part in the next step, before it is launched.
+    """One request's share of the next step, before it is launched.
 
     ``num_query`` and ``draft_limit`` are as in ``ScheduledRequest``.
     """
@@ -34,37 +31,37 @@ class Turn:
 
     @property
     def num_rows(self) -> int:
-        """What it takes from the step's row budget."""
+        """Rows taken from the step's row budget."""
         return self.num_query + self.draft_limit
 
     @property
     def is_window(self) -> bool:
-        """Whether it computes one committed token and samples; else it is a chunk."""
+        """Whether it computes one committed token and samples; otherwise it is a chunk."""
         return self.samples and self.num_query == 1
 
     @property
     def samples(self) -> bool:
-        """Whether it reaches the last committed token."""
+        """Whether it includes the last committed token."""
         request = self.request
         return not request.prefilling or request.position + self.num_query == request.prompt_len
 
     @property
     def hi_after(self) -> int:
-        """Tokens that blocks must have room for: the length if every draft is accepted.
+        """Tokens that blocks must hold: the length if every draft is accepted.
 
-        For a chunk inside a prompt, its end and one token more.
+        For a chunk inside a prompt: the end of the chunk plus one token.
         """
         request = self.request
         start = request.position if request.prefilling else request.bound.hi
         return start + self.draft_limit + (self.num_query + 1 if request.prefilling else 1)
 
     def cut(self, num_rows: int) -> Turn:
-        """The turn in so many rows, one at least."""
+        """The turn with ``num_rows`` rows, at least one."""
         num_query = num_rows if self.request.prefilling else 1
         return Turn(self.request, num_query, num_rows - num_query)
 
-    def row(self) -> ScheduledRequest:
-        """The turn as the device sees it."""
+    def scheduled(self) -> ScheduledRequest:
+        """The turn as part of a plan."""
         return ScheduledRequest(
             self.request.held_slot, self.num_query, self.draft_limit, self.samples
         )
@@ -72,11 +69,11 @@ class Turn:
 
 @dataclass(slots=True)
 class PlanDraft:
-    """The parts of a plan, gathered request by request.
+    """The parts of a plan, collected request by request.
 
     Attributes:
-        step_id: the step to be.
-        short_of_blocks: blocks were lacking, so nobody else may come in.
+        step_id: the id of the next step.
+        short_of_blocks: blocks ran out, so no further request may be admitted or swapped in.
     """
 
     step_id: int
@@ -97,23 +94,23 @@ class PlanDraft:
             )
 
     def admit(self, request: RequestState) -> None:
-        """Announce a request that has just got its slot."""
-        asked = request.request
+        """Add the admission of a request that has just got its slot."""
+        admitted = request.request
         self.admissions.append(
             Admission(
                 slot=request.held_slot,
-                prompt_token_ids=asked.prompt_token_ids,
+                prompt_token_ids=admitted.prompt_token_ids,
                 num_cached=request.num_cached,
-                params=asked.params,
-                stop_token_ids=asked.stop_token_ids,
-                bad_words_token_ids=asked.bad_words_token_ids,
-                grammar=asked.grammar,
-                request_id=asked.request_id,
+                params=admitted.params,
+                stop_token_ids=admitted.stop_token_ids,
+                bad_words_token_ids=admitted.bad_words_token_ids,
+                grammar=admitted.grammar,
+                request_id=admitted.request_id,
             )
         )
 
     def build(self, discarded_swaps: tuple[str, ...]) -> StepPlan:
-        """The finished plan, windows before chunks; ``turns`` are left in its order."""
+        """The finished plan, windows before chunks; ``turns`` are sorted likewise."""
         self.turns.sort(key=lambda turn: not turn.is_window)
         return StepPlan(
             step_id=self.step_id,
@@ -122,25 +119,25 @@ class PlanDraft:
             admissions=tuple(self.admissions),
             block_assignments=tuple(self.block_assignments),
             swap_ins=tuple(self.swap_ins),
-            requests=tuple(turn.row() for turn in self.turns),
+            requests=tuple(turn.scheduled() for turn in self.turns),
         )
 
 
-#: Prompts may count on one row of so many, and small prompts on one of so many of theirs.
+#: Prompts are guaranteed 1 / SHARE of a step's rows, and short prompts 1 / SHARE of those.
 SHARE = 4
 
 
 class RowBudget:
-    """One budget of rows for all that a step computes.
+    """One row budget per step for decoding requests, drafts and prompt chunks.
 
-    Decoding requests come first with a row each, then their drafts. Prompts have the rest, first
-    come, first served: the oldest takes as much as is left. Nobody waits for long:
+    Decoding requests get one row each, then their drafts. Prompts get the rest, first come,
+    first served: the oldest takes as much as is left. These rules bound the waiting time:
 
-    - While prompts can run, drafts leave them a quarter of the step. Where even the single rows
-      of decoding requests fill a step, every second step has that quarter.
+    - While prompts can run, drafts leave them a quarter of the step. If decoding requests alone
+      fill the step, every second step reserves that quarter.
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
-      prompts that do end, within that quarter.
-    - Where not all decoding requests fit, those served least recently go first.
+      prompts that end within that quarter.
+    - If not all decoding requests fit, the least recently served go first.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -148,47 +145,47 @@ class RowBudget:
         self._draft_limits = draft_limits(limits)
 
     def share(self, step_id: int, candidates: Sequence[RequestState]) -> list[Turn]:
-        """Turns for requests that can run, in the order given, which is that of age."""
+        """Turns for requests that can run, in the order of ``candidates``, oldest first."""
         rows = self._limits.max_num_batched_tokens
         decodes = [request for request in candidates if not request.prefilling]
         prompts = [request for request in candidates if request.prefilling]
-        kept = max(1, rows // SHARE) if prompts else 0
-        is_prompts_turn = len(decodes) >= rows and step_id % 2
+        reserved = max(1, rows // SHARE) if prompts else 0
+        favours_prompts = len(decodes) >= rows and step_id % 2
         decodes.sort(key=lambda request: request.last_step)
-        served = decodes[: rows - kept if is_prompts_turn else rows]
-        room = rows - len(served)
+        served = decodes[: rows - reserved if favours_prompts else rows]
+        left = rows - len(served)
         wanted = {request: self._most_drafts(request, len(served)) for request in served}
-        chunks = self._chunks(prompts, max(room - sum(wanted.values()), min(room, kept)))
-        drafts = _fair_shares(wanted, room - sum(chunks.values()))
+        chunks = self._chunks(prompts, max(left - sum(wanted.values()), min(left, reserved)))
+        drafts = _fair_shares(wanted, left - sum(chunks.values()))
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         return [turns[request] for request in candidates if request in turns]
 
     def _most_drafts(self, request: RequestState, num_decoding: int) -> int:
-        worth = self._draft_limits.limit(request.drafts, num_decoding)
-        return min(worth, request.most_drafts(self._limits.num_speculative_tokens))
+        limit = self._draft_limits.limit(request.drafts, num_decoding)
+        return min(limit, request.most_drafts(self._limits.num_speculative_tokens))
 
-    def _chunks(self, prompts: Sequence[RequestState], room: int) -> dict[RequestState, int]:
+    def _chunks(self, prompts: Sequence[RequestState], rows: int) -> dict[RequestState, int]:
         """Rows of each prompt; one that does not end leaves a share to those that do."""
         longest = self._limits.longest_chunk
         chunks: dict[RequestState, int] = {}
-        to_end = room
+        to_end = rows
         for request in prompts:
             if request.num_left <= min(to_end, longest):
                 chunks[request] = request.num_left
                 to_end -= request.num_left
-                room -= request.num_left
+                rows -= request.num_left
             else:
-                to_end = min(to_end, room // SHARE)
+                to_end = min(to_end, rows // SHARE)
         for request in prompts:
             if request not in chunks:
-                chunks[request] = min(request.num_left, longest, room)
-                room -= chunks[request]
+                chunks[request] = min(request.num_left, longest, rows)
+                rows -= chunks[request]
         return chunks
 
 
 def _fair_shares(wanted: dict[RequestState, int], rows: int) -> dict[RequestState, int]:
-    """To each what it wants, and where that is too much, equal shares to those who want more."""
+    """Max-min fair shares: small demands are met, the others get equal shares of the rest."""
     shares: dict[RequestState, int] = {}
     for request in sorted(wanted, key=lambda request: wanted[request]):
         shares[request] = min(wanted[request], rows // (len(wanted) - len(shares)))

@@ -1,7 +1,4 @@
-"""What the host knows of one request.
-
-From a row's verdict to the news for its request.
-"""
+"""The host's state of one request, and its update from a step's result."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from sametoken.types.request import EngineRequest, RequestUpdate
 
 
 class Status(enum.Enum):
-    """Where a request stands. A swapped one keeps its slot: only its KV has left."""
+    """The scheduling status of a request. A swapped request keeps its slot; its KV is saved."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -27,7 +24,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SavedKV:
-    """KV of a swapped request in host memory: its key and how many blocks it holds."""
+    """KV of a swapped request in host memory: its key and its number of blocks."""
 
     key: str
     num_blocks: int
@@ -35,22 +32,22 @@ class SavedKV:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The mutable record of one request.
+    """The mutable state of one request.
 
     Attributes:
-        request: what was asked.
+        request: the request as queued.
         block_keys: prefix cache keys of the prompt's blocks.
-        bound: committed tokens, as far as the host knows.
-        slot: its row on the device once it is admitted.
+        bound: bounds of the number of committed tokens.
+        slot: its slot once it is admitted.
         blocks: its block table.
-        admission: order of admission, the request's age.
+        admission: order of admission; a smaller number is older.
         num_cached: prompt positions that the prefix cache supplied, or would supply.
-        position: prompt positions that it supplied or whose computation is planned.
-        num_in_flight: steps with a row of it that are not settled.
-        last_step: the last step that was planned with a row of it.
+        position: prompt positions that are cached or planned.
+        num_in_flight: steps in flight that schedule it.
+        last_step: the last planned step that schedules it.
         saved: its KV in host memory while it is swapped.
-        drafts: what became of its drafts.
-        emitted: output tokens of settled steps, not cut at a stop or at the length limit.
+        drafts: acceptance of its drafts.
+        emitted: output tokens of processed steps, not cut at a stop or at the length limit.
         prompt_len: tokens of the prompt.
     """
 
@@ -95,15 +92,15 @@ class RequestState:
 
     @property
     def num_processed(self) -> int:
-        """Tokens of the prompt and of the output as far as settled steps tell."""
+        """Tokens of the prompt and of the output of processed steps."""
         return self.prompt_len + len(self.emitted)
 
     @property
     def num_final(self) -> int:
-        """Leading positions of known tokens whose KV is there once the steps in flight have run.
+        """Leading positions of known tokens whose KV exists once the steps in flight have run.
 
-        In the prompt, those that are planned. In the output, all but the newest settled
-        token: its KV is the next window's, and nothing is written below it any more
+        In the prompt: the planned positions. In the output: all except the newest processed
+        token, whose KV the next window computes; nothing below it is written again
         (tests/unit/scheduler/test_emitted_blocks.py).
         """
         return self.position + max(0, len(self.emitted) - 1)
@@ -131,28 +128,28 @@ class RequestState:
         return self.saved
 
     def most_drafts(self, num_speculative_tokens: int) -> int:
-        """Drafts that may join the next window, whatever the step has room for."""
+        """Maximum drafts of the next window, before the step's row budget."""
         own = self.request.num_speculative_tokens
         allowed = num_speculative_tokens if own is None else min(own, num_speculative_tokens)
         return max(0, min(allowed, self.request.max_total_tokens - self.bound.hi - 1))
 
 
 def update_of(
-    request: RequestState, row: ScheduledRequest, result: RequestResult
+    request: RequestState, scheduled: ScheduledRequest, result: RequestResult
 ) -> RequestUpdate | None:
-    """Narrow the request's length bound and note its tokens; None if there is nothing to report.
+    """Narrow the request's length bound and record its tokens; None if nothing is to report.
 
     Raises:
-        InvariantError: the plan row cannot have this verdict.
+        InvariantError: the result does not fit the scheduled request.
     """
-    _require_fit(row, result)
-    if row.samples:
-        # The end of a prompt is no window: nothing could be proposed for it.
+    _require_fit(scheduled, result)
+    if scheduled.samples:
+        # The end of a prompt does not count: no draft could be proposed for it.
         if request.emitted:
             request.drafts = request.drafts.after(
                 result.num_drafts, result.num_proposed, result.num_accepted
             )
-        request.bound = request.bound.after_result(row.draft_limit, result.num_accepted)
+        request.bound = request.bound.after_result(scheduled.draft_limit, result.num_accepted)
         request.emitted.extend(result.token_ids)
     elif result.prompt_logprobs is None:
         return None
@@ -161,7 +158,7 @@ def update_of(
         token_ids=result.token_ids,
         num_drafts=result.num_drafts,
         num_accepted=result.num_accepted,
-        samples=row.samples,
+        samples=scheduled.samples,
         num_cached=request.num_cached,
         logprobs=result.logprobs,
         prompt_logprobs=result.prompt_logprobs,
@@ -169,30 +166,30 @@ def update_of(
 
 
 def failed_update(
-    request: RequestState, row: ScheduledRequest, result: RequestResult
+    request: RequestState, scheduled: ScheduledRequest, result: RequestResult
 ) -> RequestUpdate:
-    """The news that a request's row cannot be judged, and why; nothing else of its verdict."""
+    """The update of a failed request with its cause, without tokens or counts."""
     return RequestUpdate(
         request_id=request.request.request_id,
         token_ids=(),
         num_drafts=0,
         num_accepted=0,
-        samples=row.samples,
+        samples=scheduled.samples,
         num_cached=request.num_cached,
         failed=True,
         mask_fault=result.mask_fault,
     )
 
 
-def _require_fit(row: ScheduledRequest, result: RequestResult) -> None:
-    limit = row.draft_limit if row.samples else 0
+def _require_fit(scheduled: ScheduledRequest, result: RequestResult) -> None:
+    limit = scheduled.draft_limit if scheduled.samples else 0
     if not 0 <= result.num_accepted <= result.num_drafts <= limit:
         raise InvariantError(
-            f"slot {row.slot} accepted {result.num_accepted} of {result.num_drafts} drafts "
+            f"slot {scheduled.slot} accepted {result.num_accepted} of {result.num_drafts} drafts "
             f"where at most {limit} were planned"
         )
-    emitted = result.num_accepted + 1 if row.samples else 0
+    emitted = result.num_accepted + 1 if scheduled.samples else 0
     if len(result.token_ids) != emitted:
         raise InvariantError(
-            f"slot {row.slot} emitted {len(result.token_ids)} tokens, expected {emitted}"
+            f"slot {scheduled.slot} emitted {len(result.token_ids)} tokens, expected {emitted}"
         )

@@ -1,4 +1,4 @@
-"""Plan steps ahead of the device; settle their results in step order."""
+"""The scheduler: plans steps ahead of the device and processes results in step order."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class _StepInFlight:
 
 
 class Scheduler:
-    """Decides who runs in each step and who owns which slot and block.
+    """Assigns rows, slots and KV blocks to requests, step by step.
 
-    Requests are older or younger by their admission, and those that wait for it by arrival.
-    Every running request is older than every swapped one; older ones are served first wherever
-    memory is short. ``RowBudget`` shares out the rows of a step.
+    Age is the order of admission, or of arrival for waiting requests. Every running request is
+    older than every swapped one; older requests go first when memory is short. ``RowBudget``
+    divides the rows of a step.
 
     Attributes:
         prefix_cache_queries: prompt tokens of admitted requests that were looked up.
-        prefix_cache_hits: how many of them the prefix cache supplied.
+        prefix_cache_hits: prompt tokens of them that the prefix cache supplied.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -67,11 +67,11 @@ class Scheduler:
         self._pool = self._memory.pool
         self._budget = RowBudget(limits)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        # All by request id; ``_running`` is in order of age, ``_waiting`` in that of arrival.
+        # By request id; ``_running`` is ordered by age, ``_waiting`` by arrival.
         self._waiting: dict[str, RequestState] = {}
         self._running: dict[str, RequestState] = {}
         self._swapped: dict[str, RequestState] = {}
-        # Released, with steps in flight that still use their slots and blocks.
+        # Released; steps in flight still use their slots and blocks.
         self._lingering: list[RequestState] = []
         self._discarded: list[str] = []
         self._in_flight: deque[_StepInFlight] = deque()
@@ -80,12 +80,12 @@ class Scheduler:
 
     @property
     def limits(self) -> SchedulerLimits:
-        """The bounds of every plan."""
+        """The limits of every plan."""
         return self._limits
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether anything is left to plan or to settle, released requests' steps included."""
+        """Whether anything is left to plan or process, released requests' steps included."""
         requests = self._waiting or self._running or self._swapped
         return bool(requests or self._in_flight or self._discarded)
 
@@ -96,34 +96,34 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that were never admitted."""
+        """Requests that are not admitted yet."""
         return len(self._waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens of requests that were never admitted."""
+        """Prompt tokens of requests that are not admitted yet."""
         return sum(request.prompt_len for request in self._waiting.values())
 
     @property
     def num_swapped(self) -> int:
-        """Requests whose KV was moved to host memory."""
+        """Requests whose KV is swapped out to host memory."""
         return len(self._swapped)
 
     @property
     def kv_usage(self) -> float:
-        """Fraction of the KV blocks that requests hold, 0..1; merely cached ones not counted."""
+        """Fraction of KV blocks that requests hold, 0..1, without unreferenced cached blocks."""
         return self._pool.num_referenced / self._pool.num_blocks
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: it can never run, or its id is taken.
+            RequestError: it can never run, or its id is in use.
         """
         for requests in (self._waiting, self._running, self._swapped):
             if request.request_id in requests:
                 raise RequestError(
-                    f"request {request.request_id!r} is already here", "choose another request id"
+                    f"request {request.request_id!r} already exists", "choose another request id"
                 )
         self._limits.require_possible(request)
         self._waiting[request.request_id] = RequestState(
@@ -133,19 +133,18 @@ class Scheduler:
         )
 
     def release(self, request_id: str, num_kept_tokens: int | None = None) -> None:
-        """Forget a request that is finished or aborted; unknown ids are ignored.
+        """Remove a request that is finished or aborted; unknown ids are ignored.
 
-        It is in no later plan. Its slot and blocks stay its own until its steps in flight
-        are settled, which brings no more updates.
+        No later plan includes it. It keeps its slot and blocks until its steps in flight are
+        processed, which gives no more updates.
 
         Args:
-            request_id: whom to forget.
-            num_kept_tokens: tokens of prompt and output that were not cut; blocks of those
-                may serve later prompts. Only the caller knows where it has cut an update.
-                None lets no block of emitted tokens into the prefix cache.
+            request_id: the request.
+            num_kept_tokens: tokens of prompt and output that the caller kept when it cut the
+                updates at a stop; their blocks may be cached. None caches no emitted tokens.
 
         Raises:
-            InvariantError: it cannot keep so few, or so many.
+            InvariantError: ``num_kept_tokens`` is out of range.
         """
         request = None
         for requests in (self._waiting, self._running, self._swapped):
@@ -161,24 +160,24 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can be launched now.
 
-        A plan without rows only discards swapped KV; it is settled like any other.
+        A plan without requests only discards swapped KV; its result is processed like any other.
         """
         draft = PlanDraft(self._next_step_id)
-        # Oldest first, so that those who lose their blocks have had no turn in this plan.
+        # Oldest first, so that requests that are swapped out have no turn in this plan yet.
         for turn in self._budget.share(draft.step_id, self._candidates(draft)):
             if turn.request.status is Status.RUNNING:
-                self._grant(turn, draft)
+                self._schedule_running(turn, draft)
             elif not draft.short_of_blocks:
-                self._let_in(turn, draft)
+                self._schedule_new(turn, draft)
         if not draft.turns and not self._discarded:
             return None
         return self._launch(draft)
 
     def process_output(self, result: StepResult) -> tuple[RequestUpdate, ...]:
-        """Learn the verdict of the oldest step in flight.
+        """Process the result of the oldest step in flight.
 
         Raises:
-            InvariantError: the result is of another step, or does not fit the plan.
+            InvariantError: the result belongs to another step, or does not fit the plan.
         """
         if not self._in_flight or self._in_flight[0].plan.step_id != result.step_id:
             expected = self._in_flight[0].plan.step_id if self._in_flight else "none"
@@ -186,13 +185,13 @@ class Scheduler:
         step = self._in_flight[0]
         if len(result.requests) != len(step.requests):
             raise InvariantError(
-                f"result of step {result.step_id} has {len(result.requests)} rows, "
+                f"result of step {result.step_id} has {len(result.requests)} requests, "
                 f"its plan {len(step.requests)}"
             )
         self._in_flight.popleft()
         updates = [
-            self._process_row(request, row, row_result)
-            for request, row, row_result in zip(
+            self._process_request(request, scheduled, request_result)
+            for request, scheduled, request_result in zip(
                 step.requests, step.plan.requests, result.requests, strict=True
             )
         ]
@@ -200,10 +199,10 @@ class Scheduler:
         return tuple(update for update in updates if update is not None)
 
     def check_integrity(self) -> None:
-        """Hold every slot, block and list against each other.
+        """Check slots, blocks and lists against each other.
 
         Raises:
-            InvariantError: something leaked, is owned twice, or is out of order.
+            InvariantError: a slot or block leaked or is owned twice, or a list is wrong.
         """
         running, lingering = list(self._running.values()), self._lingering
         self._pool.check_integrity([request.blocks for request in (*running, *lingering)])
@@ -217,33 +216,33 @@ class Scheduler:
     # Turns
 
     def _candidates(self, draft: PlanDraft) -> list[RequestState]:
-        """Who could run in the next step, oldest first."""
-        able: list[RequestState] = []
+        """Requests that could run in the next step, oldest first."""
+        ready: list[RequestState] = []
         for request in self._running.values():
             if request.at_limit:
                 continue
             if self._lacks_blocks(request) and request is self._youngest:
                 draft.short_of_blocks = True
             else:
-                able.append(request)
+                ready.append(request)
         if not draft.short_of_blocks:
-            able += self._returning() if self._swapped else self._admissible()
-        return able
+            ready += self._swapped_in_next() if self._swapped else self._admissible()
+        return ready
 
-    def _returning(self) -> list[RequestState]:
-        """The oldest swapped request, if it can run; one a step, so none passes an older one."""
+    def _swapped_in_next(self) -> list[RequestState]:
+        """The oldest swapped request if it can run: one per step keeps them in order."""
         oldest = min(self._swapped.values(), key=lambda request: request.admission)
-        return [oldest] if self._may_return(oldest) else []
+        return [oldest] if self._can_swap_in(oldest) else []
 
-    def _may_return(self, request: RequestState) -> bool:
-        """Whether a swapped request can run, and there are blocks for its KV."""
-        needed = self._memory.blocks_to_return(Turn(request, 1, 0))
+    def _can_swap_in(self, request: RequestState) -> bool:
+        """Whether a swapped request can run and enough blocks are available for its KV."""
+        needed = self._memory.blocks_to_swap_in(Turn(request, 1, 0))
         return not request.at_limit and needed <= self._pool.num_available
 
     def _admissible(self) -> Iterator[RequestState]:
-        """Waiting requests that have a slot, up to the first whose prompt's KV has no room.
+        """Waiting requests for free slots, up to the first whose prompt does not fit in KV memory.
 
-        Whoever overtakes another one leaves it a slot.
+        There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
         for request in islice(self._waiting.values(), len(self._free_slots)):
             cached = self._memory.cached_prefix(request)
@@ -252,8 +251,8 @@ class Scheduler:
             request.num_cached = request.position = len(cached) * self._limits.block_size
             yield request
 
-    def _grant(self, turn: Turn, draft: PlanDraft) -> None:
-        """Give a running request its turn if blocks can be had, at younger ones' cost."""
+    def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
+        """Schedule a running request, swapping out younger ones if blocks are short."""
         request = turn.request
         while self._lacks_blocks(request):
             if request is self._youngest:
@@ -264,18 +263,18 @@ class Scheduler:
         draft.assign_blocks(request, self._pool.allocate(self._memory.lacking(turn)))
         draft.turns.append(turn)
 
-    def _let_in(self, turn: Turn, draft: PlanDraft) -> None:
-        """Bring a swapped request back, or admit a waiting one, unless its blocks have gone."""
+    def _schedule_new(self, turn: Turn, draft: PlanDraft) -> None:
+        """Swap in a swapped request or admit a waiting one, if blocks are still available."""
         is_swapped = turn.request.status is Status.SWAPPED
-        came = self._bring_back(turn, draft) if is_swapped else self._admit(turn, draft)
-        draft.short_of_blocks = not came
+        scheduled = self._swap_in(turn, draft) if is_swapped else self._admit(turn, draft)
+        draft.short_of_blocks = not scheduled
 
-    def _bring_back(self, turn: Turn, draft: PlanDraft) -> bool:
+    def _swap_in(self, turn: Turn, draft: PlanDraft) -> bool:
         request = turn.request
-        if not self._may_return(request):
+        if not self._can_swap_in(request):
             return False
         turn, saved = self._memory.fit(turn), request.held_save
-        draft.assign_blocks(request, self._pool.allocate(self._memory.blocks_to_return(turn)))
+        draft.assign_blocks(request, self._pool.allocate(self._memory.blocks_to_swap_in(turn)))
         in_use = tuple(request.blocks[: saved.num_blocks])
         draft.swap_ins.append(SwapIn(request.held_slot, in_use, saved.key))
         request.saved = None
@@ -285,7 +284,7 @@ class Scheduler:
 
     def _admit(self, turn: Turn, draft: PlanDraft) -> bool:
         request = turn.request
-        # Blocks that were cached when turns were shared out may be somebody's by now.
+        # Matched again: earlier turns may have evicted blocks since the rows were divided.
         cached = self._memory.cached_prefix(request)
         if not self._memory.fits_prompt(request, cached):
             return False
@@ -298,9 +297,9 @@ class Scheduler:
         self._next_admission += 1
         request.num_cached = request.position = num_cached
         self._pool.share(cached)
-        own = self._pool.allocate(self._memory.lacking(turn) - len(cached))
+        new = self._pool.allocate(self._memory.lacking(turn) - len(cached))
         draft.admit(request)
-        draft.assign_blocks(request, [*cached, *own])
+        draft.assign_blocks(request, [*cached, *new])
         self._move(request, self._waiting, self._running, Status.RUNNING)
         draft.turns.append(turn)
         return True
@@ -308,7 +307,7 @@ class Scheduler:
     def _launch(self, draft: PlanDraft) -> StepPlan:
         plan = draft.build(tuple(self._discarded))
         self._discarded.clear()
-        for turn, row in zip(draft.turns, plan.requests, strict=True):
+        for turn, scheduled in zip(draft.turns, plan.requests, strict=True):
             request = turn.request
             request.num_in_flight += 1
             request.last_step = plan.step_id
@@ -317,8 +316,8 @@ class Scheduler:
                 request.position += turn.num_query
                 # The next plan is the first to match these; the device has them by then.
                 self._memory.index_chunk(request, start, request.position)
-            if row.samples:
-                request.bound = request.bound.after_launch(row.draft_limit)
+            if scheduled.samples:
+                request.bound = request.bound.after_launch(scheduled.draft_limit)
         requests = tuple(turn.request for turn in draft.turns)
         self._in_flight.append(_StepInFlight(plan, requests))
         self._next_step_id += 1
@@ -336,7 +335,7 @@ class Scheduler:
 
     def _swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
         slot, num_saved = victim.held_slot, self._limits.blocks_for(victim.reach)
-        # Unique for ever: an id may come back while a former key waits to be discarded.
+        # Unique: a request id may be reused while an earlier key waits to be discarded.
         victim.saved = SavedKV(f"{victim.request.request_id}@{draft.step_id}", num_saved)
         in_use = tuple(victim.blocks[:num_saved])
         draft.swap_outs.append(SwapOut(slot, in_use, victim.saved.key))
@@ -346,7 +345,7 @@ class Scheduler:
         draft.short_of_blocks = True
 
     def _free_processed(self) -> None:
-        """Take back what released requests hold, once no step in flight uses it."""
+        """Free what released requests hold once no step in flight uses it."""
         lingering: list[RequestState] = []
         for request in self._lingering:
             if request.num_in_flight:
@@ -361,19 +360,19 @@ class Scheduler:
 
     # Results
 
-    def _process_row(
-        self, request: RequestState, row: ScheduledRequest, result: RequestResult
+    def _process_request(
+        self, request: RequestState, scheduled: ScheduledRequest, result: RequestResult
     ) -> RequestUpdate | None:
         request.num_in_flight -= 1
         if result.failed:
-            # What a released request has left to others is no better.
+            # Even of a released request: its cached KV is wrong too.
             self._memory.forget(request)
         if request.status is Status.RELEASED:
             return None
         if result.failed:
             self.release(request.request.request_id)
-            return failed_update(request, row, result)
-        return update_of(request, row, result)
+            return failed_update(request, scheduled, result)
+        return update_of(request, scheduled, result)
 
     @staticmethod
     def _move(

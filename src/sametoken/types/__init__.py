@@ -1,1 +1,1 @@
-"""The host's vocabulary: plain Python values that every layer above may use."""
+"""Plain Python values shared by every layer above: requests, plans, results, parameters."""

@@ -1,4 +1,4 @@
-"""Where the rows of one step lie: what the host alone decides, from the plan."""
+"""Layout of a step's rows, computed on the host from the plan alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import accumulate
 
 from sametoken.types.plan import StepPlan
 
-#: What the rows of a layout's table hold.
+#: Row indices of a layout's table.
 SLOT, NUM_QUERY, DRAFT_LIMIT, SAMPLES, STEP_ID, PLACE, ROW_START, WINDOW_START = range(8)
 TABLE_ROWS = 8
 
-#: The place of padding: nobody waits for its result.
+#: The place of a padding request, whose result is not copied to the host.
 NO_PLACE = -1
 
 _EVEN = 2
@@ -20,15 +20,15 @@ _EVEN = 2
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a step's tensors, all that a captured graph fixes.
+    """The sizes of a step's tensors: everything that a captured graph fixes.
 
     Attributes:
         num_requests: B, scheduled requests.
         num_rows: T, rows of the forward pass.
         num_sampled: L, rows whose logits are computed.
-        num_windows: the first so many requests are windows; the others have chunks.
-        max_window: the most rows that a window has.
-        max_rows: the most rows that a request has.
+        num_windows: leading requests that are windows; the others are prompt chunks.
+        max_window: rows of the longest window.
+        max_rows: rows of the longest request.
     """
 
     num_requests: int
@@ -40,17 +40,17 @@ class StepShape:
 
     @property
     def all_sampled(self) -> bool:
-        """Whether every row is sampled: the step has windows alone."""
+        """Whether every row is sampled: the step has no chunk."""
         return self.num_windows == self.num_requests
 
     @property
     def num_chunks(self) -> int:
-        """Requests that are no windows."""
+        """Requests that are prompt chunks."""
         return self.num_requests - self.num_windows
 
     def holds(self, other: StepShape) -> bool:
-        """Whether a step of another shape can run in this one, padded."""
-        rooms = (
+        """Whether a step of another shape can run in this one with padding."""
+        pairs = (
             (other.num_windows, self.num_windows),
             (other.num_chunks, self.num_chunks),
             (other.num_rows, self.num_rows),
@@ -58,27 +58,27 @@ class StepShape:
             (other.max_window, self.max_window),
             (other.max_rows, self.max_rows),
         )
-        return all(needed <= room for needed, room in rooms)
+        return all(needed <= available for needed, available in pairs)
 
     @property
     def table_width(self) -> int:
-        """Columns of the layout's table, even so that each of its rows is aligned."""
+        """Columns of the layout's table; even, so that each row is aligned."""
         return self.num_requests + 1 + (self.num_requests + 1) % _EVEN
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Rows of a step: a pure function of its plan, or of its plan and the drafts that exist.
+    """Rows of a step: a pure function of its plan, or of its plan and the draft counts.
 
-    Request b owns rows ``row_starts[b] .. row_starts[b + 1] - 1``: its committed tokens, then as
-    many drafts as it may have. Of these its window, from the last committed token on, is sampled:
-    sampled rows ``window_starts[b] .. window_starts[b + 1] - 1``. A request that does not sample
-    owns none. Which rows are live the device decides.
+    Request b owns rows ``row_starts[b] .. row_starts[b + 1] - 1``: its committed tokens, then its
+    drafts up to the limit. Its window, from the last committed token on, is sampled: sampled rows
+    ``window_starts[b] .. window_starts[b + 1] - 1``. A request that does not sample owns no
+    sampled row. The device decides which rows are live.
 
     Attributes:
         step_id: the plan's.
         slots, num_query, draft_limit, samples: by request; windows come first.
-        row_starts, window_starts: running sums, B + 1 of each.
+        row_starts, window_starts: exclusive prefix sums and the total, B + 1 entries each.
     """
 
     step_id: int
@@ -94,31 +94,28 @@ class StepLayout:
         """The layout of a plan.
 
         Args:
-            plan: what is scheduled; windows before chunks.
-            num_drafts: drafts that each request has, where they can be read: rows are then laid
-                out for these alone.
+            plan: the scheduled requests, windows before chunks.
+            num_drafts: drafts of each request, if the host can read them; only these get rows.
         """
-        limits = [row.draft_limit for row in plan.requests]
+        limits = [scheduled.draft_limit for scheduled in plan.requests]
         if num_drafts is not None:
             limits = [min(pair) for pair in zip(limits, num_drafts, strict=True)]
-        sizes = [row.num_query + limit for row, limit in zip(plan.requests, limits, strict=True)]
-        windows = [
-            limit + 1 if row.samples else 0
-            for row, limit in zip(plan.requests, limits, strict=True)
-        ]
+        pairs = list(zip(plan.requests, limits, strict=True))
+        sizes = [scheduled.num_query + limit for scheduled, limit in pairs]
+        windows = [limit + 1 if scheduled.samples else 0 for scheduled, limit in pairs]
         return cls(
             step_id=plan.step_id,
-            slots=tuple(row.slot for row in plan.requests),
-            num_query=tuple(row.num_query for row in plan.requests),
+            slots=tuple(scheduled.slot for scheduled in plan.requests),
+            num_query=tuple(scheduled.num_query for scheduled in plan.requests),
             draft_limit=tuple(limits),
-            samples=tuple(row.samples for row in plan.requests),
+            samples=tuple(scheduled.samples for scheduled in plan.requests),
             row_starts=tuple(accumulate(sizes, initial=0)),
             window_starts=tuple(accumulate(windows, initial=0)),
         )
 
     @property
     def num_windows(self) -> int:
-        """Requests whose rows are one window: one committed token, and drafts."""
+        """Requests whose rows are one window: one committed token, then drafts."""
         pairs = zip(self.num_query, self.samples, strict=True)
         return sum(query == 1 and samples for query, samples in pairs)
 
@@ -138,15 +135,15 @@ class StepLayout:
         )
 
     def table(self, shape: StepShape, reserved_slot: int, first_place: int) -> list[list[int]]:
-        """What is uploaded: ``TABLE_ROWS`` rows of ``shape.table_width`` integers.
+        """The table to upload: ``TABLE_ROWS`` rows of ``shape.table_width`` integers.
 
-        Requests beyond the real ones are padding, on the reserved slot, and own no row: behind
-        the windows, so that chunks are the shape's last, and behind these.
+        Padding requests use the reserved slot and own no row. They follow the windows and the
+        chunks, so that each kind starts where the shape expects it.
 
         Args:
             shape: the sizes, padding included.
-            reserved_slot: the slot of padding.
-            first_place: where the step's results begin among the host's.
+            reserved_slot: the slot of padding requests.
+            first_place: index of the step's first result in the host's result buffer.
         """
         count, windows = len(self.slots), self.num_windows
         between = shape.num_windows - windows
@@ -174,7 +171,7 @@ class StepLayout:
 
 
 def padded(shape: StepShape, multiple: int) -> StepShape:
-    """A shape whose sizes are multiples of a number; of windows alone it stays one of windows."""
+    """The shape with sizes rounded up to multiples; one without chunks stays without chunks."""
 
     def up(size: int) -> int:
         return -(-size // multiple) * multiple
@@ -190,5 +187,5 @@ def padded(shape: StepShape, multiple: int) -> StepShape:
     )
 
 
-#: Every request of a shape is padding.
+#: A layout without requests: padding fills every shape.
 NO_REQUESTS = StepLayout(0, (), (), (), (), (0,), (0,))

@@ -1,4 +1,4 @@
-"""What the host knows of a length while steps are in flight."""
+"""Bounds of a length while steps are in flight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from sametoken.errors import InFlightError, InvariantError
 
 @dataclass(frozen=True, slots=True)
 class LenBound:
-    """A length known only as an interval, in tokens.
+    """An interval that holds a length in tokens.
 
-    ``lo`` holds if no draft in flight is accepted, ``hi`` if all are. ``hi`` sizes
-    memory; only positions below ``lo`` may be indexed
-    (tests/unit/types/test_length_bound.py).
+    The length is ``lo`` if no draft in flight is accepted and ``hi`` if all are. ``hi`` sizes
+    memory; only positions below ``lo`` may be indexed (tests/unit/types/test_length_bound.py).
     """
 
     lo: int
@@ -25,12 +24,12 @@ class LenBound:
 
     @classmethod
     def known(cls, length: int) -> LenBound:
-        """A length that nothing in flight can change."""
+        """The bound of a length that no step in flight can change."""
         return cls(length, length)
 
     @property
     def exact(self) -> int:
-        """The length, if nothing in flight can change it.
+        """The length, if no step in flight can change it.
 
         Raises:
             InFlightError: while ``lo`` and ``hi`` differ.
@@ -44,10 +43,10 @@ class LenBound:
         return LenBound(self.lo + 1, self.hi + 1 + draft_limit)
 
     def after_result(self, draft_limit: int, num_accepted: int) -> LenBound:
-        """The bound once such a step's verdict has reached the host.
+        """The bound once the host has the result of a step with that draft limit.
 
         Raises:
-            InvariantError: more drafts were accepted than the step could offer.
+            InvariantError: more drafts were accepted than the step could verify.
         """
         if not 0 <= num_accepted <= draft_limit:
             raise InvariantError(f"{num_accepted} of at most {draft_limit} drafts were accepted")

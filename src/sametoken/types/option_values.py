@@ -1,9 +1,4 @@
-"""Values that a user gives for options: their form and types, before their meaning.
-
-Options of drafters that match text, checked on their face.
-
-How drafts are judged, checked on its face.
-"""
+"""Checks of option values: types and ranges, drafters that match text, acceptance methods."""
 
 from __future__ import annotations
 
@@ -17,9 +12,9 @@ from typing import Any
 
 from sametoken.errors import ConfigError, shown
 
-# Bytes of a path and of one name in it, as Linux has them.
+# Linux limits in bytes: a path, and one name in it.
 _MAX_PATH, _MAX_NAME = 4095, 255
-# What a field takes, by its annotation: a name and the types.
+# Annotation to the name and the types that a field accepts.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "bool": ("bool", (bool,)),
     "int": ("int", (int,)),
@@ -34,15 +29,15 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 
 
 def json_object(text: str) -> Mapping[str, Any]:
-    """The speculative config that a JSON text holds.
+    """Parse a speculative config from JSON text.
 
     Raises:
-        ConfigError: it is not JSON, or not an object.
+        ConfigError: it is not a JSON object.
     """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        # Besides what is no JSON: numbers of thousands of digits, and brackets within brackets.
+        # Also raised for integers of thousands of digits and for deep nesting.
         where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise ConfigError(
             f"speculative config is not JSON: {getattr(error, 'msg', error)}{where}",
@@ -54,15 +49,15 @@ def json_object(text: str) -> Mapping[str, Any]:
 
 
 def typed(name: str, annotation: Any, given: Any) -> Any:
-    """A value for a field, if it is of the field's type; a list becomes a tuple.
+    """Return a value if it has the field's type; a list becomes a tuple.
 
     Args:
-        name: of the field, for the error.
-        annotation: of the field, as text.
+        name: the field's name, for the error.
+        annotation: the field's annotation as text.
         given: the value.
 
     Raises:
-        ConfigError: it is of another type.
+        ConfigError: the value has another type.
     """
     expected, types = _TYPES[annotation]
     members = given if isinstance(given, list | tuple) else ()
@@ -81,11 +76,11 @@ def require_types(config: Any, prefix: str = "") -> None:
     """Check the type of every field of a dataclass; None passes where it is the default.
 
     Args:
-        config: its fields' annotations are among those known; others are left alone.
-        prefix: what an error puts before a field's name.
+        config: the dataclass; fields with an unknown annotation are skipped.
+        prefix: put before the field's name in an error.
 
     Raises:
-        ConfigError: naming the first field of another type.
+        ConfigError: names the first field of a wrong type.
     """
     for one in fields(config):
         value = getattr(config, one.name)
@@ -94,10 +89,10 @@ def require_types(config: Any, prefix: str = "") -> None:
 
 
 def require_within(config: Any, limits: Iterable[tuple[str, float, float]]) -> None:
-    """Check numbers of a dataclass; each limit is a field's name, its least and its most.
+    """Check numbers of a dataclass; each limit is (field name, minimum, maximum).
 
     Raises:
-        ConfigError: naming the first field outside its limits.
+        ConfigError: names the first field outside its limits.
     """
     for name, low, high in limits:
         value = getattr(config, name)
@@ -108,10 +103,10 @@ def require_within(config: Any, limits: Iterable[tuple[str, float, float]]) -> N
 
 
 def require_path(name: str, given: str | None) -> None:
-    """Refuse a text that names no file on any machine.
+    """Refuse text that cannot be a path.
 
     Raises:
-        ConfigError: it holds a NUL or half of a character, or is too long.
+        ConfigError: it holds a NUL or a lone surrogate, or is too long.
     """
     try:
         path = os.fsencode(given or "")
@@ -119,17 +114,17 @@ def require_path(name: str, given: str | None) -> None:
         path = b"\0"
     longest = max(map(len, path.split(b"/")))
     if b"\0" in path or len(path) > _MAX_PATH or longest > _MAX_NAME:
-        raise ConfigError(f"{name}={shown(given)} is no path", "give the path of a file")
+        raise ConfigError(f"{name}={shown(given)} is not a path", "give the path of a file")
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The remedy for a name that is not known: the closest one, or all."""
+    """The remedy for an unknown name: the closest known name, or all of them."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
-#: Methods that match text, and those before which such a match may go.
+#: Methods that match text, and methods that may follow one of them in a cascade.
 LOOKUPS = ("ngram", "suffix")
 CASCADED = ("draft_model", "eagle", "eagle3", "mtp")
 
@@ -142,14 +137,14 @@ _SUFFIX_LIMITS = {
 
 
 def check_lookups(config: Any, most: int) -> None:
-    """Refuse values that mean nothing, and methods that make no cascade.
+    """Check the suffix options and the cascade of a ``SpeculativeConfig``.
 
     Args:
         config: a ``SpeculativeConfig``.
-        most: drafts that a window may hold.
+        most: maximum drafts per window.
 
     Raises:
-        ConfigError: naming the key and what fits.
+        ConfigError: names the key and its allowed values.
     """
     for name, (low, high) in _SUFFIX_LIMITS.items():
         value = getattr(config, name)
@@ -183,25 +178,25 @@ def _check_cascade(config: Any, most: int) -> None:
 
 
 KEYED, SYNTHETIC = "keyed", "synthetic"
-# vLLM's and others' methods, under which speculation changes tokens.
+# Methods of vLLM and others with which speculation changes tokens.
 _CHANGES_TOKENS = ("standard", "strict", "probabilistic", "block", "fly")
 
 
 def check_acceptance(config: Any) -> None:
-    """Refuse methods that change tokens, and acceptance that is not or wrongly described.
+    """Refuse methods that change tokens, and a missing or wrong synthetic acceptance.
 
     Args:
         config: a ``SpeculativeConfig``.
 
     Raises:
-        ConfigError: naming the key and what fits.
+        ConfigError: names the key and its allowed values.
     """
     method = config.rejection_sample_method
     if method in _CHANGES_TOKENS:
         raise ConfigError(
             f"rejection_sample_method {method!r} is not offered: its output would differ from "
             "plain decoding",
-            f"use {KEYED!r}, which emits the very tokens of plain decoding",
+            f"use {KEYED!r}, which emits the same tokens as plain decoding",
         )
     if method not in (KEYED, SYNTHETIC):
         raise ConfigError(
@@ -212,12 +207,12 @@ def check_acceptance(config: Any) -> None:
     num_given = (rates is not None) + (length is not None)
     if method == KEYED and num_given:
         raise ConfigError(
-            "synthetic acceptance was described, but drafts are judged by keyed sampling",
+            "synthetic acceptance is set, but drafts are verified by keyed sampling",
             f'set "rejection_sample_method": "{SYNTHETIC}" to measure times, or leave it out',
         )
     if method == SYNTHETIC and num_given != 1:
         raise ConfigError(
-            f"synthetic acceptance needs one description, {num_given} were given",
+            f"synthetic acceptance needs one of rates and length, {num_given} were given",
             "give synthetic_acceptance_rates or synthetic_acceptance_length",
         )
     if rates is not None:
@@ -235,10 +230,10 @@ def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
     if not rates or not falls or not all(0 <= rate <= 1 for rate in rates):
         raise ConfigError(
             f"synthetic_acceptance_rates={shown(list(rates))} are not possible",
-            "give numbers from 0 to 1, none above the one before it",
+            "give numbers from 0 to 1 that never increase",
         )
     if len(rates) > num_drafts:
         raise ConfigError(
             f"{len(rates)} synthetic_acceptance_rates were given for {num_drafts} drafts",
-            "give one per draft at most",
+            "give at most one per draft",
         )

@@ -1,4 +1,4 @@
-"""What a step sends back to the host, and what a user receives."""
+"""Results of a step on the host, and the outputs that a user receives."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Logprob:
     decoded_token: str | None = None
 
 
-#: Candidates of one position, by token id: the chosen token and the top ones.
+#: Candidates of one position by token id: the sampled token and the top ones.
 PositionLogprobs = dict[int, Logprob]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """The verdict on one plan row, as read by the host after the copy has landed.
+    """The verified result of one scheduled request, read after its copy has completed.
 
     Attributes:
         num_drafts: drafts really offered, 0..draft_limit.
-        num_proposed: drafts that the drafter had ready, before any limit.
+        num_proposed: drafts that the drafter had proposed, before any limit.
         num_accepted: accepted drafts, 0..num_drafts; the bonus token is not counted.
-        token_ids: accepted drafts and the next token; empty for a row that does not sample.
-        failed: the row cannot be judged; its tokens and counts are meaningless.
-        mask_fault: why no token was allowed, if that is why it is failed, not a NaN.
-        logprobs: one entry per token of ``token_ids`` if the request asked for them.
+        token_ids: accepted drafts and the next token; empty if the request does not sample.
+        failed: NaN logits or no valid token; tokens and counts are meaningless.
+        mask_fault: why no token was valid; NONE if NaN logits are the cause.
+        logprobs: one entry per token of ``token_ids``, if requested.
         prompt_logprobs: entries for prompt positions ``first + 1 ..`` of this chunk, where
-            ``first`` is the chunk's first position, if the request asked for them.
+            ``first`` is the chunk's first position, if requested.
     """
 
     num_drafts: int
@@ -48,7 +48,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results of one step, in the order of the plan's rows. They arrive in step order."""
+    """Results of one step in the order of ``StepPlan.requests``; steps arrive in order."""
 
     step_id: int
     requests: tuple[RequestResult, ...]
@@ -56,14 +56,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationMetrics:
-    """Speculation counters of one request or of a whole run.
+    """Speculation counters of one request or of a run.
 
     Attributes:
         num_steps: steps that sampled.
         num_draft_tokens: drafts offered.
         num_accepted_tokens: drafts accepted; bonus tokens are not counted.
-        offered_per_position: steps in which a draft stood at window position i (from 1).
-        accepted_per_position: steps in which that draft was accepted.
+        offered_per_position: steps with a draft at window position i (from 1).
+        accepted_per_position: steps that accepted that draft.
     """
 
     num_steps: int = 0
@@ -74,7 +74,7 @@ class SpeculationMetrics:
 
     @property
     def acceptance_length(self) -> float:
-        """Emitted tokens per step, the bonus token counted."""
+        """Emitted tokens per step, including the bonus token."""
         return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -127,7 +127,7 @@ def _summed(a: tuple[int, ...], b: tuple[int, ...], width: int) -> tuple[int, ..
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of one request in seconds of a monotonic clock, and its speculation counters."""
+    """Times of one request, in seconds of a monotonic clock, and its speculation counters."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -141,9 +141,9 @@ class CompletionOutput:
     """One completion of a request.
 
     ``finish_reason`` is ``"stop"``, ``"length"``, ``"abort"``, ``"error"`` or None while
-    running; ``stop_reason`` is the stop string or stop token id that ended it, if one did.
-    ``windows`` has ``num_drafts`` and ``num_accepted`` of every step that sampled, once it has
-    finished; completions that say the same are equal whatever their windows.
+    running; ``stop_reason`` is the stop string or stop token id that ended it, if any.
+    Once finished, ``windows`` holds (``num_drafts``, ``num_accepted``) of every step that
+    sampled; equality ignores it.
     """
 
     index: int
@@ -161,8 +161,8 @@ class CompletionOutput:
 class RequestOutput:
     """All completions of one request.
 
-    ``prompt_logprobs`` covers the whole prompt or is None: of a request that failed or was
-    aborted in its prompt, how far the chunks had come is not told.
+    ``prompt_logprobs`` covers the whole prompt. It is None if the request failed or was aborted
+    during prefill, so that the output does not depend on chunk borders.
     """
 
     request_id: str

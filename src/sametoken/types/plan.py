@@ -1,4 +1,4 @@
-"""What the host asks of the device in one step: the only upload of a step."""
+"""The plan of one step: the host's only upload to the device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sametoken.types.structured_outputs import Grammar
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes a slot.
+    """A request that gets a slot.
 
     Attributes:
-        slot: the request's row on the device, for the request's life.
+        slot: the request's index on the device until it ends.
         prompt_token_ids: the whole prompt.
         num_cached: leading positions whose KV the prefix cache already holds.
         params: sampling parameters with ``seed`` resolved to a number.
-        stop_token_ids: EOS and stop ids; masked while ``min_tokens`` is not reached.
-        bad_words_token_ids: token sequences that may not be completed.
-        grammar: what the output must match.
-        request_id: whose slot it is, for whoever follows plans on the host.
+        stop_token_ids: EOS and stop ids; masked until ``min_tokens`` is reached.
+        bad_words_token_ids: token sequences that must not be completed.
+        grammar: constrains the output.
+        request_id: the owner of the slot, for host code that reads plans.
     """
 
     slot: int
@@ -35,7 +35,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class BlockAssignment:
-    """KV blocks that a slot's block table gains, from table index ``first_index`` on."""
+    """KV blocks to append to a slot's block table, from table index ``first_index`` on."""
 
     slot: int
     first_index: int
@@ -44,7 +44,7 @@ class BlockAssignment:
 
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Copy a slot's KV blocks to host memory under ``key``; the blocks are then free."""
+    """Copy a slot's KV blocks to host memory under ``key``, which frees the blocks."""
 
     slot: int
     block_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class SwapOut:
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Copy the KV saved under ``key`` back into the slot's new blocks."""
+    """Copy the KV saved under ``key`` into the slot's new blocks."""
 
     slot: int
     block_ids: tuple[int, ...]
@@ -62,13 +62,13 @@ class SwapIn:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One slot's part in a step.
+    """The rows of one slot in a step.
 
     Attributes:
         slot: the slot.
         num_query: committed tokens to compute: a prefill chunk's length, 1 when decoding.
-        draft_limit: at most so many drafts join the window, 0..k.
-        samples: whether the row reaches the last committed token and so samples.
+        draft_limit: maximum drafts in the window, 0..k.
+        samples: whether the rows include the last committed token, so that a token is sampled.
     """
 
     slot: int
@@ -81,9 +81,9 @@ class ScheduledRequest:
 class StepPlan:
     """One step, applied on the device in the order of the fields.
 
-    ``discarded_swaps`` are keys whose saved KV will never be read again (aborts). Of ``rows``
-    those with one committed token that sample come first, windows to the device; the others are
-    chunks of prompts (tests/unit/scheduler/test_scheduler_rows.py).
+    ``discarded_swaps`` are keys whose saved KV will never be read again (aborts). In
+    ``requests``, windows (one committed token, sampled) come before prompt chunks
+    (tests/unit/scheduler/test_scheduler_rows.py).
     """
 
     step_id: int

@@ -1,4 +1,4 @@
-"""A request as the scheduler and the device see it: token ids, no text."""
+"""Requests to the engine core and their updates: token ids, no text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sametoken.types.structured_outputs import (
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One completion to produce; ``n`` > 1 is fanned out before.
+    """One completion to generate; ``n`` > 1 is fanned out before.
 
     Attributes:
         request_id: unique among unfinished requests.
         prompt_token_ids: at least one token.
         params: sampling parameters with ``seed`` resolved to a number.
-        max_total_tokens: prompt and output together never exceed this.
-        stop_token_ids: EOS and stop ids, masked until ``min_tokens`` are out.
-        bad_words_token_ids: token sequences that may not be completed.
-        grammar: what ``params.structured_outputs`` compiles to.
-        num_speculative_tokens: this request's own limit on drafts per step; None means k.
-        use_prefix_cache: whether it takes cached blocks, and leaves its own to others.
+        max_total_tokens: maximum length of prompt and output together.
+        stop_token_ids: EOS and stop ids, masked until ``min_tokens`` is reached.
+        bad_words_token_ids: token sequences that must not be completed.
+        grammar: the compiled ``params.structured_outputs``.
+        num_speculative_tokens: limit on drafts per step for this request; None means k.
+        use_prefix_cache: whether it reads cached blocks and caches its own.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class EngineRequest:
     def __post_init__(self) -> None:
         if self.params.logit_bias is None:
             return
-        # Of its own: what was checked may be changed by its owner before it is admitted.
+        # A copy: the caller may change the mapping between this check and admission.
         params = copy.copy(self.params)
         object.__setattr__(params, "logit_bias", dict(self.params.logit_bias))
         object.__setattr__(self, "params", params)
@@ -50,17 +50,17 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """What one settled step brought to one request.
+    """The processed output of one step for one request.
 
     Attributes:
         token_ids: emitted tokens, not yet cut at a stop or at the length limit.
-        num_drafts, num_accepted: of this step's window.
-        samples: whether the step reached the end of the prompt and so emitted tokens.
+        num_drafts, num_accepted: counts of this step's window.
+        samples: whether the step reached the end of the prompt and emitted tokens.
         num_cached: prompt positions that the prefix cache supplied.
-        failed: the row cannot be judged; ``token_ids`` is empty and the request is released.
-        mask_fault: why no token was allowed, if that is why it is failed, not a NaN.
-        logprobs: one entry per token of ``token_ids``, if asked for.
-        prompt_logprobs: entries of prompt positions, in order, if asked for; the first
+        failed: NaN logits or no valid token; ``token_ids`` is empty, the request is released.
+        mask_fault: why no token was valid; NONE if NaN logits are the cause.
+        logprobs: one entry per token of ``token_ids``, if requested.
+        prompt_logprobs: entries of prompt positions in order, if requested; the first
             prompt token has none.
     """
 

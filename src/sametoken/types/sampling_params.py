@@ -1,7 +1,4 @@
-"""Sampling parameters, with vLLM's names and defaults.
-
-Seeds of the completions of one request.
-"""
+"""Sampling parameters with vLLM's names and defaults, and the seeds of completions."""
 
 from __future__ import annotations
 
@@ -17,44 +14,43 @@ from sametoken.errors import RequestError, shown
 from sametoken.types.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
-#: Completions of one prompt.
+#: Completions per prompt.
 MAX_N = 2**16
-#: Stop strings of a request, and characters of each.
+#: Stop strings per request, and characters of each.
 MAX_STOPS, MAX_STOP_CHARS = 128, 256
-#: Bad words of a request, and characters of each.
+#: Bad words per request, and characters of each.
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 1024, 256
 MAX_STOP_TOKEN_IDS = 1024
-#: Entries of ``logit_bias``, and how far one may go: beyond, 32 bits would hold an infinity.
+#: Entries of ``logit_bias``, and the largest magnitude: far above it fp32 overflows to infinity.
 MAX_LOGIT_BIAS, MAX_BIAS = 4096, 1e30
-#: Token ids of any other list; the vocabulary and ``max_model_len`` are bounds below it.
+#: Token ids in any other list; the vocabulary and ``max_model_len`` set tighter bounds.
 MAX_TOKEN_IDS = 2**20
 MAX_SEED = 2**63 - 1
-#: The device holds these numbers in 32 bits.
+#: The device stores these numbers as int32.
 MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen. Checked on construction.
+    """Sampling parameters of one request, checked on construction.
 
     Attributes:
-        n: completions per prompt, each with a seed of its own derived from ``seed``.
+        n: completions per prompt, each with its own seed derived from ``seed``.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set whose probability reaches this.
-        min_p: keep tokens at least this fraction as likely as the best.
-        seed: names the noise; with it the output is reproducible. None draws one.
-        stop, bad_words: texts, or one alone.
+        top_p: keep the smallest set of tokens whose probability reaches this.
+        min_p: keep tokens at least this fraction as likely as the most likely one.
+        seed: makes the output reproducible; None draws one.
+        stop, bad_words: a list of texts, or one text.
         logprobs, prompt_logprobs: candidates to report per position; 0 reports the chosen one.
         logit_bias: added to the logits of these ids.
         allowed_token_ids: every other id is masked.
-        structured_outputs: the form that the text must have.
-        num_speculative_tokens: this request's own limit on drafts per step, up to the
-            engine's; 0 decodes plainly, None takes the engine's. It changes no token.
+        structured_outputs: constrains the text.
+        num_speculative_tokens: limit on drafts per step, up to the engine's; 0 disables
+            speculation, None takes the engine's. It changes no token.
 
     Raises:
-        RequestError: a value is of the wrong type, out of range or above a bound of this
-            module, or two contradict each other.
+        RequestError: a value has the wrong type or is out of range, or two contradict.
     """
 
     n: int = 1
@@ -100,7 +96,7 @@ class SamplingParams:
         self._check_together()
 
     def of_completion(self, seed: int) -> SamplingParams:
-        """These parameters for one completion alone. Nothing is checked again."""
+        """A copy for one completion, without checking again."""
         own = copy.copy(self)
         object.__setattr__(own, "n", 1)
         object.__setattr__(own, "seed", seed)
@@ -108,12 +104,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is chosen."""
         return self.temperature == 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Whether a presence, frequency or repetition penalty is set."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -122,9 +118,9 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits change by token id or by history: ids, words, lengths, penalties.
+        """Whether ids, bad words, ``min_tokens`` or penalties change the logits.
 
-        What truncation, temperature and a grammar do is not among it.
+        Truncation, temperature and grammars do not count.
         """
         return (
             self.has_penalties
@@ -136,13 +132,8 @@ class SamplingParams:
 
     @property
     def reports_logprobs(self) -> bool:
-        """Whether log-probabilities of the output or of the prompt are asked for."""
+        """Whether log-probabilities of the output or of the prompt are requested."""
         return self.logprobs is not None or self.prompt_logprobs is not None
-
-    @property
-    def has_cuts(self) -> bool:
-        """Whether unlikely tokens lose their chance."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def _check_kinds(self) -> None:
         for name in _SWITCHES:
@@ -237,7 +228,7 @@ def _token_ids(name: str, given: Any, most: int) -> tuple[int, ...]:
 
 
 def _items(name: str, given: Any, most: int) -> tuple[Any, ...]:
-    """The items of a list, an array or an iterator, which may be endless."""
+    """The items of a list, an array or an iterator, which may be infinite."""
     if given is None:
         return ()
     fits = isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping)
@@ -258,11 +249,11 @@ def _biases(given: Any) -> dict[int, float]:
 
 
 def _read(name: str, given: Iterable[Any], make: Callable[[Iterable[Any]], Any], most: int) -> Any:
-    """One item more than there may be, and no further."""
+    """Read at most ``most + 1`` items, enough to see that there are too many."""
     try:
         return make(islice(given, most + 1))
     except Exception as error:
-        # A value of any class: what its iterator raises is its own affair.
+        # An iterator of an arbitrary class may raise anything.
         raise RequestError(f"{name} cannot be read ({shown(error)})", "use a list") from error
 
 
@@ -285,9 +276,9 @@ def _is_number(value: object) -> bool:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """The seed of completion ``index``, in 0..2^63-1; completion 0 keeps ``seed`` itself.
+    """The seed of completion ``index``, in 0..2^63-1; completion 0 keeps ``seed``.
 
-    A hash and not ``seed + index``: requests with neighbouring seeds must not share noise.
+    A hash, not ``seed + index``, so that requests with neighbouring seeds share no noise.
     """
     if index == 0:
         return seed

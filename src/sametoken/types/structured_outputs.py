@@ -1,4 +1,4 @@
-"""What a request's text must look like: one constraint on the characters it may emit."""
+"""Structured outputs: the constraint on a completion's text, and its grammar's interface."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sametoken.errors import RequestError, shown
 
 
 class Matcher(Protocol):
-    """One completion's place in a grammar. Once at its end, only end-of-text tokens match."""
+    """The grammar state of one completion; at its end only end-of-text tokens match."""
 
     def accept(self, token_id: int) -> bool:
-        """Go one token on; False, and no step, if the grammar refuses it."""
+        """Advance by one token; False, without advancing, if the grammar refuses it."""
         ...
 
     def copy(self) -> Matcher:
-        """Another matcher at the same place, which goes its own way."""
+        """An independent matcher in the same state."""
         ...
 
     def fill(self, masks: Any, row: int) -> None:
-        """Write which tokens may come next.
+        """Write the mask of valid next tokens.
 
         Args:
             masks: [rows, ceil(V / 32)] int32 host tensor; bit i of word w is token 32 w + i.
@@ -31,17 +31,17 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """A grammar over token ids. The host passes it on; the verifier uses it."""
+    """A grammar over token ids, which the host masks logits with."""
 
     def is_ready(self) -> bool:
-        """Whether ``new_matcher`` answers at once."""
+        """Whether ``new_matcher`` returns without delay."""
         ...
 
     def prepare(self) -> None:
-        """Do what ``new_matcher`` would take long for. Any thread may call this.
+        """Do the slow work of ``new_matcher`` in advance. Any thread may call this.
 
         Raises:
-            SametokenError: it cannot be done, now or ever.
+            SametokenError: the grammar cannot be compiled.
         """
         ...
 
@@ -51,13 +51,13 @@ class Grammar(Protocol):
 
 
 class MaskFault(IntEnum):
-    """Why a window has no token to choose.
+    """Why a window has no valid token.
 
     Attributes:
         NONE: it has one.
-        NO_VALID_TOKEN: the grammar and the other masks allow none in common.
-        SLOW: the grammar's masks took longer than they may.
-        BROKEN: the grammar's library failed, or refused a token that it had allowed.
+        NO_VALID_TOKEN: the grammar and the other masks have no token in common.
+        SLOW: computing the grammar's masks exceeded its time limit.
+        BROKEN: the grammar library failed, or refused a token that it had allowed.
     """
 
     NONE = 0
@@ -68,17 +68,17 @@ class MaskFault(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """The form that a completion must have, with vLLM's names. Exactly one field is set.
+    """A constraint on a completion's text, with vLLM's names. Exactly one field is set.
 
     Attributes:
         json_schema: a JSON Schema, as JSON text.
         json_object: True for any JSON object.
         regex: a regular expression that the whole text matches.
-        grammar: a grammar in GBNF form, whose rule ``root`` derives the whole text.
-        choice: texts, one of which the completion is.
+        grammar: a GBNF grammar whose rule ``root`` derives the whole text.
+        choice: the allowed completions.
 
     Raises:
-        RequestError: none or several are set, or one is of the wrong type or empty.
+        RequestError: none or several are set, or one has the wrong type or is empty.
     """
 
     json_schema: str | None = None

@@ -87,8 +87,8 @@ def test_a_chunk_is_as_long_as_a_step_unless_it_is_to_be_shorter(asked, longest)
         ("auto", torch.float32, torch.float32, "the checkpoint is fp32"),
         ("auto", torch.bfloat16, torch.bfloat16, "the checkpoint is bfloat16"),
         ("auto", torch.float16, torch.bfloat16, "the checkpoint is float16"),
-        ("float32", torch.bfloat16, torch.float32, "asked for"),
-        ("bfloat16", torch.float32, torch.bfloat16, "asked for"),
+        ("float32", torch.bfloat16, torch.float32, "requested"),
+        ("bfloat16", torch.float32, torch.bfloat16, "requested"),
     ],
 )
 def test_the_dtype_and_its_reason(asked, stored, expected, why):

@@ -24,14 +24,14 @@ def test_each_step_gets_its_own_rows_in_order():
     output.put(second)
     assert torch.equal(output.take(1).states, first.states)
     assert torch.equal(output.take(3).states, second.states)
-    with pytest.raises(InvariantError, match="step 4 was settled before its rows came"):
+    with pytest.raises(InvariantError, match="step 4 was processed before its rows were recorded"):
         output.take(4)
 
 
 def test_rows_of_another_step_are_refused():
     output = CommittedRowsOutput()
     output.put(rows(5))
-    with pytest.raises(InvariantError, match="step 4 brought the rows of step 5"):
+    with pytest.raises(InvariantError, match="step 4 has the rows of step 5"):
         output.take(4)
 
 

@@ -48,7 +48,7 @@ def test_states_of_another_kind_are_not_mixed_in(tmp_path):
 def test_a_path_that_is_no_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match="cannot be made a directory"):
+        with pytest.raises(ConfigError, match="cannot be created"):
             opened(path)
     (tmp_path / "manifest.json").mkdir()
     with pytest.raises((ConfigError, CheckpointError), match=r"manifest\.json cannot be"):

@@ -201,7 +201,7 @@ def test_rows_that_cannot_be_are_refused(device):
     with pytest.raises(InvariantError, match="keeps 9 tokens"):
         device.end(1, 9)
     device.writer.launch(StepPlan(3, requests=(ScheduledRequest(0, 1, 0, True),)))
-    with pytest.raises(InvariantError, match="before its rows came"):
+    with pytest.raises(InvariantError, match="before its rows were recorded"):
         device.writer.process_output(StepResult(3, (RequestResult(0, 0, 0, (1,)),)))
 
 

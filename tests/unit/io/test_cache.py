@@ -10,8 +10,8 @@ from sametoken.errors import ConfigError
 from sametoken.io.cache_directory import (
     cache_directory,
     expanded,
-    foreign_hands,
     make_cache_directory,
+    untrusted_reason,
 )
 
 
@@ -50,8 +50,8 @@ def test_it_is_made_for_its_user_alone(monkeypatch, tmp_path):
 def test_hands_of_others_are_named(tmp_path):
     path = tmp_path / "file"
     path.touch(0o600)
-    assert foreign_hands(path) is None
+    assert untrusted_reason(path) is None
     path.chmod(0o664)
-    assert foreign_hands(path) == "others than its owner may write it"
+    assert untrusted_reason(path) == "users other than its owner may write it"
     (tmp_path / "link").symlink_to(path)
-    assert foreign_hands(tmp_path / "link") == "it is a symbolic link"
+    assert untrusted_reason(tmp_path / "link") == "it is a symbolic link"

@@ -45,7 +45,7 @@ def test_what_stands_in_its_place_is_not_written_to(tmp_path):
     assert (tmp_path / "mine").read_text() == "mine"
     (tmp_path / LOCK).unlink()
     os.mkfifo(tmp_path / LOCK)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         DirectoryLock(tmp_path, "wait")
     with pytest.raises(ConfigError, match="cannot be locked"):
         DirectoryLock(tmp_path / "none", "wait")

@@ -50,6 +50,6 @@ def test_lines_before_a_bad_one_are_read(tmp_path):
     (tmp_path / "a").write_bytes(b"1\n2\n{")
     lines = json_lines(tmp_path / "a")
     assert [next(lines), next(lines)] == [(1, 1), (2, 2)]
-    with pytest.raises(ConfigError, match=r"line 3 of .* is no JSON"):
+    with pytest.raises(ConfigError, match=r"line 3 of .* is not JSON"):
         next(lines)
     assert MAX_LINE_BYTES == 64 * 2**20

@@ -22,7 +22,7 @@ def test_blocks_come_and_go():
 
 def test_more_than_available_is_refused_and_takes_nothing():
     pool, _ = make_pool(2)
-    with pytest.raises(InvariantError, match="3 blocks asked for, 2 available"):
+    with pytest.raises(InvariantError, match="3 blocks requested, 2 available"):
         pool.allocate(3)
     pool.check_integrity([])
 

@@ -56,7 +56,7 @@ def test_the_longest_possible_request_is_taken(kit):
 def test_an_id_is_taken_until_its_request_is_released(kit):
     scheduler = kit.scheduler()
     scheduler.add(kit.request("r", 3))
-    with pytest.raises(RequestError, match="'r' is already here"):
+    with pytest.raises(RequestError, match="'r' already exists"):
         scheduler.add(kit.request("r", 5))
     plan = scheduler.plan()
     scheduler.release("r")

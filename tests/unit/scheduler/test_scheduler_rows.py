@@ -301,7 +301,7 @@ def test_a_verdict_that_the_row_cannot_have_is_refused(kit):
     kit.step(scheduler)
     plan = scheduler.plan()
     good = kit.result(plan).requests[0]
-    with pytest.raises(InvariantError, match="has 0 rows, its plan 1"):
+    with pytest.raises(InvariantError, match="has 0 requests, its plan 1"):
         scheduler.process_output(StepResult(plan.step_id, ()))
     bad = dataclasses.replace(good, num_drafts=3)
     with pytest.raises(InvariantError, match="0 of 3 drafts where at most 2"):

@@ -62,7 +62,7 @@ def test_messages_are_encoded_with_the_prompt_as_their_beginning(tmp_path):
     ("text", "says"),
     [
         ("", "holds no answer"),
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("3", "no text"),
         ('{"prompt": "a", "answer": "b"}', "no text"),
         ('{"prompt_token_ids": [1]}', "no text"),

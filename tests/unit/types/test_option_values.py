@@ -63,7 +63,7 @@ def test_paths_that_could_be(path):
 
 @pytest.mark.parametrize("path", ["\0", "a\0b", "\ud800", "a" * 256, "ä" * 128, "a/" * 2048])
 def test_paths_that_could_not_be(path):
-    with pytest.raises(ConfigError, match=r"k=.* is no path"):
+    with pytest.raises(ConfigError, match=r"k=.* is not a path"):
         require_path("k", path)
 
 

@@ -18,8 +18,8 @@ from sametoken.errors import UnsupportedError
 from sametoken.io.cache_directory import (
     CACHE_VARIABLE,
     cache_directory,
-    foreign_hands,
     make_cache_directory,
+    untrusted_reason,
 )
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
 
 
 def _require_own(directory: Path) -> None:
-    if why := foreign_hands(directory.resolve()):
+    if why := untrusted_reason(directory.resolve()):
         raise UnsupportedError(
             f"CPU kernels are not loaded from {directory}: {why}",
             f"make it writable by you alone, or set {CACHE_VARIABLE} to another directory",
@@ -118,7 +118,7 @@ def _require_own(directory: Path) -> None:
 def _cached(directory: Path, stem: str) -> Path | None:
     """A library that this user built and that is whole: its name ends in its checksum."""
     for path in sorted(directory.glob(f"{stem}-*.so")):
-        if why := foreign_hands(path):
+        if why := untrusted_reason(path):
             logger.warning("%s is not loaded: %s", path, why)
         elif path.is_file() and path.stem == f"{stem}-{_checksum(path)}":
             return path

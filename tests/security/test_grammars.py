@@ -25,7 +25,7 @@ from sametoken.sampling.grammar_masks import (
     MaskBudget,
 )
 from sametoken.text.grammar.json_schema import (
-    _apart,
+    _are_disjoint,
     _disjoint,
     check_schema,
 )
@@ -156,7 +156,7 @@ def test_branches_are_told_apart_as_pair_by_pair():
     for _ in range(4000):
         branches = [random_branch(chance) for _ in range(chance.randint(1, 4))]
         pairs = itertools.combinations(branches, 2)
-        expected = all(_apart(one, other) for one, other in pairs)
+        expected = all(_are_disjoint(one, other) for one, other in pairs)
         assert _disjoint(branches, {}) == expected, branches
         verdicts.append(expected)
     assert 400 < sum(verdicts) < 3600

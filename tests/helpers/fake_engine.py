@@ -63,7 +63,7 @@ class FakeEngine:
         window: tokens per step.
         refuse: raised by ``begin``.
         endless: whether answers go on as long as they may.
-        poisoned: whether every answer fails.
+        failed: whether every answer fails.
     """
 
     is_ready = True
@@ -76,7 +76,7 @@ class FakeEngine:
         window: int = 3,
         refuse: Exception | None = None,
         endless: bool = False,
-        poisoned: bool = False,
+        failed: bool = False,
     ) -> None:
         template = CHAT_TEMPLATE
         self.tokenizer = Tokenizer(
@@ -87,7 +87,7 @@ class FakeEngine:
         self.resolved = SUMMARY
         self.say = say if callable(say) else lambda prompt, index: say
         self.window, self.refuse = window, refuse
-        self.endless, self.failed = endless, poisoned
+        self.endless, self.failed = endless, failed
         self.seen: list[tuple[PromptTokens, SamplingParams]] = []
         self.aborted: list[str] = []
         self._tasks: set[asyncio.Task] = set()

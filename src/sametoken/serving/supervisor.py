@@ -131,8 +131,8 @@ class Supervisor:
                     self._watchdog.arm()
         except Exception as error:
             # Requests whose results cannot be processed must fail.
-            _logger.exception("the engine's results cannot be taken in")
-            process.kill(EngineDeadError(f"results cannot be taken in: {error!r}", "see the log"))
+            _logger.exception("the engine's results cannot be processed")
+            process.kill(EngineDeadError(f"results cannot be processed: {error!r}", "see the log"))
         return await process.stop()
 
     def _kill_hung(self) -> None:

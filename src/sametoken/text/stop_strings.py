@@ -15,7 +15,7 @@ class StopMatch:
 
 
 class StopStrings:
-    """An immutable Aho-Corasick automaton: the cost of a character is independent of their number.
+    """An immutable Aho-Corasick automaton: a character's cost is independent of the string count.
 
     Each node is a prefix of a stop string; node 0 is the empty one. Nodes are numbered in the
     order of the sorted strings, so the first child of a node is the next node. Several

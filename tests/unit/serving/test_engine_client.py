@@ -299,7 +299,7 @@ def test_results_that_cannot_be_taken_in_end_the_requests(play, caplog):
         await asyncio.sleep(0)
         kit.process.says = "nonsense"
         kit.process.ended.set()
-        with pytest.raises(EngineDeadError, match="results cannot be taken in"):
+        with pytest.raises(EngineDeadError, match="results cannot be processed"):
             await asyncio.wait_for(anext(stream), 5)
 
     play(scenario)

@@ -23,7 +23,7 @@ from sametoken.io.json_text import parse_json
 _FORMAT = "sametoken-batch-1"
 _SETTINGS = "settings.json"
 _PARTS = "part-*.jsonl"
-_ANEW = "remove the directory to have every line answered anew"
+_START_AGAIN = "remove the directory to have every line answered again"
 
 
 class _Location(NamedTuple):
@@ -128,7 +128,7 @@ class Journal:
         except OSError as error:
             raise ConfigError(
                 f"{self._directory} cannot be removed ({error})",
-                "remove it; the results are whole",
+                "remove it; the output is complete",
             ) from error
 
     def _find_parts(self) -> list[Path]:
@@ -139,7 +139,7 @@ class Journal:
             if part not in found or not part.is_file():
                 raise ConfigError(
                     f"{part} is missing, and {self._directory} holds parts of later runs",
-                    f"put it back, or {_ANEW}",
+                    f"put it back, or {_START_AGAIN}",
                 )
         return parts
 
@@ -159,10 +159,11 @@ class Journal:
                 raise ValueError("it is missing")
             found = parse_json(path.read_bytes())
             if not isinstance(found, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
         except ValueError as error:
             raise ConfigError(
-                f"{path} does not say what the results beside it were made with ({error})", _ANEW
+                f"{path} does not hold the settings of the results beside it ({error})",
+                _START_AGAIN,
             ) from error
         for name in settings | found:
             theirs, ours = found.get(name), settings.get(name)
@@ -191,7 +192,7 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> None:
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{path} cannot be used ({error})",
-        "make room there, or choose another output; the same command goes on with what is left",
+        "make room there, or choose another output; the same command resumes the run",
     )
 
 

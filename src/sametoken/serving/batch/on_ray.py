@@ -100,7 +100,7 @@ def answer_on_ray(
     except RayError as error:
         raise EngineDeadError(
             f"the engines on Ray ended ({last_line(str(error))})",
-            "once that is mended, the same command goes on with what is left",
+            "fix the cause; the same command resumes the run",
         ) from error
     finally:
         if is_ours:

@@ -232,7 +232,7 @@ async def _respond(app: ASGIApp, request: BatchRequest, key: str) -> tuple[int, 
         await asyncio.sleep(_RETRY_S)
     raise EngineDeadError(
         f"the engine was lost {_MAX_LOST} times under one request ({answer['error']['message']})",
-        "the same command goes on with what is left",
+        "the same command resumes the run",
     )
 
 

@@ -104,7 +104,7 @@ class _Answer:
                 output = self._shown(one.output)
                 for completion in output.outputs:
                     writer = writers[one.prompt_index][completion.index]
-                    if writer.has_news(completion):
+                    if writer.has_new_output(completion):
                         yield self._response([writer.write(output, completion)], **no_usage)
         last = self._stats(generation.outputs)
         if with_usage:
@@ -170,7 +170,7 @@ class _ChoiceWriter:
         self._num_tokens = 0
         self._text_offset = 0
 
-    def has_news(self, completion: CompletionOutput) -> bool:
+    def has_new_output(self, completion: CompletionOutput) -> bool:
         """Whether the completion has parts that were not sent."""
         return not self._finished and (
             completion.finish_reason is not None

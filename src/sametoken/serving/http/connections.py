@@ -114,7 +114,7 @@ class Connections:
             except (BlockingIOError, InterruptedError, ConnectionError):
                 pass
             except OSError as error:
-                _logger.warning("a connection cannot be taken: %s", error)
+                _logger.warning("a connection cannot be accepted: %s", error)
                 for waiting in list(itertools.islice(self._waiting, _AT_ONCE)):
                     waiting.drop()
                 # Their descriptors are closed in the event loop's next iterations.
@@ -153,10 +153,10 @@ class Connections:
         if len(self._all) >= self._most:
             longest = next(iter(self._waiting), None)
             if longest is None:
-                _logger.warning("a connection was refused: %d are at work", len(self._all))
+                _logger.warning("a connection was refused: all %d are busy", len(self._all))
                 client.close()
                 return
-            _logger.warning("a connection that waited was closed: there are %d", len(self._all))
+            _logger.warning("a waiting connection was closed: there are %d", len(self._all))
             longest.drop()
         connection = make()
         self._all.add(connection)
@@ -275,9 +275,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def send_400_response(self, msg: str) -> None:
         """See ``H11Protocol``: the input is not HTTP, or beyond a limit."""
         response = invalid(
-            "the request is no HTTP/1.1, or beyond what is taken: headers of 16 KiB, a target of "
+            "the request is not HTTP/1.1, or exceeds a limit: headers of 16 KiB, a target of "
             f"{_MAX_TARGET} bytes that is a path, one length, bodies in pieces of {_MEAN_PIECE} "
-            "bytes. Send a plainer one"
+            "bytes. Send a simpler one"
         ).response()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = [*response.raw_headers, _CLOSE]

@@ -157,7 +157,7 @@ class Generation:
 
     def _take(self, index: int, output: RequestOutput) -> None:
         now = time.monotonic()
-        self._times.take(self.latest[index], output, now - self._read_at[index])
+        self._times.observe(self.latest[index], output, now - self._read_at[index])
         self._read_at[index] = now
         self.latest[index] = output
         for completion in output.outputs:

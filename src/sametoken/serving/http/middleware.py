@@ -95,7 +95,7 @@ class Authentication:
         wait_s = self._wrong.take(_address(scope))
         if wait_s > 0:
             cause = (
-                f"more than {_WRONG_KEYS_PER_MINUTE} requests per minute without a right API key"
+                f"more than {_WRONG_KEYS_PER_MINUTE} requests per minute without a valid API key"
             )
             return _too_many(cause, wait_s)
         return ApiError(
@@ -225,7 +225,7 @@ class BodyLimit:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body did not come within {self._bounds.timeout_s:g} s. Send it faster",
+                f"the body did not arrive within {self._bounds.timeout_s:g} s. Send it faster",
                 code="request_timeout",
             ) from None
 

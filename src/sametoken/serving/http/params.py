@@ -9,10 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sametoken.errors import shown
-from sametoken.serving.http.errors import (
-    ApiError,
-    invalid,
-)
+from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -122,7 +119,7 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
         # ``int`` also accepts spaces, signs, underscores, and digits of other scripts.
         if not _TOKEN_ID.fullmatch(key):
             raise invalid(
-                f"logit_bias has the key {shown(key)}, which is no token id. Use integers as keys",
+                f"logit_bias has the key {shown(key)}, not a token id. Use integers as keys",
                 "logit_bias",
             )
     return {int(token_id): bias for token_id, bias in biases.items()}
@@ -202,18 +199,3 @@ def _given(name: str, value: str | list[str] | None) -> StructuredOutputs | None
         return None
     constraint: Any = tuple(value) if isinstance(value, list) else value
     return StructuredOutputs(**{name: constraint})
-
-
-def refuse_both(structured: StructuredOutputs | None, tool_choice: str) -> None:
-    """Refuse a forced tool call, which is a constraint, beside another constraint.
-
-    Raises:
-        ApiError: the request has both.
-    """
-    if structured is not None:
-        raise ApiError(
-            400,
-            f"tool_choice {tool_choice} and a form for the answer contradict each other. "
-            "Send one of them",
-            param="tool_choice",
-        )

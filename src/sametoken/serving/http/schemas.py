@@ -48,14 +48,14 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "documents": "put the texts into the messages",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "length_penalty": "it belongs to beam search, which is not offered",
+    "length_penalty": "it belongs to beam search, which is not supported",
     "modalities": "only text is supported; leave it out",
     "reasoning_effort": "use chat_template_kwargs, if the model's template reads it",
     "suffix": "put what follows into the prompt, in the model's own format",
     "truncate_prompt_tokens": "shorten the prompt",
-    "use_beam_search": "leave it out; sampling is what is offered",
+    "use_beam_search": "leave it out; only sampling is supported",
     "verbosity": "ask for it in the messages",
-    "web_search_options": "leave it out; the server reaches no other",
+    "web_search_options": "leave it out; the server has no web access",
 }
 
 
@@ -68,7 +68,7 @@ def _encodable(text: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError("a lone surrogate is no text") from error
+        raise ValueError("a lone surrogate is not valid text") from error
     return text
 
 
@@ -204,7 +204,7 @@ class SamplingFields(BaseModel):
             raise invalid("stream_options need stream. Set stream to true", "stream_options")
         if self.include_speculation_stats == DETAILED and num_prompts * self.n > 1:
             raise invalid(
-                "detailed statistics are of one completion. Send one prompt with n=1",
+                "detailed statistics need a single completion. Send one prompt with n=1",
                 "include_speculation_stats",
             )
 

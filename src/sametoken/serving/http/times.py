@@ -48,7 +48,7 @@ class RequestTimes:
             "request_generation_tokens", "Output tokens of a finished request.", _TOKENS
         )
 
-    def take(self, before: RequestOutput | None, output: RequestOutput, gap_s: float) -> None:
+    def observe(self, before: RequestOutput | None, output: RequestOutput, gap_s: float) -> None:
         """Observe an output, given the request's previous output and the seconds between them."""
         metrics = output.metrics
         for index, completion in enumerate(output.outputs):

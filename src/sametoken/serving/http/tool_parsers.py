@@ -127,7 +127,7 @@ def parse_llama3_json(text: str, finished: bool) -> Parsed:
     place = start
     if text.startswith(_PYTHON_TAG, start):
         place = skip_space(text, start + len(_PYTHON_TAG))
-    calls, place = _calls_in_row(text, place)
+    calls, place = _consecutive_calls(text, place)
     rest = text[place:].rstrip() if calls else text
     begins = text[place : place + 1]
     undecided = not begins or (begins == "{" and _may_become_call(read_object(text, place)))
@@ -136,7 +136,7 @@ def parse_llama3_json(text: str, finished: bool) -> Parsed:
 
 def parse_required(text: str, finished: bool) -> Parsed:
     """``[{"name": ..., "parameters": {...}}, ...]``, the constraint of forced calls."""
-    calls, _ = _calls_in_row(text, skip_space(text, skip_space(text, 0) + 1))
+    calls, _ = _consecutive_calls(text, skip_space(text, skip_space(text, 0) + 1))
     return Parsed("", calls)
 
 
@@ -167,7 +167,7 @@ def parser_of_template(template: str) -> str | None:
     return None
 
 
-def _calls_in_row(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
+def _consecutive_calls(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
     """The consecutive calls from ``place`` on, and where they end."""
     calls: list[FoundCall] = []
     while text[place : place + 1] == "{":

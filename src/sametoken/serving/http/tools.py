@@ -67,7 +67,7 @@ def tool_use(
         return ToolUse(None, parse_nothing, structured)
     if structured is not None:
         raise invalid(
-            "a form for the answer and tools contradict each other. Send one of them, or "
+            "structured outputs and tools contradict each other. Send one of them, or "
             'tool_choice "none"',
             "tool_choice",
         )

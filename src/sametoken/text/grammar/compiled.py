@@ -161,7 +161,7 @@ def _first_line(error: Exception) -> str:
     """The compiler's message, which may be empty, without the place in its source code."""
     line, *_ = [*str(error).strip().splitlines(), ""]
     reason = (line.partition(".cc:")[2].partition(": ")[2] or line).rstrip(". ")
-    return reason[:_LONGEST_REASON] or "the compiler refuses it and gives no reason"
+    return reason[:_LONGEST_REASON] or "the compiler gives no reason"
 
 
 _LONGEST_REASON = 300

@@ -243,8 +243,8 @@ def _packed(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...
 
     if not eos_token_ids:
         raise RequestError(
-            "structured_outputs needs an end-of-text token and the model names none",
-            "name eos_token_id in config.json",
+            "structured_outputs needs an end-of-text token and the model has none",
+            "set eos_token_id in config.json",
         )
     try:
         kind = xgrammar.TokenizerInfo.from_huggingface(

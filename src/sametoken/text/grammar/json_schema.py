@@ -170,28 +170,28 @@ def _check_exclusive(schema: Mapping[str, Any]) -> None:
         if others:
             raise _refused(
                 key,
-                f"stands beside {textwrap.shorten(', '.join(others), 60)}",
+                f"excludes {textwrap.shorten(', '.join(others), 60)}",
                 f"move them into the schema under {key}",
             )
     if len(schema.get("allOf", ())) > 1:
         raise _refused("allOf", "has several schemas", "merge them into one")
     ref = schema.get("$ref")
     if ref is not None and ref != "#" and not ref.startswith("#/"):
-        raise _refused("$ref", f"leads to {_short(ref)}, outside the schema", "use #/$defs/...")
+        raise _refused("$ref", f"refers to {_short(ref)}, outside the schema", "use #/$defs/...")
 
 
 def _check_types(schema: Mapping[str, Any]) -> None:
     for key, types in _BY_TYPE.items():
         if key in schema and schema.get("type") not in types:
             raise _refused(
-                key, f"needs the type to be {' or '.join(types)}", "state the type, and one alone"
+                key, f"needs the type to be {' or '.join(types)}", "state exactly one type"
             )
     shape = [key for key in ("pattern", "format") if key in schema]
     length = [key for key in ("minLength", "maxLength") if key in schema]
     if shape and length:
-        raise _refused(length[0], f"stands beside {shape[0]}", "state the length in a pattern")
+        raise _refused(length[0], f"excludes {shape[0]}", "state the length in a pattern")
     if "multipleOf" in schema and any(key in schema for key in _RANGE):
-        raise _refused("multipleOf", "stands beside a minimum or a maximum", "list the values")
+        raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
 
 
 def _children(schema: Mapping[str, Any]) -> Iterator[Any]:

@@ -41,7 +41,7 @@ def check_regex(pattern: str) -> None:
             in_class = True
         elif part[0] == "(":
             kind = "lookbehind" if "<" in part else "lookahead"
-            raise _refused(f"the {kind} {part}", "list what may stand there")
+            raise _refused(f"the {kind} {part}", "list the allowed texts")
         elif (found.start(), part) != (0, "^") and (found.end(), part) != (len(pattern), "$"):
             raise _refused(f"the anchor {part} within it", "leave it out, or escape it")
 

@@ -47,7 +47,7 @@ def test_the_first_end_wins_and_then_the_longest():
     assert first((), "abc") is None
 
 
-def test_a_match_must_end_in_what_is_judged():
+def test_a_match_must_end_in_checked_text():
     cursor = StopCursor(StopStrings(("ba",)))
     assert cursor.feed("bab", checked=False) is None
     assert cursor.feed("abab", checked=True) == StopMatch(2, 4)

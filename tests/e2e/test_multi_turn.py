@@ -84,7 +84,7 @@ class Chat:
     def next_turn(self, core) -> None:
         self.turns_left -= 1
         self.wanted = len(self.tokens) + self.chance.randint(3, 9)
-        # The engine would go on: the front is who stops it, in the middle of a window.
+        # The engine would go on: the output processor stops it within a window.
         core.add_request(request(self.name, self.tokens, max_tokens=24))
 
     def take(self, core, update) -> None:

@@ -1,4 +1,4 @@
-"""Conversations through the front, held with an engine that remembers and one that does not."""
+"""Conversations through LLM, with an engine that caches prefixes and one that does not."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 
-class EngineClient(NamedTuple):
-    """An engine behind its front, which cuts at stops and says what is kept.
+class RecordedEngine(NamedTuple):
+    """An engine under an LLM, which cuts outputs at stops.
 
     Attributes:
-        recorded: what it emitted; None where graphs do.
+        recorded: the logits of emitted tokens; None under graphs.
     """
 
     llm: LLM
     recorded: RecordedLogits | None
 
 
-def start(target, steps: str | None = None, **options) -> EngineClient:
+def start(target, steps: str | None = None, **options) -> RecordedEngine:
     """An engine, its steps in one of ``STEPS`` if that is named."""
     core = build_engine(EngineConfig.from_options(model=str(target), **options))
     if steps is not None:
@@ -38,7 +38,7 @@ def start(target, steps: str | None = None, **options) -> EngineClient:
     if isinstance(core._runner.launcher, EagerLauncher):
         recorded = RecordedLogits()
         core._runner = recorded.runner(core._runner)
-    return EngineClient(LLM.from_engine(core, None), recorded)
+    return RecordedEngine(LLM.from_engine(core, None), recorded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Turn(NamedTuple):
 
 def check_turns(
     talk: Talk,
-    hot: EngineClient,
-    cold: Callable[[], EngineClient],
-    plain: Callable[[], EngineClient],
+    hot: RecordedEngine,
+    cold: Callable[[], RecordedEngine],
+    plain: Callable[[], RecordedEngine],
 ) -> list[Turn]:
     """Hold a conversation with an engine that may use what earlier turns left.
 
@@ -119,7 +119,7 @@ def check_turns(
     return turns
 
 
-def _check_logits(front: EngineClient, truth: EngineClient, prompt, num_tokens: int) -> None:
+def _check_logits(engine: RecordedEngine, plain: RecordedEngine, prompt, num_tokens: int) -> None:
     for position in range(len(prompt), len(prompt) + num_tokens):
         key = tuple(prompt), position
-        assert torch.equal(front.recorded.rows[key], truth.recorded.rows[key]), key
+        assert torch.equal(engine.recorded.rows[key], plain.recorded.rows[key]), key

@@ -213,7 +213,7 @@ def test_settings_that_cannot_be_read_are_refused(begun, settings):
     path.unlink()
     if settings is not None:
         path.write_bytes(settings)
-    with pytest.raises(ConfigError, match=r"settings\.json does not say"):
+    with pytest.raises(ConfigError, match=r"settings\.json does not hold"):
         run_again(begun)
 
 
@@ -231,7 +231,7 @@ def test_a_part_that_is_missing_or_no_file_is_refused(begun):
     (begun / "part-00000.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"part-00000\.jsonl is missing") as caught:
         run_again(begun)
-    assert "answered anew" in caught.value.remedy
+    assert "answered again" in caught.value.remedy
     (begun / "part-00000.jsonl").mkdir()
     with pytest.raises(ConfigError, match=r"part-00000\.jsonl is missing"):
         run_again(begun)

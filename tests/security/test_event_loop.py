@@ -109,7 +109,7 @@ def test_a_character_costs_the_same_however_many_stop_strings_there_are():
     cursor = StopCursor(StopStrings(stops))
     began = time.thread_time()
     for _ in range(20_000):
-        assert cursor.feed("aaaa", judged=True) is None
+        assert cursor.feed("aaaa", checked=True) is None
         assert cursor.num_held <= MAX_STOP_CHARS - 8
     assert cursor.num_held == MAX_STOP_CHARS - 8
     assert time.thread_time() - began < 3

@@ -25,7 +25,7 @@ from sametoken.sampling.grammar_masks import (
     MaskBudget,
 )
 from sametoken.text.grammar.json_schema import (
-    _apart,
+    _are_disjoint,
     _disjoint,
     check_schema,
 )
@@ -80,7 +80,7 @@ def test_a_grammar_is_as_small_on_its_way_as_its_source(structured):
         (json.dumps({"type": ["a" * 10] * 4000 + [1]}), "type is"),
         ('{"required": ["%s"]}' % ("a" * 60_000), "required names"),
         ('{"$ref": "%s"}' % ("a" * 60_000), "outside the schema"),
-        ('{"anyOf": [{}], "%s": 1}' % ("a" * 60_000), "stands beside"),
+        ('{"anyOf": [{}], "%s": 1}' % ("a" * 60_000), "excludes"),
         ("[" * 150 + "]" * 150, "not a JSON object"),
         ('{"minItems": "x", "type": "array"}', "not valid"),
     ],
@@ -156,7 +156,7 @@ def test_branches_are_told_apart_as_pair_by_pair():
     for _ in range(4000):
         branches = [random_branch(chance) for _ in range(chance.randint(1, 4))]
         pairs = itertools.combinations(branches, 2)
-        expected = all(_apart(one, other) for one, other in pairs)
+        expected = all(_are_disjoint(one, other) for one, other in pairs)
         assert _disjoint(branches, {}) == expected, branches
         verdicts.append(expected)
     assert 400 < sum(verdicts) < 3600

@@ -212,7 +212,7 @@ class _Completion:
         with_token = before + self._piece(token_id)
         # A stop string counts if at least ``min_tokens`` tokens precede the one that it ends in.
         judged = len(self.token_ids) > self.request.params.min_tokens
-        match = self._stops.feed(with_token[len(self._text) :], judged=judged)
+        match = self._stops.feed(with_token[len(self._text) :], checked=judged)
         if match is not None:
             self._end_at(match, with_token)
             return

@@ -1,1 +1,1 @@
-"""The engine behind a server: its process, the client of that process, and what serves others."""
+"""The engine behind a server: its process, that process's client, HTTP, batch and Ray."""

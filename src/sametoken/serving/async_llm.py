@@ -1,4 +1,4 @@
-"""The engine for servers: requests from one event loop, computed in a process of its own."""
+"""The engine for servers: requests come from one event loop and run in a separate process."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from sametoken.types.sampling_params import SamplingParams
 
 
 class AsyncLLM:
-    """A model that is loaded and ready in a process of its own.
+    """A model that is loaded and ready in a separate engine process.
 
-    That process sees token ids alone; text is made and stop strings are found here. Should it
-    die, its requests fail and it is started again, within the limits. All methods are called
-    on the event loop that started it.
+    That process handles token ids only; detokenization and stop strings are done here. If it
+    dies, its requests fail and it is restarted, within the limits. Call all methods on the
+    event loop that started it.
 
     Attributes:
-        resolved: the engine's settings, the tokenizer's end-of-text id among ``eos_token_ids``.
+        resolved: the engine's settings; ``eos_token_ids`` includes the tokenizer's.
     """
 
     resolved: EngineSummary
@@ -80,9 +80,9 @@ class AsyncLLM:
             trials=self._trials,
         )
         self._client = EngineClient(process, config, build, limits, tokenizer)
-        # Of their own: slow grammars leave the other threads to the tokenizer.
+        # A separate pool: slow grammars must not block the tokenizer's threads.
         self._grammar_threads = ThreadPoolExecutor(AT_ONCE, "grammar")
-        self._grammar_turns = asyncio.Semaphore(AT_ONCE)
+        self._grammar_slots = asyncio.Semaphore(AT_ONCE)
 
     @classmethod
     async def start(
@@ -95,8 +95,8 @@ class AsyncLLM:
         """Start the engine process and wait until it is ready.
 
         Args:
-            config: what the user asked of the engine.
-            limits: what the server bounds.
+            config: the engine's options.
+            limits: the server's limits.
             build: makes the engine, in its process.
 
         Raises:
@@ -121,12 +121,12 @@ class AsyncLLM:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken: the engine process is up, and nothing is drained."""
+        """Whether requests are accepted: the engine process is up and not draining."""
         return self._client.is_ready
 
     @property
     def errored(self) -> SametokenError | None:
-        """Why there is no engine process; None while one is up."""
+        """The cause if there is no engine process; None while one is up."""
         return self._client.supervisor.cause
 
     def get_tokenizer(self) -> Tokenizer:
@@ -143,31 +143,31 @@ class AsyncLLM:
         """The token ids of a prompt in any of its forms; see ``InputProcessor.tokenize``.
 
         Raises:
-            RequestError: it has another form, is too long to fit, or is a text and there is
-                no tokenizer.
+            RequestError: its form is unknown, it is too long, or it is a text and there is no
+                tokenizer.
         """
         return self._inputs.tokenize(prompt, add_special_tokens=add_special_tokens)
 
     def render_chat(self, messages: Messages, **template_options: Any) -> PromptTokens:
-        """The prompt that a conversation makes, ready for the assistant's answer.
+        """The prompt of a conversation, with the generation prompt added.
 
         Raises:
-            RequestError: no tokenizer, no chat template, or messages that it refuses.
+            RequestError: there is no tokenizer or chat template, or it refuses the messages.
         """
         options = {"add_generation_prompt": True, **template_options}
         return self._inputs.tokenize_chat(messages, **options)
 
     async def start_grammar_trials(self) -> None:
-        """Get ready for the first grammar; without it, that grammar's request waits for seconds."""
+        """Start the grammar processes; otherwise the first grammar's request waits for seconds."""
         work = self._grammar_threads.submit(self._inputs.start_trials)
-        # Whoever needs a grammar learns why there can be none.
+        # Requests with a grammar get the error.
         with contextlib.suppress(SametokenError):
             await asyncio.wrap_future(work)
 
     async def prepare(
         self, prompts: Sequence[PromptTokens], params: SamplingParams, request_id: str
     ) -> list[ProcessedRequest]:
-        """Do what takes long for a request off the event loop, ready for ``begin``.
+        """Process requests off the event loop, ready for ``begin``.
 
         Args:
             prompts: token ids.
@@ -176,30 +176,30 @@ class AsyncLLM:
 
         Raises:
             RequestError: a prompt or a parameter is invalid.
-            OverloadedError: grammars are being compiled, and take long.
-            DrainingError, EngineRestartingError, EngineDeadError: no requests are taken.
+            OverloadedError: other grammars are being compiled, and take long.
+            DrainingError, EngineRestartingError, EngineDeadError: no requests are accepted.
         """
         self._client.require_ready()
         process = partial(self._inputs.process_all, request_id, prompts, params)
         if self._inputs.knows_grammar(params):
             return await asyncio.to_thread(process)
         try:
-            await asyncio.wait_for(self._grammar_turns.acquire(), TIME_LIMIT)
+            await asyncio.wait_for(self._grammar_slots.acquire(), TIME_LIMIT)
         except TimeoutError as error:
             raise busy() from error
         work = self._grammar_threads.submit(process)
-        # With the thread's work, not with this call's: whoever gives up leaves a busy thread.
+        # Released when the thread is free: a cancelled call leaves a busy thread.
         loop = asyncio.get_running_loop()
-        work.add_done_callback(lambda _: self._end_grammar_turn(loop))
+        work.add_done_callback(lambda _: self._release_grammar_slot(loop))
         return await asyncio.wrap_future(work)
 
-    def _end_grammar_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _release_grammar_slot(self, loop: asyncio.AbstractEventLoop) -> None:
+        # On a closed loop nothing waits for a slot.
         with contextlib.suppress(RuntimeError):
-            # The loop may be closed: then nobody waits for a turn.
-            loop.call_soon_threadsafe(self._grammar_turns.release)
+            loop.call_soon_threadsafe(self._grammar_slots.release)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends, else the usual defaults.
+        """The defaults of the checkpoint's generation_config.json, else of ``SamplingParams``.
 
         Raises:
             CheckpointError: the file is not a JSON object.
@@ -209,47 +209,46 @@ class AsyncLLM:
     def generate(
         self, prompt: Prompt | PromptTokens, params: SamplingParams, request_id: str
     ) -> RequestStream:
-        """Complete one prompt, giving the output so far after every step that adds to it.
+        """Complete one prompt; the stream yields the output so far after every step.
 
-        The request is checked and sent before this returns; errors of the request are raised
-        here, not by the iterator. Outputs are cumulative: a reader that is slower than the
-        engine sees the newest. The last one is ``finished``. Closing the iterator
-        (``aclose``), cancelling its reader, or dropping it aborts the request. If the engine
-        process dies in mid-request, the iterator raises ``EngineDeadError``.
+        The request is checked and sent before this returns, so its errors are raised here, not
+        by the iterator. Outputs are cumulative: a slow reader gets only the newest. The last one
+        is ``finished``. Closing the iterator (``aclose``), cancelling its reader, or dropping it
+        aborts the request. If the engine process dies, the iterator raises ``EngineDeadError``.
 
         Raises:
             RequestError: the prompt or a parameter is invalid, or the id is in use.
-            OverloadedError: too many wait; it says when to try again.
-            DrainingError: no new requests are taken any more.
-            EngineRestartingError: the engine died and is being started again.
-            EngineDeadError: the engine is gone for good.
+            OverloadedError: too many requests wait; it has the time to retry after.
+            DrainingError: no new requests are accepted.
+            EngineRestartingError: the engine died and is being restarted.
+            EngineDeadError: the engine will not be restarted.
         """
         self._client.require_ready()
         tokens = prompt if isinstance(prompt, PromptTokens) else self._inputs.tokenize(prompt)
         return self.begin(self._inputs.process(request_id, tokens, params))
 
     def begin(self, request: ProcessedRequest) -> RequestStream:
-        """``generate`` for a request that ``prepare`` has checked."""
+        """``generate`` for a request from ``prepare``."""
         return self._client.begin(request)
 
     async def abort(self, request_id: str) -> None:
-        """End a request where it stands; its last output says ``"abort"``. Unknown: ignored."""
+        """End a request; its finish reason is ``"abort"``. Unknown ids are ignored."""
         self._client.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """A snapshot of counters; cheap."""
+        """A snapshot of the statistics; cheap."""
         return self._client.stats
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests, and wait until those in flight have ended.
+        """Refuse new requests, and wait until those in flight have ended.
 
         Returns:
-            Whether they all have, within ``timeout_s`` seconds.
+            Whether all ended within ``timeout_s`` seconds.
         """
         self._client.draining = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._client.at_rest.wait(), timeout_s)
-        return self._client.at_rest.is_set()
+            await asyncio.wait_for(self._client.idle.wait(), timeout_s)
+        return self._client.idle.is_set()
 
     async def shutdown(self) -> None:
         """End the engine process; unfinished requests fail with ``EngineDeadError``."""

@@ -1,7 +1,4 @@
-"""Unfinished requests, between those who read them and the engine process.
-
-One request's outputs on their way to whoever asked.
-"""
+"""The client of the engine process: unfinished requests and the streams of their outputs."""
 
 from __future__ import annotations
 
@@ -36,21 +33,21 @@ from sametoken.types.request import EngineRequest
 
 @dataclass(frozen=True, slots=True)
 class _Unfinished:
-    """A request in the engine. Its stream lives as long as somebody reads it."""
+    """A request in the engine. Its stream lives as long as its reader holds it."""
 
     request: ProcessedRequest
     stream: weakref.ref[RequestStream]
 
 
 class EngineClient:
-    """Sends requests to the engine process, and makes outputs of what comes back.
+    """Sends requests to the engine process, and makes outputs of its reports.
 
     Every request ends exactly once: finished, aborted, refused, or lost with its process.
 
     Attributes:
         supervisor: of the engine process.
         draining: whether new requests are refused.
-        at_rest: set while there is no unfinished request.
+        idle: set while there is no unfinished request.
     """
 
     def __init__(
@@ -62,11 +59,11 @@ class EngineClient:
         tokenizer: Tokenizer | None,
     ) -> None:
         self.draining = False
-        self.at_rest = asyncio.Event()
-        self.at_rest.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._outputs = OutputProcessor(tokenizer)
         self._requests: dict[str, _Unfinished] = {}
-        # Of unfinished requests and of their completions.
+        # Ids of unfinished requests and of their completions.
         self._used_ids: set[str] = set()
         self._queue = QueueBound(limits, process.ready.limits.max_num_seqs)
         self._collector = StatsCollector(process.ready.summary.num_speculative_tokens)
@@ -75,12 +72,12 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self.supervisor.process is not None and not self.draining
 
     @property
     def stats(self) -> EngineStats:
-        """Everything as it stands."""
+        """A snapshot of all statistics."""
         return replace(
             self._collector.snapshot(),
             ready=self.is_ready,
@@ -91,11 +88,11 @@ class EngineClient:
 
     @property
     def awaits_report(self) -> bool:
-        """Whether the engine has completions, or is about to get some."""
+        """Whether completions are in the engine or in transit to it."""
         return self._queue.has_unfinished
 
     def require_ready(self) -> EngineProcess:
-        """The engine process, if requests are taken.
+        """The engine process, if requests are accepted.
 
         Raises:
             DrainingError, EngineRestartingError, EngineDeadError: they are not.
@@ -109,8 +106,8 @@ class EngineClient:
 
         Raises:
             RequestError: it can never run, or its id is in use.
-            OverloadedError: too many wait.
-            DrainingError, EngineRestartingError, EngineDeadError: no requests are taken.
+            OverloadedError: too many requests wait.
+            DrainingError, EngineRestartingError, EngineDeadError: no requests are accepted.
         """
         process = self.require_ready()
         self._require_unused_ids(request)
@@ -125,24 +122,24 @@ class EngineClient:
         stream = RequestStream(request.request_id, self.abort)
         self._requests[request.request_id] = _Unfinished(request, weakref.ref(stream))
         self._used_ids |= _ids_of(request)
-        self.at_rest.clear()
+        self.idle.clear()
         self._outputs.add(request, time.monotonic(), stream=True)
         self._submit(request.completions)
         return stream
 
     def abort(self, request_id: str) -> None:
-        """End a request where it stands; unknown ids are ignored."""
+        """End a request with the output so far; unknown ids are ignored."""
         self._deliver(self._outputs.abort(request_id, time.monotonic()), aborted=True)
 
-    # What the supervisor tells
+    # Listener
 
     def engine_died(self, cause: SametokenError) -> None:
         """See ``Listener``: every unfinished request fails."""
         self._audit.abandon()
         self._queue.reset()
         for request_id in list(self._requests):
-            self._lose(request_id, cause)
-        self.at_rest.set()
+            self._fail(request_id, cause)
+        self.idle.set()
 
     def engine_started(self) -> None:
         """See ``Listener``."""
@@ -169,7 +166,7 @@ class EngineClient:
             if unfinished.request.completions[0].request_id in refusal.request_ids
         ]
         for request_id in refused:
-            self._lose(request_id, refusal.error)
+            self._fail(request_id, refusal.error)
         if not refused:
             self._audit.abandon()
         self._use_idle_time()
@@ -177,7 +174,7 @@ class EngineClient:
     # Requests
 
     def _require_unused_ids(self, request: ProcessedRequest) -> None:
-        """Completions of one prompt are named after it, and must not meet another's name."""
+        """Refuse ids in use; the completions' ids derive from the request's."""
         for request_id in _ids_of(request) & self._used_ids:
             raise RequestError(
                 f"request {request_id!r} is already here", "choose another request id"
@@ -192,7 +189,7 @@ class EngineClient:
             self.supervisor.send(Release({request_id: None}, aborted=True))
 
     def _deliver(self, processed: ProcessedUpdates, *, aborted: bool = False) -> None:
-        """Hand outputs to their readers, and tell the engine whom it can forget."""
+        """Pass outputs to their readers, and release ended completions in the engine."""
         if processed.released:
             self.supervisor.send(Release(processed.released, aborted))
         for output in processed.outputs:
@@ -201,21 +198,21 @@ class EngineClient:
             if stream is not None:
                 stream.put(output)
             if output.finished:
-                self._forget(output.request_id)
+                self._remove(output.request_id)
                 self._collector.count_finished(output)
                 self._queue.note_finished(time.monotonic())
                 self._audit.note_finished(unfinished.request, output)
         self._use_idle_time()
 
-    def _lose(self, request_id: str, error: SametokenError) -> None:
+    def _fail(self, request_id: str, error: SametokenError) -> None:
         self._outputs.abort(request_id, time.monotonic())
-        stream = self._forget(request_id).stream()
+        stream = self._remove(request_id).stream()
         if stream is not None:
-            # One of its own for each reader, since raising writes a traceback into it.
+            # A copy for each reader: raising adds a traceback to it.
             stream.fail(copy.copy(error))
         self._collector.num_failed += 1
 
-    def _forget(self, request_id: str) -> _Unfinished:
+    def _remove(self, request_id: str) -> _Unfinished:
         unfinished = self._requests.pop(request_id)
         self._used_ids -= _ids_of(unfinished.request)
         return unfinished
@@ -223,7 +220,7 @@ class EngineClient:
     def _use_idle_time(self) -> None:
         if self._requests:
             return
-        self.at_rest.set()
+        self.idle.set()
         replay = self._audit.begin() if self.is_ready else None
         if replay is not None:
             self._submit((replay,))
@@ -236,12 +233,12 @@ def _ids_of(request: ProcessedRequest) -> set[str]:
 class RequestStream(AsyncIterator[RequestOutput]):
     """An async iterator over cumulative outputs; the last one is ``finished``.
 
-    It holds the newest output alone, so a slow reader costs no memory. Closing it, cancelling
-    its reader, and dropping it all abort the request.
+    It holds only the newest output, so a slow reader costs no memory. Closing it, cancelling
+    its reader, or dropping it aborts the request.
 
     Args:
-        request_id: whose outputs these are.
-        abort: called with the id once nobody will read on; on the event loop.
+        request_id: the request.
+        abort: called with the id, on the event loop, when an unfinished stream is closed.
     """
 
     _ended = True
@@ -256,7 +253,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._ended = False
 
     def put(self, output: RequestOutput) -> None:
-        """Replace what the reader has not seen yet; nothing comes after the end."""
+        """Replace the unread output; ignored after the end."""
         if self._ended:
             return
         self._newest = output
@@ -264,7 +261,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self._changed.set()
 
     def fail(self, error: SametokenError) -> None:
-        """End in an error, after an output that was not seen yet."""
+        """End with an error, after any unread output."""
         if self._ended:
             return
         self._error = error
@@ -291,7 +288,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """Read no further; an unfinished request is aborted."""
+        """Close the stream; an unfinished request is aborted."""
         self._close()
 
     def _close(self) -> None:
@@ -303,6 +300,6 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def __del__(self) -> None:
         if not self._ended:
-            # Collection may run on any thread, and after the loop has closed.
+            # Garbage collection may run on any thread, and after the loop has closed.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._abort, self.request_id)

@@ -1,12 +1,8 @@
-"""Submitted completions whose grammar is compiled first, beside the engine's steps.
-
-Where completions end by their tokens alone, told without any text.
-
-The engine process: builds an engine, then steps it as long as there is something to do.
+"""The engine process: builds an engine and runs its loop.
 
 Run as ``python -m sametoken.serving.engine_main FD``, the number of an inherited socket whose
 first message is ``Launch``. Two threads move messages, so that a step waits for neither
-pickling nor sockets. It ends when the socket closes: nobody is left to serve.
+pickling nor sockets; further threads compile grammars. The process ends when the socket closes.
 """
 
 from __future__ import annotations
@@ -44,36 +40,36 @@ from sametoken.types.request import (
     RequestUpdate,
 )
 
-#: As many as the serving process tries at once, so that none pile up here.
+#: The number of grammars that the serving process validates at once, so that no queue builds up.
 _THREADS = 2
 
 
 class Preparation:
-    """Threads that compile, one grammar each at a time.
+    """Compiles the grammars of submitted completions in threads, beside the engine's steps.
 
     Args:
-        done: told of every submission that is through, from any thread.
+        done: called with every prepared submission, from any thread.
     """
 
     def __init__(self, done: Callable[[Prepared], None]) -> None:
         self._done = done
         self._waiting: queue.SimpleQueue[Submit] = queue.SimpleQueue()
-        # Who wants each completion: an id may come again once its first request was aborted.
+        # The submission of each completion: an id may be reused after its request was aborted.
         self._wanted: dict[str, Submit] = {}
         for number in range(_THREADS):
             threading.Thread(target=self._work, name=f"grammar {number}", daemon=True).start()
 
     def begin(self, submit: Submit) -> None:
-        """Prepare completions; all of them share one grammar."""
+        """Prepare completions, which share one grammar."""
         self._wanted |= {one.request_id: submit for one in submit.completions}
         self._waiting.put(submit)
 
     def drop(self, request_id: str) -> bool:
-        """Forget a completion that nobody wants any more; whether it was here."""
+        """Forget an aborted completion; returns whether it was being prepared."""
         return self._wanted.pop(request_id, None) is not None
 
     def end(self, submit: Submit) -> Submit:
-        """What is still wanted of a submission that is through."""
+        """The completions of a prepared submission that were not aborted."""
         wanted = tuple(
             one for one in submit.completions if self._wanted.get(one.request_id) is submit
         )
@@ -102,41 +98,41 @@ def _failure(submit: Submit) -> SametokenError | None:
 
 
 @dataclass(slots=True)
-class _Open:
+class _Watched:
     stop_token_ids: frozenset[int]
     max_total_tokens: int
     num_kept: int
 
 
 class StopChecker:
-    """Sees stop tokens and length limits in the process that steps.
+    """Ends completions at stop tokens and length limits, in the engine process.
 
-    The serving process, which knows the text, comes to the same end or, at a stop string, to
-    an earlier one; the engine need not wait for it to free a slot.
+    The serving process finds the same end or, at a stop string, an earlier one; the engine frees
+    the slot without waiting for it.
     """
 
     def __init__(self) -> None:
-        self._open: dict[str, _Open] = {}
+        self._watched: dict[str, _Watched] = {}
 
     def add(self, request: EngineRequest) -> None:
         """Watch a completion."""
-        self._open[request.request_id] = _Open(
+        self._watched[request.request_id] = _Watched(
             frozenset(request.stop_token_ids),
             request.max_total_tokens,
             len(request.prompt_token_ids),
         )
 
     def discard(self, request_id: str) -> bool:
-        """Stop watching; whether the completion was watched, and so had not ended."""
-        return self._open.pop(request_id, None) is not None
+        """Stop watching; returns whether the completion was watched, so had not ended."""
+        return self._watched.pop(request_id, None) is not None
 
-    def take(self, update: RequestUpdate) -> int | None:
-        """Tokens of prompt and output that a completion keeps if this update ends it.
+    def check(self, update: RequestUpdate) -> int | None:
+        """Number of prompt and output tokens that a completion keeps if this update ends it.
 
-        None if it goes on, and for one that nobody watches. A failed one is forgotten: the
-        scheduler has released it.
+        None if it goes on or is not watched. A failed completion is dropped: the scheduler has
+        released it.
         """
-        watched = self._open.get(update.request_id)
+        watched = self._watched.get(update.request_id)
         if watched is None:
             return None
         if update.failed:
@@ -152,28 +148,28 @@ class StopChecker:
 
 
 class EngineLoop:
-    """One engine, stepped on behalf of the serving process."""
+    """Steps one engine for the serving process."""
 
     def __init__(self, engine: EngineCore, outbox: Outbox, preparation: Preparation) -> None:
         self._engine = engine
         self._outbox = outbox
         self._preparation = preparation
-        self._ends = StopChecker()
+        self._stop_checker = StopChecker()
         self._num_received = 0
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether ``turn`` would step."""
+        """Whether ``run_iteration`` would step."""
         return self._engine.has_unfinished
 
-    def turn(self, messages: list[Any]) -> None:
-        """Take messages in order, run one step if there is one to run, and report.
+    def run_iteration(self, messages: list[Any]) -> None:
+        """Handle messages in order, run one step if there is work, and report.
 
         Raises:
-            SametokenError: the step failed, or a message says that the engine cannot go on.
+            SametokenError: the step failed, or a message is a ``Failure``.
         """
         for message in messages:
-            self._take(message)
+            self._handle(message)
         updates: tuple[RequestUpdate, ...] = ()
         step_seconds = None
         if self._engine.has_unfinished:
@@ -181,18 +177,18 @@ class EngineLoop:
             updates = self._engine.step()
             step_seconds = time.perf_counter() - began
         for update in updates:
-            num_kept = self._ends.take(update)
+            num_kept = self._stop_checker.check(update)
             if num_kept is not None:
                 self._engine.release(update.request_id, num_kept)
         self._outbox.put(StepReport(updates, self._load(), step_seconds))
 
-    def _take(self, message: Submit | Prepared | Release | Failure) -> None:
+    def _handle(self, message: Submit | Prepared | Release | Failure) -> None:
         if isinstance(message, Failure):
             raise message.error
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Prepared):
-            self._take_prepared(message)
+            self._handle_prepared(message)
         else:
             self._release(message)
 
@@ -200,7 +196,7 @@ class EngineLoop:
         for request_id, num_kept in message.num_kept.items():
             if self._preparation.drop(request_id):
                 self._num_received += 1
-            elif self._ends.discard(request_id):
+            elif self._stop_checker.discard(request_id):
                 self._engine.release(request_id, num_kept, aborted=message.aborted)
 
     def _submit(self, message: Submit) -> None:
@@ -208,10 +204,10 @@ class EngineLoop:
         if grammar is None or grammar.is_ready():
             self._add(message)
         else:
-            # Until it is compiled, the completions count as on their way.
+            # Until it is compiled, the completions count as in transit.
             self._preparation.begin(message)
 
-    def _take_prepared(self, message: Prepared) -> None:
+    def _handle_prepared(self, message: Prepared) -> None:
         wanted = self._preparation.end(message.submit)
         if message.error is None:
             self._add(wanted)
@@ -230,7 +226,7 @@ class EngineLoop:
                 self._refuse(message, error)
                 return
         for completion in message.completions:
-            self._ends.add(completion)
+            self._stop_checker.add(completion)
 
     def _refuse(self, message: Submit, error: SametokenError) -> None:
         ids = tuple(one.request_id for one in message.completions)
@@ -251,19 +247,19 @@ class EngineLoop:
 
 
 def run(inbox: Inbox, outbox: Outbox) -> None:
-    """Build what the first message asks for, and serve until the socket closes.
+    """Build the engine of the first message, and serve until the socket closes.
 
     Raises:
         SametokenError: it cannot be built, a step failed, or a rank of the model ended.
     """
     launch: Launch = inbox.read_first()
     engine = launch.build(launch.config, lambda text: outbox.put(Announcement(text)))
-    # As a message, so that it is heard while there is nothing to step.
+    # As a message, so that it also wakes an idle loop.
     engine.peers.when_lost(lambda cause: inbox.put(Failure(cause)))
     outbox.put(Ready(summarise(engine.resolved), engine.scheduler.limits))
     loop = EngineLoop(engine, outbox, Preparation(inbox.put))
     while True:
-        loop.turn(inbox.take(wait=not loop.has_unfinished))
+        loop.run_iteration(inbox.take(wait=not loop.has_unfinished))
 
 
 def main(fd: int) -> int:

@@ -1,4 +1,4 @@
-"""The engine process as the serving process holds it: start, send, receive, end."""
+"""The serving process's handle of the engine process: start, send, receive, stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sametoken.serving.messages import (
     Ready,
 )
 
-#: Seconds that a process has to end by itself once its socket is closed.
+#: Seconds that a process has to end once its socket is closed.
 _GRACE_S = 5.0
 _MODULE = "sametoken.serving.engine_main"
 _logger = logging.getLogger("sametoken")
@@ -35,11 +35,11 @@ _logger = logging.getLogger("sametoken")
 class EngineProcess:
     """One engine process, ready to serve.
 
-    A socket pair joins the two. The kernel closes the engine's end the moment its process
-    dies, however it dies, and ``receive`` then says so at once.
+    The processes share a socket pair. The kernel closes the engine's end when its process dies,
+    whatever the cause, and ``receive`` then returns None at once.
 
     Attributes:
-        ready: what the engine said of itself once it was built.
+        ready: the engine's message after it was built.
     """
 
     ready: Ready
@@ -57,11 +57,11 @@ class EngineProcess:
 
     @classmethod
     async def start(cls, config: EngineConfig, build: Build) -> EngineProcess:
-        """Start a process, have it build an engine, and wait until that is done.
+        """Start a process and wait until it has built its engine.
 
         Raises:
-            ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: the engine's
-                own.
+            ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: the engine
+                cannot be built.
             EngineDeadError: the process ended for another reason.
         """
         ours, theirs = socket.socketpair()
@@ -83,12 +83,12 @@ class EngineProcess:
         return self._process.pid
 
     def send(self, message: Any) -> None:
-        """Send a message; one to a process that has died is lost."""
+        """Send a message; it is lost if the process has died."""
         if not self._writer.is_closing():
             self._writer.write(encode(message))
 
     async def receive(self) -> Any | None:
-        """The next message; None once the process has died or said that it failed."""
+        """The next message; None once the process has died or reported its failure."""
         try:
             (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
             message = decode(await self._reader.readexactly(length))
@@ -103,7 +103,7 @@ class EngineProcess:
         """Close the socket and wait for the end; kill the process if it takes too long.
 
         Returns:
-            Why the process ended, in case nobody wanted it to.
+            Why the process ended, if it ended unexpectedly.
         """
         self._writer.close()
         with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class EngineProcess:
         )
 
     def kill(self, cause: SametokenError) -> None:
-        """End the process at once; ``stop`` says the cause."""
+        """Kill the process; ``stop`` returns the cause."""
         self._failure = cause
         self._process.kill()
 

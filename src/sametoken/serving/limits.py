@@ -1,6 +1,6 @@
-"""What a server bounds, each option defined once here.
+"""Limits of a server: their options, and admission control of the waiting queue.
 
-How many requests may wait, judged by the serving process ahead of the engine's reports.
+The serving process admits requests before the engine reports them, so it counts those in transit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sametoken.serving.stats import EngineLoad
 
 @dataclass(frozen=True, slots=True)
 class ServingLimits:
-    """Bounds of an engine that serves. A restarted engine process keeps them.
+    """Limits of an engine that serves; they also hold for a restarted engine process.
 
     Raises:
-        ConfigError: a value is impossible on its face.
+        ConfigError: a value is out of range.
     """
 
     max_waiting: int = option(1024, "completions that may wait for a place, beyond those that run")
@@ -57,7 +57,7 @@ _NUM_FINISH_TIMES = 64
 
 
 class QueueBound:
-    """Counts what the engine has reported and what is on its way to it.
+    """Admission control over the reported load and the completions in transit to the engine.
 
     Args:
         limits: how much may wait.
@@ -71,55 +71,55 @@ class QueueBound:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with a new engine process."""
+        """Start again, with a new engine process."""
         self.load = EngineLoad()
         self._num_sent = 0
-        # Prompt tokens of each completion on its way, the oldest first.
-        self._on_the_way: deque[int] = deque()
+        # Prompt tokens of each completion in transit, the oldest first.
+        self._in_transit: deque[int] = deque()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether completions are in the engine, as of its last report, or on the way to it."""
+        """Whether completions are in transit, or in the engine as of its last report."""
         load = self.load
-        return bool(self._on_the_way or load.num_running or load.num_waiting or load.num_swapped)
+        return bool(self._in_transit or load.num_running or load.num_waiting or load.num_swapped)
 
     def note_sent(self, num_completions: int, num_prompt_tokens: int) -> None:
-        """Completions of one prompt were sent."""
+        """Count the completions of one prompt that were sent."""
         self._num_sent += num_completions
-        self._on_the_way.extend([num_prompt_tokens] * num_completions)
+        self._in_transit.extend([num_prompt_tokens] * num_completions)
 
     def note_load(self, load: EngineLoad) -> None:
-        """The engine has reported."""
+        """Take in a report of the engine."""
         self.load = load
-        while len(self._on_the_way) > self._num_sent - load.num_received:
-            self._on_the_way.popleft()
+        while len(self._in_transit) > self._num_sent - load.num_received:
+            self._in_transit.popleft()
 
     def note_finished(self, now: float) -> None:
-        """A request has finished; ``now`` in seconds of a monotonic clock."""
+        """Record the end of a request; ``now`` in seconds of a monotonic clock."""
         self._finish_times.append(now)
 
     def require_room(self, num_completions: int, num_prompt_tokens: int) -> None:
         """Refuse completions of one prompt if too much would wait.
 
         Raises:
-            OverloadedError: with the time after which half of what waits may have begun.
+            OverloadedError: with an estimate of the time until half of the queue has begun.
         """
         num_waiting = self._num_waiting(num_completions)
         if num_waiting > self._limits.max_waiting:
             most = self._limits.max_waiting
             self._refuse(num_waiting, f"{num_waiting} completions would wait, {most} may")
         new_tokens = num_completions * num_prompt_tokens
-        tokens = self.load.num_waiting_tokens + sum(self._on_the_way) + new_tokens
+        tokens = self.load.num_waiting_tokens + sum(self._in_transit) + new_tokens
         if num_waiting and tokens > self._limits.max_waiting_tokens:
             most = self._limits.max_waiting_tokens
             self._refuse(num_waiting, f"{tokens} prompt tokens would wait, {most} may")
 
     def _num_waiting(self, num_new: int) -> int:
-        """Completions that would find no place; while some wait for blocks, slots are none."""
+        """Completions that would wait; free slots do not count while others wait for blocks."""
         load = self.load
         slots = self._max_num_seqs - load.num_running - load.num_swapped
         free = 0 if load.num_waiting else slots
-        return max(0, load.num_waiting + len(self._on_the_way) + num_new - free)
+        return max(0, load.num_waiting + len(self._in_transit) + num_new - free)
 
     def _refuse(self, num_waiting: int, cause: str) -> None:
         seconds = self._seconds_for(num_waiting / 2)

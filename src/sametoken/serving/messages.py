@@ -16,7 +16,7 @@ from sametoken.types.request import (
     RequestUpdate,
 )
 
-#: Makes an engine; pickled by name. The function is told in words of whatever takes long.
+#: Makes an engine; pickled by name. The function argument reports slow work in words.
 Build = Callable[[EngineConfig, Callable[[str], None]], EngineCore]
 
 
@@ -40,7 +40,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Completions that are over, by id, and the tokens each keeps (``EngineCore.release``)."""
+    """Ended completions by id, and the tokens that each keeps (``EngineCore.release``)."""
 
     num_kept: Mapping[str, int | None]
     aborted: bool = False
@@ -48,7 +48,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The engine process to itself: a ``Submit`` whose grammar has been compiled, or cannot be."""
+    """Within the engine process: a ``Submit`` whose grammar was compiled, or cannot be."""
 
     submit: Submit
     error: SametokenError | None
@@ -59,14 +59,14 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What takes long while the engine is built."""
+    """Slow work while the engine is built, in words."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is built. ``max_num_seqs`` of the limits is how many can run at once."""
+    """The engine is built; ``limits.max_num_seqs`` completions can run at once."""
 
     summary: EngineSummary
     limits: SchedulerLimits
@@ -74,7 +74,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The engine took none of these completions."""
+    """The engine refused these completions."""
 
     request_ids: tuple[str, ...]
     error: SametokenError
@@ -82,12 +82,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One turn of the engine's loop.
+    """One iteration of the engine loop.
 
     Attributes:
-        updates: what the step that was settled brought.
-        load: how busy the engine is now.
-        step_seconds: how long the step took; None if there was nothing to step.
+        updates: output of the processed step.
+        load: the engine's load now.
+        step_seconds: duration of the step; None if there was none.
     """
 
     updates: tuple[RequestUpdate, ...]

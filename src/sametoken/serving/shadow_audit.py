@@ -1,4 +1,4 @@
-"""Shadow audit: finished requests replayed without speculation, and compared."""
+"""Shadow audit: finished requests are replayed without speculation and compared."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class _Replay:
 
 
 class ShadowAudit:
-    """Chooses what to replay, one completion at a time, and holds it against what was served.
+    """Chooses completions to replay, one at a time, and compares them with the served tokens.
 
-    A replay decodes plainly and keeps out of the prefix cache, so that nothing of the served
-    run is part of it. It stops where the served completion stopped.
+    A replay decodes without drafts and without the prefix cache, so it shares no state with the
+    served run. It ends where the served completion ended.
 
     Args:
-        rate: share of requests to replay, 0..1; which ones is a function of their ids.
+        rate: share of requests to replay, 0..1; chosen by a hash of their ids.
     """
 
     def __init__(self, rate: float) -> None:
@@ -54,14 +54,14 @@ class ShadowAudit:
 
     @property
     def stats(self) -> AuditStats:
-        """Counters up to now."""
+        """The counters now."""
         num_pending = len(self._pending) + (self._running is not None)
         return replace(self._stats, num_pending=num_pending)
 
     def note_finished(self, request: ProcessedRequest, output: RequestOutput) -> None:
-        """A request has finished; its completions are replayed later if it is chosen.
+        """Queue the completions of a finished request for replay if it is chosen.
 
-        Completions that were aborted or failed say nothing and are left out.
+        Aborted and failed completions are left out.
         """
         if not is_chosen(request.request_id, self._rate):
             return
@@ -71,18 +71,18 @@ class ShadowAudit:
             if len(self._pending) >= _MAX_PENDING:
                 self._pending.popleft()
                 self._stats = replace(self._stats, num_dropped=self._stats.num_dropped + 1)
-            plain = _plain(completion, len(result.token_ids))
-            self._pending.append(_Case(plain, result.token_ids, completion.request_id))
+            replay = _replay_of(completion, len(result.token_ids))
+            self._pending.append(_Case(replay, result.token_ids, completion.request_id))
 
     def begin(self) -> EngineRequest | None:
-        """The next replay to run, in idle time; None if none is due or one runs already."""
+        """Begin the next replay, in idle time; None if none is pending or one runs already."""
         if self._running is not None or not self._pending:
             return None
         self._running = _Replay(self._pending.popleft())
         return self._running.case.replay
 
     def interrupt(self) -> str | None:
-        """Put the running replay off; the id to release, if one runs."""
+        """Put off the running replay; returns its id to release, if one runs."""
         if self._running is None:
             return None
         case, self._running = self._running.case, None
@@ -90,24 +90,24 @@ class ShadowAudit:
         return case.replay.request_id
 
     def abandon(self) -> None:
-        """Drop the running replay, which may be what ended its engine process."""
+        """Drop the running replay, which may have ended the engine process."""
         if self._running is not None:
             self._running = None
             self._stats = replace(self._stats, num_dropped=self._stats.num_dropped + 1)
 
     def take(self, updates: Iterable[RequestUpdate]) -> str | None:
-        """Take in the replay's share of one step; the id to release once it is judged."""
+        """Take in the replay's updates of one step; returns its id to release once compared."""
         for update in updates:
             running = self._running
             if running is None or update.request_id != running.case.replay.request_id:
                 continue
             running.token_ids.extend(update.token_ids)
-            if self._is_judged(running, failed=update.failed):
+            if self._compare(running, failed=update.failed):
                 return running.case.replay.request_id
         return None
 
-    def _is_judged(self, running: _Replay, *, failed: bool) -> bool:
-        """Whether enough of a replay is known; then it is counted."""
+    def _compare(self, running: _Replay, *, failed: bool) -> bool:
+        """Count a replay that has differed or ended; returns whether it has."""
         case, replayed = running.case, running.token_ids
         position = _first_difference(case.served, replayed)
         if position is None and len(replayed) < len(case.served) and not failed:
@@ -137,12 +137,12 @@ class ShadowAudit:
 
 
 def is_chosen(request_id: str, rate: float) -> bool:
-    """Whether a request is among the share ``rate`` that is replayed."""
+    """Whether a request belongs to the share ``rate`` that is replayed."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < rate * 2**64
 
 
-def _plain(completion: EngineRequest, num_tokens: int) -> EngineRequest:
+def _replay_of(completion: EngineRequest, num_tokens: int) -> EngineRequest:
     return replace(
         completion,
         request_id=f"{completion.request_id}#replay",

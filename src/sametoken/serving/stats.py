@@ -1,6 +1,6 @@
-"""What an engine that serves tells of itself: plain frozen values.
+"""Statistics of a serving engine: frozen snapshots, and the collector that counts them.
 
-Totals since the server started, over every engine process that it had.
+Totals are since the server's start, over all its engine processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sametoken.types.outputs import (
 )
 from sametoken.types.request import RequestUpdate
 
-#: Upper bounds of the step time's buckets, in seconds; one more bucket lies above the last.
+#: Upper bounds of the step time's buckets in seconds; one more bucket is above the last.
 STEP_TIME_BOUNDS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 4.0)
 
 
@@ -26,7 +26,7 @@ class Histogram:
     """Observations by size.
 
     Attributes:
-        bounds: upper bounds of the buckets, rising.
+        bounds: upper bounds of the buckets, ascending.
         counts: observations in each bucket and above the last bound; not cumulative.
         total: the sum of all observations.
     """
@@ -43,14 +43,14 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy the engine process is after a step.
+    """Load of the engine process after a step.
 
     Attributes:
-        num_received: completions that it was sent since it started.
-        num_running, num_waiting, num_swapped: completions by where they stand.
-        num_waiting_tokens: prompt tokens of those that wait.
+        num_received: completions received since it started.
+        num_running, num_waiting, num_swapped: completions by state.
+        num_waiting_tokens: prompt tokens of waiting completions.
         kv_usage: share of the KV blocks that requests hold, 0..1.
-        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and supplied since it
+        prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found since it
             started.
     """
 
@@ -66,12 +66,12 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class AuditDifference:
-    """Where a replay without speculation said something else.
+    """The first token at which a replay without speculation differs.
 
     Attributes:
-        request_id: the completion that was replayed.
-        position: output tokens before the first that differs.
-        served: the token that was served there.
+        request_id: the replayed completion.
+        position: index of the token in the output.
+        served: the served token.
         replayed: the replay's token; None if the replay ended or failed before it.
     """
 
@@ -87,10 +87,10 @@ class AuditStats:
 
     Attributes:
         num_audited: completions replayed to their end.
-        num_mismatched: of those, how many differed. Anything but 0 is a defect of the engine.
+        num_mismatched: replayed completions that differed. Not 0: a defect of the engine.
         num_pending: completions that wait for idle time.
-        num_dropped: completions that no idle time came for, or whose replay was refused or
-            died with its engine process.
+        num_dropped: completions without idle time, or whose replay was refused or lost with its
+            engine process.
         last_difference: the newest mismatch.
     """
 
@@ -103,21 +103,21 @@ class AuditStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot. Totals are since the server's start and outlive restarts of the engine.
+    """A snapshot. Totals are since the server's start, over restarts of the engine.
 
     Attributes:
         step_time: seconds per step.
-        speculation: of all requests, unfinished ones included. ``offered_per_position[0]`` is
-            the number of windows with drafts.
-        num_prompt_tokens, num_cached_tokens: of requests that began to emit, and how many of
-            those the prefix cache supplied.
-        num_output_tokens: tokens emitted, those cut at a stop included.
+        speculation: of all requests, finished or not. ``offered_per_position[0]`` is the number
+            of windows with drafts.
+        num_prompt_tokens, num_cached_tokens: prompt tokens of requests that began to emit, and
+            those of them from the prefix cache.
+        num_output_tokens: emitted tokens, including those cut at a stop.
         num_finished: finished requests by finish reason ("stop", "length", "abort", "error").
         num_failed: requests lost with an engine process.
-        num_overloaded: requests refused because too many waited.
+        num_overloaded: requests refused because the queue was full.
         num_restarts: engine processes started after the first.
-        ready: whether requests are taken.
-        load: the engine process at its last step; zeros while there is none.
+        ready: whether requests are accepted.
+        load: the engine process at its last step; zeros without one.
         audit: shadow audits.
     """
 
@@ -136,12 +136,12 @@ class EngineStats:
 
     @property
     def num_wasted_rows(self) -> int:
-        """Window rows that were computed for drafts that were not accepted."""
+        """Window rows computed for drafts that were not accepted."""
         return self.speculation.num_draft_tokens - self.speculation.num_accepted_tokens
 
 
 class StatsCollector:
-    """Counts what passes; ``snapshot`` gives it out as frozen values."""
+    """Counts steps, updates and requests; ``snapshot`` returns the totals."""
 
     def __init__(self, num_speculative_tokens: int) -> None:
         self.num_failed = 0
@@ -152,30 +152,30 @@ class StatsCollector:
         self._finished: Counter[str] = Counter()
         self._step_counts = [0] * (len(STEP_TIME_BOUNDS) + 1)
         self._step_total = 0.0
-        # Windows with exactly so many drafts, and with so many accepted.
+        # Windows by their number of drafts, and of accepted drafts.
         self._by_drafts = [0] * (num_speculative_tokens + 1)
         self._by_accepted = [0] * (num_speculative_tokens + 1)
 
     def count_step(self, seconds: float) -> None:
-        """A step took so long."""
+        """Count a step and its duration."""
         self._step_counts[bisect.bisect_left(STEP_TIME_BOUNDS, seconds)] += 1
         self._step_total += seconds
 
     def count_update(self, update: RequestUpdate) -> None:
-        """A step brought this to a request."""
+        """Count a request's output of one step."""
         if update.samples and not update.failed:
             self._by_drafts[update.num_drafts] += 1
             self._by_accepted[update.num_accepted] += 1
             self._num_output_tokens += len(update.token_ids)
 
     def count_finished(self, output: RequestOutput) -> None:
-        """A request has finished, for the reason of its first completion."""
+        """Count a finished request under the finish reason of its first completion."""
         self._finished[output.outputs[0].finish_reason or ""] += 1
         self._num_prompt_tokens += len(output.prompt_token_ids)
         self._num_cached_tokens += output.metrics.num_cached_tokens
 
     def snapshot(self) -> EngineStats:
-        """The totals; what is no total is left at its default."""
+        """The totals; the other fields keep their defaults."""
         return EngineStats(
             step_time=Histogram(STEP_TIME_BOUNDS, tuple(self._step_counts), self._step_total),
             speculation=self._speculation(),
@@ -198,5 +198,5 @@ class StatsCollector:
 
 
 def _at_least(counts: list[int]) -> tuple[int, ...]:
-    """From windows with exactly n to windows with n or more, for n = 1 .. k."""
+    """Turn counts of windows with exactly n into counts with n or more, for n = 1 .. k."""
     return tuple(accumulate(reversed(counts[1:])))[::-1]

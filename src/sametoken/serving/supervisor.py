@@ -1,9 +1,4 @@
-"""Keeps an engine process running: one after the other, until too many have died.
-
-When a dead engine process may be started again.
-
-Notices when something that must come does not come any more.
-"""
+"""Supervises the engine process: restarts with backoff, and a watchdog for hung steps."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ _logger = logging.getLogger("sametoken")
 
 
 class Listener(Protocol):
-    """Whom the supervisor tells; all on the event loop, in order."""
+    """The supervisor's callbacks, called in order on the event loop."""
 
     @property
     def awaits_report(self) -> bool:
@@ -32,28 +27,28 @@ class Listener(Protocol):
         ...
 
     def take(self, message: Any) -> None:
-        """The engine said this."""
+        """Handle a message of the engine."""
         ...
 
     def engine_died(self, cause: SametokenError) -> None:
-        """The engine process is gone, and everything in it is lost."""
+        """Handle the loss of the engine process and of everything in it."""
         ...
 
     def engine_started(self) -> None:
-        """Another engine process is ready."""
+        """Handle the start of another engine process, which is ready."""
         ...
 
 
 class Supervisor:
-    """Follows the engine process and starts another one when it dies.
+    """Reads the engine process's messages and starts another process when it dies.
 
     A process that has work and does not report for ``step_timeout_s`` is hung, and is killed.
 
     Args:
         process: the first one, ready to serve.
-        config, build: what every further one is started with.
-        limits: how often that may happen, and how long a step may take.
-        listener: whom to tell.
+        config, build: arguments of later processes.
+        limits: the limits of restarts and of a step's time.
+        listener: receives messages and events.
 
     Attributes:
         process: the engine process; None while there is none.
@@ -81,18 +76,18 @@ class Supervisor:
         self._task = asyncio.get_running_loop().create_task(self._serve(process))
 
     def send(self, message: Any) -> None:
-        """Send a message; without an engine process it is lost, as its requests are."""
+        """Send a message; without an engine process it is lost, like its requests."""
         if self.process is not None:
             self.process.send(message)
             if self._listener.awaits_report:
-                self._watchdog.expect()
+                self._watchdog.arm()
 
     def require_process(self) -> EngineProcess:
         """The engine process.
 
         Raises:
-            EngineRestartingError: it died and another one is being started.
-            EngineDeadError: it is gone for good.
+            EngineRestartingError: it died and is being restarted.
+            EngineDeadError: it will not be restarted.
         """
         if self.process is not None:
             return self.process
@@ -104,9 +99,9 @@ class Supervisor:
         )
 
     async def stop(self) -> None:
-        """End the engine process, and start no other."""
+        """End the engine process for good."""
         self._given_up = True
-        self._watchdog.rest()
+        self._watchdog.disarm()
         self._task.cancel()
         await asyncio.wait((self._task,))
         process, self.process = self.process, None
@@ -121,23 +116,23 @@ class Supervisor:
             cause = await self._follow(process)
             _logger.error("the engine died: %s", cause)
             self.process, self.cause = None, cause
-            # What was sent to the dead process is not waited for.
-            self._watchdog.rest()
+            # A dead process will not report.
+            self._watchdog.disarm()
             self._listener.engine_died(cause)
             process = await self._next()
 
     async def _follow(self, process: EngineProcess) -> SametokenError:
-        """Pass the engine's messages on until it dies; why it did."""
+        """Pass the engine's messages on until it dies; returns the cause."""
         try:
             while (message := await process.receive()) is not None:
-                self._watchdog.rest()
+                self._watchdog.disarm()
                 self._listener.take(message)
                 if self._listener.awaits_report:
-                    self._watchdog.expect()
+                    self._watchdog.arm()
         except Exception as error:
-            # Whoever waits for results that cannot be taken in must be told.
-            _logger.exception("the engine's results cannot be taken in")
-            process.kill(EngineDeadError(f"results cannot be taken in: {error!r}", "see the log"))
+            # Requests whose results cannot be processed must fail.
+            _logger.exception("the engine's results cannot be processed")
+            process.kill(EngineDeadError(f"results cannot be processed: {error!r}", "see the log"))
         return await process.stop()
 
     def _kill_hung(self) -> None:
@@ -148,7 +143,7 @@ class Supervisor:
             )
 
     async def _next(self) -> EngineProcess | None:
-        """The next engine process, ready; None if too many have died lately."""
+        """Start the next engine process; None if there were too many restarts."""
         while (delay := self._restarts.next_delay(time.monotonic())) is not None:
             await asyncio.sleep(delay)
             try:
@@ -166,14 +161,14 @@ class Supervisor:
 
 
 class Restarts:
-    """Bounds restarts within a window of time, and spaces them out."""
+    """Limits restarts within a time window, with exponential backoff."""
 
     def __init__(self, limits: ServingLimits) -> None:
         self._limits = limits
         self._times: deque[float] = deque()
 
     def next_delay(self, now: float) -> float | None:
-        """Seconds to wait before the next restart, which is counted; None if none is left.
+        """Count a restart; returns the seconds to wait before it, or None if none is left.
 
         Args:
             now: seconds of a monotonic clock.
@@ -188,11 +183,11 @@ class Restarts:
 
 
 class Watchdog:
-    """Calls ``expired`` on the event loop once it was left waiting for too long.
+    """Calls ``expired`` on the event loop if it stays armed for too long.
 
     Args:
-        timeout_s: seconds that waiting may take; 0 for any.
-        expired: called once per wait that took too long.
+        timeout_s: seconds that it may stay armed; 0: no limit.
+        expired: called once per timeout.
     """
 
     def __init__(self, timeout_s: float, expired: Callable[[], None]) -> None:
@@ -200,14 +195,14 @@ class Watchdog:
         self._expired = expired
         self._timer: asyncio.TimerHandle | None = None
 
-    def expect(self) -> None:
-        """Something is to come; a wait that has begun goes on."""
+    def arm(self) -> None:
+        """Start the timer, unless it runs."""
         if self._timer is None and self._timeout_s:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._timeout_s, self._expired)
 
-    def rest(self) -> None:
-        """It has come, or will not be waited for."""
+    def disarm(self) -> None:
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""Text as its tokens arrive: the pieces put together are the decoding of the whole."""
+"""Incremental detokenization: the pieces add up to the decoding of the whole."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokenizer(Protocol):
-    """One completion's text, token by token."""
+    """Makes the text of one completion, token by token."""
 
     def append(self, token_id: int) -> str:
-        """The text that this token completes, possibly none yet."""
+        """The text that this token completes, possibly empty."""
         ...
 
     def finish(self) -> str:
-        """The text still held back: a character whose last bytes never came."""
+        """The text still held back: an incomplete character."""
         ...
 
 
 def make_detokenizer(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
-    """The detokenizer that suits the tokenizer's decoder."""
+    """The detokenizer for the tokenizer's decoder."""
     if type(tokenizer.backend.decoder).__name__ == "ByteLevel":
         return ByteLevelDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: every token is a fixed string of bytes."""
+    """For byte-level BPE, where every token is a fixed byte string."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._id_to_token = tokenizer.backend.id_to_token
@@ -49,9 +49,9 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes the tokens since the last clean cut again.
+    """For any other decoder: decodes a window of the last tokens again.
 
-    A run of byte tokens is held back to its end, since its decoding depends on all of it.
+    A run of byte tokens is held back until it ends, since its decoding depends on all of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -87,11 +87,11 @@ class WindowDetokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: bytes that print stand for themselves, others from U+0100."""
+    """GPT-2's byte-to-character map: printable bytes unchanged, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
-    stand_ins = {chr(byte): byte for byte in printable}
-    return stand_ins | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    unchanged = {chr(byte): byte for byte in printable}
+    return unchanged | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_alphabet()
@@ -101,5 +101,5 @@ def _token_bytes(token: str) -> bytes:
     try:
         return bytes(_BYTE_OF[character] for character in token)
     except KeyError:
-        # An added token that is written out as it is.
+        # An added token holds plain text.
         return token.encode("utf-8")

@@ -1,8 +1,7 @@
-"""A GGUF file's tokenizer, built from the file's own metadata.
+"""A GGUF file's tokenizer, built from the file's metadata.
 
-transformers converts such files too, but takes seconds and forgets ``tokenizer.ggml.pre``:
-without it, indented numbers get other tokens than the model was trained on
-(tests/unit/text/test_tokenizer.py).
+transformers' own conversion takes seconds and drops ``tokenizer.ggml.pre``: indented numbers then
+get other tokens than the model was trained on (tests/unit/text/test_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def build_gguf_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
     Raises:
         CheckpointError: the vocabulary or the merges are missing.
-        UnsupportedError: another kind of tokenizer, or an unknown way to split words.
+        UnsupportedError: another kind of tokenizer, or an unknown pre-tokenizer.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":

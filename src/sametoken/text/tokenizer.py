@@ -1,7 +1,4 @@
-"""Text to token ids and back, over Hugging Face tokenizers and those in GGUF files.
-
-A bound on what a chat template may run: its author wrote a program, and programs may not end.
-"""
+"""Tokenizers of Hugging Face checkpoints and GGUF files, and chat templates with a step limit."""
 
 from __future__ import annotations
 
@@ -25,25 +22,25 @@ from sametoken.models.load.huggingface import read_json_object
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-#: Tokenizers may make one token of more characters than any token has: a run of spaces or of
-#: characters that they do not know.
+#: One token may cover more characters than any vocabulary entry: a run of spaces or of unknown
+#: characters.
 _MIN_TOKEN_CHARS = 128
 
-#: Bytes of each of its files; those of the largest vocabularies have 40 MB.
+#: Largest tokenizer file in bytes; the largest vocabularies take 40 MB.
 MAX_BYTES = 2**28
 _FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
-#: Objects that transformers reads beside those two.
-_BESIDE = ("special_tokens_map.json", "added_tokens.json")
+#: Other JSON objects that transformers reads.
+_EXTRA = ("special_tokens_map.json", "added_tokens.json")
 _READ = (".json", ".jinja", ".model", ".txt")
 _REMEDY = "fetch it again, or give another tokenizer"
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer behind the few verbs that the engine uses.
+    """A Hugging Face tokenizer behind the few methods that the engine uses.
 
     Attributes:
-        hf: the Hugging Face tokenizer itself.
-        backend: the ``tokenizers.Tokenizer`` that it drives.
+        hf: the Hugging Face tokenizer.
+        backend: its ``tokenizers.Tokenizer``.
         special_ids: tokens that ``skip_special_tokens`` leaves out.
     """
 
@@ -56,20 +53,20 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends a text, if the tokenizer names one."""
+        """The end-of-text token id, if the tokenizer has one."""
         token_id: int | None = self.hf.eos_token_id
         return token_id
 
     @cached_property
     def max_token_chars(self) -> int:
-        """The most characters that a text may have for each of its tokens."""
+        """Upper bound of a text's characters per token."""
         return max(_MIN_TOKEN_CHARS, *map(len, self.hf.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of a text; special tokens written out in it count as such.
+        """Token ids of a text; special tokens written out in it are recognized.
 
         Raises:
-            RequestError: the text holds a lone surrogate, half of a character.
+            RequestError: the text holds a lone surrogate.
         """
         try:
             text.encode("utf-8")
@@ -81,7 +78,7 @@ class Tokenizer:
         return tuple(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that form no character become U+FFFD."""
+        """Text of token ids; invalid UTF-8 becomes U+FFFD."""
         text: str = self.hf.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
@@ -90,7 +87,7 @@ class Tokenizer:
         return text
 
     def decode_token(self, token_id: int) -> str:
-        """Text of one token on its own, special tokens written out."""
+        """Text of a single token, special tokens included."""
         return self.decode((token_id,), skip_special_tokens=False)
 
     def apply_chat_template(self, messages: Messages, **options: Any) -> str:
@@ -98,8 +95,8 @@ class Tokenizer:
 
         Args:
             messages: ``{"role": ..., "content": ...}`` in order.
-            options: as transformers has them: ``add_generation_prompt``, ``chat_template``,
-                and whatever the template itself reads.
+            options: those of transformers (``add_generation_prompt``, ``chat_template``) and
+                variables of the template.
 
         Raises:
             RequestError: there is no chat template, or it refuses the messages.
@@ -114,7 +111,7 @@ class Tokenizer:
                     [dict(message) for message in messages], tokenize=False, **options
                 )
         except Exception as error:
-            # Templates are programs of the checkpoint's author and raise what they like.
+            # A template is a program of the checkpoint's author and may raise anything.
             raise RequestError(
                 f"the chat template refuses the messages: {error}",
                 'give a list of {"role": ..., "content": ...}',
@@ -123,29 +120,29 @@ class Tokenizer:
 
 
 def require_own_end(tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Refuse a tokenizer that ends texts by what is no token of the model.
+    """Refuse a tokenizer whose end-of-text id is outside the model's vocabulary.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: it is outside.
     """
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    if own is not None and own >= vocab_size:
+    eos_id = None if tokenizer is None else tokenizer.eos_token_id
+    if eos_id is not None and eos_id >= vocab_size:
         raise CheckpointError(
-            f"the tokenizer ends texts by token {own}, and the model has {vocab_size} tokens",
+            f"the tokenizer ends texts with token {eos_id}, and the model has {vocab_size} tokens",
             "give the model's own tokenizer",
         )
 
 
 def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a text: the model's, and the tokenizer's if it names another."""
-    own = None if tokenizer is None else tokenizer.eos_token_id
-    return tuple(dict.fromkeys((*model_ids, *(() if own is None else (own,)))))
+    """End-of-text token ids of the model and of the tokenizer, without duplicates."""
+    eos_id = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(dict.fromkeys((*model_ids, *(() if eos_id is None else (eos_id,)))))
 
 
 def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | None:
-    """The tokenizer that the options ask for: the model's own unless they name another.
+    """The configured tokenizer: ``config.tokenizer``, else the model's own.
 
-    None if they want none, and for dummy weights without one beside them.
+    None with ``skip_tokenizer_init``, and for dummy weights whose directory has none.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load_tokenizer``.
@@ -159,9 +156,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Load from a checkpoint directory, a ``tokenizer.json``, or a GGUF file.
 
     Raises:
-        CheckpointError: nothing is there, or it is corrupt.
-        UnsupportedError: a GGUF file holds a kind of tokenizer that is not known, or only
-            Python code of the checkpoint could make the tokenizer.
+        CheckpointError: there is no tokenizer, or it is corrupt.
+        UnsupportedError: a GGUF file holds an unknown kind of tokenizer, or the tokenizer needs
+            Python code of the checkpoint.
     """
     source = _find_source(path)
     try:
@@ -169,11 +166,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except (SametokenError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError; what
-        # panics in Rust is no Exception at all.
+        # transformers and tokenizers raise bare Exception, OSError, ValueError and KeyError; a
+        # Rust panic derives from BaseException.
+        file = _faulty_file(source)
         raise CheckpointError(
-            f"the tokenizer at {_culprit(source)} cannot be read ({type(error).__name__}: {error})",
-            _REMEDY,
+            f"the tokenizer at {file} cannot be read ({type(error).__name__}: {error})", _REMEDY
         ) from error
 
 
@@ -219,27 +216,27 @@ def _from_hf(path: Path) -> Any:
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     settings = _checked_settings(path)
     if (path / _FILE).is_file():
-        # The file as it is: the classes of some architectures rebuild it from its vocabulary.
+        # Reads the file unchanged: some architectures' classes rebuild it from its vocabulary.
         return PreTrainedTokenizerFast.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
     if settings.get("auto_map"):
         raise UnsupportedError(
-            f"{path / _SETTINGS} has an auto_map: only Python code of the checkpoint could make "
-            "its tokenizer, and that is never run",
+            f"{path / _SETTINGS} has an auto_map: the tokenizer needs Python code of the "
+            "checkpoint, which is never run",
             "give a tokenizer that has a tokenizer.json",
         )
     return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def _checked_settings(directory: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, once all that transformers may open can be opened."""
+    """The content of tokenizer_config.json, after checking every file that transformers reads."""
     for path in sorted(directory.iterdir()):
         if path.suffix in _READ:
             _require_readable(path)
     objects = {
         name: read_json_object(directory / name)
-        for name in (_SETTINGS, *_BESIDE)
+        for name in (_SETTINGS, *_EXTRA)
         if is_there(directory / name)
     }
     return objects.get(_SETTINGS, {})
@@ -255,8 +252,8 @@ def _require_readable(path: Path) -> None:
         raise CheckpointError(f"{path} has {size} bytes, above {MAX_BYTES}", _REMEDY)
 
 
-def _culprit(source: Path) -> Path:
-    """The file at fault where a tokenizer cannot be read, as far as that can be told."""
+def _faulty_file(source: Path) -> Path:
+    """The file that cannot be read, or the directory if that is unknown."""
     from tokenizers import Tokenizer as Backend
 
     file = source / _FILE
@@ -269,7 +266,7 @@ def _culprit(source: Path) -> Path:
     return source / _SETTINGS if (source / _SETTINGS).is_file() else source
 
 
-#: Lines that one rendering may run. A conversation of 1000 messages takes some 30,000.
+#: Lines that one rendering may execute. A conversation of 1000 messages takes about 30,000.
 MAX_STEPS = 1_000_000
 
 _TEMPLATE = "<template>"
@@ -277,10 +274,12 @@ _TEMPLATE = "<template>"
 
 @contextmanager
 def bounded_steps(most: int = MAX_STEPS) -> Iterator[None]:
-    """Within the block, templates that this thread renders run ``most`` lines, loops counted.
+    """Limit the lines, loop iterations included, that templates execute in this thread.
+
+    A template is a program of the checkpoint's author and may never end.
 
     Raises:
-        RuntimeError: out of the template, after the last of them.
+        RuntimeError: from within the template, at line ``most`` + 1.
     """
     left = most
 

@@ -1,4 +1,4 @@
-"""The front over an engine process that says what the test wants."""
+"""EngineClient over an engine process whose messages the test chooses."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class FakeProcess:
 
 
 class Kit:
-    """A front, its process, and its input processor."""
+    """A client, its process, and its input processor."""
 
     def __init__(self, resolved, tokenizer, **limits) -> None:
         self.process = FakeProcess(Ready(summarise(resolved), LIMITS))
         bounds = ServingLimits(**{"max_restarts": 0, **limits})
         config = EngineConfig(model="nowhere")
-        self.front = EngineClient(self.process, config, pytest.fail, bounds, tokenizer)
+        self.client = EngineClient(self.process, config, pytest.fail, bounds, tokenizer)
         self.inputs = InputProcessor(
             tokenizer,
             vocab_size=len(tokenizer.hf),
@@ -105,10 +105,10 @@ class Kit:
     def begin(self, request_id="r", **params):
         prompt = PromptTokens(None, PROMPT)
         params = SamplingParams(**{"max_tokens": 4, **params})
-        return self.front.begin(self.inputs.process(request_id, prompt, params))
+        return self.client.begin(self.inputs.process(request_id, prompt, params))
 
     def report(self, *updates, **load) -> None:
-        self.front.take(StepReport(updates, EngineLoad(**load), 0.01))
+        self.client.take(StepReport(updates, EngineLoad(**load), 0.01))
 
 
 def update(request_id, *token_ids, **changes):
@@ -117,7 +117,7 @@ def update(request_id, *token_ids, **changes):
 
 @pytest.fixture
 def play(resolved, tokenizer):
-    """Runs a scenario over a kit, on a loop of its own."""
+    """Runs a scenario over a kit, on a new event loop."""
     decided = replace(resolved, config=replace(resolved.config, speculative_config=NGRAM))
 
     def run(scenario, **limits):
@@ -126,7 +126,7 @@ def play(resolved, tokenizer):
             try:
                 await scenario(kit)
             finally:
-                await kit.front.supervisor.stop()
+                await kit.client.supervisor.stop()
 
         asyncio.run(main())
 
@@ -144,8 +144,8 @@ def test_a_request_goes_out_and_its_outputs_come_back(play):
         last = await anext(stream)
         assert (last.finished, last.outputs[0].token_ids) == (True, (20, 21, 22, 23))
         assert kit.process.take_sent() == [Release({"r": 7})]
-        assert kit.front.at_rest.is_set()
-        assert kit.front.stats.num_finished == {"length": 1}
+        assert kit.client.idle.is_set()
+        assert kit.client.stats.num_finished == {"length": 1}
 
     play(scenario)
 
@@ -171,7 +171,7 @@ def test_a_poisoned_request_fails_alone(play):
         assert last.outputs[0].finish_reason == "error"
         assert isinstance(last.outputs[0].error, NumericalError)
         assert (await anext(good)).outputs[0].token_ids == (20,)
-        assert kit.front.stats.num_finished == {"error": 1}
+        assert kit.client.stats.num_finished == {"error": 1}
 
     play(scenario)
 
@@ -181,8 +181,8 @@ def test_an_abort_is_sent_at_once_and_answered(play):
         stream = kit.begin()
         kit.report(update("r", 20))
         kit.process.take_sent()
-        kit.front.abort("r")
-        kit.front.abort("unknown")
+        kit.client.abort("r")
+        kit.client.abort("unknown")
         assert kit.process.take_sent() == [Release({"r": 4}, aborted=True)]
         last = await anext(stream)
         assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
@@ -200,7 +200,7 @@ def test_a_dropped_stream_aborts_its_request(play):
         gc.collect()
         await asyncio.sleep(0)
         assert kit.process.take_sent() == [Release({"r": 3}, aborted=True)]
-        assert kit.front.at_rest.is_set()
+        assert kit.client.idle.is_set()
 
     play(scenario)
 
@@ -245,7 +245,7 @@ def test_too_many_waiting_are_refused_and_counted(play):
         with pytest.raises(OverloadedError) as caught:
             kit.begin("one too many")
         assert caught.value.retry_after_s >= 1
-        assert kit.front.stats.num_overloaded == 1
+        assert kit.client.stats.num_overloaded == 1
         await streams[0].aclose()
         kit.report(num_received=3, num_running=2)
         kit.begin("now")
@@ -256,7 +256,7 @@ def test_too_many_waiting_are_refused_and_counted(play):
 def test_what_the_engine_refuses_fails_alone(play):
     async def scenario(kit):
         refused, other = kit.begin("refused"), kit.begin("other")
-        kit.front.take(Refused(("refused",), RequestError("too long")))
+        kit.client.take(Refused(("refused",), RequestError("too long")))
         with pytest.raises(RequestError, match="too long"):
             await anext(refused)
         kit.report(update("other", 20))
@@ -274,9 +274,9 @@ def test_when_the_process_dies_every_request_fails_with_one_error(play):
         for stream in streams:
             with pytest.raises(EngineDeadError, match="the fake died"):
                 await anext(stream)
-        assert not kit.front.is_ready
-        assert kit.front.stats.num_failed == 2
-        assert kit.front.stats.load == EngineLoad()
+        assert not kit.client.is_ready
+        assert kit.client.stats.num_failed == 2
+        assert kit.client.stats.load == EngineLoad()
         with pytest.raises(EngineDeadError, match="the engine is gone"):
             kit.begin("later")
 
@@ -299,7 +299,7 @@ def test_results_that_cannot_be_taken_in_end_the_requests(play, caplog):
         await asyncio.sleep(0)
         kit.process.says = "nonsense"
         kit.process.ended.set()
-        with pytest.raises(EngineDeadError, match="results cannot be taken in"):
+        with pytest.raises(EngineDeadError, match="results cannot be processed"):
             await asyncio.wait_for(anext(stream), 5)
 
     play(scenario)
@@ -317,13 +317,13 @@ def test_a_process_that_does_not_report_is_killed(play):
 def test_a_process_without_work_may_be_silent(play):
     async def scenario(kit):
         stream = kit.begin()
-        assert kit.front.awaits_report
+        assert kit.client.awaits_report
         kit.process.says = StepReport((update("r", 20, 21, 22, 23),), EngineLoad(1), 0.01)
         kit.process.ended.set()
         assert (await anext(stream)).finished
-        assert not kit.front.awaits_report
+        assert not kit.client.awaits_report
         await asyncio.sleep(0.1)
-        assert kit.front.is_ready
+        assert kit.client.is_ready
 
     play(scenario, step_timeout_s=0.05)
 
@@ -331,13 +331,13 @@ def test_a_process_without_work_may_be_silent(play):
 def test_while_draining_nobody_comes_in_and_the_others_finish(play):
     async def scenario(kit):
         stream = kit.begin()
-        kit.front.draining = True
+        kit.client.draining = True
         with pytest.raises(DrainingError):
             kit.begin("late")
-        assert not kit.front.is_ready
+        assert not kit.client.is_ready
         kit.report(update("r", 20, 21, 22, 23))
         assert (await anext(stream)).finished
-        assert kit.front.at_rest.is_set()
+        assert kit.client.idle.is_set()
 
     play(scenario)
 
@@ -354,7 +354,7 @@ def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(play):
         (plain,) = replay.completions
         assert (plain.request_id, plain.num_speculative_tokens) == ("r#replay", 0)
         kit.report(update("r#replay", 20))
-        assert kit.front.stats.num_output_tokens == 4, "replays are not served"
+        assert kit.client.stats.num_output_tokens == 4, "replays are not served"
 
         second = kit.begin("second")
         release, submit = kit.process.take_sent()
@@ -366,8 +366,8 @@ def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(play):
 
         kit.report(update("r#replay", 20, 21, 22, 23))
         assert kit.process.take_sent() == [Release({"r#replay": None}, aborted=True)]
-        assert kit.front.stats.audit.num_audited == 1
-        assert kit.front.stats.audit.num_mismatched == 0
+        assert kit.client.stats.audit.num_audited == 1
+        assert kit.client.stats.audit.num_mismatched == 0
 
     play(scenario, shadow_audit_rate=1.0)
 
@@ -378,9 +378,9 @@ def test_a_difference_is_reported(play, caplog):
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
         kit.report(update("r#replay", 20, 7))
-        difference = kit.front.stats.audit.last_difference
+        difference = kit.client.stats.audit.last_difference
         assert (difference.position, difference.served, difference.replayed) == (1, 21, 7)
-        assert kit.front.stats.audit.num_mismatched == 1
+        assert kit.client.stats.audit.num_mismatched == 1
 
     play(scenario, shadow_audit_rate=1.0)
 
@@ -392,11 +392,11 @@ def test_while_others_run_or_the_server_drains_nothing_is_audited(play):
         kit.report(update("first", 20, 21, 22, 23))
         await anext(first)
         assert not any(isinstance(message, Submit) for message in kit.process.take_sent())
-        kit.front.draining = True
+        kit.client.draining = True
         kit.report(update("second", 20, 21, 22, 23))
         await anext(second)
         assert not any(isinstance(message, Submit) for message in kit.process.take_sent())
-        assert kit.front.stats.audit.num_pending == 2
+        assert kit.client.stats.audit.num_pending == 2
 
     play(scenario, shadow_audit_rate=1.0)
 
@@ -406,13 +406,13 @@ def test_a_replay_is_not_repeated_after_it_was_refused_or_died(play):
         stream = kit.begin()
         kit.report(update("r", 20, 21, 22, 23))
         await anext(stream)
-        kit.front.take(Refused(("r#replay",), RequestError("no")))
-        assert kit.front.stats.audit.num_dropped == 1
+        kit.client.take(Refused(("r#replay",), RequestError("no")))
+        assert kit.client.stats.audit.num_dropped == 1
         second = kit.begin("second")
         kit.report(update("second", 20, 21, 22, 23))
         await anext(second)
         kit.process.ended.set()
         await asyncio.sleep(0.01)
-        assert kit.front.stats.audit.num_dropped == 2
+        assert kit.client.stats.audit.num_dropped == 2
 
     play(scenario, shadow_audit_rate=1.0)

@@ -82,9 +82,9 @@ def start(inbox):
     return build
 
 
-def test_a_turn_takes_messages_steps_once_and_reports(start):
+def test_an_iteration_takes_messages_steps_once_and_reports(start):
     engine, loop, sent = start((update("a", 5),), (update("a", 6),))
-    loop.turn([Submit((request("a"), request("b")))])
+    loop.run_iteration([Submit((request("a"), request("b")))])
     assert engine.added == ["a", "b"]
     (report,) = sent
     assert report.updates == (update("a", 5),)
@@ -95,49 +95,49 @@ def test_a_turn_takes_messages_steps_once_and_reports(start):
 
 def test_without_work_messages_are_still_answered_with_the_load(start):
     engine, loop, sent = start()
-    loop.turn([Submit((request("a"),)), Release({"a": 5}, aborted=True)])
+    loop.run_iteration([Submit((request("a"),)), Release({"a": 5}, aborted=True)])
     assert engine.released == [("a", 5, True)]
     assert sent == [StepReport((), sent[0].load, None)]
 
 
 def test_an_abort_is_taken_before_the_next_step(start):
     engine, loop, _ = start((update("a", 5),), (update("a", 6),))
-    loop.turn([Submit((request("a"),))])
-    loop.turn([Release({"a": 3}, aborted=True)])
+    loop.run_iteration([Submit((request("a"),))])
+    loop.run_iteration([Release({"a": 3}, aborted=True)])
     assert engine.released_before_step == [0, 1]
 
 
-def test_a_stop_token_frees_the_slot_before_the_front_has_read_it(start):
+def test_a_stop_token_frees_the_slot_before_the_client_has_read_it(start):
     engine, loop, _ = start((update("a", 5, 0, 6),))
-    loop.turn([Submit((request("a"),))])
+    loop.run_iteration([Submit((request("a"),))])
     assert engine.released == [("a", 4, False)]
-    loop.turn([Release({"a": 3}), Release({"unknown": 3})])
+    loop.run_iteration([Release({"a": 3}), Release({"unknown": 3})])
     assert engine.released == [("a", 4, False)], "it had ended already"
 
 
 def test_a_refused_prompt_leaves_nothing_behind(start):
     engine, loop, sent = start()
     engine.refuse = "c"
-    loop.turn([Submit((request("a"),)), Submit((request("b"), request("c")))])
+    loop.run_iteration([Submit((request("a"),)), Submit((request("b"), request("c")))])
     assert engine.released == [("b", None, True)]
     refused, report = sent
     assert isinstance(refused, Refused)
     assert (refused.request_ids, refused.error.cause) == (("b", "c"), "no room")
     assert report.load.num_received == 3
-    loop.turn([Release({"b": 2}), Release({"a": 2})])
+    loop.run_iteration([Release({"b": 2}), Release({"a": 2})])
     assert engine.released[1:] == [("a", 2, False)]
 
 
 def test_a_failed_step_ends_the_loop(start):
     _, loop, _ = start(EngineDeadError("a step failed"))
     with pytest.raises(EngineDeadError):
-        loop.turn([])
+        loop.run_iteration([])
 
 
 def test_what_the_engine_cannot_go_on_without_ends_the_loop_before_a_step(start):
     engine, loop, sent = start((update("a", 5),))
     with pytest.raises(EngineDeadError, match="rank 1 is gone"):
-        loop.turn([Failure(EngineDeadError("rank 1 is gone"))])
+        loop.run_iteration([Failure(EngineDeadError("rank 1 is gone"))])
     assert engine.released_before_step == []
     assert sent == []
 
@@ -164,12 +164,12 @@ def structured(name, grammar):
 def test_a_grammar_is_compiled_while_others_are_stepped(start, inbox):
     engine, loop, sent = start((update("a", 5),), (update("a", 6),))
     grammar = Grammar()
-    loop.turn([Submit((structured("g", grammar),)), Submit((request("a"),))])
-    loop.turn([])
+    loop.run_iteration([Submit((structured("g", grammar),)), Submit((request("a"),))])
+    loop.run_iteration([])
     assert engine.added == ["a"]
     assert sent[-1].load.num_received == 1, "the other is on its way"
     grammar.gate.set()
-    loop.turn([inbox.get(timeout=30)])
+    loop.run_iteration([inbox.get(timeout=30)])
     assert engine.added == ["a", "g"]
     assert sent[-1].load.num_received == 2
 
@@ -177,16 +177,16 @@ def test_a_grammar_is_compiled_while_others_are_stepped(start, inbox):
 def test_what_is_aborted_meanwhile_is_not_added(start, inbox):
     engine, loop, sent = start()
     grammar, other = Grammar(), Grammar()
-    loop.turn([Submit((structured("g", grammar), structured("h", grammar)))])
-    loop.turn([Release({"g": None}, aborted=True)])
-    loop.turn([Submit((structured("g", other),))])
+    loop.run_iteration([Submit((structured("g", grammar), structured("h", grammar)))])
+    loop.run_iteration([Release({"g": None}, aborted=True)])
+    loop.run_iteration([Submit((structured("g", other),))])
     grammar.gate.set()
-    loop.turn([inbox.get(timeout=30)])
+    loop.run_iteration([inbox.get(timeout=30)])
     assert engine.added == ["h"], "the second g has a grammar of its own"
     assert engine.released == []
     assert sent[-1].load.num_received == 2
     other.gate.set()
-    loop.turn([inbox.get(timeout=30)])
+    loop.run_iteration([inbox.get(timeout=30)])
     assert engine.added == ["h", "g"]
 
 
@@ -195,8 +195,8 @@ def test_a_grammar_that_cannot_be_compiled_is_refused(start, inbox, error):
     engine, loop, sent = start()
     grammar = Grammar(error)
     grammar.gate.set()
-    loop.turn([Submit((structured("g", grammar),))])
-    loop.turn([inbox.get(timeout=30)])
+    loop.run_iteration([Submit((structured("g", grammar),))])
+    loop.run_iteration([inbox.get(timeout=30)])
     refused = next(one for one in sent if isinstance(one, Refused))
     assert refused.request_ids == ("g",)
     assert "too large" in str(refused.error)

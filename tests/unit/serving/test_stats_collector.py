@@ -14,36 +14,36 @@ def update(num_drafts, num_accepted, **changes):
 
 
 def test_speculation_is_counted_as_request_metrics_count_it():
-    tally, expected = StatsCollector(3), SpeculationMetrics()
+    collector, expected = StatsCollector(3), SpeculationMetrics()
     for drafts, accepted in ((0, 0), (3, 3), (3, 1), (2, 0), (1, 1), (3, 2)):
-        tally.count_update(update(drafts, accepted))
+        collector.count_update(update(drafts, accepted))
         expected = expected.with_step(drafts, accepted)
-    stats = tally.snapshot()
+    stats = collector.snapshot()
     assert stats.speculation == expected
     assert stats.num_output_tokens == 6 + expected.num_accepted_tokens
     assert stats.num_wasted_rows == 12 - 7
 
 
 def test_rows_that_emit_nothing_are_not_counted():
-    tally = StatsCollector(2)
-    tally.count_update(update(0, 0, samples=False))
-    tally.count_update(update(0, 0, failed=True))
-    assert tally.snapshot().speculation.num_steps == 0
-    assert tally.snapshot().num_output_tokens == 0
+    collector = StatsCollector(2)
+    collector.count_update(update(0, 0, samples=False))
+    collector.count_update(update(0, 0, failed=True))
+    assert collector.snapshot().speculation.num_steps == 0
+    assert collector.snapshot().num_output_tokens == 0
 
 
 def test_without_speculation_there_are_no_positions():
-    tally = StatsCollector(0)
-    tally.count_update(update(0, 0))
-    assert tally.snapshot().speculation.offered_per_position == ()
-    assert tally.snapshot().speculation.num_steps == 1
+    collector = StatsCollector(0)
+    collector.count_update(update(0, 0))
+    assert collector.snapshot().speculation.offered_per_position == ()
+    assert collector.snapshot().speculation.num_steps == 1
 
 
 def test_step_times_fall_into_their_buckets():
-    tally = StatsCollector(0)
+    collector = StatsCollector(0)
     for seconds in (0.0, STEP_TIME_BOUNDS[0], STEP_TIME_BOUNDS[0] * 1.01, 1e9):
-        tally.count_step(seconds)
-    times = tally.snapshot().step_time
+        collector.count_step(seconds)
+    times = collector.snapshot().step_time
     assert times.counts == (2, 1, *(0,) * (len(STEP_TIME_BOUNDS) - 2), 1)
     assert times.count == 4
     assert times.total > 1e9

@@ -1,4 +1,4 @@
-"""Completions end by their tokens as the output processor would have it."""
+"""StopChecker ends completions where the output processor does."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ def update(*token_ids, **changes):
 
 
 @pytest.fixture
-def ends():
-    ends = StopChecker()
-    ends.add(EngineRequest("r", (1, 2, 3), SamplingParams(), 10, stop_token_ids=(0, 9)))
-    return ends
+def checker():
+    checker = StopChecker()
+    checker.add(EngineRequest("r", (1, 2, 3), SamplingParams(), 10, stop_token_ids=(0, 9)))
+    return checker
 
 
-def test_a_stop_token_ends_in_mid_window(ends):
-    assert ends.take(update(4, 5)) is None
-    assert ends.take(update(6, 9, 7)) == 7
-    assert ends.take(update(8)) is None
+def test_a_stop_token_ends_in_mid_window(checker):
+    assert checker.check(update(4, 5)) is None
+    assert checker.check(update(6, 9, 7)) == 7
+    assert checker.check(update(8)) is None
 
 
-def test_the_length_limit_ends_in_mid_window(ends):
-    assert ends.take(update(4, 4, 4, 4, 4)) is None
-    assert ends.take(update(4, 4, 4)) == 10
+def test_the_length_limit_ends_in_mid_window(checker):
+    assert checker.check(update(4, 4, 4, 4, 4)) is None
+    assert checker.check(update(4, 4, 4)) == 10
 
 
-def test_a_stop_token_at_the_limit_ends_once(ends):
-    assert ends.take(update(4, 4, 4, 4, 4, 4, 9)) == 10
-    assert not ends.discard("r")
+def test_a_stop_token_at_the_limit_ends_once(checker):
+    assert checker.check(update(4, 4, 4, 4, 4, 4, 9)) == 10
+    assert not checker.discard("r")
 
 
-def test_poison_is_forgotten_since_the_scheduler_released_it(ends):
-    assert ends.take(update(failed=True)) is None
-    assert not ends.discard("r")
+def test_a_failed_completion_is_dropped_since_the_scheduler_released_it(checker):
+    assert checker.check(update(failed=True)) is None
+    assert not checker.discard("r")
 
 
-def test_discarded_ones_are_not_watched(ends):
-    assert ends.discard("r")
-    assert not ends.discard("r")
-    assert ends.take(update(9)) is None
+def test_discarded_ones_are_not_watched(checker):
+    assert checker.discard("r")
+    assert not checker.discard("r")
+    assert checker.check(update(9)) is None

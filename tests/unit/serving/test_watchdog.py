@@ -1,4 +1,4 @@
-"""A wait that takes too long is told once, and no other is."""
+"""The watchdog expires once per timeout, and never while disarmed."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def watch():
 
 
 def test_what_does_not_come_is_told_once(watch):
-    assert watch(Watchdog.expect) == 1
-    assert watch(Watchdog.expect, Watchdog.expect) == 1
-    assert watch(Watchdog.expect, Watchdog.rest, Watchdog.expect) == 1
+    assert watch(Watchdog.arm) == 1
+    assert watch(Watchdog.arm, Watchdog.arm) == 1
+    assert watch(Watchdog.arm, Watchdog.disarm, Watchdog.arm) == 1
 
 
 def test_what_came_or_is_not_waited_for_is_not_told(watch):
     assert watch() == 0
-    assert watch(Watchdog.expect, Watchdog.rest) == 0
-    assert watch(Watchdog.rest, Watchdog.rest) == 0
+    assert watch(Watchdog.arm, Watchdog.disarm) == 0
+    assert watch(Watchdog.disarm, Watchdog.disarm) == 0
 
 
 def test_no_limit_waits_for_ever(watch):
-    assert watch(Watchdog.expect, timeout_s=0.0) == 0
+    assert watch(Watchdog.arm, timeout_s=0.0) == 0
 
 
 def test_a_wait_that_goes_on_is_not_begun_anew():
@@ -53,7 +53,7 @@ def test_a_wait_that_goes_on_is_not_begun_anew():
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not expired.is_set():
-            watchdog.expect()
+            watchdog.arm()
             assert loop.time() - began < 10, "every call put it off"
             await asyncio.sleep(SHORT_S)
 

@@ -38,7 +38,7 @@ def num_held(stops: tuple[str, ...], text: str) -> int:
 
 
 def first(stops: tuple[str, ...], text: str) -> StopMatch | None:
-    return StopCursor(StopStrings(stops)).feed(text, judged=True)
+    return StopCursor(StopStrings(stops)).feed(text, checked=True)
 
 
 def test_the_first_end_wins_and_then_the_longest():
@@ -47,17 +47,17 @@ def test_the_first_end_wins_and_then_the_longest():
     assert first((), "abc") is None
 
 
-def test_a_match_must_end_in_what_is_judged():
+def test_a_match_must_end_in_checked_text():
     cursor = StopCursor(StopStrings(("ba",)))
-    assert cursor.feed("bab", judged=False) is None
-    assert cursor.feed("abab", judged=True) == StopMatch(2, 4)
+    assert cursor.feed("bab", checked=False) is None
+    assert cursor.feed("abab", checked=True) == StopMatch(2, 4)
 
 
 def test_only_what_may_be_taken_back_is_held():
     held = []
     for text in ("", "xs", "xst", "xsto", "xstoq", "xo"):
         cursor = StopCursor(StopStrings(("stop", "ops")))
-        cursor.feed(text, judged=True)
+        cursor.feed(text, checked=True)
         held.append(len(text) - cursor.num_held)
     assert held == [0, 1, 1, 1, 5, 1]
 
@@ -66,10 +66,10 @@ def test_only_what_may_be_taken_back_is_held():
 def test_the_automaton_says_what_a_search_of_the_whole_text_says(pieces, stops):
     cursor = StopCursor(StopStrings(stops))
     text = ""
-    for piece, judged in pieces:
+    for piece, checked in pieces:
         seen, text = len(text), text + piece
-        match = cursor.feed(piece, judged=judged)
-        assert match == (find(stops, text, seen) if judged else None)
+        match = cursor.feed(piece, checked=checked)
+        assert match == (find(stops, text, seen) if checked else None)
         if match is not None:
             return
         assert cursor.num_held == num_held(stops, text)
@@ -78,9 +78,9 @@ def test_the_automaton_says_what_a_search_of_the_whole_text_says(pieces, stops):
 @given(stops=STOPS, before=st.text("abc", max_size=12), after=st.text("abc", max_size=12))
 def test_text_that_is_not_held_is_never_inside_a_later_match(stops, before, after):
     cursor = StopCursor(StopStrings(stops))
-    if cursor.feed(before, judged=True) is None:
+    if cursor.feed(before, checked=True) is None:
         safe = len(before) - cursor.num_held
-        match = cursor.feed(after, judged=True)
+        match = cursor.feed(after, checked=True)
         assert match is None or match.start >= safe
 
 
@@ -90,6 +90,6 @@ def test_many_long_stop_strings(seed):
     stops = tuple("".join(rng.choices("ab", k=rng.randint(1, 40))) + "c" for _ in range(100))
     text = "".join(rng.choices("ab", k=300)) + rng.choice(stops)
     cursor = StopCursor(StopStrings(stops))
-    assert cursor.feed(text[:200], judged=True) is None
+    assert cursor.feed(text[:200], checked=True) is None
     assert cursor.num_held == num_held(stops, text[:200])
-    assert cursor.feed(text[200:], judged=True) == find(stops, text, 0)
+    assert cursor.feed(text[200:], checked=True) == find(stops, text, 0)

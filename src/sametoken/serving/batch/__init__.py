@@ -1,1 +1,1 @@
-"""Files of requests answered into files of results, in OpenAI's batch format."""
+"""Offline batches: a file of requests in, a file of results out, in OpenAI's batch format."""

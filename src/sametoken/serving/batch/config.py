@@ -1,4 +1,4 @@
-"""Options of a batch. Imports neither torch nor Ray, so that help stays cheap."""
+"""Options of a batch. Imports neither torch nor Ray, so that CLI help stays cheap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sametoken.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """How a batch is run.
+    """Options of a batch run.
 
     Raises:
         ConfigError: a value is impossible, or was given without Ray.

@@ -1,4 +1,4 @@
-"""Finished results on disk, so that a run that ends early goes on where it stood."""
+"""A journal of finished results on disk, from which an interrupted run is resumed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sametoken.io.json_text import parse_json
 _FORMAT = "sametoken-batch-1"
 _SETTINGS = "settings.json"
 _PARTS = "part-*.jsonl"
-_ANEW = "remove the directory to have every line answered anew"
+_START_AGAIN = "remove the directory to have every line answered again"
 
 
-class _Place(NamedTuple):
-    """Where a result stands: offset and length in bytes."""
+class _Location(NamedTuple):
+    """A result's file, and its offset and length in bytes."""
 
     path: Path
     offset: int
@@ -35,38 +35,37 @@ class _Place(NamedTuple):
 
 
 class Journal:
-    """A directory of part files; every run writes one of its own, by appending alone.
+    """A directory of append-only part files, one per run.
 
     A record is one line: a checksum, the key, the result. ``append`` returns once its records
-    are on the disk, so what is found later was finished. A record that a crash or a full disk
-    cut short fails its checksum and counts as not there. One process at a time holds the
-    directory.
+    are synced to disk. A record that a crash or a full disk cut short fails its checksum and is
+    ignored. One process at a time holds the directory.
 
     Args:
-        directory: made if it is not there.
-        settings: what results depend on; JSON values.
+        directory: created if missing.
+        settings: the settings that results depend on; JSON values.
 
     Raises:
         ConfigError: another process holds the directory, it cannot be written, its results
-            were made under other settings, or part of it is missing.
+            were made with other settings, or part of it is missing.
     """
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         self._directory = directory
-        self._places: dict[str, _Place] = {}
+        self._locations: dict[str, _Location] = {}
         with contextlib.ExitStack() as opened:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(
                     DirectoryLock(directory, "wait for that run's end, or choose another output")
                 )
-                parts = self._found_parts()
+                parts = self._find_parts()
                 self._require_settings({"format": _FORMAT, **settings}, are_new=not parts)
                 self._read(parts)
                 self._path = directory / f"part-{len(parts):05}.jsonl"
-                # Unbuffered: what could not be written is not tried again behind our back.
+                # Unbuffered: a failed write must not be repeated when the file is closed.
                 self._part = opened.enter_context(self._path.open("xb", buffering=0))
-                # The new part's name survives a crash.
+                # Makes the new part's name survive a crash.
                 sync(directory)
             except OSError as error:
                 raise _unusable(directory, error) from error
@@ -79,44 +78,44 @@ class Journal:
         self._opened.close()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._places
+        return key in self._locations
 
     def __getitem__(self, key: str) -> bytes:
         """The result under a key."""
-        path, offset, length = self._places[key]
+        path, offset, length = self._locations[key]
         with path.open("rb") as file:
             file.seek(offset)
             return file.read(length)
 
     def append(self, results: Iterable[tuple[str, bytes]]) -> None:
-        """Record finished results by key, for good; one that is there already stays.
+        """Record finished results by key, durably; existing keys keep their results.
 
         Raises:
-            ConfigError: they cannot be written; what was recorded before is there.
+            ConfigError: they cannot be written; earlier records stay.
         """
         whole = self._part.tell()
-        text, places = bytearray(), dict[str, _Place]()
+        text, locations = bytearray(), dict[str, _Location]()
         for key, result in results:
-            if key in self._places or key in places:
+            if key in self._locations or key in locations:
                 continue
             record = f"{key} ".encode() + result
             head = f"{zlib.crc32(record):08x} "
             start = whole + len(text) + len(head) + len(key) + 1
             text += head.encode() + record + b"\n"
-            places[key] = _Place(self._path, start, len(result))
+            locations[key] = _Location(self._path, start, len(result))
         try:
             _write_all(self._part, text)
             os.fsync(self._part.fileno())
         except OSError as error:
-            # The file ends with a whole record again, unless the disk refuses that too.
+            # Drop the incomplete record, if the disk allows it.
             with contextlib.suppress(OSError):
                 self._part.truncate(whole)
                 self._part.seek(whole)
             raise _unusable(self._path, error) from error
-        self._places |= places
+        self._locations |= locations
 
     def remove(self) -> None:
-        """Remove the directory, at once; its results are elsewhere now.
+        """Remove the directory atomically, once its results are in the output.
 
         Raises:
             ConfigError: it cannot be removed.
@@ -129,10 +128,10 @@ class Journal:
         except OSError as error:
             raise ConfigError(
                 f"{self._directory} cannot be removed ({error})",
-                "remove it; the results are whole",
+                "remove it; the output is complete",
             ) from error
 
-    def _found_parts(self) -> list[Path]:
+    def _find_parts(self) -> list[Path]:
         """The parts of earlier runs, the earliest first."""
         found = set(self._directory.glob(_PARTS))
         parts = [self._directory / f"part-{i:05}.jsonl" for i in range(len(found))]
@@ -140,15 +139,15 @@ class Journal:
             if part not in found or not part.is_file():
                 raise ConfigError(
                     f"{part} is missing, and {self._directory} holds parts of later runs",
-                    f"put it back, or {_ANEW}",
+                    f"put it back, or {_START_AGAIN}",
                 )
         return parts
 
     def _read(self, parts: Iterable[Path]) -> None:
-        # Of a result that two parts hold, one is taken: that of the earliest run.
+        # If two parts hold a result, the earliest run's is used.
         for part in parts:
-            for key, place in _records_in(part):
-                self._places.setdefault(key, place)
+            for key, location in _records_in(part):
+                self._locations.setdefault(key, location)
 
     def _require_settings(self, settings: dict[str, Any], *, are_new: bool) -> None:
         path = self._directory / _SETTINGS
@@ -160,10 +159,11 @@ class Journal:
                 raise ValueError("it is missing")
             found = parse_json(path.read_bytes())
             if not isinstance(found, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
         except ValueError as error:
             raise ConfigError(
-                f"{path} does not say what the results beside it were made with ({error})", _ANEW
+                f"{path} does not hold the settings of the results beside it ({error})",
+                _START_AGAIN,
             ) from error
         for name in settings | found:
             theirs, ours = found.get(name), settings.get(name)
@@ -176,7 +176,7 @@ class Journal:
 
 
 def write_whole(path: Path, lines: Iterable[bytes]) -> None:
-    """Write a file so that under its name there is all of it or nothing, whatever happens.
+    """Write a file atomically and durably.
 
     Raises:
         ConfigError: it cannot be written.
@@ -192,7 +192,7 @@ def write_whole(path: Path, lines: Iterable[bytes]) -> None:
 def _unusable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{path} cannot be used ({error})",
-        "make room there, or choose another output; the same command goes on with what is left",
+        "make room there, or choose another output; the same command resumes the run",
     )
 
 
@@ -202,7 +202,7 @@ def _write_all(file: FileIO, text: bytearray) -> None:
         left = left[file.write(left) :]
 
 
-def _records_in(part: Path) -> Iterator[tuple[str, _Place]]:
+def _records_in(part: Path) -> Iterator[tuple[str, _Location]]:
     offset = 0
     with part.open("rb") as file:
         for line in file:
@@ -211,5 +211,5 @@ def _records_in(part: Path) -> Iterator[tuple[str, _Place]]:
             is_whole = line.endswith(b"\n") and key.isalnum()
             if is_whole and checksum == b"%08x" % zlib.crc32(record):
                 start = offset + len(checksum) + len(key) + 2
-                yield key.decode("ascii"), _Place(part, start, len(result))
+                yield key.decode("ascii"), _Location(part, start, len(result))
             offset += len(line)

@@ -1,4 +1,4 @@
-"""OpenAI's batch format: what a line of the input asks for, what a line of the output says."""
+"""OpenAI's batch format: lines of the input and of the output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SKIPPED_BYTES = 2**20
 
 
 class BatchRequest(BaseModel):
-    """A line of the input; the body is checked by the endpoint that it is for."""
+    """A line of the input; its endpoint validates the body."""
 
     model_config = ConfigDict(strict=True)
 
@@ -32,7 +32,7 @@ class BatchRequest(BaseModel):
 
 
 class BatchResponse(BaseModel):
-    """What the endpoint answered; ``body`` of a status other than 200 says what is wrong."""
+    """The endpoint's response; with a status other than 200, ``body`` is an error."""
 
     status_code: int
     request_id: str
@@ -61,8 +61,8 @@ class InputLine:
 
     Attributes:
         number: counted from 1.
-        raw: its bytes, without the line's end; of a line that is too long, their digest.
-        refusal: why it is no request, as far as reading the file tells.
+        raw: its bytes without the line's end; their digest if the line is too long.
+        refusal: an error found while reading the file.
     """
 
     number: int
@@ -71,7 +71,7 @@ class InputLine:
 
     @cached_property
     def key(self) -> str:
-        """Names the line's contents: a line that was changed is another one."""
+        """A hash of the line's content: a changed line has another key."""
         return hashlib.sha256(self.raw).hexdigest()[:_KEY_DIGITS]
 
     @property
@@ -80,7 +80,7 @@ class InputLine:
         return f"batch_req_{self.key}"
 
     def parse(self) -> BatchRequest | BatchResult:
-        """The request, or the result that says why there is none."""
+        """The request, or a result with the error."""
         if self.refusal is not None:
             return self._refused(None, self.refusal)
         try:
@@ -97,7 +97,7 @@ class InputLine:
             return self._refused(named, self._error("invalid_request", f"{where}: {first['msg']}"))
 
     def refused(self, code: str, message: str) -> InputLine:
-        """The line as one that is no request."""
+        """The line with an error."""
         return replace(self, refusal=self._error(code, message))
 
     def _error(self, code: str, message: str) -> BatchError:
@@ -108,7 +108,7 @@ class InputLine:
 
 
 def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
-    """The lines of a file, in order. Of those with the same custom_id the first may be a request.
+    """The lines of a file, in order. Lines that repeat a custom_id are refused.
 
     Args:
         path: the file.
@@ -119,7 +119,7 @@ def read_input(path: Path, max_line_bytes: int) -> list[InputLine]:
     """
     try:
         with path.open("rb") as file:
-            return list(_told_apart(_not_blank(file, max_line_bytes)))
+            return list(_with_unique_ids(_not_blank(file, max_line_bytes)))
     except OSError as error:
         raise RequestError(f"{path} cannot be read ({error})", "name a file of requests") from error
 
@@ -141,7 +141,7 @@ def _not_blank(file: BinaryIO, max_line_bytes: int) -> Iterator[InputLine]:
 
 
 def _rest_digest(file: BinaryIO, begun: bytes) -> bytes:
-    """Skip what is left of a line; what names all of it."""
+    """Skip the rest of a line; returns the digest of the whole line."""
     digest = hashlib.sha256(begun)
     while rest := file.readline(_SKIPPED_BYTES):
         digest.update(rest)
@@ -150,7 +150,7 @@ def _rest_digest(file: BinaryIO, begun: bytes) -> bytes:
     return digest.digest()
 
 
-def _told_apart(lines: Iterable[InputLine]) -> Iterator[InputLine]:
+def _with_unique_ids(lines: Iterable[InputLine]) -> Iterator[InputLine]:
     first_line: dict[str, int] = {}
     for line in lines:
         custom_id = line.parse().custom_id

@@ -1,4 +1,4 @@
-"""Lines of a batch through Ray Data: blocks of lines over a pool of engines."""
+"""A batch on Ray Data: blocks of lines are distributed over a pool of engines."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from sametoken.serving.ray.serve import (
     num_slots,
 )
 
-#: Blocks that an engine works on at once, so that one's last line keeps no device idle.
+#: Blocks that an engine works on at once, so that a block's last line does not idle the device.
 _BLOCKS_PER_ENGINE = 2
 Result = TypeVar("Result")
 
 
 class EngineActor:
-    """One engine of the pool; its methods are called from several threads.
+    """One engine of the pool; called from several threads.
 
     Args:
-        config: of the engine.
+        config: the engine's options.
         served_model_name: see ``BatchConfig``.
         concurrency: lines of one block that run at once.
 
@@ -82,12 +82,12 @@ def answer_on_ray(
     pending: Sequence[InputLine],
     take: Callable[[Iterable[Answer]], None],
 ) -> None:
-    """Answer lines by a pool of engines, telling the results of each block as it comes.
+    """Answer lines on a pool of engines; ``take`` gets the results of each finished block.
 
-    Results are recorded by this process alone. Ray runs a block again whose engine was lost.
+    Only this process records results. Ray runs a block again if its engine was lost.
 
     Raises:
-        EngineDeadError: an engine cannot start, or is gone for good.
+        EngineDeadError: an engine cannot start, or will not be restarted.
     """
     is_ours = connect()
     try:
@@ -100,7 +100,7 @@ def answer_on_ray(
     except RayError as error:
         raise EngineDeadError(
             f"the engines on Ray ended ({last_line(str(error))})",
-            "once that is mended, the same command goes on with what is left",
+            "fix the cause; the same command resumes the run",
         ) from error
     finally:
         if is_ours:

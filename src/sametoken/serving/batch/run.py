@@ -1,7 +1,4 @@
-"""A batch from its input to its output, in this process or on Ray.
-
-Lines of a batch answered by the application, many at once.
-"""
+"""Runs a batch: the lines of a file are answered concurrently, in this process or on Ray."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ from sametoken.serving.http.in_process import (
 )
 from sametoken.serving.limits import ServingLimits
 
-#: What tokens depend on. Speculation is not among it: a run may go on with another drafter.
+#: Options that tokens depend on. Speculation is none: a run may be resumed with another drafter.
 _SETTINGS = (
     "model",
     "tokenizer",
@@ -55,12 +52,12 @@ _SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """What became of the lines.
+    """Counts of lines.
 
     Attributes:
-        num_answered: by this run.
+        num_answered: answered by this run.
         num_kept: answered by an earlier run of the same batch.
-        num_refused: without a response, since they are no requests.
+        num_refused: invalid requests.
     """
 
     num_answered: int
@@ -71,16 +68,16 @@ class BatchSummary:
 def run_batch(
     config: EngineConfig, source: Path, output: Path, batch_config: BatchConfig
 ) -> BatchSummary:
-    """Answer every line of a file, once, into another file in the same order.
+    """Answer every line of a file once; write the results to another file in the same order.
 
-    Results are kept in ``OUTPUT.parts`` until all are there. A run that ended early is taken up
-    by the same call, which redoes what was not finished, and nothing else.
+    Results are kept in ``OUTPUT.parts`` until all are there. The same call resumes an
+    interrupted run and answers only the missing lines.
 
     Raises:
         RequestError: the input cannot be read.
-        ConfigError: the output is there already or cannot be written, another run holds it, or
-            an earlier one had other settings.
-        SametokenError: the engine cannot start, or is gone for good.
+        ConfigError: the output exists or cannot be written, another run holds it, or an earlier
+            run had other settings.
+        SametokenError: the engine cannot start, or will not be restarted.
     """
     _require_free(output, source)
     lines = read_input(source, batch_config.max_line_bytes)
@@ -91,13 +88,13 @@ def run_batch(
         "synthetic": list(config.synthetic),
     }
     with Journal(parts, settings) as journal:
-        sound = [line for line in lines if isinstance(line.parse(), BatchRequest)]
-        pending = [line for line in sound if line.key not in journal]
+        valid = [line for line in lines if isinstance(line.parse(), BatchRequest)]
+        pending = [line for line in valid if line.key not in journal]
         if pending:
             answer_pending(config, batch_config, pending, journal.append)
         write_whole(output, (_result(line, journal) for line in lines))
         journal.remove()
-    return BatchSummary(len(pending), len(sound) - len(pending), len(lines) - len(sound))
+    return BatchSummary(len(pending), len(valid) - len(pending), len(lines) - len(valid))
 
 
 def _require_free(output: Path, source: Path) -> None:
@@ -118,10 +115,10 @@ def answer_pending(
     pending: Sequence[InputLine],
     take: Callable[[Iterable[Answer]], None],
 ) -> None:
-    """Answer lines, telling each group of results as it comes.
+    """Answer lines; ``take`` gets each group of finished results.
 
     Raises:
-        SametokenError: the engine cannot start, or is gone for good.
+        SametokenError: the engine cannot start, or will not be restarted.
     """
     if batch_config.ray:
         from sametoken.serving.batch.on_ray import answer_on_ray
@@ -145,7 +142,7 @@ async def _answer_here(
         groups: AsyncGenerator[list[Answer], Any] = answers_of(app, pending, concurrency)
         async with aclosing(groups):
             async for group in groups:
-                # The engine goes on while the disk is waited for.
+                # The engine runs while this waits for the disk.
                 await asyncio.to_thread(take, group)
     finally:
         await engine.shutdown()
@@ -156,9 +153,9 @@ def _result(line: InputLine, journal: Journal) -> bytes:
     return journal[line.key] if isinstance(request, BatchRequest) else to_line(request)
 
 
-#: A batch is bounded by how many of its lines run at once, not by the queue.
+#: The number of concurrent lines bounds a batch, not the queue.
 BATCH_LIMITS = ServingLimits(max_waiting=2**31, max_waiting_tokens=2**62)
-#: Engines that a line may lose before the whole run is given up.
+#: Engine deaths during one line after which the run is given up.
 _MAX_LOST = 5
 _RETRY_S = 1.0
 _BUSY = frozenset({429, 503})
@@ -168,7 +165,7 @@ Answer = tuple[str, bytes]
 
 
 def batch_server_config(served_model_name: tuple[str, ...]) -> ServerConfig:
-    """Options of an application that only a batch speaks to."""
+    """Options of an application that serves only a batch."""
     return ServerConfig(
         served_model_name=served_model_name,
         max_completions=2**16,
@@ -180,15 +177,15 @@ def batch_server_config(served_model_name: tuple[str, ...]) -> ServerConfig:
 async def answers_of(
     app: ASGIApp, lines: Sequence[InputLine], concurrency: int
 ) -> AsyncGenerator[list[Answer], None]:
-    """Keys and results as they come, those that are ready at the same time together.
+    """Keys and results in groups, as they finish.
 
     Args:
         app: the application.
-        lines: whose requests are sound.
+        lines: lines with valid requests.
         concurrency: lines that run at once.
 
     Raises:
-        EngineDeadError: the engine is gone for good.
+        EngineDeadError: the engine was lost too often during one line.
     """
     running: set[asyncio.Task[Answer]] = set()
     waiting = iter(lines)
@@ -235,12 +232,12 @@ async def _respond(app: ASGIApp, request: BatchRequest, key: str) -> tuple[int, 
         await asyncio.sleep(_RETRY_S)
     raise EngineDeadError(
         f"the engine was lost {_MAX_LOST} times under one request ({answer['error']['message']})",
-        "the same command goes on with what is left",
+        "the same command resumes the run",
     )
 
 
 def _with_seed(body: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The body with a seed: an answer must not depend on when and where its line was run."""
+    """The body with a seed, so that a result does not depend on when and where its line runs."""
     if body.get("seed") is not None:
         return dict(body)
     return {**body, "seed": int(key, 16) % 2**_SEED_BITS}

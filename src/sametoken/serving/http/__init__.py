@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's API, metrics and a page, over the async engine."""
+"""The HTTP server: OpenAI's API, metrics and a status page, over ``AsyncLLM``."""

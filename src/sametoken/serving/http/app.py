@@ -1,4 +1,4 @@
-"""The application: endpoints, their documentation, and what stands before them."""
+"""The FastAPI application: endpoints, their documentation, and middleware."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     404: {"model": ErrorResponse, "description": "There is no such model"},
     408: {"model": ErrorResponse, "description": "The request came too slowly"},
     413: {"model": ErrorResponse, "description": "The request is too large"},
-    429: {"model": ErrorResponse, "description": "Too many requests; Retry-After says when"},
+    429: {"model": ErrorResponse, "description": "Too many requests; see Retry-After"},
     500: {"model": ErrorResponse, "description": "The model or the server failed"},
-    503: {"model": ErrorResponse, "description": "Requests are not taken now"},
+    503: {"model": ErrorResponse, "description": "Requests are not accepted now"},
 }
 _EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 _UNAVAILABLE: dict[int | str, dict[str, Any]] = {
-    503: {"model": Health, "description": "Requests are not taken now"}
+    503: {"model": Health, "description": "Requests are not accepted now"}
 }
 
 
@@ -90,7 +90,7 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.include_router(_status_routes(served, registry))
     install_handlers(app)
     _document(app)
-    # The last one added stands first.
+    # The middleware added last runs first.
     app.add_middleware(BodyLimit, bounds=BodyBounds.of(config))
     if config.rate_limit:
         app.add_middleware(RateLimit, per_minute=config.rate_limit, by_key=bool(config.api_key))
@@ -196,17 +196,17 @@ def _status_routes(served: Served, registry: CollectorRegistry) -> APIRouter:
 
     @router.get("/health", response_model=Health, responses=_UNAVAILABLE)
     async def health() -> Response:
-        """Whether the engine runs, and what the shadow audit found. 503 if it does not."""
+        """Whether the engine runs, and the shadow audit's results. 503 if it does not run."""
         detail: dict[str, Any] = {"shadow_audit": _audit_detail(engine.stats().audit)}
         if engine.errored is not None:
-            # No more than that: this path needs no key, and errors may name files.
+            # Only the code: this path needs no key, and errors may name files.
             detail["cause"] = as_api_error(engine.errored).code
         body = Health(status=_status(engine), detail=detail).model_dump()
         return JSONResponse(body, status_code=200 if engine.errored is None else 503)
 
     @router.get("/ready", response_model=Health, responses=_UNAVAILABLE)
     async def ready() -> Response:
-        """Whether requests are taken. 503 while they are not."""
+        """Whether requests are accepted. 503 while they are not."""
         body = Health(status=_status(engine), detail={}).model_dump()
         return JSONResponse(body, status_code=200 if engine.is_ready else 503)
 
@@ -234,7 +234,7 @@ def _status(engine: AsyncLLM) -> Literal["ok", "draining", "down"]:
     return "ok" if engine.is_ready else "draining"
 
 
-#: The page holds all that it needs and talks to this server alone.
+#: The page is self-contained and connects only to this server.
 _PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -261,7 +261,7 @@ def _audit_detail(audit: AuditStats) -> dict[str, Any]:
 
 
 def _document(app: FastAPI) -> None:
-    """An OpenAPI document without 422, which no request is answered with."""
+    """Remove status 422 from the OpenAPI document: no response has it."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

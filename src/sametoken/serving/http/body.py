@@ -1,4 +1,4 @@
-"""Bodies of requests: bounded before they are parsed, parsed and checked off the event loop."""
+"""Request bodies: checked for size before parsing, then parsed and validated off the event loop."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from sametoken.serving.http.errors import (
     invalid_field,
 )
 
-#: Members, objects and lists of a body. Each costs its readers far more than its bytes.
+#: Members, objects and lists of a body. Parsing one costs far more than its bytes.
 MAX_NODES = 2**16
-#: Digits of a number. Reading one takes the square of their number.
+#: Digits of a number. Parsing takes quadratic time.
 MAX_DIGITS = 300
-#: Bytes up to which a body is read on the event loop: a thread would take longer.
+#: Bytes up to which a body is parsed on the event loop, which is faster than a thread.
 _SMALL = 2**14
 _QUOTE, _OPENINGS = ord('"'), b"[{:"
-#: Forms of a field as pydantic calls them; others have brackets in their names.
+#: pydantic's names for the types of a union field; other names have brackets.
 _FORMS = frozenset(("str", "int", "bool", "dict", "NamedTool"))
 _NOT_FINITE = re.compile(rb"[NI]")
-# Begun at the start of a number alone, so that they take time in proportion to the text.
+# Anchored at the start of a number, so that the time is linear in the text.
 _LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
 _LARGE_NUMBER = re.compile(rb"(?<![0-9.])[0-9]++(?:\.[0-9]++)?[eE]\+?[0-9]{3,}")
-# One, so that bodies that are read at the same time share its memory and its turns.
+# One thread, so that only one large body is parsed at a time.
 _reader = ThreadPoolExecutor(1, "read-body")
 
 
@@ -41,18 +41,18 @@ def read_json(body: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, nests deeper than 200, or is beyond a bound.
+        ValueError: it is not JSON in UTF-8, nests deeper than 200, or is beyond a limit.
     """
     require_bounded(body)
     return parse_json(body)
 
 
 def require_bounded(body: bytes) -> None:
-    """Look at a JSON text before it is parsed.
+    """Check the limits of a JSON text before it is parsed.
 
     Raises:
         ValueError: it has more than ``MAX_NODES`` members, objects and lists, a number of more
-            than ``MAX_DIGITS`` digits, or one that no float can hold.
+            than ``MAX_DIGITS`` digits, or a number beyond a float's range.
     """
     bare = _without_strings(body)
     num_nodes = sum(bare.count(bytes([opening])) for opening in _OPENINGS)
@@ -68,16 +68,16 @@ def require_bounded(body: bytes) -> None:
 
 
 def _without_strings(body: bytes) -> bytes:
-    """What stands outside of strings. Whole arrays at once: the body may be large."""
+    """The text outside of strings; vectorized, since the body may be large."""
     text = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
     quotes_so_far = np.cumsum(text == _QUOTE, dtype=np.uint8)
-    # Counted modulo 256, which an even number stays even in.
+    # Counted modulo 256, which keeps the parity.
     bare: bytes = text[quotes_so_far % 2 == 0].tobytes()
     return bare
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON body is read as its model by ``read_model``."""
+    """A route whose JSON body is parsed by ``read_model``."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See ``APIRoute``."""
@@ -102,21 +102,21 @@ class JsonRoute(APIRoute):
 
 
 def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
-    """A body as its model.
+    """Parse and validate a body as a model.
 
     Raises:
-        ApiError: it is no JSON, beyond a bound, or not what the model says.
+        ApiError: it is not JSON, beyond a limit, or invalid for the model.
     """
     try:
         require_bounded(body)
         return model.model_validate_json(body)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
-        # Of a field that may have several forms, the form that the value came closest to.
+        # The union type that the value comes closest to.
         fault = max(faults, key=lambda one: (one["type"].endswith("too_long"), len(one["loc"])))
         if fault["type"] == "json_invalid":
             raise invalid(f"the body is not JSON: {fault['ctx']['error']}") from error
-        # Without the names that pydantic gives to the forms of a field.
+        # Without pydantic's names for the types of a union.
         parts = map(str, fault["loc"])
         where = [part for part in parts if "[" not in part and part not in _FORMS]
         if not where:
@@ -128,7 +128,7 @@ def read_model(model: type[BaseModel], body: bytes) -> BaseModel:
 
 
 class _ReadRequest(Request):
-    """A request whose body was read; FastAPI takes a model's instance as it is."""
+    """A request with a parsed body; FastAPI accepts an instance of the model unchanged."""
 
     def __init__(self, request: Request, body: bytes, value: BaseModel) -> None:
         super().__init__(request.scope, request.receive)

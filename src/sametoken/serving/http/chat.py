@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations answered through the model's chat template."""
+"""``/v1/chat/completions``: conversations, rendered by the model's chat template."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from sametoken.types.outputs import (
 from sametoken.types.sampling_params import SamplingParams
 
 Kind = TypeVar("Kind", ChatResponse, ChatChunk)
-#: Tool calls in a stream are read again once they have grown by this part of their length.
-_PARSED_AGAIN = 64
+#: A stream's tool calls are parsed again once they have grown by 1/64 of their length.
+_REPARSE_DIVISOR = 64
 
 
 async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Response:
@@ -69,7 +69,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
             "add_generation_prompt and continue_final_message contradict each other. Set one",
             "continue_final_message",
         )
-    use, params = await asyncio.to_thread(_asked, served, request)
+    use, params = await asyncio.to_thread(_tools_and_params, served, request)
     served.check(1, params)
     prompt = await served.render(
         request.messages,
@@ -84,7 +84,7 @@ async def answer_chat(served: Served, request: ChatRequest, http: Request) -> Re
     return await respond(http, generation, answer, stream=bool(request.stream))
 
 
-def _asked(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
+def _tools_and_params(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParams]:
     parser = served.tool_parser(request.tools) if request.tools else None
     use = tool_use(request, structured_outputs(request), parser)
     return use, chat_params(request, served.defaults, use.structured)
@@ -92,7 +92,7 @@ def _asked(served: Served, request: ChatRequest) -> tuple[ToolUse, SamplingParam
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Makes the answer to one request out of the engine's outputs."""
+    """Makes the response to one request from the engine's outputs."""
 
     request: ChatRequest
     use: ToolUse
@@ -101,7 +101,7 @@ class _Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatResponse:
-        """The answer without a stream."""
+        """The response without a stream."""
         (output,) = outputs
         more = self._stats(output)
         if self.request.return_token_ids:
@@ -112,7 +112,7 @@ class _Answer:
         return self._make(ChatResponse, choices, usage=usage([output]), **more)
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
-        """The answer in pieces: what each output adds to each completion."""
+        """The response in chunks: each output's new part of each completion."""
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
         every: dict[str, Any] = {"usage": None} if with_usage else {}
@@ -135,17 +135,17 @@ class _Answer:
             yield self._make(ChatChunk, [], **last)
 
     def finish_reason(self, completion: CompletionOutput, parsed: Parsed) -> FinishReason | None:
-        """Why the completion ended, in OpenAI's words; None if it goes on."""
+        """The finish reason in OpenAI's words; None if the completion goes on."""
         if completion.finish_reason == "stop" and parsed.calls and self.use.reports_calls:
             return "tool_calls"
         return completion.finish_reason  # type: ignore[return-value]
 
     def call_id(self, choice_index: int, call_index: int) -> str:
-        """The id of a tool call, unique beyond this request."""
+        """The globally unique id of a tool call."""
         return f"call_{self.request_id.removeprefix('chatcmpl-')}_{choice_index}_{call_index}"
 
     def logprobs(self, completion: CompletionOutput, start: int) -> ChatLogprobs | None:
-        """Log-probabilities of tokens ``start`` and later, if they were asked for."""
+        """Log-probabilities of the tokens from ``start`` on, if they were requested."""
         if completion.logprobs is None:
             return None
         found = positions(completion.token_ids[start:], completion.logprobs[start:])
@@ -193,13 +193,13 @@ class _Answer:
             choices=choices,
             **more,
         )
-        # Set, so that it is sent.
+        # Set explicitly, since only fields that were set are sent.
         made.object = made.object
         return made
 
 
 class _ChoiceWriter:
-    """One answer as it is sent in pieces."""
+    """Writes one choice of a stream in chunks."""
 
     def __init__(self, answer: _Answer, index: int) -> None:
         self._answer = answer
@@ -210,19 +210,19 @@ class _ChoiceWriter:
         self._finished = False
 
     def begin(self) -> ChatChunkChoice:
-        """The piece before all others: who speaks."""
+        """The first chunk, with the role."""
         return self._piece(ChatMessage(role="assistant", content=""))
 
     def write(self, completion: CompletionOutput) -> list[ChatChunkChoice]:
-        """What the completion adds to what was sent of it."""
+        """The parts of the completion that were not sent yet."""
         if self._finished:
             return []
         self._finished = completion.finish_reason is not None
         parsed = self._parse(completion.text)
         deltas = self._deltas(parsed)
         has_tokens = len(completion.token_ids) > self._num_tokens
-        asked = completion.logprobs is not None or self._answer.request.return_token_ids
-        if not deltas and has_tokens and asked:
+        sends_tokens = completion.logprobs is not None or self._answer.request.return_token_ids
+        if not deltas and has_tokens and sends_tokens:
             deltas = [ChatMessage()]
         pieces = [self._piece(delta) for delta in deltas]
         if pieces:
@@ -236,12 +236,12 @@ class _ChoiceWriter:
         return pieces
 
     def _parse(self, text: str) -> Parsed:
-        """The text in its parts; of one that is in calls, not each time that it grows.
+        """The parsed text; within calls it is parsed again only after it has grown enough.
 
-        A parser reads the whole text, and long calls would take the square of their length.
+        A parser reads the whole text, so parsing at every step would take quadratic time.
         """
         in_calls = self._num_parsed - len(self._sent.content)
-        if not self._finished and len(text) - self._num_parsed < in_calls // _PARSED_AGAIN:
+        if not self._finished and len(text) - self._num_parsed < in_calls // _REPARSE_DIVISOR:
             return self._sent
         self._num_parsed = len(text)
         return self._answer.use.parser(text, self._finished)

@@ -1,4 +1,4 @@
-"""``/v1/completions``: prompts continued as they are."""
+"""``/v1/completions``: prompts are continued without a chat template."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def complete(served: Served, request: CompletionRequest, http: Request) ->
 
 
 def _prompts(request: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of a request; a list of numbers is one prompt."""
+    """The prompts of a request; a list of token ids is one prompt."""
     given: Any = request.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
@@ -73,7 +73,7 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Makes the answer to one request out of the engine's outputs."""
+    """Makes the response to one request from the engine's outputs."""
 
     served: Served
     request: CompletionRequest
@@ -83,7 +83,7 @@ class _Answer:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> CompletionResponse:
-        """The answer without a stream."""
+        """The response without a stream."""
         writers = self._writers()
         shown = [self._shown(output) for output in outputs]
         choices = [
@@ -94,7 +94,7 @@ class _Answer:
         return self._response(choices, usage=usage(shown), **self._stats(outputs))
 
     async def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
-        """The answer in pieces: what each output adds to each completion."""
+        """The response in chunks: each output's new part of each completion."""
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
         no_usage = {"usage": None} if with_usage else {}
@@ -104,7 +104,7 @@ class _Answer:
                 output = self._shown(one.output)
                 for completion in output.outputs:
                     writer = writers[one.prompt_index][completion.index]
-                    if writer.has_news(completion):
+                    if writer.has_new_output(completion):
                         yield self._response([writer.write(output, completion)], **no_usage)
         last = self._stats(generation.outputs)
         if with_usage:
@@ -113,7 +113,7 @@ class _Answer:
             yield self._response([], **last)
 
     def _writers(self) -> list[list[_ChoiceWriter]]:
-        """By prompt and completion."""
+        """A writer for each prompt and completion."""
         return [
             [
                 _ChoiceWriter(self.served, self.request, prompt, prompt_index * self.request.n + i)
@@ -137,7 +137,7 @@ class _Answer:
         return {"speculation": speculation_stats(outputs, wanted)} if wanted else {}
 
     def _shown(self, output: RequestOutput) -> RequestOutput:
-        """The output, without the token that nobody asked for if only the prompt is wanted."""
+        """The output; with ``max_tokens=0`` without the token that the engine made."""
         if self.request.max_tokens != 0:
             return output
         completions = tuple(
@@ -148,13 +148,13 @@ class _Answer:
 
 
 class _ChoiceWriter:
-    """One completion as it is sent: in one piece, or in several that add up to it.
+    """Writes one completion, in one piece or in several that add up to it.
 
     Args:
-        served: gives the tokenizer.
-        request: what was asked for.
+        served: has the tokenizer.
+        request: the request.
         prompt: the completion's prompt.
-        index: of the choice.
+        index: index of the choice.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class _ChoiceWriter:
         self._num_tokens = 0
         self._text_offset = 0
 
-    def has_news(self, completion: CompletionOutput) -> bool:
-        """Whether the completion has more than was sent."""
+    def has_new_output(self, completion: CompletionOutput) -> bool:
+        """Whether the completion has parts that were not sent."""
         return not self._finished and (
             completion.finish_reason is not None
             or len(completion.token_ids) > self._num_tokens
@@ -179,7 +179,7 @@ class _ChoiceWriter:
         )
 
     def write(self, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
-        """What the completion adds to what was sent of it."""
+        """The part of the completion that was not sent yet."""
         new_text = completion.text[self._num_characters :]
         echoed = self._echo() if self._request.echo and not self._begun else ""
         choice = CompletionChoice(

@@ -1,4 +1,4 @@
-"""Options of the server. Imports neither torch nor FastAPI, so that help stays cheap."""
+"""Options of the server. Imports neither torch nor FastAPI, so that CLI help stays cheap."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "qwen3_coder")
 AUTO, NONE = "auto", "none"
-#: What a header carries unchanged, whatever library writes it.
+#: Characters that every HTTP library sends unchanged in a header.
 _VISIBLE = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What a user asks of the server.
+    """Options of the server.
 
     Raises:
         ConfigError: a value is impossible, or two contradict each other.
@@ -47,10 +47,10 @@ class ServerConfig:
         20.0, "seconds that a TLS handshake, or the headers of a request, may take to come"
     )
     write_timeout: float = option(
-        60.0, "seconds after which a client that reads nothing of its answer is let go"
+        60.0, "seconds after which a client that reads nothing of its answer is disconnected"
     )
     max_connections: int = option(
-        1024, "connections at once; of more, the one that waits longest is closed"
+        1024, "connections at once; beyond that, the one that has waited longest is closed"
     )
     rate_limit: int = option(0, "requests per minute for each key, or address without keys; 0: any")
     max_completions: int = option(128, "completions of one request, over all its prompts")

@@ -1,4 +1,4 @@
-"""Connections and their bounds: how many there are, and how long the server waits for each."""
+"""Limits of HTTP connections: their number, and timeouts against slow clients."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from uvicorn.server import ServerState
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import invalid
 
-#: Bytes taken from a connection at a time, so that none holds up the others for long.
+#: Bytes read from a connection at a time, so that none delays the others for long.
 _READ_BYTES = 32 * 1024
-#: What the system takes of an answer before its client has.
+#: Bytes of the kernel's send buffer.
 _SEND_BYTES = 128 * 1024
-#: Connections that wait in the kernel, and those that are taken from it at a time.
+#: Connections in the kernel's backlog, and those accepted at a time.
 _BACKLOG, _AT_ONCE = 2048, 32
-#: Seconds without a new connection when the system has no descriptor or memory for it.
+#: Seconds without accepting when the system has no descriptor or memory for a connection.
 _PAUSE_S = 0.05
-#: Seconds in which a client may take in an answer that came before it had sent its request whole.
+#: Seconds that a client has to read a response that precedes the end of its request.
 _LINGER_S = 2.0
-#: Pieces that a body may come in, whatever its size, and bytes of each further one on average.
+#: Pieces that any body may arrive in, and mean bytes of each further piece.
 _FREE_PIECES, _MEAN_PIECE = 1024, 16
-#: The longest target of a request. It stands in the log.
+#: The longest target of a request, which is logged.
 _MAX_TARGET = 4096
 _CLOSE = (b"connection", b"close")
 
 
-class Seldom(logging.Filter):
-    """Lets one record of each kind through a second, so that no attack fills a disk."""
+class LogRateLimit(logging.Filter):
+    """Passes one record of each kind per second, so that no attack fills a disk."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Seldom(logging.Filter):
         self._last: dict[tuple[object, ...], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See ``logging.Filter``. A kind is a text before its values are put in."""
+        """See ``logging.Filter``. A kind is an unformatted message."""
         if record.levelno < logging.WARNING:
             return True
         kind = (record.name, record.msg, record.exc_info and record.exc_info[0])
@@ -60,17 +60,17 @@ class Seldom(logging.Filter):
 
 
 _logger = logging.getLogger("sametoken.serving.http.connections")
-_logger.addFilter(Seldom())
+_logger.addFilter(LogRateLimit())
 
 
 class Connections:
-    """All connections of a server, and those that wait, the longest first.
+    """All connections of a server, and the waiting ones, the longest wait first.
 
-    A connection waits while the server has no whole request of it to work on, or while its client
-    does not read the answer. Where there are too many, those that wait make room for new ones.
+    A connection waits while it has no complete request to work on, or while its client does not
+    read the response. At the limit, the longest waiting connection is closed for a new one.
 
     Args:
-        most: connections at once, 1 or more.
+        most: limit of connections, at least 1.
     """
 
     def __init__(self, most: int) -> None:
@@ -89,16 +89,16 @@ class Connections:
         make: Callable[[], Connection],
         context: ssl.SSLContext | None,
     ) -> None:
-        """Take connections from a bound socket, from now on.
+        """Start to accept connections from a bound socket.
 
         Args:
-            listener: is not closed here.
-            make: a connection's protocol.
+            listener: the socket; not closed here.
+            make: makes a connection's protocol.
             context: for TLS.
         """
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        # Connections inherit it. Large ones would hide for minutes that a client reads nothing.
+        # Connections inherit it. A large buffer hides for minutes that a client reads nothing.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         listener.listen(_BACKLOG)
 
@@ -114,10 +114,10 @@ class Connections:
             except (BlockingIOError, InterruptedError, ConnectionError):
                 pass
             except OSError as error:
-                _logger.warning("a connection cannot be taken: %s", error)
+                _logger.warning("a connection cannot be accepted: %s", error)
                 for waiting in list(itertools.islice(self._waiting, _AT_ONCE)):
                     waiting.drop()
-                # Their descriptors are closed in the loop's next turns.
+                # Their descriptors are closed in the event loop's next iterations.
                 loop.remove_reader(listener)
                 loop.call_later(_PAUSE_S, resume)
 
@@ -125,7 +125,7 @@ class Connections:
         resume()
 
     def stop(self) -> None:
-        """Take no more connections, and end those whose TLS handshake is under way."""
+        """Accept no more connections, and drop those in a TLS handshake."""
         loop = asyncio.get_running_loop()
         while self._listeners:
             loop.remove_reader(self._listeners.pop())
@@ -138,7 +138,7 @@ class Connections:
         self._waiting.pop(connection, None)
 
     def note(self, connection: Connection, *, waits: bool) -> None:
-        """Say whether a connection waits."""
+        """Record whether a connection waits."""
         if not waits:
             self._waiting.pop(connection, None)
         elif connection in self._all:
@@ -153,10 +153,10 @@ class Connections:
         if len(self._all) >= self._most:
             longest = next(iter(self._waiting), None)
             if longest is None:
-                _logger.warning("a connection was refused: %d are at work", len(self._all))
+                _logger.warning("a connection was refused: all %d are busy", len(self._all))
                 client.close()
                 return
-            _logger.warning("a connection that waited was closed: there are %d", len(self._all))
+            _logger.warning("a waiting connection was closed: there are %d", len(self._all))
             longest.drop()
         connection = make()
         self._all.add(connection)
@@ -165,12 +165,12 @@ class Connections:
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """uvicorn's connection with time limits of its own.
+    """uvicorn's HTTP connection with additional timeouts.
 
     Args:
         config, server_state, app_state: uvicorn's.
-        connections: knows this one.
-        limits: of time.
+        connections: all connections, this one included.
+        limits: has the timeouts.
     """
 
     def __init__(
@@ -183,18 +183,18 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state)
         self.conn = _Parser(h11.SERVER)
-        self._behind, self.app = self.app, self._answer
+        self._inner_app, self.app = self.app, self._answer
         self._connections = connections
         self._limits = limits
-        self._header_clock = _Clock(self.loop, limits.header_timeout, self.drop)
-        self._reader_clock = _Clock(self.loop, limits.write_timeout, self._check_reader)
-        # Bytes that the client had not read when its clock was started.
+        self._header_timer = _Timer(self.loop, limits.header_timeout, self.drop)
+        self._reader_timer = _Timer(self.loop, limits.write_timeout, self._check_reader)
+        # Bytes that the client had not read when its timer was started.
         self._unread = 0
         self._ignores_input = False
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a connection, its TLS handshake included."""
+        """Whether the connection is established, its TLS handshake included."""
         return self.transport is not None
 
     def begin(self, client: socket.socket, context: ssl.SSLContext | None) -> None:
@@ -209,14 +209,14 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     async def _open(self, client: socket.socket, context: ssl.SSLContext | None) -> None:
         limit_s = self._limits.header_timeout if context else None
-        # An error is the client's: its handshake failed, or took too long.
+        # An error means that the client's handshake failed or took too long.
         with contextlib.suppress(OSError):
             await self.loop.connect_accepted_socket(
                 lambda: self, client, ssl=context, ssl_handshake_timeout=limit_s
             )
 
     def drop(self) -> None:
-        """End the connection at once, whatever has not been sent."""
+        """Abort the connection; unsent data is lost."""
         self._connections.remove(self)
         if self.is_open:
             self.transport.abort()
@@ -226,18 +226,18 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See ``asyncio.Protocol``."""
         super().connection_made(transport)
-        self._follow()
+        self._update_state()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""
         self._connections.remove(self)
-        self._header_clock.stop()
-        self._reader_clock.stop()
+        self._header_timer.stop()
+        self._reader_timer.stop()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
     def get_buffer(self, sizehint: int) -> bytearray:
-        """See ``asyncio.BufferedProtocol``: what comes is copied out of it at once."""
+        """See ``asyncio.BufferedProtocol``: ``buffer_updated`` copies the data at once."""
         return self._connections.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -248,36 +248,36 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         """See ``asyncio.Protocol``."""
         if not self._ignores_input:
             super().data_received(data)
-            self._follow()
+            self._update_state()
 
     def on_response_complete(self) -> None:
         """See ``H11Protocol``."""
-        # A connection at rest keeps no body.
+        # An idle connection keeps no body.
         self.cycle.body = bytearray()
         super().on_response_complete()
-        self._follow()
+        self._update_state()
 
     def timeout_keep_alive_handler(self) -> None:
         """See ``H11Protocol``."""
         super().timeout_keep_alive_handler()
-        self._follow()
+        self._update_state()
 
     def pause_writing(self) -> None:
         """See ``asyncio.Protocol``: the client reads more slowly than the server writes."""
         super().pause_writing()
-        self._follow()
+        self._update_state()
 
     def resume_writing(self) -> None:
         """See ``asyncio.Protocol``."""
         super().resume_writing()
-        self._follow()
+        self._update_state()
 
     def send_400_response(self, msg: str) -> None:
-        """See ``H11Protocol``: what comes is no HTTP, or not within its bounds."""
+        """See ``H11Protocol``: the input is not HTTP, or beyond a limit."""
         response = invalid(
-            "the request is no HTTP/1.1, or beyond what is taken: headers of 16 KiB, a target of "
+            "the request is not HTTP/1.1, or exceeds a limit: headers of 16 KiB, a target of "
             f"{_MAX_TARGET} bytes that is a path, one length, bodies in pieces of {_MEAN_PIECE} "
-            "bytes. Send a plainer one"
+            "bytes. Send a simpler one"
         ).response()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             headers = [*response.raw_headers, _CLOSE]
@@ -289,38 +289,38 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
                 self.transport.write(self.conn.send(event) or b"")
         self._ignores_input = True
         if self.cycle is not None:
-            # Nobody waits for the rest of the body, or sends a second answer.
+            # Stops the application from waiting for the body and sending a second response.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.loop.call_later(_LINGER_S, self.transport.close)
 
-    def _follow(self) -> None:
-        """Set the clocks by where the connection stands, and say whether it waits."""
+    def _update_state(self) -> None:
+        """Start or stop the timers by the connection's state, and record whether it waits."""
         closing = self.transport.is_closing()
         in_header = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
-        self._header_clock.run(in_header and not closing)
+        self._header_timer.run(in_header and not closing)
         unread = self.flow.write_paused or closing
-        if unread and not self._reader_clock.runs:
+        if unread and not self._reader_timer.runs:
             self._unread = self.transport.get_write_buffer_size()
-        self._reader_clock.run(unread)
+        self._reader_timer.run(unread)
         receiving = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         answering = self.cycle is not None and not self.cycle.response_complete
         works = answering and not (receiving or unread or self._ignores_input)
         self._connections.note(self, waits=not works)
 
     def _check_reader(self) -> None:
-        """End a connection whose client has read nothing since its clock was started."""
+        """Drop a connection whose client has read nothing since its timer was started."""
         if self.transport.get_write_buffer_size() >= self._unread:
             self.drop()
         else:
-            self._follow()
+            self._update_state()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer (ASGI).
+        """Call the application (ASGI).
 
-        An answer that comes before the request is whole ends the connection; the rest of the
-        request is not looked at. The client has a while to read it, because a socket that is
-        closed with input left resets the connection, and the answer may be lost.
+        A response before the end of the request ends the connection, and the rest of the request
+        is ignored. The client has time to read the response: closing a socket with unread input
+        resets the connection, and the response may be lost.
         """
 
         async def send_on(message: Message) -> None:
@@ -336,11 +336,11 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
                 message = {"type": "http.response.body"}
             await send(message)
 
-        await self._behind(scope, receive, send_on)
+        await self._inner_app(scope, receive, send_on)
 
 
 class _Parser(h11.Connection):
-    """Refuses requests that cost much more than they say."""
+    """An h11 parser that refuses requests whose cost is out of proportion to their size."""
 
     _num_pieces = 0
     _num_bytes = 0
@@ -352,7 +352,7 @@ class _Parser(h11.Connection):
             self._num_pieces = self._num_bytes = 0
             if len(event.target) > _MAX_TARGET or event.target[:1] not in (b"/", b"*"):
                 raise h11.RemoteProtocolError("the target is too long, or no path")
-            # A proxy in front may take the other one, and see another request than this server.
+            # Request smuggling: a proxy may use the other length than this server.
             if {b"transfer-encoding", b"content-length"} <= {name for name, _ in event.headers}:
                 raise h11.RemoteProtocolError("the body has two lengths")
         elif isinstance(event, h11.Data):
@@ -363,8 +363,8 @@ class _Parser(h11.Connection):
         return event
 
 
-class _Clock:
-    """Does something when a time has run out."""
+class _Timer:
+    """Calls a function after a timeout."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, seconds: float, then: Callable[[], None]
@@ -377,7 +377,7 @@ class _Clock:
         return self._timer is not None
 
     def run(self, wanted: bool) -> None:
-        """Start, or stop; a clock that runs goes on."""
+        """Start the timer unless it runs, or stop it."""
         if not wanted:
             self.stop()
         elif self._timer is None:

@@ -1,4 +1,4 @@
-"""Errors in the shape and with the statuses of OpenAI's API."""
+"""Error responses with the format and statuses of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
-#: Errors that another server, or this one a little later, would not have; the first that fits.
+#: Temporary errors, which another server or a later retry would not have; the first match counts.
 #: Causes stay in the log: they may name files of this machine.
 _UNAVAILABLE: Mapping[type[SametokenError], tuple[str, str]] = {
     DrainingError: ("draining", "the server takes no new requests. Send them to another one"),
@@ -45,20 +45,20 @@ _UNAVAILABLE: Mapping[type[SametokenError], tuple[str, str]] = {
     EngineDeadError: ("engine_dead", "the engine has stopped. Send the request again"),
 }
 _RETRY_AFTER_S = 5
-#: Characters of an answer's message and of the field that it names.
+#: Characters of an error's message and param.
 _MAX_MESSAGE, _MAX_PARAM = 2 * MAX_CAUSE, 100
 _logger = logging.getLogger("sametoken.server")
 
 
 class ApiError(Exception):
-    """An answer other than success.
+    """An error response.
 
     Args:
         status: HTTP status.
         message: cause and remedy.
-        param: field of the request that is at fault, if one is.
-        code: short name that programs can test.
-        retry_after_s: seconds after which the client may try again.
+        param: the faulty field of the request, if any.
+        code: machine-readable name.
+        retry_after_s: seconds after which the client may retry.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
+        """Headers of the response."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -86,25 +86,25 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object that OpenAI's clients read."""
-        # A lone surrogate of the request, repeated in a message, cannot be sent.
+        """The body in OpenAI's format."""
+        # A lone surrogate, quoted from the request, cannot be encoded.
         message = str(self).encode("utf-8", "backslashreplace").decode("utf-8")
         kind = _TYPES.get(self.status, INVALID)
         error = {"message": message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The whole answer."""
+        """The complete response."""
         return JSONResponse(self.body, status_code=self.status, headers=self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that the client must change."""
+    """Status 400: a request that the client must change."""
     return ApiError(400, message, param=param, code=code)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The answer to whatever went wrong; what nobody expected is logged and kept private."""
+    """The response to an error; unexpected errors are logged, without details for the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, OverloadedError):
@@ -123,7 +123,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Answer every error of the application in one shape."""
+    """Register handlers that give all errors of the application the same format."""
 
     async def on_error(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
@@ -151,10 +151,10 @@ def _validation_error(first: Mapping[str, Any]) -> ApiError:
 
 
 def invalid_field(where: Sequence[str], fault: Mapping[str, Any]) -> ApiError:
-    """The answer to a fault that pydantic found.
+    """The response to an error that pydantic found.
 
     Args:
-        where: the field, and the way to the fault within it.
+        where: the field, and the path to the fault within it.
         fault: one of ``ValidationError.errors()``.
     """
     cause = fault.get("ctx", {}).get("error")

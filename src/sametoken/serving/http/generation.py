@@ -1,6 +1,6 @@
-"""The engine's requests behind one HTTP request: begun together, read together, ended together.
+"""The engine requests of one HTTP request, streamed as server-sent events or sent whole.
 
-Server-sent events, and the end of the work when nobody reads them any more.
+They begin and end together; a client's disconnect aborts them.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
-#: Status of an answer that nobody is there to read.
+#: nginx's status for a client that has disconnected.
 CLIENT_GONE = 499
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One prompt's output so far, and the prompt's place in the HTTP request."""
+    """One prompt's output so far, and the prompt's index in the HTTP request."""
 
     prompt_index: int
     output: RequestOutput
 
 
 class Generation:
-    """Several prompts of one HTTP request in the engine.
+    """The prompts of one HTTP request in the engine.
 
     Args:
-        streams: of the prompts, in order.
-        times: told of every output.
+        streams: streams of the prompts, in order.
+        times: observes every output.
     """
 
     def __init__(self, streams: Sequence[RequestStream], times: RequestTimes) -> None:
@@ -79,11 +79,11 @@ class Generation:
         """Begin all prompts, or none.
 
         Args:
-            engine: takes the requests.
+            engine: the engine.
             prompts: token ids, at least one prompt.
             params: for all of them.
             request_id: unique; prompt i is ``request_id-i``.
-            times: told of every output.
+            times: observes every output.
 
         Raises:
             RequestError, OverloadedError, DrainingError, EngineDeadError: the engine refuses
@@ -101,10 +101,10 @@ class Generation:
         return cls(streams, times)
 
     async def __aiter__(self) -> AsyncGenerator[Progress, None]:
-        """Outputs as they come, of all prompts.
+        """Outputs of all prompts, as they come.
 
         Raises:
-            NumericalError, EngineDeadError: a completion failed, and the others with it.
+            NumericalError, EngineDeadError: a completion failed, which ends all of them.
             ApiError: a completion was aborted by the server.
         """
         pending = {self._next(index): index for index in range(len(self._streams))}
@@ -125,11 +125,11 @@ class Generation:
             await asyncio.gather(*pending, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
-        """These requests, closed at the end of the block."""
+        """Enter a block that aborts unfinished requests at its end."""
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Abort what is unfinished."""
+        """Abort unfinished requests."""
         for stream in self._streams:
             await stream.aclose()
 
@@ -137,7 +137,7 @@ class Generation:
         """The finished outputs, one per prompt.
 
         Raises:
-            NumericalError, EngineDeadError, ApiError: as iterating does.
+            NumericalError, EngineDeadError, ApiError: see ``__aiter__``.
         """
         async with contextlib.aclosing(self.__aiter__()) as progress:
             async for _ in progress:
@@ -146,7 +146,7 @@ class Generation:
 
     @property
     def outputs(self) -> list[RequestOutput]:
-        """The newest output of every prompt that has one."""
+        """The newest outputs of all prompts that have one."""
         return [output for output in self.latest if output is not None]
 
     def _next(self, index: int) -> asyncio.Task[RequestOutput | None]:
@@ -157,7 +157,7 @@ class Generation:
 
     def _take(self, index: int, output: RequestOutput) -> None:
         now = time.monotonic()
-        self._times.take(self.latest[index], output, now - self._read_at[index])
+        self._times.observe(self.latest[index], output, now - self._read_at[index])
         self._read_at[index] = now
         self.latest[index] = output
         for completion in output.outputs:
@@ -172,7 +172,7 @@ def _raise_failure(completion: CompletionOutput) -> None:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> Usage:
-    """Tokens of prompts and of completions."""
+    """Token counts of prompts and completions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(one.token_ids) for output in outputs for one in output.outputs)
     cached = sum(output.metrics.num_cached_tokens for output in outputs)
@@ -185,9 +185,9 @@ def usage(outputs: Sequence[RequestOutput]) -> Usage:
 
 
 def speculation_stats(
-    outputs: Sequence[RequestOutput], asked: Literal[True, "detailed"]
+    outputs: Sequence[RequestOutput], requested: Literal[True, "detailed"]
 ) -> SpeculationStats:
-    """Speculation counters of all outputs together; of one completion its steps, if asked."""
+    """Speculation counters over all outputs; "detailed" adds the steps of the one completion."""
     counters = sum((output.metrics.speculation for output in outputs), SpeculationMetrics())
     stats = SpeculationStats(
         num_steps=counters.num_steps,
@@ -197,7 +197,7 @@ def speculation_stats(
         acceptance_rate=counters.acceptance_rate,
         acceptance_per_position=list(counters.acceptance_per_position),
     )
-    if asked == DETAILED:
+    if requested == DETAILED:
         windows = outputs[0].outputs[0].windows
         stats.per_step_drafted = [num_drafts for num_drafts, _ in windows]
         stats.per_step_accepted = [num_accepted for _, num_accepted in windows]
@@ -205,7 +205,7 @@ def speculation_stats(
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of ``work``; None, and the work cancelled, once the client has gone."""
+    """The result of ``work``; if the client disconnects, cancel the work and return None."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -227,11 +227,10 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends each object as one event, then ``[DONE]``; an error on the way is an event too.
+    """Sends each object as one event, then ``[DONE]``; an error is sent as an event too.
 
     Args:
-        generation: where the events come from; closed when all are sent, or as soon as the
-            client has gone.
+        generation: the source of the events; closed after the last one or at a disconnect.
         events: the objects to send.
     """
 
@@ -239,7 +238,7 @@ class EventStream(Response):
 
     def __init__(self, generation: Generation, events: AsyncGenerator[BaseModel, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # The length is not known yet.
+        # The length is unknown.
         del self.headers["content-length"]
         self._generation = generation
         self._events = events
@@ -263,21 +262,21 @@ class EventStream(Response):
 
 
 class Answer(Protocol):
-    """A generation's outputs in the form of one endpoint."""
+    """Makes one endpoint's response from a generation's outputs."""
 
     def whole(self, outputs: Sequence[RequestOutput]) -> BaseModel:
-        """The answer without a stream."""
+        """The response without a stream."""
         ...
 
     def stream(self, generation: Generation) -> AsyncGenerator[BaseModel, None]:
-        """The answer in pieces."""
+        """The response in chunks."""
         ...
 
 
 async def respond(
     http: Request, generation: Generation, answer: Answer, *, stream: bool
 ) -> Response:
-    """Stream the answer, or send it whole once the generation has finished.
+    """Stream the response, or send it whole once the generation has finished.
 
     Raises:
         ApiError, SametokenError: the generation failed before anything was sent.

@@ -1,4 +1,4 @@
-"""Requests to the application without a socket: from other machines, or from a file."""
+"""Requests to the ASGI application without a socket: from a Ray gateway or a batch file."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-#: Messages that an application may send ahead of its reader.
+#: Messages that the application may be ahead of its reader.
 _MAX_UNREAD = 16
 _logger = logging.getLogger("sametoken.server")
 
 
 @dataclass(frozen=True, slots=True)
 class AppRequest:
-    """One HTTP request, whole.
+    """One complete HTTP request.
 
     Attributes:
-        method, path: of the request line.
-        query: after the question mark, as it came.
+        method, path: from the request line.
+        query: the raw text after the question mark.
         headers: names in lower case.
-        body: all of it.
-        client: address and port of the client, if they are known.
-        root_path: under which a proxy serves the application.
+        body: the complete body.
+        client: address and port of the client, if known.
+        root_path: the path under which a proxy serves the application.
     """
 
     method: str
@@ -38,7 +38,7 @@ class AppRequest:
 
     @property
     def scope(self) -> Scope:
-        """The request in ASGI's form."""
+        """The request as an ASGI scope."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -57,22 +57,22 @@ class AppRequest:
 
 
 async def messages_of(app: ASGIApp, request: AppRequest) -> AsyncGenerator[Message, None]:
-    """What an application answers, message by message (ASGI).
+    """The messages of an application's response (ASGI).
 
-    Closing the generator early ends the application's work, as a client that goes does.
+    Closing the generator early cancels the application's work, like a disconnected client.
     """
     unread: asyncio.Queue[Message | None] = asyncio.Queue(_MAX_UNREAD)
     to_send: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
     async def receive() -> Message:
-        # A client that is there has nothing more to say; one that goes cancels the work.
+        # No message follows the body: a disconnect cancels the work instead.
         return to_send.pop() if to_send else await asyncio.Future()
 
     async def answer() -> None:
         try:
             await app(request.scope, receive, unread.put)
         except Exception:
-            # Starlette answers with status 500 before it lets an error through.
+            # Starlette sends status 500 before it raises an error.
             _logger.exception("a request failed unexpectedly")
         finally:
             await unread.put(None)
@@ -89,7 +89,7 @@ async def messages_of(app: ASGIApp, request: AppRequest) -> AsyncGenerator[Messa
 
 
 async def whole_answer(app: ASGIApp, request: AppRequest) -> tuple[int, bytes]:
-    """Status and body of an answer."""
+    """Status and body of a response."""
     start: dict[str, Any] = {}
     body = bytearray()
     async for message in messages_of(app, request):

@@ -1,4 +1,4 @@
-"""Where JSON values begin and end in a text that may not be whole yet."""
+"""Positions of JSON values in a text that may be incomplete."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _SPACE = " \t\r\n"
 _OPENING, _CLOSING = "{[", "}]"
-# Matched without a way back, so that a long text costs no more than its length.
+# Possessive quantifiers do not backtrack, so the time is linear in the text.
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _TOKEN = re.compile(rf'{_STRING.pattern}|["{{}}\[\]]', re.DOTALL)
 _SPACES = re.compile(rf"[{_SPACE}]*")
@@ -17,12 +17,12 @@ _AFTER_SCALAR = re.compile(rf"[,}}\]{_SPACE}]")
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of an object: its key, and where its value stands.
+    """One member of an object: its key, and its value's position.
 
     Attributes:
-        key: the key, decoded.
+        key: the decoded key.
         start: first character of the value.
-        end: one past its last character; None while it is not whole.
+        end: one past its last character; None while it is incomplete.
     """
 
     key: str
@@ -32,12 +32,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class ObjectSpan:
-    """An object as far as it was read.
+    """An object, as far as it was parsed.
 
     Attributes:
-        members: in order; only the last one may lack its end.
+        members: in order; only the last one may be incomplete.
         end: one past the closing brace; None while the object is open.
-        broken: a character stands where JSON allows none, so no more will be read.
+        broken: a syntax error ended the parse.
     """
 
     members: tuple[Member, ...]
@@ -50,15 +50,15 @@ class ObjectSpan:
 
 
 def skip_space(text: str, start: int) -> int:
-    """The first place from ``start`` on that holds no white space."""
+    """The first position from ``start`` on that holds no white space."""
     found = _SPACES.match(text, start)
     return start if found is None else found.end()
 
 
 def value_end(text: str, start: int) -> int | None:
-    """One past the last character of the value at ``start``; None if it is not whole yet.
+    """One past the last character of the value at ``start``; None if it is incomplete.
 
-    Braces and quotes are matched; what stands between them is not judged.
+    Braces and quotes are matched; the text between them is not checked.
     """
     first = text[start : start + 1]
     if first == '"':
@@ -95,7 +95,7 @@ def _read_member(text: str, place: int) -> Member | None:
     """The member at ``place``; None until its value begins.
 
     Raises:
-        ValueError: something else stands there.
+        ValueError: there is no member.
     """
     if place == len(text):
         return None
@@ -118,7 +118,7 @@ def _past(text: str, place: int, expected: str) -> int:
 
 
 def string_value(text: str, member: Member) -> str | None:
-    """The member's value if it is a whole string."""
+    """The member's value if it is a complete string."""
     if member.end is None or text[member.start] != '"':
         return None
     return _decoded(text[member.start : member.end])
@@ -126,7 +126,7 @@ def string_value(text: str, member: Member) -> str | None:
 
 def _decoded(quoted: str) -> str:
     try:
-        # Models write control characters as they are.
+        # Models write control characters without escapes.
         return str(json.loads(quoted, strict=False))
     except ValueError:
         return quoted[1:-1]
@@ -142,7 +142,7 @@ def _nested_end(text: str, start: int) -> int | None:
     for found in _TOKEN.finditer(text, start):
         token = found[0]
         if token == '"':
-            # A string that is not whole: what follows is in it.
+            # An incomplete string, which extends to the end of the text.
             return None
         depth += (token in _OPENING) - (token in _CLOSING)
         if depth == 0:

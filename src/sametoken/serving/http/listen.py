@@ -1,4 +1,4 @@
-"""What must hold before a model is loaded: a free address, a good certificate, descriptors."""
+"""Checks before a model is loaded: the address, the TLS certificate, file descriptors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import ssl
 from sametoken.errors import ConfigError
 from sametoken.serving.http.config import ServerConfig
 
-#: Descriptors that the server asks for, and those that are kept for the engine and for files.
+#: Descriptors that the server requests, and those reserved for the engine and for files.
 _DESCRIPTORS, _RESERVED = 65536, 256
 _logger = logging.getLogger("sametoken.server")
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A socket at the address, not listening yet: nobody connects before the model is there.
+    """A bound socket that does not listen yet, so that clients connect only to a loaded model.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -39,7 +39,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def address_of(listener: socket.socket, config: ServerConfig) -> str:
-    """Where a bound socket will answer, as a URL."""
+    """The URL of a bound socket."""
     host, port, *_ = listener.getsockname()
     scheme = "https" if config.ssl_certfile else "http"
     shown = f"[{host}]" if listener.family == socket.AF_INET6 else host
@@ -47,7 +47,7 @@ def address_of(listener: socket.socket, config: ServerConfig) -> str:
 
 
 def check_certificate(config: ServerConfig) -> None:
-    """Load the certificate once, if there is one.
+    """Check that the certificate can be loaded, if there is one.
 
     Raises:
         ConfigError: it or its key cannot be used.
@@ -56,7 +56,7 @@ def check_certificate(config: ServerConfig) -> None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # An empty password, so that nobody is asked for one.
+        # An empty password, so that there is no prompt for one.
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
@@ -66,7 +66,7 @@ def check_certificate(config: ServerConfig) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as the system allows it, within reason."""
+    """Raise this process's soft limit of descriptors to ``_DESCRIPTORS`` or the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -74,7 +74,7 @@ def raise_descriptor_limit() -> None:
 
 
 def connections_that_fit(wanted: int) -> int:
-    """How many of the wanted connections the process has descriptors for."""
+    """The number of wanted connections for which the process has descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted

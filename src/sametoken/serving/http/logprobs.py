@@ -1,4 +1,4 @@
-"""Log-probabilities in the forms of completions, of chat, and of prompts."""
+"""Log-probabilities in the formats of completions, chat completions and prompts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from sametoken.types.outputs import (
     PositionLogprobs,
 )
 
-#: JSON has no infinity; a masked token gets this.
+#: Replaces the -inf of masked tokens, which JSON cannot represent.
 MIN_LOGPROB = -9999.0
 _REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A token and the candidates at its place; None for the prompt's first token."""
+    """A token and the candidates at its position; None for the prompt's first token."""
 
     token_id: int
     text: str
@@ -35,7 +35,7 @@ class Position:
 def positions(
     token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs | None], first: str = ""
 ) -> list[Position]:
-    """Tokens with their candidates; ``first`` is the text of one that has none."""
+    """Tokens with their candidates; ``first`` is the text of a token without candidates."""
     return [
         Position(token_id, _text(candidates[token_id]) if candidates else first, candidates)
         for token_id, candidates in zip(token_ids, logprobs, strict=True)
@@ -45,7 +45,7 @@ def positions(
 def completion_logprobs(
     found: Sequence[Position], num_top: int, text_offset: int
 ) -> CompletionLogprobs:
-    """The form of completions: the ``num_top`` likeliest, and the token itself, by text."""
+    """The format of completions: the ``num_top`` likeliest and the token itself, by text."""
     offsets = []
     for position in found:
         offsets.append(text_offset)
@@ -62,7 +62,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(found: Sequence[Position], num_top: int) -> ChatLogprobs:
-    """The form of chat completions."""
+    """The format of chat completions."""
     content = []
     for position in found:
         candidates = position.candidates or {}
@@ -77,7 +77,7 @@ def chat_logprobs(found: Sequence[Position], num_top: int) -> ChatLogprobs:
 
 
 def prompt_logprobs(found: Sequence[PositionLogprobs | None] | None) -> PromptLogprobs | None:
-    """vLLM's form for prompts: candidates by token id."""
+    """vLLM's format for prompts: candidates by token id."""
     if found is None:
         return None
     return [None if candidates is None else _by_id(candidates) for candidates in found]
@@ -95,7 +95,7 @@ def _by_id(candidates: PositionLogprobs) -> dict[str, dict[str, Any]]:
 
 
 def _top(candidates: PositionLogprobs, num_top: int) -> list[Logprob]:
-    """The likeliest; of equal ones the lowest token id goes first, as the ranks have it."""
+    """The likeliest candidates by rank; of equal ranks the lowest token id comes first."""
     ranked = sorted(candidates.items(), key=lambda item: (item[1].rank, item[0]))
     return [candidate for _, candidate in ranked[:num_top]]
 
@@ -105,7 +105,7 @@ def _by_text(position: Position, num_top: int) -> dict[str, float] | None:
         return None
     shown = _top(position.candidates, num_top)
     chosen = position.candidates[position.token_id]
-    # Several tokens may read the same, such as broken bytes: the likeliest one stands.
+    # Tokens may have the same text, for example incomplete bytes: the likeliest one counts.
     found: dict[str, float] = {}
     for candidate in (*shown, chosen):
         found.setdefault(_text(candidate), _finite(candidate))

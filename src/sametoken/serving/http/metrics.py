@@ -1,4 +1,4 @@
-"""``/metrics``: the engine's counters under vLLM's names, with a prefix of our own."""
+"""``/metrics``: the engine's statistics under vLLM's names, with the prefix ``sametoken:``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _POSITION = "position"
 
 
 class EngineCollector(Collector):
-    """Reads a snapshot of the engine whenever somebody scrapes.
+    """A Prometheus collector that reads a snapshot of the engine at every scrape.
 
     Args:
-        read: gives the snapshot.
-        summary: of the engine.
+        read: returns the snapshot.
+        summary: the engine's settings.
         model: value of the ``model_name`` label.
     """
 
@@ -42,7 +42,7 @@ class EngineCollector(Collector):
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric with its value now."""
+        """All metrics with their current values."""
         stats = self._read()
         yield from self._load(stats)
         yield from self._tokens(stats)
@@ -66,7 +66,7 @@ class EngineCollector(Collector):
             "prefix_cache_queries", "Prompt tokens looked up.", load.prefix_cache_queries
         )
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", load.prefix_cache_hits)
-        yield self._gauge("ready", "Whether requests are taken.", int(stats.ready))
+        yield self._gauge("ready", "Whether requests are accepted.", int(stats.ready))
         yield self._counter("engine_restarts", "Engine processes restarted.", stats.num_restarts)
 
     def _tokens(self, stats: EngineStats) -> Iterator[Metric]:
@@ -123,12 +123,12 @@ class EngineCollector(Collector):
         audit = stats.audit
         yield self._counter("shadow_audits", "Requests replayed plainly.", audit.num_audited)
         yield self._counter(
-            "shadow_audit_differences", "Replays that said something else.", audit.num_mismatched
+            "shadow_audit_differences", "Replays with another token.", audit.num_mismatched
         )
         yield self._counter(
-            "shadow_audits_dropped", "Replays that no idle time came for.", audit.num_dropped
+            "shadow_audits_dropped", "Replays dropped before their end.", audit.num_dropped
         )
-        yield self._gauge("shadow_audits_pending", "Replays that wait.", audit.num_pending)
+        yield self._gauge("shadow_audits_pending", "Replays pending.", audit.num_pending)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, text, labels=[_MODEL])
@@ -173,10 +173,10 @@ class EngineCollector(Collector):
 
 
 def conditional_acceptance(offered: Sequence[int], accepted: Sequence[int]) -> list[float]:
-    """How often a draft is accepted, given that all before it were, by position from 0.
+    """Acceptance rate of drafts whose predecessors were all accepted, by position from 0.
 
-    Where windows differ in length the rate is a lower bound: windows that ended before a
-    position count as if they had failed there.
+    If windows differ in length, the rate is a lower bound: a window that ended before a position
+    counts as refused there.
     """
     reached = [*offered[:1], *accepted]
     return [a / before if before else 0.0 for a, before in zip(accepted, reached, strict=False)]
@@ -185,7 +185,7 @@ def conditional_acceptance(offered: Sequence[int], accepted: Sequence[int]) -> l
 def make_registry(
     read: Callable[[], EngineStats], summary: EngineSummary, model: str
 ) -> CollectorRegistry:
-    """A registry of our own, so that several servers can live in one process."""
+    """A separate registry, so that one process can hold several servers."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(read, summary, model))
     return registry

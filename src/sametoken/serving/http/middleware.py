@@ -1,4 +1,4 @@
-"""What stands before every endpoint: keys, rates, and the size of requests. Plain ASGI."""
+"""ASGI middleware before every endpoint: API keys, rate limits, and the size of requests."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError
 
-#: Paths that need no key: the server's own pages. All others are for the model.
+#: Paths of the server's own pages, which need no key. All others are for the model.
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"}
 )
 _BEARER = "bearer "
 #: Clients whose rates are remembered.
 _MAX_CLIENTS = 10_000
-#: Requests without a right key that are looked at, for each address.
+#: Limit of requests without a valid key, for each address.
 _WRONG_KEYS_PER_MINUTE = 60
-#: Of each body; so small requests get through while large ones fill what there is.
+#: Uncounted bytes of each body, so that small requests pass while large ones use up the limit.
 _FREE_BYTES = 64 * 1024
 _RETRY_AFTER_S = 5
 
@@ -39,21 +39,21 @@ def is_guarded(scope: Scope) -> bool:
 
 
 class Buckets:
-    """Bounds how often each client does something: a minute's worth at once, refilled evenly.
+    """A token bucket per client: its capacity is one minute's rate.
 
     Args:
-        per_minute: times per minute, at least 1.
+        per_minute: events per minute, at least 1.
         now: seconds of a monotonic clock.
     """
 
     def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
         self._per_minute = per_minute
         self._now = now
-        # Times left and when that was so, by client; the longest unseen one first.
+        # Fill level and its time, by client; the least recently seen client first.
         self._buckets: OrderedDict[object, tuple[float, float]] = OrderedDict()
 
     def take(self, client: object) -> float:
-        """Count one time of the client; seconds to wait if there have been too many."""
+        """Count one event of the client; returns the seconds to wait, 0 if it is allowed."""
         now = self._now()
         left, since = self._buckets.pop(client, (float(self._per_minute), now))
         per_second = self._per_minute / 60
@@ -66,13 +66,13 @@ class Buckets:
 
 
 class Authentication:
-    """Lets only holders of a key use the model.
+    """Requires an API key for the model.
 
-    Wrong keys are counted by address. A right one is let in however many wrong ones came before.
+    Wrong keys are rate-limited by address; a valid key is always accepted.
 
     Args:
-        app: what stands behind.
-        api_keys: accepted bearer keys; none lets everybody in.
+        app: the next application.
+        api_keys: accepted bearer keys; without any, no key is required.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
@@ -84,7 +84,7 @@ class Authentication:
         """Handle a request (ASGI)."""
         if scope["type"] == "http" and self._digests and is_guarded(scope):
             shown = _digest(_bearer(scope))
-            # All are compared, so that the time tells nothing.
+            # Compares all keys, so that the time does not depend on the match.
             matches = [hmac.compare_digest(shown, digest) for digest in self._digests]
             if not any(matches):
                 await self._refusal(scope).response()(scope, receive, send)
@@ -95,7 +95,7 @@ class Authentication:
         wait_s = self._wrong.take(_address(scope))
         if wait_s > 0:
             cause = (
-                f"more than {_WRONG_KEYS_PER_MINUTE} requests per minute without a right API key"
+                f"more than {_WRONG_KEYS_PER_MINUTE} requests per minute without a valid API key"
             )
             return _too_many(cause, wait_s)
         return ApiError(
@@ -106,12 +106,12 @@ class Authentication:
 
 
 class RateLimit:
-    """Bounds requests per minute: for each key, or for each address where there are no keys.
+    """Limits requests per minute, for each key or, without keys, for each address.
 
     Args:
-        app: what stands behind.
+        app: the next application.
         per_minute: requests per minute, at least 1.
-        by_key: whether clients are told apart by their keys.
+        by_key: whether keys identify clients.
         now: seconds of a monotonic clock.
     """
 
@@ -142,12 +142,12 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class BodyBounds:
-    """How much of request bodies is taken.
+    """Limits of request bodies.
 
     Attributes:
-        max_bytes: the largest body.
-        max_total_bytes: of all bodies held at once, each beyond its first 64 KiB.
-        timeout_s: seconds that a body may take to come.
+        max_bytes: bytes of the largest body.
+        max_total_bytes: bytes of all bodies held at once, each beyond its first 64 KiB.
+        timeout_s: seconds that a body may take to arrive.
     """
 
     max_bytes: int
@@ -156,18 +156,18 @@ class BodyBounds:
 
     @classmethod
     def of(cls, config: ServerConfig) -> BodyBounds:
-        """Those that the server's options give."""
+        """The limits of the server's options."""
         return cls(config.max_request_bytes, config.max_bodies_bytes, config.body_timeout)
 
 
 class BodyLimit:
-    """Reads each body whole, within bounds. No body is read where none belongs.
+    """Reads the bodies of POST requests for the model completely, within limits; no other body.
 
-    What is read of a body is held until its request has been answered.
+    A body is held until its request has been answered.
 
     Args:
-        app: what stands behind.
-        bounds: of bodies.
+        app: the next application.
+        bounds: the limits.
     """
 
     def __init__(self, app: ASGIApp, bounds: BodyBounds) -> None:
@@ -188,7 +188,7 @@ class BodyLimit:
             self._release(body)
             return
         except ApiError as error:
-            # Given back before the client takes in the answer.
+            # Released before the client reads the response.
             self._release(body)
             await error.response()(scope, receive, send)
             return
@@ -208,8 +208,8 @@ class BodyLimit:
         """Read a body.
 
         Raises:
-            ApiError: it is too large, or too slow, or there are too many.
-            ClientDisconnect: the client has gone.
+            ApiError: it is too large or too slow, or the server holds too many bodies.
+            ClientDisconnect: the client has disconnected.
         """
         announced = Headers(scope=scope).get("content-length", "0")
         self._check(int(announced) if announced.isdecimal() else 0, self._held)
@@ -225,7 +225,7 @@ class BodyLimit:
         except TimeoutError:
             raise ApiError(
                 408,
-                f"the body did not come within {self._bounds.timeout_s:g} s. Send it faster",
+                f"the body did not arrive within {self._bounds.timeout_s:g} s. Send it faster",
                 code="request_timeout",
             ) from None
 
@@ -258,10 +258,10 @@ class BodyLimit:
 
 
 class _Body(io.BytesIO):
-    """What is read of a body; ``getvalue`` copies nothing.
+    """A body's bytes so far; ``getvalue`` copies nothing.
 
     Attributes:
-        counted: bytes of it that count among those of all bodies.
+        counted: its bytes that count for ``max_total_bytes``.
     """
 
     counted = 0

@@ -1,7 +1,4 @@
-"""From the fields of a request to sampling parameters.
-
-The form that an answer must have: every way to ask for one, made into ours.
-"""
+"""Sampling parameters and structured outputs from the fields of a request."""
 
 from __future__ import annotations
 
@@ -12,10 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from sametoken.errors import shown
-from sametoken.serving.http.errors import (
-    ApiError,
-    invalid,
-)
+from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -56,7 +50,7 @@ def completion_params(
 ) -> SamplingParams:
     """Parameters of a completion request.
 
-    With ``echo``, 0 tokens may be asked for: the one that the engine makes is not shown.
+    With ``echo``, ``max_tokens`` may be 0: the engine makes one token, which is not sent.
 
     Raises:
         ApiError: fields contradict each other.
@@ -81,7 +75,7 @@ def completion_params(
 def chat_params(
     request: ChatRequest, defaults: SamplingParams, structured: StructuredOutputs | None
 ) -> SamplingParams:
-    """Parameters of a chat request; without a limit the answer may fill the context.
+    """Parameters of a chat request; without ``max_tokens`` the answer may fill the context.
 
     Raises:
         ApiError: fields contradict each other.
@@ -122,20 +116,20 @@ def _params(
 
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     for key in biases:
-        # ``int`` also takes spaces, signs, underscores, and digits of other scripts.
+        # ``int`` also accepts spaces, signs, underscores, and digits of other scripts.
         if not _TOKEN_ID.fullmatch(key):
             raise invalid(
-                f"logit_bias has the key {shown(key)}, which is no token id. Use integers as keys",
+                f"logit_bias has the key {shown(key)}, not a token id. Use integers as keys",
                 "logit_bias",
             )
     return {int(token_id): bias for token_id, bias in biases.items()}
 
 
 def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
-    """The constraint that a request asks for, under whichever name.
+    """The constraint of a request, from any of the fields for it.
 
     Raises:
-        ApiError: it asks in two ways, or for something that is no constraint.
+        ApiError: two fields have a constraint, or one is invalid.
         RequestError: the constraint is empty.
     """
     found = {
@@ -157,38 +151,37 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputs | None:
 
 
 def json_schema(schema: dict[str, Any]) -> StructuredOutputs:
-    """JSON that a schema allows."""
+    """The constraint of a JSON Schema."""
     return StructuredOutputs(json_schema=json.dumps(schema))
 
 
-def _of_response_format(asked: ResponseFormat | None) -> StructuredOutputs | None:
-    if asked is None or asked.type == "text":
+def _of_response_format(requested: ResponseFormat | None) -> StructuredOutputs | None:
+    if requested is None or requested.type == "text":
         return None
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return StructuredOutputs(json_object=True)
     kinds: dict[str, Callable[[Any], StructuredOutputs]] = {
         "json_schema": lambda wrapped: json_schema(wrapped.schema_),
         "regex": lambda text: StructuredOutputs(regex=text),
         "grammar": lambda text: StructuredOutputs(grammar=text),
     }
-    value = getattr(asked, asked.type)
+    kind = requested.type
+    value = getattr(requested, kind)
     if value is None:
-        raise invalid(
-            f"response_format of type {asked.type} lacks {asked.type!r}. Add it", "response_format"
-        )
-    return kinds[asked.type](value)
+        raise invalid(f"response_format of type {kind} lacks {kind!r}. Add it", "response_format")
+    return kinds[kind](value)
 
 
-def _of_field(asked: StructuredOutputsField | None) -> StructuredOutputs | None:
-    if asked is None:
+def _of_field(field: StructuredOutputsField | None) -> StructuredOutputs | None:
+    if field is None:
         return None
-    schema = _json(asked.json_)
-    choice = None if asked.choice is None else tuple(asked.choice)
+    schema = _json(field.json_)
+    choice = None if field.choice is None else tuple(field.choice)
     return StructuredOutputs(
         json_schema=schema.json_schema if schema else None,
-        json_object=bool(asked.json_object),
-        regex=asked.regex,
-        grammar=asked.grammar,
+        json_object=bool(field.json_object),
+        regex=field.regex,
+        grammar=field.grammar,
         choice=choice,
     )
 
@@ -204,20 +197,5 @@ def _json(schema: str | dict[str, Any] | None) -> StructuredOutputs | None:
 def _given(name: str, value: str | list[str] | None) -> StructuredOutputs | None:
     if value is None:
         return None
-    settled: Any = tuple(value) if isinstance(value, list) else value
-    return StructuredOutputs(**{name: settled})
-
-
-def refuse_both(structured: StructuredOutputs | None, tool_choice: str) -> None:
-    """A forced tool call is a constraint of its own.
-
-    Raises:
-        ApiError: the request has another one.
-    """
-    if structured is not None:
-        raise ApiError(
-            400,
-            f"tool_choice {tool_choice} and a form for the answer contradict each other. "
-            "Send one of them",
-            param="tool_choice",
-        )
+    constraint: Any = tuple(value) if isinstance(value, list) else value
+    return StructuredOutputs(**{name: constraint})

@@ -1,4 +1,4 @@
-"""Answers as clients receive them. Fields that were not set are not sent."""
+"""Models of responses. Fields that were not set are not sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
-    """Of the prompt's tokens, how many came from the prefix cache."""
+    """Prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
@@ -26,9 +26,9 @@ class Usage(BaseModel):
 
 
 class SpeculationStats(BaseModel):
-    """Speculation counters of one request; the bonus token is not among the accepted.
+    """Speculation counters of one request; the bonus token is not counted as accepted.
 
-    The lists, on request, have one entry per step, and begin with the step that ends the prompt.
+    The optional lists have one entry per step, beginning with the step that ends the prompt.
     """
 
     num_steps: int
@@ -42,7 +42,7 @@ class SpeculationStats(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities in the form of completions: lists, one entry per token."""
+    """Log-probabilities in the format of completions: lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -51,7 +51,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """One candidate; ``bytes`` is null for a token that is no text by itself."""
+    """One candidate; ``bytes`` is null for a token that is not valid text alone."""
 
     token: str
     logprob: float
@@ -59,24 +59,24 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """One token of the answer and the likeliest candidates at its place."""
+    """One token of the answer and the likeliest candidates at its position."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Log-probabilities in the form of chat completions."""
+    """Log-probabilities in the format of chat completions."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
-#: Candidates per prompt position by token id, as vLLM sends them; the first has none.
+#: Candidates per prompt position by token id, in vLLM's format; the first position has none.
 PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 
 
 class CompletionChoice(BaseModel):
-    """One completion, or in a stream what was added to it."""
+    """One completion, or its new part in a stream."""
 
     index: int
     text: str
@@ -101,14 +101,14 @@ class CompletionResponse(BaseModel):
 
 
 class CalledFunction(BaseModel):
-    """A function's name, and its arguments as JSON text written by the model."""
+    """A function's name, and its arguments as the model's JSON text."""
 
     name: str | None = None
     arguments: str
 
 
 class ToolCall(BaseModel):
-    """A call that the model wants made; in a stream, what was added to it."""
+    """A tool call of the model, or its new part in a stream."""
 
     index: int | None = None
     id: str | None = None
@@ -117,7 +117,7 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """The assistant's message; in a stream, what was added to it."""
+    """The assistant's message, or its new part in a stream."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -151,7 +151,7 @@ class ChatResponse(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """What was added to one answer."""
+    """The new part of one answer."""
 
     index: int
     delta: ChatMessage
@@ -175,7 +175,7 @@ class ChatChunk(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model by one of its names."""
+    """A model under one of its names."""
 
     id: str
     object: Literal["model"] = "model"
@@ -186,7 +186,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Every name that requests may use."""
+    """The names that requests may use."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
@@ -214,14 +214,14 @@ class Version(BaseModel):
 
 
 class Health(BaseModel):
-    """Whether the engine runs and takes requests, and what the shadow audit found."""
+    """Whether the engine runs and accepts requests, and the shadow audit's results."""
 
     status: Literal["ok", "draining", "down"]
     detail: dict[str, Any]
 
 
 class ErrorDetail(BaseModel):
-    """What is wrong: cause and remedy, kind, field and code."""
+    """Cause and remedy, type, field and code of an error."""
 
     message: str
     type: str
@@ -230,11 +230,11 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Every answer other than success."""
+    """An error response."""
 
     error: ErrorDetail
 
 
 def json_response(answer: BaseModel) -> JSONResponse:
-    """An answer in one piece. It may be long: call this off the event loop."""
+    """A response as JSON. It may be long: call this off the event loop."""
     return JSONResponse(answer.model_dump(exclude_unset=True))

@@ -1,4 +1,4 @@
-"""From options to a server that listens, and its orderly end."""
+"""Runs the HTTP server until a signal, with graceful shutdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.connections import (
     Connection,
     Connections,
-    Seldom,
+    LogRateLimit,
 )
 from sametoken.serving.http.listen import (
     address_of,
@@ -27,13 +27,13 @@ from sametoken.serving.http.listen import (
 )
 from sametoken.serving.limits import ServingLimits
 
-#: What is left of a response once the engine is done with it: a few packets.
+#: Seconds to send the rest of the responses, a few packets, once the engine is done.
 _LAST_SECONDS = 5
-#: Seconds that an idle connection stays open. Longer than clients and proxies keep theirs, most
-#: of them 5 to 60: a request on a connection that is being closed is lost.
+#: Seconds that an idle connection stays open: longer than the 5 to 60 of most clients and proxies,
+#: since a request on a connection that the server closes is lost.
 _KEEP_ALIVE_S = 75
 _logger = logging.getLogger("sametoken.server")
-_SELDOM = Seldom()
+_LOG_LIMIT = LogRateLimit()
 
 
 def run(
@@ -42,10 +42,10 @@ def run(
     config: ServerConfig,
     listener: socket.socket,
 ) -> bool:
-    """Load the model, then serve it at ``listener`` until a signal ends that.
+    """Load the model, then serve it at ``listener`` until a signal.
 
-    SIGTERM lets requests finish, for ``drain_timeout`` seconds at most, while new ones and
-    ``/ready`` are answered with 503. SIGINT, or a second SIGTERM, ends the server at once.
+    After SIGTERM requests may finish within ``drain_timeout`` seconds, while new ones and
+    ``/ready`` get status 503. SIGINT, or a second SIGTERM, ends the server at once.
 
     Returns:
         Whether SIGINT ended it.
@@ -60,15 +60,15 @@ def run(
 
 
 class DrainingServer(uvicorn.Server):
-    """Keeps answering while its requests finish, and bounds its connections.
+    """A uvicorn server that drains on SIGTERM and limits its connections.
 
     Args:
         app: the application.
-        engine: is drained on SIGTERM.
+        engine: drained on SIGTERM.
         config: options of the server.
 
     Attributes:
-        interrupted: whether SIGINT has come.
+        interrupted: whether there was a SIGINT.
     """
 
     def __init__(self, app: FastAPI, engine: AsyncLLM, config: ServerConfig) -> None:
@@ -85,7 +85,7 @@ class DrainingServer(uvicorn.Server):
                 ws="none",
             )
         )
-        logging.getLogger("uvicorn.error").addFilter(_SELDOM)
+        logging.getLogger("uvicorn.error").addFilter(_LOG_LIMIT)
         self.interrupted = False
         self._engine = engine
         self._limits = config
@@ -96,7 +96,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See ``uvicorn.Server``."""
         self._loop = asyncio.get_running_loop()
-        # uvicorn would take any number of connections.
+        # uvicorn's own listeners do not limit connections.
         await super().startup([])
         for listener in sockets or []:
             self._connections.listen(listener, self._connection, self.config.ssl)
@@ -111,17 +111,17 @@ class DrainingServer(uvicorn.Server):
         return Connection(self.config, self.server_state, state, self._connections, self._limits)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """See ``uvicorn.Server``: a signal has come."""
+        """See ``uvicorn.Server``: handle a signal."""
         self.interrupted = self.interrupted or sig == signal.SIGINT
         if sig == signal.SIGTERM and self._loop is not None and self._draining is None:
-            # The handler may have interrupted anything; the loop goes on from a safe place.
+            # The handler may interrupt any code, so the drain begins in the event loop.
             self._loop.call_soon_threadsafe(self.begin_drain)
             return
         self.force_exit = self.should_exit
         self.should_exit = True
 
     def begin_drain(self) -> None:
-        """Take no new requests, and stop once the others have ended."""
+        """Refuse new requests, and stop once the others have ended."""
         if self._draining is None:
             _logger.info("draining: requests may still take %g s", self._limits.drain_timeout)
             self._draining = asyncio.ensure_future(self._drain())
@@ -145,7 +145,7 @@ async def _serve(
         server = DrainingServer(create_app(engine, config), engine, config)
         where = address_of(listener, config)
         _logger.info("serving %s at %s", engine.resolved.model, where)
-        # Beside the server: no request waits for it.
+        # In the background: no request waits for it.
         trials = asyncio.create_task(engine.start_grammar_trials())
         await server.serve(sockets=[listener])
         trials.cancel()

@@ -1,4 +1,4 @@
-"""Requests as clients send them: OpenAI's fields, vLLM's, and two of our own."""
+"""Models of requests: OpenAI's fields, vLLM's, and two of our own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sametoken.types.sampling_params import (
     MAX_TOKEN_IDS,
 )
 
-#: Bounds of a request's lists, and of its unknown fields.
+#: Limits of a request's lists, and of its unknown fields.
 MAX_MESSAGES, MAX_PARTS, MAX_TOOL_CALLS = 8192, 8192, 1024
 MAX_TOOLS, MAX_CHOICES, MAX_EXTRA = 128, 4096, 64
 
-#: Fields that change no token and that other servers act on; accepted and left alone.
+#: Fields of other servers that change no token; accepted and ignored.
 IGNORED_FIELDS = frozenset(
     {
         "metadata",
@@ -39,43 +39,43 @@ IGNORED_FIELDS = frozenset(
         "user",
     }
 )
-#: Statistics with the drafts of every step.
+#: Value of ``include_speculation_stats`` that adds the drafts of every step.
 DETAILED: Literal["detailed"] = "detailed"
-#: Fields that are known and refused, with what to do instead.
+#: Known fields that are refused, with what to do instead.
 REFUSED_FIELDS: Mapping[str, str] = {
     "audio": "only text is supported; leave it out",
     "chat_template": "give the template in the checkpoint",
     "documents": "put the texts into the messages",
     "function_call": "use tool_choice",
     "functions": "use tools",
-    "length_penalty": "it belongs to beam search, which is not offered",
+    "length_penalty": "it belongs to beam search, which is not supported",
     "modalities": "only text is supported; leave it out",
     "reasoning_effort": "use chat_template_kwargs, if the model's template reads it",
     "suffix": "put what follows into the prompt, in the model's own format",
     "truncate_prompt_tokens": "shorten the prompt",
-    "use_beam_search": "leave it out; sampling is what is offered",
+    "use_beam_search": "leave it out; only sampling is supported",
     "verbosity": "ask for it in the messages",
-    "web_search_options": "leave it out; the server reaches no other",
+    "web_search_options": "leave it out; the server has no web access",
 }
 
 
-def _whole(text: str) -> str:
-    """The text, if it can be sent.
+def _encodable(text: str) -> str:
+    """The text, if it can be encoded as UTF-8.
 
     Raises:
-        ValueError: it holds half of a character.
+        ValueError: it holds a lone surrogate.
     """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError("a lone surrogate is no text") from error
+        raise ValueError("a lone surrogate is not valid text") from error
     return text
 
 
-Text = Annotated[str, AfterValidator(_whole)]
+Text = Annotated[str, AfterValidator(_encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-# Lists are read up to their first fault, so that a faulty one costs no more than a sound one.
+# fail_fast: an invalid list costs no more than a valid one.
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Texts = Annotated[list[Text], Field(max_length=MAX_N, fail_fast=True)]
 StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
@@ -85,32 +85,32 @@ Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 Prompts = Annotated[
     Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_N, fail_fast=True)],
-    # Each form is given up at its first fault.
+    # Each type is given up at its first fault.
     Field(union_mode="left_to_right"),
 ]
 
 
 class Strict(BaseModel):
-    """A JSON object whose values have exactly the types that it names, and no other fields."""
+    """A JSON object with exactly the declared types, and no other fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class Speculative(Strict):
-    """Speculation of one request: drafts per step at most; 0 turns it off."""
+    """Speculation of one request: the maximum of drafts per step; 0 turns it off."""
 
     num_speculative_tokens: Count
 
 
 class StructuredOutputsField(Strict):
-    """The form that the answer must have, with vLLM's names; one of them."""
+    """The constraint of the answer, with vLLM's names; exactly one of them."""
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: Text | None = None
@@ -131,7 +131,7 @@ class JsonSchemaFormat(BaseModel):
 
 
 class ResponseFormat(Strict):
-    """The form that the answer must have, as OpenAI describes it, and two more kinds."""
+    """The constraint of the answer in OpenAI's format, with two more types."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchemaFormat | None = None
@@ -140,7 +140,7 @@ class ResponseFormat(Strict):
 
 
 class SamplingFields(BaseModel):
-    """What completions and chat completions share."""
+    """The fields that completions and chat completions share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     refused: ClassVar[Mapping[str, str]] = REFUSED_FIELDS
@@ -185,11 +185,11 @@ class SamplingFields(BaseModel):
     return_token_ids: bool | None = None
 
     def check_fields(self, num_prompts: int) -> None:
-        """Refuse what is not honoured, by name.
+        """Refuse unsupported fields by name.
 
         Raises:
             ApiError: a field is unknown or refused, ``stream_options`` come without a stream,
-                or detailed statistics are asked for of several completions.
+                or detailed statistics are requested for several completions.
         """
         extra = self.model_extra or {}
         if len(extra) > MAX_EXTRA:
@@ -204,7 +204,7 @@ class SamplingFields(BaseModel):
             raise invalid("stream_options need stream. Set stream to true", "stream_options")
         if self.include_speculation_stats == DETAILED and num_prompts * self.n > 1:
             raise invalid(
-                "detailed statistics are of one completion. Send one prompt with n=1",
+                "detailed statistics need a single completion. Send one prompt with n=1",
                 "include_speculation_stats",
             )
 
@@ -221,7 +221,7 @@ class CompletionRequest(SamplingFields):
 
 
 class FunctionCall(BaseModel):
-    """A call that the assistant made in an earlier message."""
+    """A function call of an earlier assistant message."""
 
     model_config = ConfigDict(strict=True)
 
@@ -240,7 +240,7 @@ class MessageToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; fields that it does not name are for the model's chat template."""
+    """One message; other fields are passed to the model's chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -309,7 +309,7 @@ class ChatRequest(SamplingFields):
 
 
 class TokenizeRequest(Strict):
-    """A text, or a conversation as the chat template writes it."""
+    """A text, or a conversation to be rendered by the chat template."""
 
     model: Text | None = None
     prompt: Text | None = None

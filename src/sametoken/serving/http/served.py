@@ -1,4 +1,4 @@
-"""What every endpoint works with: the engine under its names, and prompts made into tokens."""
+"""The served model behind all endpoints: its names, checks, tokenization and chat templates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from sametoken.types.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from sametoken.serving.async_llm import AsyncLLM
 
-#: Options of the chat template that the server sets itself, or that would replace it.
+#: Template options that clients may not set: the server sets them, or they replace the template.
 _RESERVED = frozenset(
     {
         "add_generation_prompt",
@@ -60,11 +60,11 @@ class Served:
     """One engine behind the API.
 
     Attributes:
-        engine: takes the requests.
+        engine: the engine.
         config: options of the server.
         times: histograms of requests.
-        defaults: sampling parameters that the checkpoint recommends.
-        created: when the server started, in seconds since 1970.
+        defaults: the checkpoint's default sampling parameters.
+        created: Unix time of the server's start.
     """
 
     engine: AsyncLLM
@@ -75,26 +75,26 @@ class Served:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that requests may give as ``model``; the first is shown in answers."""
+        """Names that requests may give as ``model``; responses have the first by default."""
         return served_names(self.config, self.engine.resolved.model)
 
-    def name(self, asked: str | None) -> str:
-        """The model's name in the answer to a request.
+    def name(self, requested: str | None) -> str:
+        """The model's name in the response to a request.
 
         Raises:
-            ApiError: no model has the name that was asked for.
+            ApiError: no model has the requested name.
         """
-        if asked is None:
+        if requested is None:
             return self.names[0]
-        if asked not in self.names:
+        if requested not in self.names:
             known = " or ".join(map(repr, self.names))
             raise ApiError(
                 404,
-                f"the model {shown(asked)} does not exist. Use {known}",
+                f"the model {shown(requested)} does not exist. Use {known}",
                 param="model",
                 code="model_not_found",
             )
-        return asked
+        return requested
 
     def cards(self) -> list[ModelCard]:
         """The model under each of its names."""
@@ -112,10 +112,10 @@ class Served:
         ]
 
     def check(self, num_prompts: int, params: SamplingParams) -> None:
-        """Look at a request before any of its prompts is made into tokens.
+        """Check a request's counts before its prompts are tokenized.
 
         Raises:
-            ApiError: there are too many completions, or more drafts are asked for than k.
+            ApiError: there are too many completions, or more drafts are requested than k.
         """
         num_completions, most = num_prompts * params.n, self.config.max_completions
         if num_completions > most:
@@ -124,10 +124,12 @@ class Served:
                 "Send several requests",
                 "n",
             )
-        k, asked = self.engine.resolved.num_speculative_tokens, params.num_speculative_tokens
-        if asked is not None and asked > k:
+        most_drafts = self.engine.resolved.num_speculative_tokens
+        num_drafts = params.num_speculative_tokens
+        if num_drafts is not None and num_drafts > most_drafts:
             raise invalid(
-                f"num_speculative_tokens={asked} is above the {k} of this server. Use 0 to {k}",
+                f"num_speculative_tokens={num_drafts} is above the {most_drafts} of this server. "
+                f"Use 0 to {most_drafts}",
                 "speculative",
             )
 
@@ -144,10 +146,10 @@ class Served:
     async def tokenize(
         self, prompt: str | list[int], *, add_special_tokens: bool = True
     ) -> PromptTokens:
-        """A prompt's token ids; the event loop goes on meanwhile.
+        """A prompt's token ids, computed off the event loop.
 
         Raises:
-            RequestError: it is a text, and too long to fit or there is no tokenizer.
+            RequestError: it is a text that is too long, or there is no tokenizer for it.
         """
         given = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         return await asyncio.to_thread(
@@ -157,16 +159,16 @@ class Served:
     async def render(
         self, messages: Sequence[Message], given: dict[str, Any] | None, **options: Any
     ) -> PromptTokens:
-        """The prompt that a conversation makes; the event loop goes on meanwhile.
+        """The prompt of a conversation, rendered off the event loop.
 
         Args:
-            messages: as the client sent them.
-            given: the client's own variables for the template.
-            options: the server's.
+            messages: the client's messages.
+            given: the client's variables for the template.
+            options: the server's variables.
 
         Raises:
-            ApiError: the client sets what is the server's, or a message is no text.
-            RequestError: there is no chat template, or it refuses.
+            ApiError: the client sets a reserved variable, or a message is not text.
+            RequestError: there is no chat template, or it refuses the messages.
         """
         for name in given or {}:
             if name in _RESERVED:
@@ -182,7 +184,7 @@ class Served:
         return await asyncio.to_thread(render)
 
     def tool_parser(self, tools: Sequence[Tool]) -> ToolParser | None:
-        """The parser for the model's calls of these tools; None if there is none."""
+        """The parser for the model's calls of these tools, if there is one."""
         name: str | None = self.config.tool_call_parser
         if name == AUTO:
             name = parser_of_template(str(self.engine.get_tokenizer().hf.chat_template or ""))
@@ -193,5 +195,5 @@ class Served:
 
 
 def served_names(config: ServerConfig, model: str) -> tuple[str, ...]:
-    """Names of the model in the API: those given, or the one that it was loaded by."""
+    """Names of the model in the API: the configured ones, else ``model``."""
     return config.served_model_name or (model,)

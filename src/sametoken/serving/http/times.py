@@ -1,4 +1,4 @@
-"""How long requests take, as their clients see it."""
+"""Latency and size histograms of requests, as their clients see them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestTimes:
     """Histograms of requests, under vLLM's names.
 
     Args:
-        registry: where they are registered.
+        registry: Prometheus registry for the histograms.
         model: value of the ``model_name`` label.
     """
 
@@ -48,8 +48,8 @@ class RequestTimes:
             "request_generation_tokens", "Output tokens of a finished request.", _TOKENS
         )
 
-    def take(self, before: RequestOutput | None, output: RequestOutput, gap_s: float) -> None:
-        """Take in an output, given the one before it of the same request and the time between."""
+    def observe(self, before: RequestOutput | None, output: RequestOutput, gap_s: float) -> None:
+        """Observe an output, given the request's previous output and the seconds between them."""
         metrics = output.metrics
         for index, completion in enumerate(output.outputs):
             count = len(completion.token_ids)

@@ -1,12 +1,10 @@
-"""Tool calls in a model's text, read as it grows.
+"""Incremental parsers of tool calls in a model's text.
 
-A parser is a function of the text so far. What it finds in a text, it finds whole or in part
-in every beginning of that text and nothing else; so a stream of differences adds up to the
-whole (``tests/unit/serving/http/test_tool_parsers.py::test_a_stream_adds_up_to_the_whole``).
+A parser is a function of the text so far. Its result for a prefix of a text is a prefix of its
+result for the text, so a stream of differences adds up to the whole
+(``tests/unit/serving/http/test_tool_parsers.py::test_a_stream_adds_up_to_the_whole``).
 
-Tool calls in the XML form of Qwen3-Coder and Qwen3.5, read as they grow.
-
-::
+Qwen3-Coder and Qwen3.5 write calls as XML::
 
     <function=NAME>
     <parameter=NAME>
@@ -14,7 +12,7 @@ Tool calls in the XML form of Qwen3-Coder and Qwen3.5, read as they grow.
     </parameter>
     </function>
 
-A value has no quotes and no escapes: only the function's JSON Schema tells a text from a number.
+A value has no quotes and no escapes: the function's JSON Schema decides between text and number.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from sametoken.serving.http.json_spans import (
 
 @dataclass(frozen=True, slots=True)
 class FoundCall:
-    """A call: the function's name, and its arguments as the model wrote them so far."""
+    """A call: the function's name, and the text of its arguments so far."""
 
     name: str
     arguments: str
@@ -45,15 +43,15 @@ class FoundCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A text in its parts: what is for the reader, and the calls in order."""
+    """A parsed text: the message content, and the calls in order."""
 
     content: str
     calls: tuple[FoundCall, ...] = ()
 
 
-#: From the text so far, and whether it is over, to its parts.
+#: Maps the text so far, and whether it is finished, to its parts.
 ToolParser = Callable[[str, bool], Parsed]
-#: From the text between the marks of a call, and whether it is whole, to the call.
+#: Maps the text between a call's tags, and whether it is complete, to the call.
 _CallReader = Callable[[str, bool], FoundCall | None]
 
 _START, _END = "<tool_call>", "</tool_call>"
@@ -64,15 +62,15 @@ _SEPARATORS = ";, \t\r\n"
 
 
 def parse_nothing(text: str, finished: bool) -> Parsed:
-    """For answers that hold no calls: all of the text is for the reader."""
+    """For answers without calls: the whole text is content."""
     return Parsed(text)
 
 
 def parse_hermes(text: str, finished: bool) -> Parsed:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, with text around them.
 
-    Hermes' form, which Qwen's templates use too. Between the marks stands a call from its
-    name and the first character of its arguments on; what never gets so far stays text.
+    The form of Hermes and of Qwen's templates. A call is reported once its name and the first
+    character of its arguments are there; otherwise the text between the tags is content.
     """
     return _parse_marked(text, finished, _call_in)
 
@@ -80,8 +78,7 @@ def parse_hermes(text: str, finished: bool) -> Parsed:
 def qwen3_coder_parser(schemas: Schemas) -> ToolParser:
     """For ``<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>``.
 
-    The form of Qwen3-Coder and Qwen3.5 (``serving/http/tool_parsers.py``). A call stands from its
-    function's name on.
+    The form of Qwen3-Coder and Qwen3.5. A call is reported once its function's name is there.
     """
 
     def call_in(body: str, is_whole: bool) -> FoundCall | None:
@@ -95,7 +92,7 @@ def qwen3_coder_parser(schemas: Schemas) -> ToolParser:
 
 
 def _parse_marked(text: str, finished: bool, call_in: _CallReader) -> Parsed:
-    """Calls between marks, and the text around them."""
+    """Calls between tags, and the text around them."""
     content, aside, calls = "", "", []
     place = 0
     while (start := text.find(_START, place)) >= 0:
@@ -121,8 +118,8 @@ def _parse_marked(text: str, finished: bool, call_in: _CallReader) -> Parsed:
 def parse_llama3_json(text: str, finished: bool) -> Parsed:
     """``{"name": ..., "parameters": {...}}``, alone or several with ``;`` between them.
 
-    Llama 3's form. Calls stand at the beginning, after ``<|python_tag|>`` or nothing; another
-    object, or text, is for the reader.
+    Llama 3's form. Calls are at the start, after an optional ``<|python_tag|>``; any other object
+    or text is content.
     """
     start = skip_space(text, 0)
     if not finished and _PYTHON_TAG.startswith(text[start:]):
@@ -130,7 +127,7 @@ def parse_llama3_json(text: str, finished: bool) -> Parsed:
     place = start
     if text.startswith(_PYTHON_TAG, start):
         place = skip_space(text, start + len(_PYTHON_TAG))
-    calls, place = _calls_in_row(text, place)
+    calls, place = _consecutive_calls(text, place)
     rest = text[place:].rstrip() if calls else text
     begins = text[place : place + 1]
     undecided = not begins or (begins == "{" and _may_become_call(read_object(text, place)))
@@ -138,13 +135,13 @@ def parse_llama3_json(text: str, finished: bool) -> Parsed:
 
 
 def parse_required(text: str, finished: bool) -> Parsed:
-    """``[{"name": ..., "parameters": {...}}, ...]``: what forced calls are constrained to."""
-    calls, _ = _calls_in_row(text, skip_space(text, skip_space(text, 0) + 1))
+    """``[{"name": ..., "parameters": {...}}, ...]``, the constraint of forced calls."""
+    calls, _ = _consecutive_calls(text, skip_space(text, skip_space(text, 0) + 1))
     return Parsed("", calls)
 
 
 def named_parser(name: str) -> ToolParser:
-    """For an answer that is the arguments of one function and nothing else."""
+    """For an answer that consists of the arguments of one function."""
 
     def parse(text: str, finished: bool) -> Parsed:
         return Parsed("", (FoundCall(name, text),))
@@ -152,7 +149,7 @@ def named_parser(name: str) -> ToolParser:
     return parse
 
 
-#: Parsers for given tools, by the names that ``--tool-call-parser`` takes.
+#: Makes the parser for given tools, by the values of ``--tool-call-parser``.
 TOOL_PARSERS: Mapping[str, Callable[[Schemas], ToolParser]] = {
     "hermes": lambda _: parse_hermes,
     "llama3_json": lambda _: parse_llama3_json,
@@ -161,17 +158,17 @@ TOOL_PARSERS: Mapping[str, Callable[[Schemas], ToolParser]] = {
 
 
 def parser_of_template(template: str) -> str | None:
-    """The parser for the syntax that a chat template teaches; None if it is not known."""
+    """The parser for a chat template's syntax of calls; None if it is unknown."""
     if _START in template:
-        # Qwen3.5 and Qwen3-Coder put XML between the same marks.
+        # Qwen3.5 and Qwen3-Coder put XML between the same tags.
         return "qwen3_coder" if "<function=" in template else "hermes"
     if _PYTHON_TAG in template or '"parameters": dictionary' in template:
         return "llama3_json"
     return None
 
 
-def _calls_in_row(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
-    """Calls one after the other from ``place`` on, and where something else begins."""
+def _consecutive_calls(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
+    """The consecutive calls from ``place`` on, and where they end."""
     calls: list[FoundCall] = []
     while text[place : place + 1] == "{":
         span = read_object(text, place)
@@ -186,7 +183,7 @@ def _calls_in_row(text: str, place: int) -> tuple[tuple[FoundCall, ...], int]:
 
 
 def _call_in(body: str, is_whole: bool) -> FoundCall | None:
-    """The call between marks: here the arguments may be left out."""
+    """The call between tags, whose arguments may be missing."""
     start = skip_space(body, 0)
     if body[start : start + 1] != "{":
         return None
@@ -200,7 +197,7 @@ def _call_in(body: str, is_whole: bool) -> FoundCall | None:
 
 
 def _call(text: str, span: ObjectSpan) -> FoundCall | None:
-    """The call that an object describes, once its name and some of its arguments are there."""
+    """The call of an object, once its name and some of its arguments are there."""
     name_member, arguments = span.member("name"), span.member(*_ARGUMENTS)
     if name_member is None or arguments is None:
         return None
@@ -209,7 +206,7 @@ def _call(text: str, span: ObjectSpan) -> FoundCall | None:
 
 
 def _arguments(text: str, member: Member) -> str:
-    """The arguments so far; some models write them as a string that holds JSON."""
+    """The arguments so far; some models write them as a JSON string."""
     if text[member.start] == '"':
         return string_value(text, member) or ""
     return text[member.start : member.end]
@@ -227,7 +224,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
 _PARAMETER_END = "</parameter>"
 _FUNCTION_END = re.compile(r"\s*</function>")
-#: The templates write scalars of earlier calls as Python does.
+#: The templates write scalars of earlier calls in Python's form.
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _KINDS: Mapping[type, frozenset[str]] = {
     str: frozenset({"string"}),
@@ -243,11 +240,11 @@ _KINDS: Mapping[type, frozenset[str]] = {
 def read_call(body: str, is_whole: bool, schemas: Schemas) -> tuple[str, str] | None:
     """The function's name, and its arguments so far as JSON text; None until the name is there.
 
-    Texts grow with the body. Other values come whole, since only then it is known what they are.
+    Strings grow with the body. The type of any other value is known only at its end.
 
     Args:
-        body: what stands between the marks of a call, or its beginning.
-        is_whole: whether the closing mark has come.
+        body: the text between a call's tags, or its prefix.
+        is_whole: whether the closing tag is there.
         schemas: of all functions.
     """
     head = _FUNCTION.match(body)
@@ -273,7 +270,7 @@ def read_call(body: str, is_whole: bool, schemas: Schemas) -> tuple[str, str] | 
 
 
 def num_safe(text: str, mark: str) -> int:
-    """Leading characters that a mark begun at the text's end cannot take back."""
+    """Number of leading characters that cannot be part of a mark begun at the text's end."""
     for size in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:size]):
             return len(text) - size
@@ -285,7 +282,7 @@ def _object(members: list[str], *, is_closed: bool) -> str:
 
 
 def _value(text: str, schema: Any, *, is_open: bool) -> str | None:
-    """A value as JSON, or the beginning of one; None while that cannot be told."""
+    """A value as JSON, or a prefix of it; None while its type is unknown."""
     named = schema.get("type") if isinstance(schema, dict) else None
     if named == "string":
         quoted = json.dumps(text, ensure_ascii=False)
@@ -294,7 +291,7 @@ def _value(text: str, schema: Any, *, is_open: bool) -> str | None:
 
 
 def _as_json(text: str, named: Any) -> str:
-    """The text if it is JSON of a type that the schema allows, else a JSON string of it."""
+    """The text if it is JSON of an allowed type, else the text as a JSON string."""
     word = _WORDS.get(text.strip(), text.strip())
     try:
         kinds = _KINDS[type(json.loads(word, parse_constant=_refuse))]

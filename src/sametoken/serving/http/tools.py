@@ -1,4 +1,4 @@
-"""Tools of a chat request: what the template is told, and how calls are read from the answer."""
+"""Tools of a chat request: for the chat template, and for parsing calls in the answer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How one request uses tools.
+    """The tools of one request.
 
     Attributes:
-        tools: for the chat template; None for none.
+        tools: tools for the chat template, if any.
         parser: finds calls in the answer.
-        structured: the form that the answer must have.
+        structured: the answer's constraint.
         reports_calls: whether an answer with calls has finish reason "tool_calls".
     """
 
@@ -48,12 +48,12 @@ class ToolUse:
 def tool_use(
     request: ChatRequest, structured: StructuredOutputs | None, parser: ToolParser | None
 ) -> ToolUse:
-    """What a request's ``tools`` and ``tool_choice`` come to.
+    """Resolve a request's ``tools`` and ``tool_choice``.
 
     Args:
         request: the request.
-        structured: the form that it asks for otherwise.
-        parser: for the model's own tool calls, if it has them.
+        structured: the request's own constraint.
+        parser: for the model's syntax of tool calls, if it is known.
 
     Raises:
         ApiError: the choice is impossible or contradicts something else.
@@ -67,7 +67,7 @@ def tool_use(
         return ToolUse(None, parse_nothing, structured)
     if structured is not None:
         raise invalid(
-            "a form for the answer and tools contradict each other. Send one of them, or "
+            "structured outputs and tools contradict each other. Send one of them, or "
             'tool_choice "none"',
             "tool_choice",
         )
@@ -94,7 +94,7 @@ def tool_use(
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as chat templates read them."""
+    """Tools in the format of chat templates."""
     return [
         {"type": "function", "function": tool.function.model_dump(exclude_unset=True)}
         for tool in tools
@@ -102,10 +102,10 @@ def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: texts joined, arguments of calls as objects.
+    """Messages in the format of chat templates: texts joined, arguments of calls as objects.
 
     Raises:
-        ApiError: a part is no text, or arguments are no JSON object.
+        ApiError: a part is not text, or arguments are not a JSON object.
     """
     return [_template_message(message) for message in messages]
 
@@ -167,7 +167,7 @@ def _named(tools: Sequence[Tool], name: str) -> Tool:
 
 
 def _any_call(request: ChatRequest) -> dict[str, Any]:
-    """A schema for one call, or more if they may be parallel, of any of the tools."""
+    """A schema for calls of any of the tools: one, or more if they may be parallel."""
     calls = [
         {
             "type": "object",

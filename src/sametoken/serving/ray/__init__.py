@@ -1,1 +1,1 @@
-"""The server beyond one machine: replicas of the engine on Ray."""
+"""The server on a Ray cluster: replicas of the engine behind a gateway."""

@@ -1,4 +1,4 @@
-"""Options of a deployment. Imports no Ray, so that help stays cheap and needs no extra."""
+"""Options of a Ray deployment. Imports no Ray, so that CLI help is cheap and needs no extra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sametoken.types.option_values import require_within
 
 @dataclass(frozen=True, slots=True)
 class RayConfig:
-    """What a user asks of Ray.
+    """Options of a Ray deployment.
 
     Raises:
         ConfigError: a value is impossible, or two contradict each other.
@@ -62,7 +62,7 @@ _LIMITS: tuple[tuple[str, float, float], ...] = (
 
 
 def require_ray() -> None:
-    """Find out early whether Ray is there.
+    """Check early that Ray is installed.
 
     Raises:
         UnsupportedError: it is not installed.

@@ -1,7 +1,4 @@
-"""The deployment that takes HTTP requests and finds each a replica, and another if it is lost.
-
-One engine behind the whole API, without a socket of its own.
-"""
+"""Ray Serve deployments: the HTTP gateway with retries, and the replica with its engine."""
 
 from __future__ import annotations
 
@@ -34,11 +31,11 @@ from sametoken.serving.http.middleware import (
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.router import prefix_keys
 
-#: How Ray says that a replica is gone; the request may or may not have begun there.
+#: Ray's errors for a lost replica; the request may or may not have begun there.
 LOST = (RayActorError, NodeDiedError, ObjectLostError)
-#: Tells which replica answered.
+#: Header with the id of the replica that answered.
 REPLICA_HEADER = b"x-sametoken-replica"
-#: Seconds between attempts. Replicas without an engine process start another one meanwhile.
+#: Seconds between attempts. Replicas without an engine process restart it meanwhile.
 _DELAYS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 _UNAVAILABLE = 503
 _logger = logging.getLogger("sametoken.server")
@@ -46,11 +43,11 @@ _logger = logging.getLogger("sametoken.server")
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A request on its way to a replica, with what the router goes by.
+    """A request with the router's data.
 
     Attributes:
-        request: the request itself.
-        keys: of its prompt, see ``prefix_keys``.
+        request: the request.
+        keys: keys of its prompt, see ``prefix_keys``.
         avoided: ids of replicas that could not serve it.
     """
 
@@ -60,14 +57,14 @@ class Forwarded:
 
 
 class Gateway:
-    """Holds no model. A request whose replica dies before the answer has begun is sent again.
+    """Forwards requests to replicas, and retries if a replica dies before the response begins.
 
-    That is safe because a request's tokens do not depend on who computes them.
+    Retries are safe because a request's tokens do not depend on the replica.
 
     Args:
         replicas: Ray Serve's handle of the replicas' deployment.
-        bounds: of bodies.
-        root_path: under which a proxy serves the API.
+        bounds: limits of request bodies.
+        root_path: the path under which a proxy serves the API.
     """
 
     def __init__(self, replicas: Any, bounds: BodyBounds, root_path: str) -> None:
@@ -76,13 +73,13 @@ class Gateway:
         self._root_path = root_path
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application, as ``serve.ingress`` asks for it."""
+        """The application for ``serve.ingress``."""
         app = Starlette(routes=[Mount("/", app=self.forward)])
         app.add_middleware(BodyLimit, bounds=self._bounds)
         return app
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request whose body comes whole (ASGI)."""
+        """Answer a request, whose body ``BodyLimit`` has read (ASGI)."""
         body = (await receive())["body"]
         request = AppRequest(
             scope["method"],
@@ -100,10 +97,10 @@ class Gateway:
     async def _answer(self, request: Forwarded, answer: _Answer) -> None:
         for delay_s in _DELAYS_S:
             try:
-                unable = await self._attempt(request, answer, is_last=False)
-                if unable is None:
+                unavailable = await self._attempt(request, answer, is_last=False)
+                if unavailable is None:
                     return
-                request = replace(request, avoided=request.avoided | {unable})
+                request = replace(request, avoided=request.avoided | {unavailable})
             except LOST as error:
                 _logger.warning("a replica was lost: %s", error)
                 if answer.begun:
@@ -117,10 +114,11 @@ class Gateway:
             await answer.fail()
 
     async def _attempt(self, request: Forwarded, answer: _Answer, *, is_last: bool) -> str | None:
-        """Have one replica answer.
+        """Send the request to one replica.
 
         Returns:
-            The replica's id if it could not and another one may; None if the answer is whole.
+            The replica's id if it is unavailable and another may answer; None if the response is
+            complete.
 
         Raises:
             One of LOST: the replica is gone.
@@ -138,10 +136,10 @@ class Gateway:
 
 
 class _Answer:
-    """An answer on its way to the client. Nothing is sent of one without a body yet.
+    """A response to the client. Its start is held back until the first part of its body.
 
     Args:
-        scope, receive, send: of the request (ASGI).
+        scope, receive, send: the request's (ASGI).
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +149,7 @@ class _Answer:
         self.begun = False
 
     async def take(self, message: Message) -> None:
-        """Pass a message on, or keep it back until the next one."""
+        """Send a message, or hold it back until the next one."""
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -161,7 +159,7 @@ class _Answer:
         await self._send(message)
 
     async def fail(self) -> None:
-        """Tell the client that the answer is lost: by a status, or as an event of its stream."""
+        """Send an error: as a status, or as an event if the stream has begun."""
         error = EngineDeadError("the replica that computed the answer was lost", "send it again")
         answer = as_api_error(error)
         if not self.begun:
@@ -172,7 +170,7 @@ class _Answer:
 
 
 class Replica:
-    """A deployment of Ray Serve; every replica has an engine process of its own.
+    """A Ray Serve deployment; every replica has its own engine process.
 
     Raises:
         SametokenError: the engine cannot start.
@@ -186,7 +184,7 @@ class Replica:
         self._app = create_app(self._engine, config)
 
     async def respond(self, forwarded: Forwarded) -> AsyncGenerator[Message, None]:
-        """The application's answer (ASGI); cancelled, it ends the request in the engine."""
+        """The application's response (ASGI); cancelling it aborts the request in the engine."""
         name = (REPLICA_HEADER, self._id.encode())
         async with contextlib.aclosing(messages_of(self._app, forwarded.request)) as messages:
             async for message in messages:
@@ -195,15 +193,15 @@ class Replica:
                 yield message
 
     async def check_health(self) -> None:
-        """Called by Ray, which replaces a replica that stays without an engine.
+        """Ray's health check; Ray replaces a replica that stays without an engine.
 
         Raises:
-            EngineDeadError: requests are not taken.
+            EngineDeadError: requests are not accepted.
         """
         if not self._engine.is_ready:
             raise EngineDeadError("the engine takes no requests", "see the replica's log")
 
     async def __del__(self) -> None:
-        """Called by Ray once the replica's requests have ended."""
+        """Shut the engine down; called by Ray once the replica's requests have ended."""
         if hasattr(self, "_engine"):
             await self._engine.shutdown()

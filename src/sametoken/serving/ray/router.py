@@ -1,6 +1,6 @@
-"""Sends prompts that begin alike to the replica whose prefix cache holds their beginning.
+"""Prefix-aware routing: requests go to the replica whose prefix cache holds their prompt's prefix.
 
-Which requests begin alike: keys of their prompts' prefixes, made before any tokenizer.
+Prefixes are compared by hashes of the request's text, without a tokenizer.
 """
 
 from __future__ import annotations
@@ -19,58 +19,57 @@ _CAPACITY = 2**17
 
 
 class PrefixRouter(LocalityMixin, RequestRouter):  # type: ignore[misc]
-    """A request router of Ray Serve.
+    """A request router of Ray Serve; requests have a ``Forwarded`` as their first argument.
 
-    A request goes where the longest prefix of its prompt went before, unless that replica has
-    more than ``max_lead`` requests above the least busy one; else to the least busy one. Its
-    first argument is a ``Forwarded``.
+    A request goes to the replica that last received the longest prefix of its prompt. If that
+    replica has more than ``max_lead`` requests above the least busy one, or there is none, the
+    request goes to the least busy replica.
     """
 
     def initialize_state(self, max_lead: int = 8) -> None:
-        """See ``RequestRouter``: called with the deployment's options for its router."""
+        """See ``RequestRouter``: called with the deployment's ``request_router_kwargs``."""
         self._max_lead = max_lead
-        self._homes: Homes[Any] = Homes(_CAPACITY)
+        self._prefixes: PrefixMap[Any] = PrefixMap(_CAPACITY)
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any
     ) -> list[list[Any]]:
-        """See ``RequestRouter``: ranks of replicas; of a rank the least busy one is taken."""
-        # All replicas are candidates at once: there is no wider choice to hurry to.
+        """See ``RequestRouter``: ranked groups of replicas; Ray picks a group's least busy one."""
+        # All replicas are candidates: back off instead of retrying with a wider choice.
         pending_request.routing_context.should_backoff = True
         forwarded = pending_request.args[0]
-        able = {
+        available = {
             replica.replica_id: replica
             for replica in candidate_replicas
             if replica.replica_id.unique_id not in forwarded.avoided
         }
-        home = self._homes.find(forwarded.keys, set(able))
-        if home is not None and not self._is_busy(home, list(able)):
-            return [[able[home]], candidate_replicas]
-        return [list(able.values()), candidate_replicas]
+        chosen = self._prefixes.find(forwarded.keys, set(available))
+        if chosen is not None and not self._is_busy(chosen, list(available)):
+            return [[available[chosen]], candidate_replicas]
+        return [list(available.values()), candidate_replicas]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """See ``RequestRouter``."""
-        self._homes.note(pending_request.args[0].keys, replica_id)
+        self._prefixes.note(pending_request.args[0].keys, replica_id)
 
-    def _is_busy(self, home: Any, replica_ids: list[Any]) -> bool:
+    def _is_busy(self, chosen: Any, replica_ids: list[Any]) -> bool:
         lengths = {one: self.replica_queue_len_cache.get(one) or 0 for one in replica_ids}
-        return bool(lengths[home] - min(lengths.values()) > self._max_lead)
+        return bool(lengths[chosen] - min(lengths.values()) > self._max_lead)
 
 
-#: Characters of one key's block, near 128 tokens of English.
+#: Characters of one key's block: about 128 tokens of English.
 BLOCK_CHARS = 512
-#: Longer prompts are told apart by their beginning alone.
+#: Only the first blocks of longer prompts have keys.
 MAX_KEYS = 256
 
-Home = TypeVar("Home", bound=Hashable)
+ReplicaId = TypeVar("ReplicaId", bound=Hashable)
 
 
 def prefix_keys(body: bytes) -> tuple[int, ...]:
-    """Keys of a request's prompt, one per block of characters, each for all up to its end.
+    """Rolling hashes of a request's prompt, one per block of characters, each of its whole prefix.
 
-    Two requests have their first i keys in common if their prompts agree so far, whatever
-    model's template they go through. A body that is no such request has none; its errors are
-    told by whoever answers it.
+    The first i keys of two requests are equal if their first i blocks are, whatever the chat
+    template. An invalid body has no keys; the replica answers it with an error.
     """
     try:
         request = read_json(body)
@@ -87,7 +86,7 @@ def prefix_keys(body: bytes) -> tuple[int, ...]:
 
 
 def _text(request: dict[str, Any]) -> str:
-    """The prompt in one piece; what is added to a conversation comes at its end."""
+    """The prompt as one text; later messages of a conversation extend it."""
     messages = request.get("messages")
     if isinstance(messages, list):
         tools = json.dumps(request.get("tools"), sort_keys=True)
@@ -98,29 +97,29 @@ def _text(request: dict[str, Any]) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
-class Homes(Generic[Home]):
-    """Where prefixes were last sent, the ones unused for longest forgotten first.
+class PrefixMap(Generic[ReplicaId]):
+    """An LRU map of prefix keys to the replicas that last received them.
 
     Args:
-        capacity: keys that are remembered.
+        capacity: number of keys.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._homes: OrderedDict[int, Home] = OrderedDict()
+        self._replicas: OrderedDict[int, ReplicaId] = OrderedDict()
 
-    def find(self, keys: Sequence[int], present: set[Home]) -> Home | None:
-        """Of those present, the one that saw the longest of these prefixes; None: nobody did."""
+    def find(self, keys: Sequence[int], present: set[ReplicaId]) -> ReplicaId | None:
+        """The present replica that received the longest of these prefixes, if any."""
         for key in reversed(keys):
-            home = self._homes.get(key)
-            if home in present:
-                return home
+            replica = self._replicas.get(key)
+            if replica in present:
+                return replica
         return None
 
-    def note(self, keys: Sequence[int], home: Home) -> None:
-        """A prompt with these prefixes was sent there."""
+    def note(self, keys: Sequence[int], replica: ReplicaId) -> None:
+        """Record that a prompt with these prefixes was sent to a replica."""
         for key in keys:
-            self._homes[key] = home
-            self._homes.move_to_end(key)
-        while len(self._homes) > self._capacity:
-            self._homes.popitem(last=False)
+            self._replicas[key] = replica
+            self._replicas.move_to_end(key)
+        while len(self._replicas) > self._capacity:
+            self._replicas.popitem(last=False)

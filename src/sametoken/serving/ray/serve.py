@@ -1,7 +1,4 @@
-"""From options to an application of Ray Serve, and its end.
-
-The Ray cluster at hand: joining it, what it has, what it says went wrong.
-"""
+"""Deploys the server on Ray Serve: joins or starts a cluster, and reports failed deployments."""
 
 from __future__ import annotations
 
@@ -27,11 +24,10 @@ from sametoken.serving.ray.config import RayConfig
 from sametoken.serving.ray.deployments import Gateway, Replica
 
 APP = "sametoken"
-#: The engine bounds its requests itself, by blocks and queues; Ray's bound must lie above that.
-_MANY = 2**20
+#: Above every limit of the engine, which bounds its requests by blocks and its queue.
+_MAX_ONGOING = 2**20
 _HEALTH_PERIOD_S = 5.0
-#: A resource of the head node alone. Without that node there is no cluster; of any other one the
-#: loss must take replicas only.
+#: Places the gateway on the head node: the loss of any other node must cost only replicas.
 _ON_HEAD = {"node:__internal_head__": 0.001}
 _START_ATTEMPTS = 3
 _logger = logging.getLogger("sametoken.server")
@@ -43,11 +39,11 @@ def run(
     config: ServerConfig,
     ray_config: RayConfig,
 ) -> bool:
-    """Deploy the server on the Ray cluster at hand, or on one of this machine alone.
+    """Deploy the server on the available Ray cluster, or on a new one of this machine.
 
-    On a cluster that ran before, this returns once the application is healthy, and the
-    application stays; called again with other options it is updated replica by replica.
-    Otherwise a cluster of this process is started, and ends with it on SIGTERM or SIGINT.
+    On an existing cluster this returns once the application is healthy, and the application
+    stays; another call with other options is a rolling update. Otherwise this process starts a
+    cluster, and ends it on SIGTERM or SIGINT.
 
     Returns:
         Whether SIGINT ended it.
@@ -89,14 +85,14 @@ def deploy(
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
     )
-    # Connections end with the node that they lead to, so they lead to the gateway's.
+    # The proxy runs on the gateway's node: connections are lost with their node.
     serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=http)
     application = build_application(engine_config, limits, config, ray_config)
     try:
         serve.run(application, name=APP, route_prefix="/")
     except RuntimeError as error:
         raise ConfigError(
-            f"the application cannot be deployed ({_why(str(error))})",
+            f"the application cannot be deployed ({_failure_message(str(error))})",
             "see the log of its replicas",
         ) from error
 
@@ -107,7 +103,7 @@ def build_application(
     config: ServerConfig,
     ray_config: RayConfig,
 ) -> Any:
-    """The gateway over the replicas, as ``serve.run`` takes it."""
+    """The gateway over the replicas, for ``serve.run``."""
     engine_config = replace(engine_config, device=device_on_ray(engine_config.device))
     slots = num_slots(engine_config)
     replicas = serve.deployment(
@@ -124,26 +120,26 @@ def build_application(
         max_surge_percent=ray_config.ray_max_surge_percent,
         health_check_period_s=_HEALTH_PERIOD_S,
         max_constructor_retry_count=_START_ATTEMPTS,
-        **_number_of_replicas(ray_config, slots),
-        **_every_deployment(config),
+        **_replica_options(ray_config, slots),
+        **_common_options(config),
     ).bind(engine_config, limits, config)
     return serve.deployment(
         serve.ingress()(Gateway),
         name="gateway",
         ray_actor_options={"num_cpus": 0, "resources": _ON_HEAD},
-        **_every_deployment(config),
+        **_common_options(config),
     ).bind(replicas, BodyBounds.of(config), config.root_path)
 
 
-def _every_deployment(config: ServerConfig) -> dict[str, Any]:
+def _common_options(config: ServerConfig) -> dict[str, Any]:
     return {
-        "max_ongoing_requests": _MANY,
+        "max_ongoing_requests": _MAX_ONGOING,
         "graceful_shutdown_timeout_s": config.drain_timeout,
         "logging_config": {"log_level": config.log_level.upper(), "enable_access_log": False},
     }
 
 
-def _number_of_replicas(ray_config: RayConfig, slots: int) -> dict[str, Any]:
+def _replica_options(ray_config: RayConfig, slots: int) -> dict[str, Any]:
     if not ray_config.ray_max_replicas:
         return {"num_replicas": ray_config.replicas}
     return {
@@ -157,33 +153,33 @@ def _number_of_replicas(ray_config: RayConfig, slots: int) -> dict[str, Any]:
     }
 
 
-def _why(otherwise: str) -> str:
-    """What a deployment of the application says went wrong."""
+def _failure_message(default: str) -> str:
+    """The failure message of one of the application's deployments, else ``default``."""
     application = serve.status().applications.get(APP)
     deployments = application.deployments.values() if application else ()
-    return next((last_line(one.message) for one in deployments if one.message), otherwise)
+    return next((last_line(one.message) for one in deployments if one.message), default)
 
 
 def _wait_for_signal() -> int:
-    """The first of SIGTERM and SIGINT that comes."""
-    came = threading.Event()
+    """Wait for SIGTERM or SIGINT; returns the first."""
+    arrived = threading.Event()
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        came.set()
+        arrived.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
-    came.wait()
+    arrived.wait()
     return received[0]
 
 
 def connect() -> bool:
-    """Join the cluster of this process, of this machine or of RAY_ADDRESS, or start one.
+    """Join the cluster of this process, of this machine or of RAY_ADDRESS, else start one.
 
     Returns:
-        Whether it was started here.
+        Whether a cluster was started.
     """
     if ray.is_initialized():
         return False
@@ -196,23 +192,23 @@ def connect() -> bool:
 
 
 def device_on_ray(device: str) -> str:
-    """What engines run on: what was asked for, else GPUs if the cluster has any."""
+    """Resolve ``auto``: GPUs if the cluster has any, else CPUs."""
     if device != "auto":
         return device
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
 def num_gpus(config: EngineConfig) -> int:
-    """GPUs of one engine, whose device is not ``auto`` any more."""
+    """GPUs of one engine, whose device is resolved."""
     return config.tensor_parallel_size if config.device == "cuda" else 0
 
 
 def num_slots(config: EngineConfig) -> int:
-    """Requests that one engine runs at once, whose device is not ``auto`` any more."""
+    """``max_num_seqs`` of one engine, whose device is resolved."""
     return resolve_sizes(config, torch.device(config.device)).max_num_seqs
 
 
 def last_line(text: str) -> str:
-    """The line of a remote traceback that says what is wrong."""
+    """The last line of a remote traceback: the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason was given"

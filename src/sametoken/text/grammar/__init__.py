@@ -1,1 +1,1 @@
-"""Structured outputs as grammars: what is supported, compiled, tried before use."""
+"""Structured outputs as grammars: checked, compiled in bounds, and applied to token ids."""

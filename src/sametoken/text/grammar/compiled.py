@@ -1,7 +1,4 @@
-"""Grammars compiled by xgrammar, shared within a process and bounded in bytes.
-
-What structured outputs are compiled from: one text of one kind, of bounded size.
-"""
+"""Grammar sources of bounded size, and a process-wide cache of grammars compiled by xgrammar."""
 
 from __future__ import annotations
 
@@ -22,19 +19,19 @@ if TYPE_CHECKING:
     import xgrammar
 
 
-#: Bytes of one compiled grammar, of those kept for later requests, and of all in use.
+#: Bytes of one compiled grammar, of those cached for later requests, and of all in use.
 MAX_BYTES = 64 * 2**20
 MAX_KEPT_BYTES = 256 * 2**20
 MAX_LIVE_BYTES = 2**30
-#: White space between two elements of JSON: room for a line break and an indentation.
+#: White space between two JSON elements: a line break and an indentation.
 MAX_WHITESPACE = 20
 
 
 class Vocabulary:
-    """What grammars are over. Crosses process borders as compressed JSON.
+    """The tokens that grammars are over. Pickled as compressed JSON.
 
     Args:
-        packed: xgrammar's tokenizer info; ``vocabulary_of`` makes one object of equal ones.
+        packed: xgrammar's tokenizer info; ``vocabulary_of`` returns one object per content.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -42,31 +39,31 @@ class Vocabulary:
 
     @cached_property
     def info(self) -> xgrammar.TokenizerInfo:
-        """The tokens as xgrammar knows them."""
+        """The tokens in xgrammar's form."""
         import xgrammar
 
         return xgrammar.TokenizerInfo.deserialize_json(zlib.decompress(self._packed).decode())
 
     @cached_property
     def compiler(self) -> xgrammar.GrammarCompiler:
-        """Compiles over these tokens, and keeps nothing."""
+        """A compiler over these tokens, without a cache."""
         import xgrammar
 
         return xgrammar.GrammarCompiler(self.info, max_threads=1, cache_enabled=False)
 
     @cached_property
     def blank_ids(self) -> frozenset[int]:
-        """Token ids without a text, which no grammar accepts."""
+        """Token ids without text, which no grammar accepts."""
         return frozenset(self.info.special_token_ids) - set(self.info.stop_token_ids)
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
-        """As bytes; a process that has met them before unpacks nothing."""
+        """Pickle as bytes; a process that has this vocabulary does not unpack it again."""
         return (vocabulary_of, (self._packed,))
 
 
 @lru_cache(maxsize=4)
 def vocabulary_of(packed: bytes) -> Vocabulary:
-    """The vocabulary of these bytes, one object however often they come."""
+    """The vocabulary of these bytes, one object per content."""
     return Vocabulary(packed)
 
 
@@ -79,11 +76,11 @@ class Compiled:
 
 
 class CompiledGrammars:
-    """The compiled grammars of one process. Any thread may ask.
+    """A thread-safe LRU cache of the compiled grammars of one process.
 
     Args:
-        max_kept_bytes: of grammars that nobody uses at the moment; the oldest go first.
-        max_live_bytes: of all that are in use or kept.
+        max_kept_bytes: bytes of cached grammars; the least recently used are evicted first.
+        max_live_bytes: bytes of all grammars in use or cached.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class CompiledGrammars:
         self._live = weakref.WeakValueDictionary()
 
     def find(self, source: GrammarSource, vocabulary: Vocabulary) -> Compiled | None:
-        """The compiled grammar, if it is here."""
+        """The compiled grammar, if there is one."""
         with self._lock:
             found = self._live.get((vocabulary, source))
             if found is not None:
@@ -105,11 +102,11 @@ class CompiledGrammars:
             return found
 
     def get(self, source: GrammarSource, vocabulary: Vocabulary) -> Compiled:
-        """The compiled grammar, new or kept.
+        """The compiled grammar, new or cached.
 
         Raises:
             RequestError: it is not valid, or too large.
-            OverloadedError: those in use leave no room for it.
+            OverloadedError: the grammars in use take up the memory.
         """
         found = self.find(source, vocabulary)
         if found is not None:
@@ -154,23 +151,23 @@ def _compile(source: GrammarSource, vocabulary: Vocabulary) -> xgrammar.Compiled
 
 
 def not_valid(kind: str, error: Exception) -> RequestError:
-    """What the compiler says against a source."""
+    """The compiler's error about a source."""
     return RequestError(
         f"structured_outputs {kind} is not valid: {_first_line(error)}", "correct it"
     )
 
 
 def _first_line(error: Exception) -> str:
-    """What the compiler says, without the place in its source; now and then it says nothing."""
+    """The compiler's message, which may be empty, without the place in its source code."""
     line, *_ = [*str(error).strip().splitlines(), ""]
-    said = (line.partition(".cc:")[2].partition(": ")[2] or line).rstrip(". ")
-    return said[:_LONGEST_REASON] or "the compiler refuses it and gives no reason"
+    reason = (line.partition(".cc:")[2].partition(": ")[2] or line).rstrip(". ")
+    return reason[:_LONGEST_REASON] or "the compiler gives no reason"
 
 
 _LONGEST_REASON = 300
 
 
-#: Longer texts are refused, and those with deeper brackets: the compiler recurses on them.
+#: Longer texts and deeper brackets are refused: the compiler recurses on brackets.
 MAX_CHARACTERS = 2**16
 MAX_NESTING = 200
 
@@ -183,7 +180,7 @@ class GrammarSource:
     """A text to compile.
 
     Attributes:
-        kind: which field of ``StructuredOutputs`` it came from.
+        kind: the field of ``StructuredOutputs``.
         text: a JSON schema, a regular expression, or a grammar in GBNF form.
     """
 
@@ -192,7 +189,7 @@ class GrammarSource:
 
     @classmethod
     def of(cls, structured: StructuredOutputs) -> GrammarSource:
-        """The text of a structure; a choice is a grammar of quoted texts.
+        """The source of a structure; a choice becomes a grammar of quoted texts.
 
         Raises:
             RequestError: it is too long, or nests too deeply.
@@ -200,7 +197,7 @@ class GrammarSource:
         kind = structured.kind
         texts = (_ANY_OBJECT,) if structured.json_object else getattr(structured, kind)
         texts = (texts,) if isinstance(texts, str) else texts
-        # Before anything is made of them.
+        # Before any work on them.
         _require_short(kind, sum(map(len, texts)))
         text = _one_of(texts) if kind == "choice" else texts[0]
         _require_short(kind, len(text))

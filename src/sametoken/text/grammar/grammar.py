@@ -1,6 +1,6 @@
 """Structured outputs as grammars over token ids, by xgrammar.
 
-What crosses process borders is a grammar's source: a process that makes matchers compiles it.
+Processes exchange a grammar's source; each process that needs matchers compiles it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sametoken.types.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:
     import xgrammar
 
-    # It imports much that a process which tries grammars does without.
+    # Its imports are too many for a process that only tries grammars.
     from sametoken.text.tokenizer import Tokenizer
 
-#: Structures known to be sound: at most 2 MB of ASCII text.
-_MAX_SOUND = 32
+#: Validated structures that are remembered: at most 2 MB of ASCII text.
+_MAX_VALIDATED = 32
 _COMPILED = CompiledGrammars()
 
 
 class XGrammarMatcher:
-    """``Matcher`` over xgrammar's, which ends with the first end-of-text token.
+    """A ``Matcher`` over xgrammar's, which terminates at the first end-of-text token.
 
     Args:
-        matcher: its matcher.
-        blank_ids: token ids without a text, which no grammar accepts.
+        matcher: xgrammar's matcher.
+        blank_ids: token ids without text, which no grammar accepts.
     """
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, blank_ids: frozenset[int]) -> None:
@@ -58,7 +58,7 @@ class XGrammarMatcher:
         if not self._matcher.is_terminated():
             accepted: bool = self._matcher.accept_token(token_id)
             return accepted
-        # Of end-of-text tokens after the first, xgrammar would know nothing.
+        # xgrammar accepts only the first end-of-text token.
         return token_id in self._end_ids
 
     def copy(self) -> XGrammarMatcher:
@@ -76,12 +76,12 @@ class XGrammarMatcher:
 
 
 class XGrammar:
-    """``Grammar`` of one source. Crosses process borders as that, and is compiled on arrival.
+    """The ``Grammar`` of one source. Pickled as its source, and compiled on demand.
 
     Args:
         source: what it is compiled from.
-        vocabulary: what it is over.
-        store: where it is once it is compiled.
+        vocabulary: the tokens it is over.
+        store: cache of compiled grammars.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class XGrammar:
 
         Raises:
             RequestError: it is not valid, or too large.
-            OverloadedError: the grammars in use leave no room for it.
+            OverloadedError: the grammars in use take up the memory.
         """
         self._get()
 
@@ -114,18 +114,18 @@ class XGrammar:
         matcher = xgrammar.GrammarMatcher(self._get().grammar)
         return XGrammarMatcher(matcher, self.vocabulary.blank_ids)
 
-    def require_sound(self) -> None:
-        """Compile it, and refuse what could not be honoured. May take any time, and memory.
+    def validate(self) -> None:
+        """Compile it, and refuse what is not supported. Time and memory are not bounded.
 
         Raises:
-            RequestError: it cannot be honoured, is not valid, too large, or matches nothing.
+            RequestError: it is not supported, not valid, too large, or matches nothing.
         """
         import xgrammar
 
         kind = self.source.kind
         try:
-            for pattern in _checked(self.source):
-                # Within a schema, what a regular expression must not hold would be ignored.
+            for pattern in _checked_patterns(self.source):
+                # Within a schema, the compiler ignores what it does not support in a pattern.
                 xgrammar.Grammar.from_regex(plain_regex(pattern))
             masks = xgrammar.allocate_token_bitmask(1, self.vocabulary.info.vocab_size)
             self.new_matcher().fill(masks, 0)
@@ -142,15 +142,15 @@ class XGrammar:
         return self._compiled
 
     def __reduce__(self) -> tuple[type[XGrammar], tuple[GrammarSource, Vocabulary]]:
-        """Source and vocabulary."""
+        """Pickle the source and the vocabulary."""
         return (XGrammar, (self.source, self.vocabulary))
 
 
 class GrammarTrials(Protocol):
-    """Finds out whether a grammar can be used at all, within bounds of time."""
+    """Validates grammars within a time limit."""
 
     def start(self, vocabulary: Vocabulary) -> None:
-        """Get ready for the first grammar over these tokens.
+        """Prepare for the first grammar over these tokens.
 
         Raises:
             OverloadedError: that is not possible now.
@@ -158,26 +158,26 @@ class GrammarTrials(Protocol):
         ...
 
     def run(self, grammar: XGrammar) -> None:
-        """Return if the grammar is sound.
+        """Validate a grammar.
 
         Raises:
-            RequestError: it is not, or finding out took too long.
-            OverloadedError: other grammars are being tried, and take long.
+            RequestError: it is not valid, or validation took too long.
+            OverloadedError: other grammars are being validated, and take long.
         """
         ...
 
 
 class GrammarCompiler:
-    """Makes grammars of structures, and tries each once.
+    """Makes grammars of structures, and validates each once.
 
     Args:
-        tokenizer: whose tokens the grammars are over. Special tokens have no text in them.
+        tokenizer: its tokens are those of the grammars; special tokens have no text there.
         vocab_size: the model's.
-        eos_token_ids: what may end a text.
-        trials: where a grammar is tried before it is used.
+        eos_token_ids: end-of-text token ids.
+        trials: validates a grammar before it is used.
 
     Raises:
-        RequestError: nothing can end a text, or the tokenizer's text is not known by token.
+        RequestError: there is no end-of-text token, or xgrammar cannot use the tokenizer.
     """
 
     def __init__(
@@ -190,16 +190,16 @@ class GrammarCompiler:
         self._vocabulary = vocabulary_of(_packed(tokenizer, vocab_size, eos_token_ids))
         self._trials = trials
         self._lock = threading.Lock()
-        self._sound: OrderedDict[StructuredOutputs, GrammarSource] = OrderedDict()
+        self._validated: OrderedDict[StructuredOutputs, GrammarSource] = OrderedDict()
 
     def find(self, structured: StructuredOutputs) -> XGrammar | None:
-        """The grammar of a structure that has been tried, if that is known still."""
+        """The grammar of a structure if it is known to be valid."""
         with self._lock:
-            source = self._sound.get(structured)
+            source = self._validated.get(structured)
         return None if source is None else XGrammar(source, self._vocabulary)
 
     def start_trials(self) -> None:
-        """See ``GrammarTrials.start``.
+        """Call ``GrammarTrials.start``.
 
         Raises:
             OverloadedError: a process cannot be started.
@@ -207,27 +207,27 @@ class GrammarCompiler:
         self._trials.start(self._vocabulary)
 
     def compile(self, structured: StructuredOutputs) -> XGrammar:
-        """The grammar of a structure, tried now or before.
+        """The grammar of a structure, validated now or before.
 
         Raises:
-            RequestError: it cannot be honoured, is not valid, too large, or matches nothing.
-            OverloadedError: other grammars are being tried, and take long.
+            RequestError: it is not supported, not valid, too large, or matches nothing.
+            OverloadedError: other grammars are being validated, and take long.
         """
         found = self.find(structured)
         if found is None:
             found = XGrammar(GrammarSource.of(structured), self._vocabulary)
             self._trials.run(found)
         with self._lock:
-            # Sources alone: what is compiled has a bound of its own.
-            self._sound[structured] = found.source
-            self._sound.move_to_end(structured)
-            if len(self._sound) > _MAX_SOUND:
-                self._sound.popitem(last=False)
+            # Only the source: ``CompiledGrammars`` bounds the compiled grammars.
+            self._validated[structured] = found.source
+            self._validated.move_to_end(structured)
+            if len(self._validated) > _MAX_VALIDATED:
+                self._validated.popitem(last=False)
         return found
 
 
-def _checked(source: GrammarSource) -> tuple[str, ...]:
-    """The regular expressions in a source that asks for nothing that would be ignored."""
+def _checked_patterns(source: GrammarSource) -> tuple[str, ...]:
+    """The regular expressions in a source, after refusing what the compiler would ignore."""
     if source.kind == "grammar":
         check_grammar(source.text)
     patterns: tuple[str, ...] = (source.text,) if source.kind == "regex" else ()
@@ -243,8 +243,8 @@ def _packed(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...
 
     if not eos_token_ids:
         raise RequestError(
-            "structured_outputs needs an end-of-text token and the model names none",
-            "name eos_token_id in config.json",
+            "structured_outputs needs an end-of-text token and the model has none",
+            "set eos_token_id in config.json",
         )
     try:
         kind = xgrammar.TokenizerInfo.from_huggingface(
@@ -266,7 +266,7 @@ def _packed(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...
 
 
 def _tokens(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
-    """Every id's token, and nothing for special tokens and the model's padding."""
+    """The token of every id; empty for special tokens and for padding of the vocabulary."""
     tokens = [""] * vocab_size
     for token, token_id in tokenizer.hf.get_vocab().items():
         if token_id < vocab_size and token_id not in tokenizer.special_ids:

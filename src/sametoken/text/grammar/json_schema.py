@@ -1,6 +1,6 @@
-"""JSON Schemas as the grammar compiler honours them; what it would ignore is refused by name.
+"""Checks of JSON Schemas: keywords that the grammar compiler would ignore are refused by name.
 
-Keywords follow JSON Schema draft 2020-12. Annotations are left alone.
+Keywords follow JSON Schema draft 2020-12. Annotations are accepted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from sametoken.errors import RequestError
 
 MAX_DEPTH = 64
-#: Branches of oneOf that only a comparison tells apart, in pairs.
+#: Pairs of oneOf branches that must be compared with each other.
 MAX_PAIRS = 10_000
 
 # The compiler keeps whole numbers in 64 bits.
 _LARGEST = 2**63 - 1
 
-_IGNORED = frozenset(
+_UNSUPPORTED = frozenset(
     (
         *("not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems"),
         *("dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef"),
@@ -35,8 +35,8 @@ _ANNOTATIONS = frozenset(
         *("$schema", "$id", "$comment", "$defs", "definitions", "$anchor", "discriminator"),
     )
 )
-# Each decides alone: what stands beside it would be ignored.
-_ALONE = ("$ref", "allOf", "anyOf", "oneOf")
+# The compiler ignores all other keywords of a schema that has one of these.
+_EXCLUSIVE = ("$ref", "allOf", "anyOf", "oneOf")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _BY_TYPE = {
     **dict.fromkeys(_RANGE, ("integer", "number")),
@@ -66,19 +66,19 @@ _SINGLE = (
 
 
 def check_schema(text: str) -> tuple[str, ...]:
-    """Refuse a schema that is no schema, or that asks for what would not be kept.
+    """Refuse an invalid schema, and one with unsupported keywords.
 
     Returns:
         The regular expressions in it.
 
     Raises:
-        RequestError: naming the keyword and what to use instead.
+        RequestError: names the keyword and what to use instead.
     """
     root = _parsed(text)
     if not isinstance(root, dict):
         raise RequestError("json_schema is not a JSON object", 'give a schema: {"type": ...}')
     patterns: list[str] = []
-    for schema in list(_schemas(root, 0)):
+    for schema in list(_subschemas(root, 0)):
         _check(schema, root)
         patterns += schema.get("patternProperties", {})
         patterns += [schema["pattern"]] if "pattern" in schema else []
@@ -89,10 +89,10 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(
             text,
-            object_pairs_hook=_without_repetition,
-            parse_int=_whole,
-            parse_float=_finite,
-            parse_constant=_finite,
+            object_pairs_hook=_parse_object,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_parse_float,
         )
     except RequestError:
         raise
@@ -100,8 +100,8 @@ def _parsed(text: str) -> Any:
         raise RequestError(f"json_schema is not JSON: {error}", "give a JSON object") from error
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Of a key that comes twice, two readers may take different values."""
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object without duplicate keys, whose meaning depends on the parser."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -110,36 +110,36 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _whole(digits: str) -> int:
-    # Texts of thousands of digits take long to convert.
+def _parse_int(digits: str) -> int:
+    # Converting thousands of digits takes long.
     if len(digits) > len(str(-_LARGEST)) or abs(int(digits)) > _LARGEST:
         raise RequestError(f"json_schema holds the number {_short(digits)}", _IN_RANGE)
     return int(digits)
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise RequestError(f"json_schema holds the number {_short(text)}", _IN_RANGE)
     return value
 
 
-def _schemas(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
-    """A schema and all within it."""
+def _subschemas(schema: Any, depth: int) -> Iterator[dict[str, Any]]:
+    """A schema and all schemas nested in it."""
     if depth > MAX_DEPTH:
         raise RequestError(f"json_schema is nested deeper than {MAX_DEPTH}", "flatten it")
     if isinstance(schema, dict):
         _check_form(schema)
         yield schema
         for child in _children(schema):
-            yield from _schemas(child, depth + 1)
+            yield from _subschemas(child, depth + 1)
 
 
 def _check(schema: Mapping[str, Any], root: Mapping[str, Any]) -> None:
     for key in schema:
-        if key in _IGNORED and schema[key] is not False:
+        if key in _UNSUPPORTED and schema[key] is not False:
             raise _refused(key, "is not supported", "leave it out")
-    _check_alone(schema)
+    _check_exclusive(schema)
     _check_types(schema)
     unknown = [name for name in schema.get("required", ()) if name not in _properties(schema)]
     if unknown:
@@ -162,36 +162,36 @@ def _check_form(schema: Mapping[str, Any]) -> None:
             raise _refused(key, f"is {_short(schema[key])}", "list names")
 
 
-def _check_alone(schema: Mapping[str, Any]) -> None:
-    for key in _ALONE:
+def _check_exclusive(schema: Mapping[str, Any]) -> None:
+    for key in _EXCLUSIVE:
         if key not in schema:
             continue
         others = sorted(schema.keys() - _ANNOTATIONS - {key})
         if others:
             raise _refused(
                 key,
-                f"stands beside {textwrap.shorten(', '.join(others), 60)}",
+                f"excludes {textwrap.shorten(', '.join(others), 60)}",
                 f"move them into the schema under {key}",
             )
     if len(schema.get("allOf", ())) > 1:
         raise _refused("allOf", "has several schemas", "merge them into one")
     ref = schema.get("$ref")
     if ref is not None and ref != "#" and not ref.startswith("#/"):
-        raise _refused("$ref", f"leads to {_short(ref)}, outside the schema", "use #/$defs/...")
+        raise _refused("$ref", f"refers to {_short(ref)}, outside the schema", "use #/$defs/...")
 
 
 def _check_types(schema: Mapping[str, Any]) -> None:
     for key, types in _BY_TYPE.items():
         if key in schema and schema.get("type") not in types:
             raise _refused(
-                key, f"needs the type to be {' or '.join(types)}", "state the type, and one alone"
+                key, f"needs the type to be {' or '.join(types)}", "state exactly one type"
             )
     shape = [key for key in ("pattern", "format") if key in schema]
     length = [key for key in ("minLength", "maxLength") if key in schema]
     if shape and length:
-        raise _refused(length[0], f"stands beside {shape[0]}", "state the length in a pattern")
+        raise _refused(length[0], f"excludes {shape[0]}", "state the length in a pattern")
     if "multipleOf" in schema and any(key in schema for key in _RANGE):
-        raise _refused("multipleOf", "stands beside a minimum or a maximum", "list the values")
+        raise _refused("multipleOf", "excludes a minimum or a maximum", "list the values")
 
 
 def _children(schema: Mapping[str, Any]) -> Iterator[Any]:
@@ -209,23 +209,26 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _disjoint(branches: list[Any], root: Mapping[str, Any]) -> bool:
-    """Whether no value can satisfy two branches, as far as types and constants tell.
+    """Whether types and constants prove that no value satisfies two branches.
 
     Raises:
         RequestError: too many pairs would have to be compared.
     """
-    groups = _close([_resolve(branch, root) for branch in branches])
+    groups = _similar([_resolve(branch, root) for branch in branches])
     num_pairs = sum(math.comb(len(group), 2) for group in groups)
     if num_pairs > MAX_PAIRS:
         raise _refused(
             "oneOf", f"has {num_pairs} pairs of branches that look alike", "use anyOf, or fewer"
         )
-    return all(_apart(one, other) for group in groups for one, other in combinations(group, 2))
+    pairs = (pair for group in groups for pair in combinations(group, 2))
+    return all(_are_disjoint(one, other) for one, other in pairs)
 
 
-def _close(branches: list[Any]) -> list[list[Any]]:
-    """Groups of branches. Two that share none are apart: by type, by value, or by the value of
-    a property that all require."""
+def _similar(branches: list[Any]) -> list[list[Any]]:
+    """Group the branches so that two without a common group are disjoint.
+
+    They differ by type, by value, or by the value of a property that all require.
+    """
     if not all(isinstance(branch, dict) for branch in branches):
         return [branches]
     groups = _refined([branches], _types)
@@ -238,7 +241,7 @@ def _close(branches: list[Any]) -> list[list[Any]]:
 def _refined(
     groups: list[list[Any]], keys_of: Callable[[Any], Iterable[str] | None]
 ) -> list[list[Any]]:
-    """Each group cut by the keys of its members, unless one of them has none."""
+    """Split each group by the keys of its members, unless a member has none."""
     refined: list[list[Any]] = []
     for group in groups:
         keys = [keys_of(branch) for branch in group]
@@ -265,7 +268,7 @@ def _values_of_property(name: str, schema: Mapping[str, Any]) -> set[str] | None
     return _values(found) if isinstance(found, dict) else None
 
 
-def _apart(one: Any, other: Any) -> bool:
+def _are_disjoint(one: Any, other: Any) -> bool:
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
     types, other_types = _types(one), _types(other)
@@ -276,12 +279,13 @@ def _apart(one: Any, other: Any) -> bool:
         return True
     shared = set(one.get("required", ())) & set(other.get("required", ()))
     return types == other_types == {"object"} and any(
-        _apart(_properties(one).get(name), _properties(other).get(name)) for name in sorted(shared)
+        _are_disjoint(_properties(one).get(name), _properties(other).get(name))
+        for name in sorted(shared)
     )
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Type names, integers being numbers; empty if the schema does not say."""
+    """Type names, with "number" for integers; empty if the schema has no type."""
     found = schema.get("type", [])
     names = [found] if isinstance(found, str) else found
     return {"number" if name == "integer" else name for name in names}
@@ -297,7 +301,7 @@ def _values(schema: Mapping[str, Any]) -> set[str] | None:
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a local reference leads to, one step; None if it leads nowhere."""
+    """The target of a local reference, resolved once; None if there is none."""
     ref = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(ref, str):
         return schema
@@ -314,5 +318,5 @@ def _refused(key: str, cause: str, remedy: str) -> RequestError:
 
 
 def _short(value: Any) -> str:
-    """How a value reads in a message, whatever its size."""
+    """A value shortened for a message."""
     return reprlib.repr(value)

@@ -1,4 +1,4 @@
-"""Regular expressions as the grammar compiler honours them; what it would ignore is refused."""
+"""Checks of regular expressions: what the grammar compiler would ignore is refused."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import re
 
 from sametoken.errors import RequestError, shown
 
-#: Letters and digits that mean something behind a backslash by themselves.
+#: Letters and digits that form a complete escape.
 _KNOWN = frozenset("0DSWdefnrstvw")
-#: Marks that the compiler takes behind a backslash without a warning.
+#: Punctuation that the compiler accepts after a backslash without a warning.
 _MARKS = frozenset("\"$'()*+-./?[\\]^{|}")
 _ESCAPED = r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|u\{[0-9a-fA-F]{1,6}\}|c[a-zA-Z]|.)"
 _ESCAPE = re.compile(_ESCAPED, re.DOTALL)
 _PART = re.compile(_ESCAPED + r"|[\[\]^$]|\(\?<?[=!]", re.DOTALL)
-# Comments, texts and classes of a grammar: what stands in them is none of its own words.
+# Comments, literals and character classes of a grammar, whose content is not grammar syntax.
 _GRAMMAR_PART = re.compile(
     r'#[^\n]*+|(?P<regex>\bRegex\s*+\(\s*+)?"(?P<text>(?:[^"\\\n]|\\.)*+)"'
     r"|\[(?P<class>(?:[^\]\\\n]|\\.)*+)\](?P<rule>\s*+::=)?"
@@ -21,12 +21,12 @@ _GRAMMAR_PART = re.compile(
 
 
 def check_regex(pattern: str) -> None:
-    """Refuse an expression that would not be honoured as it stands.
+    """Refuse an expression that is only partly supported.
 
-    A text has to match as a whole, so ``^`` at the start and ``$`` at the end say nothing new.
+    A text must match as a whole, so ``^`` at the start and ``$`` at the end are redundant.
 
     Raises:
-        RequestError: it has an anchor elsewhere, looks around, or has an unknown escape.
+        RequestError: it has another anchor, a lookaround, or an unknown escape.
     """
     in_class = False
     for found in _PART.finditer(pattern):
@@ -41,22 +41,22 @@ def check_regex(pattern: str) -> None:
             in_class = True
         elif part[0] == "(":
             kind = "lookbehind" if "<" in part else "lookahead"
-            raise _refused(f"the {kind} {part}", "list what may stand there")
+            raise _refused(f"the {kind} {part}", "list the allowed texts")
         elif (found.start(), part) != (0, "^") and (found.end(), part) != (len(pattern), "$"):
             raise _refused(f"the anchor {part} within it", "leave it out, or escape it")
 
 
 def check_grammar(text: str) -> None:
-    """Refuse a grammar in GBNF form with parts that would not be kept to.
+    """Refuse a grammar in GBNF form with parts that the compiler would ignore.
 
     Raises:
-        RequestError: it holds such a regular expression, or a rule has a bound of tokens.
+        RequestError: it holds an unsupported regular expression, or a rule has an attribute.
     """
     for found in _GRAMMAR_PART.finditer(text):
         if found["rule"]:
             raise RequestError(
                 f"structured_outputs grammar: a rule has the attribute {shown(found['class'])}, "
-                "which is not kept to",
+                "which is not supported",
                 "leave it out",
             )
         if found["regex"]:
@@ -64,24 +64,24 @@ def check_grammar(text: str) -> None:
 
 
 def plain_regex(pattern: str) -> str:
-    """The same expression in words that the compiler reads without a warning."""
+    """An equal expression with escapes that the compiler reads without a warning."""
     return _ESCAPE.sub(_plain, pattern)
 
 
 def _check_escape(escaped: str, in_class: bool) -> None:
     is_known = escaped in _KNOWN or len(escaped) > 1 or (in_class and escaped == "b")
     if _is_word(escaped) and not is_known:
-        raise _refused(rf"the escape \{escaped}", "write what it stands for")
+        raise _refused(rf"the escape \{escaped}", "write the characters that it stands for")
 
 
 def _plain(found: re.Match[str]) -> str:
     escaped: str = found[1]
     if escaped[0] == "x" and len(escaped) > 1:
-        # The compiler would read digits that follow as part of the number.
+        # The compiler reads digits that follow \x.. as part of the number.
         return rf"\u00{escaped[1:]}"
     if escaped in _MARKS or _is_word(escaped[0]):
         return found[0]
-    # As a number: a bare comma, say, could turn into part of a repetition.
+    # As a code point: a bare comma could become part of a repetition.
     return rf"\u{ord(escaped):04x}" if escaped.isascii() else escaped
 
 

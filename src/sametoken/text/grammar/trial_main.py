@@ -1,8 +1,8 @@
-"""A process that tries grammars: it may take too long or too much memory, and is killed then.
+"""A process that validates grammars, with a memory limit.
 
 Run as ``python -m sametoken.text.grammar.trial_main FD``, the number of an inherited socket.
 The first message is a ``Vocabulary``, every further one a ``GrammarSource``; each is answered
-with None or with an error. It ends when the socket closes.
+with None or an error. The process ends when the socket closes; its parent kills it if it is slow.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from sametoken.text.grammar.compiled import (
 )
 from sametoken.text.grammar.grammar import XGrammar
 
-#: Below the engine and the serving process, whose requests are under way.
+#: Lower priority than the engine and the serving process.
 _NICENESS = 5
-#: Bytes that a trial may take beyond what the libraries take.
+#: Bytes that a trial may take beyond those of the imported libraries.
 MAX_MEMORY = 2**30
-_NOTHING_KEPT = CompiledGrammars(max_kept_bytes=0)
-#: Seconds after which a trial that nobody has ended ends itself: its parent died meanwhile.
+_NO_CACHE = CompiledGrammars(max_kept_bytes=0)
+#: Seconds after which a trial ends itself: its parent, which enforces the time limit, is gone.
 _ORPHAN_S = 30
 
 
 def serve(connection: Connection) -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until the socket closes."""
     vocabulary: Vocabulary = connection.recv()
-    vocabulary.compiler  # noqa: B018  # the libraries are imported here
+    vocabulary.compiler  # noqa: B018  # imports the libraries
     _limit_memory()
     _silence()
     connection.send(None)
     while True:
         source: GrammarSource = connection.recv()
         signal.alarm(_ORPHAN_S)
-        refusal = tried(source, vocabulary)
+        error = validate(source, vocabulary)
         signal.alarm(0)
-        connection.send(refusal)
+        connection.send(error)
 
 
-def tried(source: GrammarSource, vocabulary: Vocabulary) -> SametokenError | None:
-    """Why a grammar is not sound; None if it is."""
+def validate(source: GrammarSource, vocabulary: Vocabulary) -> SametokenError | None:
+    """The error in a grammar; None if it is valid."""
     try:
-        XGrammar(source, vocabulary, _NOTHING_KEPT).require_sound()
+        XGrammar(source, vocabulary, _NO_CACHE).validate()
     except SametokenError as error:
         return error
     except MemoryError:
@@ -62,21 +62,21 @@ def tried(source: GrammarSource, vocabulary: Vocabulary) -> SametokenError | Non
 
 def _limit_memory() -> None:
     sizes = Path("/proc/self/statm")
-    # Only Linux says how much the libraries have mapped, and keeps to such a limit.
+    # Only Linux reports the mapped bytes and enforces RLIMIT_AS.
     if sizes.exists():
         mapped = int(sizes.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (mapped + MAX_MEMORY,) * 2)
 
 
 def _silence() -> None:
-    """What libraries say of a client's grammar is no text for the server's log."""
+    """Keep the libraries' messages about clients' grammars out of the server's log."""
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), sys.stderr.fileno())
 
 
 def main(fd: int) -> int:
     """Serve over the inherited socket."""
-    # As in the engine process: what a stop means is decided by the serving process.
+    # As in the engine process: only the serving process handles these signals.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)

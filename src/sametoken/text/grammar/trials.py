@@ -1,4 +1,4 @@
-"""Where a grammar is tried before it is used: in a thread, or in a process that can be killed."""
+"""Validation of grammars before use, with a time limit: in a thread or in a killable process."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from sametoken.io.child_process import (
 from sametoken.text.grammar.compiled import Vocabulary
 from sametoken.text.grammar.grammar import XGrammar
 
-#: Seconds until a grammar is refused as too large, and trials at once.
+#: Seconds after which a grammar is refused as too large, and number of concurrent trials.
 TIME_LIMIT = 10.0
 AT_ONCE = 2
 
-#: Bytes by which a process may have grown after a trial; another one takes its place then.
+#: Bytes that a process may have grown by after a trial; beyond them it is replaced.
 MAX_GROWTH = 2**29
-#: Seconds that a process may take to start: it imports what compiles.
+#: Seconds that a process may take to start: it imports the compiler.
 _START_S = 120.0
 _GRACE_S = 5.0
 _MODULE = "sametoken.text.grammar.trial_main"
 
 
 class ThreadTrials:
-    """``GrammarTrials`` for programs, which harm only themselves: in a thread of this process."""
+    """``GrammarTrials`` in threads of this process, for offline inference."""
 
     def __init__(self) -> None:
-        self._turns = threading.BoundedSemaphore(AT_ONCE)
+        self._slots = threading.BoundedSemaphore(AT_ONCE)
 
     def start(self, vocabulary: Vocabulary) -> None:
-        """See ``GrammarTrials``; there is nothing to do."""
+        """See ``GrammarTrials``: nothing to do."""
 
     def run(self, grammar: XGrammar) -> None:
-        """See ``GrammarTrials``; ``grammar`` is compiled then."""
-        _take_turn(self._turns)
+        """See ``GrammarTrials``; ``grammar`` is compiled in this process."""
+        _acquire(self._slots)
         outcome: Future[None] = Future()
 
         def work() -> None:
             try:
-                grammar.require_sound()
+                grammar.validate()
                 outcome.set_result(None)
             except BaseException as error:
                 outcome.set_exception(error)
             finally:
-                self._turns.release()
+                self._slots.release()
 
-        # A daemon, since a compilation cannot be stopped; it ends behind a refused request.
+        # A daemon thread: a compilation cannot be stopped and outlives a refused request.
         threading.Thread(target=work, name="compile-grammar", daemon=True).start()
         try:
             outcome.result(TIME_LIMIT)
@@ -64,10 +64,10 @@ class ThreadTrials:
 
 
 class ProcessTrials:
-    """``GrammarTrials`` for servers: processes, started when first needed and killed when slow."""
+    """``GrammarTrials`` in processes, for servers: started on demand, killed when too slow."""
 
     def __init__(self) -> None:
-        self._turns = threading.BoundedSemaphore(AT_ONCE)
+        self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._idle: list[TrialProcess] = []
         self._busy: set[TrialProcess] = set()
         self._stopped = False
@@ -75,7 +75,7 @@ class ProcessTrials:
 
     def run(self, grammar: XGrammar) -> None:
         """See ``GrammarTrials``; memory is bounded too."""
-        _take_turn(self._turns)
+        _acquire(self._slots)
         try:
             process = self._take(grammar.vocabulary)
             try:
@@ -83,14 +83,14 @@ class ProcessTrials:
             finally:
                 self._put_back(process)
         finally:
-            self._turns.release()
+            self._slots.release()
 
     def start(self, vocabulary: Vocabulary) -> None:
-        """See ``GrammarTrials``: a process takes seconds to start."""
+        """See ``GrammarTrials``; starting a process takes seconds."""
         self._put_back(self._take(vocabulary))
 
     def stop(self) -> None:
-        """Kill the processes; trials under way fail."""
+        """Kill the processes; running trials fail."""
         with self._lock:
             self._stopped = True
             for process in (*self._idle, *self._busy):
@@ -101,8 +101,8 @@ class ProcessTrials:
         with self._lock:
             if self._stopped:
                 raise OverloadedError("the server ends", "use another one")
-            self._idle = [process for process in self._idle if process.is_well()]
-            process = self._idle.pop() if self._idle else _started()
+            self._idle = [process for process in self._idle if process.is_running()]
+            process = self._idle.pop() if self._idle else _start_process()
             self._busy.add(process)
         try:
             process.await_ready(vocabulary)
@@ -124,10 +124,10 @@ class ProcessTrials:
 class TrialProcess:
     """One process that tries grammars, one after the other.
 
-    A socket pair joins it: it ends when this process does.
+    It ends with this process, to which a socket pair connects it.
 
     Attributes:
-        num_bytes_ready: what it held before its first trial.
+        num_bytes_ready: resident memory before its first trial.
     """
 
     def __init__(self) -> None:
@@ -144,12 +144,12 @@ class TrialProcess:
         """The process id."""
         return self._process.pid
 
-    def is_well(self) -> bool:
-        """Whether it waits for a grammar; it may have died since the last one."""
+    def is_running(self) -> bool:
+        """Whether the process exists; it may have died since its last trial."""
         return self._process.poll() is None
 
     def num_bytes(self) -> int:
-        """Resident memory; 0 where the system does not say, and of a process that has ended."""
+        """Resident memory; 0 if unknown or if the process has ended."""
         try:
             resident = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         except (OSError, IndexError):
@@ -157,7 +157,7 @@ class TrialProcess:
         return resident * resource.getpagesize()
 
     def await_ready(self, vocabulary: Vocabulary) -> None:
-        """Wait until it has begun, and knows what grammars are over.
+        """Send the vocabulary and wait until the process is ready.
 
         Raises:
             OverloadedError: it cannot start.
@@ -165,7 +165,7 @@ class TrialProcess:
         if self._is_ready:
             return
         try:
-            self._ask(vocabulary, _START_S)
+            self._request(vocabulary, _START_S)
         except (EOFError, OSError) as error:
             raise OverloadedError(
                 f"the grammar compiler cannot be started: {self._end()}", "try again later"
@@ -174,47 +174,47 @@ class TrialProcess:
         self.num_bytes_ready = self.num_bytes()
 
     def run(self, grammar: XGrammar) -> None:
-        """Try a grammar; the process is killed if that takes too long.
+        """Validate a grammar; kill the process if that takes too long.
 
         Raises:
-            RequestError: it is not sound, or takes too much time or memory.
-            OverloadedError: there is no room for it.
+            RequestError: it is not valid, or takes too much time or memory.
+            OverloadedError: there is no memory for it.
         """
         try:
-            refusal = self._ask(grammar.source, TIME_LIMIT)
-        except TimeoutError as error:
+            error = self._request(grammar.source, TIME_LIMIT)
+        except TimeoutError as timeout:
             self.kill()
-            raise _too_slow(grammar) from error
-        except (EOFError, OSError) as error:
+            raise _too_slow(grammar) from timeout
+        except (EOFError, OSError) as broken:
             raise RequestError(
                 f"structured_outputs {grammar.source.kind} broke the grammar compiler: "
                 f"{self._end()}",
                 "make it smaller",
-            ) from error
-        if refusal is not None:
-            raise refusal
+            ) from broken
+        if error is not None:
+            raise error
 
     def kill(self) -> None:
-        """End it at once; whoever waits for it learns so."""
+        """Kill the process; a running request to it fails."""
         self.is_alive = False
         self._process.kill()
         self._process.wait()
 
-    def _ask(self, question: object, timeout_s: float) -> Any:
-        self._connection.send(question)
+    def _request(self, message: object, timeout_s: float) -> Any:
+        self._connection.send(message)
         if not self._connection.poll(timeout_s):
             raise TimeoutError
         return self._connection.recv()
 
     def _end(self) -> str:
-        """How it has ended."""
+        """End the process; a description of its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_S)
         self.kill()
         return status_text(self._process.returncode)
 
 
-def _started() -> TrialProcess:
+def _start_process() -> TrialProcess:
     try:
         return TrialProcess()
     except OSError as error:
@@ -223,13 +223,13 @@ def _started() -> TrialProcess:
         ) from error
 
 
-def _take_turn(turns: threading.BoundedSemaphore) -> None:
-    if not turns.acquire(timeout=TIME_LIMIT):
+def _acquire(slots: threading.BoundedSemaphore) -> None:
+    if not slots.acquire(timeout=TIME_LIMIT):
         raise busy()
 
 
 def busy() -> OverloadedError:
-    """Every turn is taken, and has been for long."""
+    """The error when no trial may begin within the time limit."""
     return OverloadedError("other grammars are still being compiled", "try again later", TIME_LIMIT)
 
 

@@ -111,10 +111,10 @@ def test_passing_trouble_is_waited_out(trouble):
 
 
 def test_an_engine_that_is_gone_for_good_ends_the_run():
-    with pytest.raises(EngineDeadError, match="goes on with what is left"):
+    with pytest.raises(EngineDeadError, match="the same command resumes the run"):
         answered(FakeEngine(refuse=EngineDeadError("gone")), [line(1, prompt="a")])
 
 
-def test_a_poisoned_request_fails_alone():
+def test_a_failed_request_fails_alone():
     found = answered(FakeEngine(failed=True), [line(1, prompt="a")])
     assert found["c1"]["response"]["status_code"] == 500

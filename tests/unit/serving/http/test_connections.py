@@ -8,7 +8,7 @@ import pytest
 
 from sametoken.serving.http.connections import (
     Connections,
-    Seldom,
+    LogRateLimit,
 )
 
 
@@ -93,11 +93,11 @@ def test_what_has_ended_is_forgotten_for_good():
 
 def test_a_kind_of_record_passes_once_a_second():
     clock = [0.0]
-    seldom = Seldom(lambda: clock[0])
+    log_limit = LogRateLimit(lambda: clock[0])
 
     def passes(text: str, level: int = logging.WARNING, error: Exception | None = None) -> bool:
         told = (type(error), error, None) if error else None
-        return bool(seldom.filter(logging.LogRecord("a", level, "", 0, text, (1,), told)))
+        return bool(log_limit.filter(logging.LogRecord("a", level, "", 0, text, (1,), told)))
 
     assert [passes("%d once") for _ in range(3)] == [True, False, False]
     assert passes("%d other")

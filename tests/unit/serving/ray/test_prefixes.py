@@ -7,7 +7,7 @@ import pytest
 from sametoken.serving.ray.router import (
     BLOCK_CHARS,
     MAX_KEYS,
-    Homes,
+    PrefixMap,
     prefix_keys,
 )
 
@@ -69,20 +69,20 @@ def test_keys_are_bounded():
 
 
 def test_the_longest_prefix_decides_among_those_present():
-    homes: Homes[str] = Homes(10)
-    homes.note((1, 2), "a")
-    homes.note((1, 3), "b")
-    assert homes.find((1, 2, 4), {"a", "b"}) == "a"
-    assert homes.find((1, 5), {"a", "b"}) == "b", "the last one to see key 1"
-    assert homes.find((1, 2), {"b"}) == "b", "who is gone is passed over"
-    assert homes.find((7,), {"a", "b"}) is None
-    assert homes.find((), {"a"}) is None
+    prefixes: PrefixMap[str] = PrefixMap(10)
+    prefixes.note((1, 2), "a")
+    prefixes.note((1, 3), "b")
+    assert prefixes.find((1, 2, 4), {"a", "b"}) == "a"
+    assert prefixes.find((1, 5), {"a", "b"}) == "b", "the last one to see key 1"
+    assert prefixes.find((1, 2), {"b"}) == "b", "who is gone is passed over"
+    assert prefixes.find((7,), {"a", "b"}) is None
+    assert prefixes.find((), {"a"}) is None
 
 
 def test_what_was_unused_for_longest_is_forgotten():
-    homes: Homes[str] = Homes(2)
-    homes.note((1,), "a")
-    homes.note((2,), "a")
-    homes.note((1,), "a")
-    homes.note((3,), "a")
-    assert [homes.find((key,), {"a"}) for key in (1, 2, 3)] == ["a", None, "a"]
+    prefixes: PrefixMap[str] = PrefixMap(2)
+    prefixes.note((1,), "a")
+    prefixes.note((2,), "a")
+    prefixes.note((1,), "a")
+    prefixes.note((3,), "a")
+    assert [prefixes.find((key,), {"a"}) for key in (1, 2, 3)] == ["a", None, "a"]

@@ -112,7 +112,9 @@ def test_a_failed_deployment_says_why(monkeypatch):
     started = {}
     monkeypatch.setattr(serve, "start", lambda **options: started.update(options))
     monkeypatch.setattr(serve, "run", fail)
-    monkeypatch.setattr(ours, "_why", lambda otherwise: cluster.last_line("a\n  the cause\n\n"))
+    monkeypatch.setattr(
+        ours, "_failure_message", lambda default: cluster.last_line("a\n  the cause\n\n")
+    )
     with pytest.raises(ConfigError, match=r"\(the cause\)"):
         deploy(EngineConfig(device="cpu"), LIMITS, SERVER, RayConfig())
     assert cluster.last_line(" \n") == "no reason was given"

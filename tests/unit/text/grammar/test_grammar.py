@@ -134,7 +134,7 @@ def test_a_grammar_is_compiled_once(compiler, monkeypatch):
     structured = StructuredOutputs(regex="once")
     kept = compiler.compile(structured)
     assert kept.is_ready()
-    monkeypatch.setattr(XGrammar, "require_sound", None)
+    monkeypatch.setattr(XGrammar, "validate", None)
     again = compiler.compile(StructuredOutputs(regex="once"))
     assert again.is_ready()
     assert again._compiled is kept._compiled
@@ -181,7 +181,7 @@ def test_what_is_no_grammar_is_refused_with_its_cause(fields, cause, compiler):
 
 def test_a_slow_grammar_is_refused_in_time_and_others_go_on(tokenizer, vocab_size, monkeypatch):
     compiler = GrammarCompiler(tokenizer, vocab_size, (EOS,), ThreadTrials())
-    build, gate = XGrammar.require_sound, threading.Event()
+    build, gate = XGrammar.validate, threading.Event()
 
     def gated(grammar):
         if grammar.source.text.startswith("slow"):
@@ -194,7 +194,7 @@ def test_a_slow_grammar_is_refused_in_time_and_others_go_on(tokenizer, vocab_siz
             compiler.compile(StructuredOutputs(regex=source))
         monkeypatch.setattr(module, "TIME_LIMIT", 60)
 
-    monkeypatch.setattr(XGrammar, "require_sound", gated)
+    monkeypatch.setattr(XGrammar, "validate", gated)
     refuse("slow a", "took more than")
     assert compiler.compile(StructuredOutputs(regex="fast"))
     refuse("slow b", "took more than")

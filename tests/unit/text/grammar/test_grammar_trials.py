@@ -1,4 +1,4 @@
-"""Grammars tried in processes that can be killed."""
+"""Grammars validated in processes that can be killed."""
 
 from __future__ import annotations
 

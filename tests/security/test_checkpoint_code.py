@@ -25,7 +25,7 @@ from sametoken.text.tokenizer import (
 PACKAGE = Path(sametoken.__file__).parent
 ROOT = Path(__file__).parents[2]
 #: Between one user's own processes, over a socket pair that nobody else has.
-PICKLES = {"serving/messages.py"}
+PICKLES = {"io/child_process.py"}
 
 
 class Unread:

@@ -163,7 +163,7 @@ def _best_of_tiles_kernel(
     keys,  # [L, NUM_TILES]
     token_ids,  # as in _tile_keys_kernel
     tokens,  # [L]
-    has_nan,  # [L]
+    nan_rows,  # [L] bool
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -177,7 +177,7 @@ def _best_of_tiles_kernel(
     if token_ids is not None:
         token = tl.load(token_ids + token)
     tl.store(tokens + row, token)
-    tl.store(has_nan + row, has_nan(key))
+    tl.store(nan_rows + row, has_nan(key))
 
 
 def sample(
@@ -221,26 +221,26 @@ def token_keys(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: Sampled
 
 
 def best_tokens(keys: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Second half: [L, tiles] keys to token ids [L] int64 and has_nan [L] bool (held NaN).
+    """Second half: [L, tiles] keys to token ids [L] int64 and which rows hold NaN [L] bool.
 
     ``token_ids`` is that of ``sample``, for keys that were made with it.
     """
     num_rows, num_tiles = keys.shape
     tokens = keys.new_empty(num_rows)
-    has_nan = keys.new_empty(num_rows, dtype=torch.bool)
+    nan_rows = keys.new_empty(num_rows, dtype=torch.bool)
     if num_rows:
         block = triton.next_power_of_2(num_tiles)
         _best_of_tiles_kernel[(num_rows,)](
             keys,
             token_ids,
             tokens,
-            has_nan,
+            nan_rows,
             NUM_TILES=num_tiles,
             BLOCK=block,
             num_warps=1,
             **pdl_options(keys),
         )
-    return tokens, has_nan
+    return tokens, nan_rows
 
 
 def _tile_keys(

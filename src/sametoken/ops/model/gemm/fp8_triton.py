@@ -78,14 +78,14 @@ _GATED = {16: Tile(128, 4, 4), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Ti
 
 
 def default_config(
-    shape: GemmShape, rows: int, overlap: bool, memory: int = HOPPER_MEMORY
+    shape: GemmShape, rows: int, pdl: bool, memory: int = HOPPER_MEMORY
 ) -> TritonConfig:
     """The kernel for a shape.
 
     Args:
         shape: of the product.
         rows: activations.
-        overlap: the chip is a Hopper or newer: kernels overlap, and tiles load by descriptor.
+        pdl: the chip is a Hopper or newer: kernels overlap, and tiles load by descriptor.
         memory: bytes of shared memory that a program can have.
     """
     features, gated = shape.out_features, shape.epilogue == "silu_mul"
@@ -97,7 +97,7 @@ def default_config(
         # Two programs share a tile of the weight, so that twice as many read.
         block_rows //= 2
     tile = tiles[block_rows]
-    many = overlap and block_rows == 128
+    many = pdl and block_rows == 128
     return TritonConfig(
         block_rows,
         tile.features // (2 if gated else 1),
@@ -106,7 +106,7 @@ def default_config(
         num_stages=min(tile.num_stages, memory // (DEPTH * (block_rows + tile.features))),
         tma=many,
         tma_rows=many,
-        overlap=overlap,
+        pdl=pdl,
         prefetch_bytes=1024 if narrow and rows <= 32 else 0,
     )
 

@@ -224,7 +224,7 @@ def tiled_product(
         out_features, config.block_features
     )
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.overlap:
+    if config.pdl:
         launch["launch_pdl"] = True
     _product_kernel[(programs,)](
         x,
@@ -239,7 +239,7 @@ def tiled_product(
         out_features,
         in_features,
         EPILOGUE=epilogue,
-        PDL=config.overlap,
+        PDL=config.pdl,
         RELEASE=config.release if supports_pdl(x) else "never",
         WEIGHTS_FIRST=config.weights_first,
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),

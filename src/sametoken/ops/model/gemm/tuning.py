@@ -51,13 +51,13 @@ class TritonConfig:
         num_stages: depth of the load pipeline.
         tma: load tiles through tensor descriptors.
         tma_rows: with ``tma``, the activations' tiles too; otherwise those through pointers.
-        overlap: start before the kernel in front ends (programmatic dependent launch,
+        pdl: start before the kernel in front ends (programmatic dependent launch,
             compute capability 9.0 and up).
-        prefetch_bytes: with ``overlap``, how much of each weight row to ask into L2
+        prefetch_bytes: with ``pdl``, how much of each weight row to ask into L2
             meanwhile: a multiple of 16 or 0; more than a row has means all of it.
-        release: when the next kernel may start: "early", with ``overlap``, as early as this one;
+        release: when the next kernel may start: "early", with ``pdl``, as early as this one;
             "late", when the sums are done; "never" before this one has ended.
-        weights_first: with ``overlap``, fill the pipeline with weights meanwhile too; the
+        weights_first: with ``pdl``, fill the pipeline with weights meanwhile too; the
             activations then come through registers, so that many rows do not fit.
     """
 
@@ -67,7 +67,7 @@ class TritonConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
-    overlap: bool = False
+    pdl: bool = False
     prefetch_bytes: int = 8192
     tma_rows: bool = True
     release: Release = "early"

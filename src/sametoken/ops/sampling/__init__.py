@@ -1,1 +1,1 @@
-"""Operations on logits: keyed sampling, truncation, and rules of requests."""
+"""Operations on logits: logits rules of requests, truncation (top-k, top-p, min-p), sampling."""

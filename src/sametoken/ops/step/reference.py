@@ -13,8 +13,8 @@ from sametoken.ops.backend import (
     SampledRows,
 )
 from sametoken.ops.sampling.sample import (
-    is_nan,
-    is_nothing,
+    has_nan,
+    has_no_valid_token,
     token_of,
 )
 from sametoken.ops.step.types import (
@@ -137,12 +137,12 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     owner = owner.clamp(max=x.slots.shape[0] - 1)
     num_drafts = x.num_drafts[owner]
     inside = ~is_padding & (offset <= num_drafts) & x.samples[owner]
-    drafts, no_valid_token = x.sampled.token_ids.roll(-1), is_nothing(best)
+    drafts, no_valid_token = x.sampled.token_ids.roll(-1), has_no_valid_token(best)
     # A window's last row has no draft after it, so every window holds a mismatch.
     differs = (tokens != drafts) | (offset >= num_drafts) | no_valid_token.roll(-1)
     misses = torch.where(inside & differs, offset, num_drafts)
     matches = x.num_drafts.scatter_reduce(0, owner, misses, "amin")
-    fault = torch.where(no_valid_token, NO_TOKEN, torch.where(is_nan(best), HAS_NAN, SOUND))
+    fault = torch.where(no_valid_token, NO_TOKEN, torch.where(has_nan(best), HAS_NAN, SOUND))
     decides = inside & (offset <= matches[owner])
     faults = torch.zeros_like(matches).scatter_reduce(0, owner, fault * decides, "amax")
     if chances is not None:

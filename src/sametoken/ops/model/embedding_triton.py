@@ -1,7 +1,4 @@
-"""Embedding lookup in Triton, alone or beside hidden states.
-
-The reference of the first is ``ops.model.gemm.reference.embedding``.
-"""
+"""Embedding lookup in Triton, alone or concatenated with hidden states."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -90,7 +87,7 @@ def _embed_beside_kernel(
 def embed_beside(
     token_ids: Tensor, matrix: Tensor, embedding_norm: Norm, hidden: Tensor, hidden_norm: Norm
 ) -> Tensor:
-    """Normed rows of the matrix beside normed hidden states, with the bits of ``rms_norm``.
+    """Concatenate normed rows of the matrix and hidden states, with the bits of ``rms_norm``.
 
     Args:
         token_ids: [T] int64.

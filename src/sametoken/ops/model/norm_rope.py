@@ -1,4 +1,4 @@
-"""RMS norms, rotary embedding and the KV write in plain PyTorch; every row by itself."""
+"""RMS norms, rotary embedding and the KV write in plain PyTorch, all row-wise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    """``rms_norm(x) * silu(gate)`` per head of two [T, H * D], in fp32, rounded once."""
     normed = _normed(x.float().unflatten(-1, (-1, weight.shape[0])), weight, eps)
     return (normed.flatten(1) * silu(gate)).to(x.dtype)
 

@@ -1,7 +1,7 @@
 """RMS norms, rotary embedding and the KV write in Triton.
 
-One program owns whole rows (or whole heads of one row) and its shape is set by the width
-of the row alone, so every sum has one layout whatever the number of rows.
+One program computes whole rows (or whole heads of one row) and its shape depends on the row's
+width only, so every sum has the same layout for any number of rows.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -40,7 +40,7 @@ def store_normed(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The norm of one row, times ``factor``."""
+    """Store one normed row times ``factor``."""
     columns = tl.arange(0, BLOCK)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     tl.store(out + columns, (value * scale * factor).to(out.dtype.element_ty), columns < WIDTH)
@@ -107,7 +107,7 @@ def _gated_rms_norm_kernel(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    """``rms_norm(x) * silu(gate)`` per head of two [T, H * D], in fp32, rounded once."""
     num_rows, dim = x.shape[0], weight.shape[0]
     heads = x.shape[1] // dim
     assert x.is_contiguous()
@@ -160,14 +160,14 @@ def _launch_rms_norm(
 
 
 def row_program(width: int) -> dict[str, int]:
-    """Launch options of a program that norms one row: they set the layout of its sum."""
+    """Launch options of a program that norms one row; they fix the layout of its sum."""
     block = triton.next_power_of_2(width)
     num_warps = min(max(block // _ELEMENTS_PER_WARP, 1), 16)
     return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps}
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether wide loads may start at each; other code, with other sums, would serve the rest."""
+    """Whether all are 16-byte aligned; others would be compiled to code with other sums."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
@@ -289,7 +289,7 @@ def rope_and_cache(
 ) -> Tensor:
     """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim].
 
-    Rows of ``qkv`` may lie apart.
+    ``qkv`` may be strided.
     """
     num_rows, half = qkv.shape[0], rotary.cos.shape[1]
     num_kv_heads, block_size, head_dim = kv.keys.shape[1:]

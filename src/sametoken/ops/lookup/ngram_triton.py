@@ -43,7 +43,7 @@ def _search_kernel(
             length = matches.to(tl.int64)
             for back in range(1, MAX_LENGTH):
                 matches &= end >= back
-                # Lanes that still match have last > end >= back; the mask is for no such lane.
+                # Lanes that still match have last > end >= back; the mask covers back > last.
                 there = tl.load(tokens + last - back, last >= back, other=0)
                 matches &= tl.load(tokens + end - back, matches, other=0) == there
                 length += matches.to(tl.int64)

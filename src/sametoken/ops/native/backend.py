@@ -361,4 +361,4 @@ def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:
 def _require(x: Tensor, dtype: torch.dtype) -> None:
     """Refuse a wrong dtype and strided rows: C code reads raw memory."""
     if x.dtype is not dtype or not x.is_contiguous():
-        raise InvariantError(f"a kernel wants contiguous {dtype}, got {x.dtype} {x.stride()}")
+        raise InvariantError(f"a kernel needs contiguous {dtype}, got {x.dtype} {x.stride()}")

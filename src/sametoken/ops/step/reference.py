@@ -137,7 +137,7 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     num_drafts = x.num_drafts[owner]
     inside = ~is_padding & (offset <= num_drafts) & x.samples[owner]
     drafts, no_valid_token = x.sampled.token_ids.roll(-1), has_no_valid_token(best)
-    # A window's last row has no draft after it, so every window holds a mismatch.
+    # A window's last row has no draft after it, so every window has a mismatch.
     differs = (tokens != drafts) | (offset >= num_drafts) | no_valid_token.roll(-1)
     misses = torch.where(inside & differs, offset, num_drafts)
     matches = x.num_drafts.scatter_reduce(0, owner, misses, "amin")

@@ -74,7 +74,7 @@ def _part(facts: list[list[int]], first_row: int, max_pending: int) -> SlotRows:
     if not (follows and in_order and part.num_pending <= max_pending):
         raise InvariantError(
             f"slot {slot} has {folded} positions folded and {pending} rows pending; "
-            f"{len(facts)} rows from position {first} on, {num_committed} of them committed, "
-            "do not follow on them"
+            f"{len(facts)} rows from position {first}, {num_committed} of them committed, "
+            "do not follow these"
         )
     return part

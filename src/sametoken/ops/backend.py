@@ -238,7 +238,7 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` per row: [T, H] -> [T, H].
+        """``x / sqrt(mean(x^2) + eps) * weight`` per row, rounded once: [T, H] -> [T, H].
 
         All norm weights have x's dtype or are fp32.
         """

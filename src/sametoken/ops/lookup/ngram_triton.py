@@ -92,20 +92,7 @@ def lookup(
     max_length: int,
     k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Up to k tokens that followed the earliest occurrence of the longest repeated suffix.
-
-    Args:
-        token_ids: [S, max_len] int64; values at ``num_tokens`` and above are not used.
-        slots: [B] int64, the slot of each row.
-        num_tokens: [B] int64; 0 for padding, which has no match.
-        min_length: shortest suffix to match, in tokens.
-        max_length: longest suffix to match, in tokens.
-        k: most tokens to copy, at least 1; all are below ``num_tokens``.
-
-    Returns:
-        ids [B, k] int64, of which the first ``count`` [B] int64 are valid; the others are tokens
-        of the row's slot too. A row without a match has count 0.
-    """
+    """See ``ngram.lookup``; k is at least 1."""
     assert token_ids.stride(1) == 1
     assert slots.is_contiguous()
     assert num_tokens.is_contiguous()

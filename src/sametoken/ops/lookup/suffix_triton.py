@@ -142,18 +142,7 @@ def _vote_kernel(
 def search(
     token_ids: Tensor, slots: Tensor, num_tokens: Tensor, *, earlier: Earlier, limits: Limits
 ) -> tuple[Tensor, Tensor]:
-    """Drafts that the continuations of the longest match agree on (``suffix.search``).
-
-    Args:
-        token_ids: [S, max_len] int64; values at ``num_tokens`` and above are not used.
-        slots: [B] int64, the slot of each row.
-        num_tokens: [B] int64; 0 for padding, which has no match.
-        earlier: texts of other requests.
-        limits: limits on drafts.
-
-    Returns:
-        ids [B, k] int64, of which the first ``count`` [B] int64 are valid; the others are 0.
-    """
+    """See ``suffix.search``."""
     texts = earlier.texts
     assert token_ids.stride(1) == texts.stride(1) == 1
     assert slots.is_contiguous()

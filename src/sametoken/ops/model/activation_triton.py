@@ -36,7 +36,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    """See ``activation.silu_mul``."""
     assert gate_up.is_contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
@@ -69,7 +69,7 @@ def _sigmoid_mul_kernel(
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once; ``gate`` may be strided."""
+    """See ``Kernels.sigmoid_mul``; ``gate`` may be strided."""
     num_rows, width = x.shape
     assert x.is_contiguous()
     assert gate.shape == x.shape

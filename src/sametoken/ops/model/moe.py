@@ -37,7 +37,7 @@ class SeparateExperts:
 
 
 def moe_gate(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """[T, top_k] expert ids and fp32 weights; the lowest id wins among equal probabilities."""
+    """See ``Kernels.moe_gate``."""
     probabilities = logits.float().softmax(dim=-1)
     weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
     weights, chosen = weights[:, :top_k], chosen[:, :top_k]

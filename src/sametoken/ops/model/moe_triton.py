@@ -100,7 +100,7 @@ def _moe_gate_kernel(
 
 
 def moe_gate(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """[T, top_k] expert ids and fp32 weights; the lowest id wins among equal probabilities."""
+    """See ``Kernels.moe_gate``."""
     assert logits.is_contiguous()
     num_rows, num_experts = logits.shape
     chosen = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)

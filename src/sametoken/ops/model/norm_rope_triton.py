@@ -72,7 +72,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` per row, in fp32, rounded once: [T, H] -> [T, H]."""
+    """See ``Kernels.rms_norm``."""
     out = torch.empty_like(x)
     _launch_rms_norm(x, None, weight, out, eps)
     return out
@@ -107,7 +107,7 @@ def _gated_rms_norm_kernel(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) * silu(gate)`` per head of two [T, H * D], in fp32, rounded once."""
+    """See ``Kernels.gated_rms_norm``."""
     num_rows, dim = x.shape[0], weight.shape[0]
     heads = x.shape[1] // dim
     assert x.is_contiguous()
@@ -137,7 +137,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``r = x + residual`` rounded to dtype; ``(rms_norm(r), r)``, in x and residual."""
+    """See ``Kernels.add_rms_norm``; writes its results into ``x`` and ``residual``."""
     assert residual.is_contiguous()
     assert residual.shape == x.shape
     assert residual.dtype == x.dtype
@@ -287,10 +287,7 @@ def rope_and_cache(
     kv: LayerKV,
     qk_norm: QKNorm | None,
 ) -> Tensor:
-    """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim].
-
-    ``qkv`` may be strided.
-    """
+    """See ``Kernels.rope_and_cache``; ``qkv`` may be strided."""
     num_rows, half = qkv.shape[0], rotary.cos.shape[1]
     num_kv_heads, block_size, head_dim = kv.keys.shape[1:]
     assert qkv.shape[1] == shape.q_size + 2 * shape.kv_size

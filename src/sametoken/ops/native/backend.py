@@ -98,7 +98,7 @@ class PanelWeight:
 
 
 def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    """See ``activation.silu_mul``."""
     t, width = gate_up.shape
     _require(gate_up, gate_up.dtype)
     out = torch.empty((t, width // 2), dtype=gate_up.dtype)

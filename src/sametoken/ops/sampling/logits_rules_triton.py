@@ -42,14 +42,7 @@ _IN_PROMPT = tl.constexpr(1 << 30)
 def apply_rules(
     logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
 ) -> None:
-    """Mask, bias and penalise logits by their slots' rules; other rows keep their bits.
-
-    Args:
-        logits: [L, V] fp32, written.
-        rows: slots and positions of the logits rows.
-        committed: committed tokens and prompt lengths by slot.
-        rules: by slot.
-    """
+    """See ``logits_rules_reference.apply_rules``."""
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
     if not logits.shape[0]:

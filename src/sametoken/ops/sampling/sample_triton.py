@@ -188,19 +188,7 @@ def sample(
     token_ids: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
-
-    Args:
-        logits: [L, V'] fp32, not written; rows that are all -inf or hold NaN give a valid id.
-        temperature: [L] fp32, 0 for greedy rows.
-        seeds: [L] int64, 0..2^63-1.
-        positions: [L] int64, absolute position of the sampled token.
-        token_ids: [V'] int64, ascending: the token of each column; None: column i is token i.
-        slots: [L] int64: ``temperature`` and ``seeds`` are [S], and row l takes ``slots[l]``'s.
-
-    Returns:
-        [L] int64; the lowest id among equal values.
-    """
+    """See ``sample.sample``."""
     keys = _tile_keys(logits, temperature, seeds, slots, positions, 0, token_ids)
     return best_tokens(keys, token_ids)[0]
 

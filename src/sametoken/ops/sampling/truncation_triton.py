@@ -230,16 +230,10 @@ def _truncate_kernel(
 
 
 def truncate(logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
-    """Write -inf for truncated tokens; all other logits keep their bits.
+    """See ``truncation.truncate``.
 
     One launch, whose shape depends on that of ``logits`` only. Rows of slots without truncation
     are not read.
-
-    Args:
-        logits: [L, V] fp32, written. Rows of greedy slots are skipped: the best token is never
-            truncated.
-        slots: [L] int64, the slot of each row.
-        truncation: by slot.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32

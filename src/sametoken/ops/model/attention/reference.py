@@ -17,7 +17,7 @@ from sametoken.ops.backend import (
 
 
 def attention(q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV) -> Tensor:
-    """Attention of [T, H, D] queries over their slots' KV: [T, H * D]."""
+    """See ``Kernels.attention``."""
     out = torch.empty_like(q).flatten(1)
     stops = (rows.positions + 1).tolist()
     for row, (slot, stop) in enumerate(zip(rows.slots.tolist(), stops, strict=True)):

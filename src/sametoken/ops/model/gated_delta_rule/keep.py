@@ -96,7 +96,7 @@ def _raw_row(
     C: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """Pointers to a slot's raw rows: history, then pending rows, then rows of the pass."""
+    """Pointers to a slot's raw rows: history, pending rows, then the pass's."""
     row = index - TAPS
     new = first_row + row - num_folded
     held = tl.where(row < 0, history + index * C, pending + row * C)

@@ -127,7 +127,7 @@ FP32_HEADS = LaunchTable(
     prefill=_FP32_SEQUENTIAL,
 )
 
-#: The smallest head_dim of ``LARGE_HEADS``.
+#: The smallest head_dim of ``LARGE_HEADS``, rounded up to a power of two.
 LARGE_HEAD_DIM = 256
 
 

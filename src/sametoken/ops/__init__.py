@@ -1,1 +1,1 @@
-"""Operations and their references: models, steps, lookup, sampling; one backend per device."""
+"""Operations and their references; one backend per device."""

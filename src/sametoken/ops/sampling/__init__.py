@@ -1,1 +1,1 @@
-"""Operations on logits: logits rules of requests, truncation (top-k, top-p, min-p), sampling."""
+"""Logits rules, truncation (top-k, top-p, min-p) and keyed sampling."""

@@ -1,1 +1,1 @@
-"""Operations of a step around its forward passes: inputs, verify, commit, draft rows, transfer."""
+"""Operations around forward passes: inputs, verify, commit, draft rows, transfer."""

@@ -1,1 +1,1 @@
-"""Gated DeltaNet as a recurrent rule: short convolution, gates and the gated delta rule."""
+"""Gated DeltaNet as a recurrent rule."""

@@ -1,12 +1,12 @@
-"""Time every cut of attention on the GPU at hand, and compare their bits.
+"""Time every launch configuration of attention on the GPU at hand, and compare their bits.
 
     python benchmarks/kernels/attention_gpu.py [--heads qwen3|qwen35] [--cases 1x1,64x4,...]
         [--context N]
 
-A case is batch x window. Times are of one layer, inside a CUDA graph that walks over several
-layers' KV, so KV comes from memory. Cuts are listed by form, queries, warps, stages and tile, "q"
-where the queries are the left operand, the fastest first. ``!`` marks bits that differ from those
-of the first cut of the same tile. ``decode_gpu.py`` times the cuts of Qwen3-8B in whole steps.
+A case is batch x window. Times are of one layer, inside a CUDA graph over several layers' KV, so KV
+comes from memory. Configurations are listed by form, queries, warps, stages and tile, "q" where the
+queries are the left operand, the fastest first. ``!`` marks bits that differ from those of the
+first one of the same tile. ``decode_gpu.py`` times those of Qwen3-8B in whole steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LARGE = {
 }  # fmt: skip
 #: Programs to spread splits over, beside the default.
 PROGRAMS = (264, 1056)
-#: From so many queries of a window on, cuts are those of prefill.
+#: From so many queries of a window on, configs are those of prefill.
 MANY_QUERIES = 128
 
 #: Batch and window of prefill.
@@ -94,7 +94,7 @@ class Scene:
         self.table = torch.zeros(batch, max_blocks, dtype=torch.int64, device="cuda")
         self.table[:, :blocks_per_slot] = blocks
 
-    def attend(self, window: int, cut: AttentionConfig) -> Callable[[LayerKV], torch.Tensor]:
+    def attend(self, window: int, config: AttentionConfig) -> Callable[[LayerKV], torch.Tensor]:
         """Attention of the last ``window`` rows of every slot."""
         positions = torch.arange(self.context - window, self.context, device="cuda")
         slots = torch.arange(self.batch, device="cuda").repeat_interleave(window)
@@ -103,66 +103,68 @@ class Scene:
         size = (len(slots), self.shape.num_heads, self.shape.head_dim)
         random = torch.Generator("cuda").manual_seed(0)
         q = torch.randn(size, dtype=torch.bfloat16, device="cuda", generator=random)
-        return lambda kv: attention(q, self.shape, rows, kv, config=cut)
+        return lambda kv: attention(q, self.shape, rows, kv, config=config)
 
 
-def cuts(shape: AttentionShape, window: int) -> list[AttentionConfig]:
+def configs(shape: AttentionShape, window: int) -> list[AttentionConfig]:
     """What is worth trying for windows of so many rows."""
     queries = window * shape.num_heads // shape.num_kv_heads
     if queries > MANY_QUERIES:
         return [
-            AttentionConfig("walk", block, warps, stages, tile=tile, kv_left=kv_left)
+            AttentionConfig("sequential", block, warps, stages, tile=tile, kv_left=kv_left)
             for block, warps, stages, tile, kv_left in LARGE[shape.head_dim]
         ]
-    walks = [
-        AttentionConfig("walk", 16 if queries <= 16 else 32, warps, stages, tile=tile)
+    sequential = [
+        AttentionConfig("sequential", 16 if queries <= 16 else 32, warps, stages, tile=tile)
         for warps, stages, tile in SMALL[shape.head_dim]
     ]
-    spreads = [replace(cut, form="spread") for cut in walks]
-    return [*walks, *spreads, *(replace(spreads[0], programs=count) for count in PROGRAMS)]
+    split_kv = [replace(config, form="split_kv") for config in sequential]
+    return [*sequential, *split_kv, *(replace(split_kv[0], programs=count) for count in PROGRAMS)]
 
 
-def name_of_cut(cut: AttentionConfig) -> str:
-    usual = AttentionConfig(cut.form, cut.block_queries, cut.num_warps, cut.num_stages)
-    tile = "" if cut.tile == usual.tile else f"t{cut.tile}"
-    left = "" if cut.kv_left else "q"
-    programs = "" if cut.programs == usual.programs else f"p{cut.programs}"
-    return f"{cut.form}{cut.block_queries}w{cut.num_warps}s{cut.num_stages}{tile}{left}{programs}"
+def name_of_config(config: AttentionConfig) -> str:
+    usual = AttentionConfig(config.form, config.block_queries, config.num_warps, config.num_stages)
+    tile = "" if config.tile == usual.tile else f"t{config.tile}"
+    left = "" if config.kv_left else "q"
+    programs = "" if config.programs == usual.programs else f"p{config.programs}"
+    sizes = f"{config.block_queries}w{config.num_warps}s{config.num_stages}"
+    return f"{config.form}{sizes}{tile}{left}{programs}"
 
 
-def time_cuts(shape: AttentionShape, cases: Iterable[Case], context: int) -> None:
-    """One line per case: all cuts alone, us a layer, the fastest first."""
+def time_configs(shape: AttentionShape, cases: Iterable[Case], context: int) -> None:
+    """One line per case: all configs alone, us a layer, the fastest first."""
     print("\nattention alone, us a layer; the floor is KV read once; ! other bits")
     for batch, window in cases:
         scene = Scene(shape, batch, max(context, window))
         expected: dict[int, torch.Tensor] = {}
         found = []
-        for cut in cuts(shape, window):
-            call = scene.attend(window, cut)
+        for config in configs(shape, window):
+            call = scene.attend(window, config)
             with contextlib.suppress(OutOfResources):
                 out = call(scene.layers[0])
-                wrong = "" if torch.equal(out, expected.setdefault(cut.tile, out)) else "!"
+                wrong = "" if torch.equal(out, expected.setdefault(config.tile, out)) else "!"
                 elapsed = microseconds(call, scene.layers, replays=10)
-                found.append((elapsed, f"{name_of_cut(cut)} {elapsed:.1f}{wrong}"))
+                found.append((elapsed, f"{name_of_config(config)} {elapsed:.1f}{wrong}"))
         kv_bytes = batch * scene.context * shape.kv_size * 2 * 2
         chosen = choose(batch, window, shape, MAX_LEN, torch.bfloat16)
         listed = ", ".join(text for _, text in sorted(found))
         print(
             f"{batch}x{window} at {scene.context}, floor "
-            f"{kv_bytes / GIGABYTES_PER_SECOND / 1e3:.1f}, chosen {name_of_cut(chosen)}: {listed}",
+            f"{kv_bytes / GIGABYTES_PER_SECOND / 1e3:.1f}, "
+            f"chosen {name_of_config(chosen)}: {listed}",
             flush=True,
         )
         del scene
         torch.cuda.empty_cache()
 
 
-def compile_cuts(shape: AttentionShape, cases: Iterable[Case], share: int) -> None:
-    """Compile one share of the cuts into Triton's cache."""
-    different = dict.fromkeys(cut for _, window in cases for cut in cuts(shape, window))
+def compile_configs(shape: AttentionShape, cases: Iterable[Case], share: int) -> None:
+    """Compile one share of the configs into Triton's cache."""
+    different = dict.fromkeys(config for _, window in cases for config in configs(shape, window))
     scene = Scene(shape, 1, BLOCK_SIZE)
-    for cut in list(different)[share::COMPILERS]:
+    for config in list(different)[share::COMPILERS]:
         with contextlib.suppress(OutOfResources):
-            scene.attend(2, cut)(scene.layers[0])
+            scene.attend(2, config)(scene.layers[0])
 
 
 def compile_in_parallel() -> None:
@@ -190,13 +192,13 @@ def main() -> None:
     options = parser.parse_args()
     shape, cases = HEADS[options.heads], parsed_cases(options.cases)
     if options.compile is not None:
-        compile_cuts(shape, cases, options.compile)
+        compile_configs(shape, cases, options.compile)
         return
     begun = time.time()
     compile_in_parallel()
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
-    time_cuts(shape, cases, options.context)
+    time_configs(shape, cases, options.context)
 
 
 if __name__ == "__main__":

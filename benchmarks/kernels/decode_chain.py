@@ -141,8 +141,8 @@ class Chain:
     def keys_of(self, logits: torch.Tensor) -> torch.Tensor:
         return token_keys(logits, self.temperature, self.seeds, self.staged.sampled)
 
-    def attend(self, q, rows, kv: LayerKV, cut: Choice) -> torch.Tensor:
-        return attention(q, SHAPE, rows, kv, config=cut)
+    def attend(self, q, rows, kv: LayerKV, config: Choice) -> torch.Tensor:
+        return attention(q, SHAPE, rows, kv, config=config)
 
     def step(self, choices: Choices, without: str = "") -> torch.Tensor:
         """Launch the step; its logits. ``without``: a kernel to leave out."""

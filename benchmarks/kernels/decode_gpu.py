@@ -1,8 +1,8 @@
-"""Choose attention cuts and GEMM tiles inside a whole decode step of Qwen3-8B's shape.
+"""Choose attention configs and GEMM tiles inside a whole decode step of Qwen3-8B's shape.
 
     python benchmarks/kernels/decode_gpu.py [--variants all|attention|gemm] [--cases 1x1,1x4,...]
 
-First every attention cut, alone: its bits against the others', and the time of a layer. Then,
+First every attention config, alone: its bits against the others', and the time of a layer. Then,
 per case (batch x window), one CUDA graph holds the step: stage, embedding, 36 layers of random
 weights at a context of 640, logits, keys, verify; for a kernel timed alone does not see what
 overlaps with its neighbours. One choice after the other is replaced by its candidates and kept
@@ -10,7 +10,7 @@ if the step gets faster. A candidate whose bits differ is shown with ``!`` and n
 
 Then the products that an EAGLE-3 head alone has, each timed by itself.
 
-Writes the GEMM table to --out ($OUT by default), and prints the attention cuts that won.
+Writes the GEMM table to --out ($OUT by default), and prints the attention configs that won.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch
 from attention_gpu import (
     COMPILERS,
     PREFILL,
-    compile_cuts,
+    compile_configs,
     compile_in_parallel,
-    cuts,
-    name_of_cut,
+    configs,
+    name_of_config,
     parsed_cases,
-    time_cuts,
+    time_configs,
 )
 from decode_chain import (
     CONTEXT,
@@ -92,9 +92,9 @@ def overlapping(config: TritonConfig, rows: int) -> list[TritonConfig]:
     """The same kernel started early with little or much asked for, and every start of the next."""
     sizes = PREFETCHES if rows <= 64 else PREFETCHES[:2]
     return [
-        dataclasses.replace(config, overlap=False, release="late"),
+        dataclasses.replace(config, pdl=False, release="late"),
         *(
-            dataclasses.replace(config, overlap=True, release=release, prefetch_bytes=size)
+            dataclasses.replace(config, pdl=True, release=release, prefetch_bytes=size)
             for size in sizes
             for release in get_args(Release)
         ),
@@ -102,7 +102,7 @@ def overlapping(config: TritonConfig, rows: int) -> list[TritonConfig]:
 
 
 def name_of(choice: Choice) -> str:
-    return name_of_cut(choice) if isinstance(choice, AttentionConfig) else label(choice)
+    return name_of_config(choice) if isinstance(choice, AttentionConfig) else label(choice)
 
 
 def start_choices(table: TuningTable, batch: int, window: int) -> Choices:
@@ -184,7 +184,7 @@ def run_case(
     before = tuner.best_time
     print(f"\nbatch {batch} window {window}: {before:.3f} ms/step with the choices of today")
     if options.variants != "gemm":
-        tuner.tune("attention", [*cuts(SHAPE, window)])
+        tuner.tune("attention", [*configs(SHAPE, window)])
     for _ in range(ROUNDS if options.variants != "attention" else 0):
         for key in ("o", "gate_up", "down", "qkv", "head"):
             tuner.tune(key, [*gemms(ROLES[key], chain.rows)])
@@ -225,7 +225,7 @@ def compile_share(index: int, cases: list[tuple[int, int]], variants: str) -> No
         with contextlib.suppress(OutOfResources):
             product(config, x, matrix, shape.epilogue)
     if variants != "gemm":
-        compile_cuts(SHAPE, [*cases, *PREFILL], index)
+        compile_configs(SHAPE, [*cases, *PREFILL], index)
 
 
 def main() -> None:
@@ -245,7 +245,7 @@ def main() -> None:
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; compiled in {time.time() - begun:.0f} s")
     if options.variants != "gemm":
-        time_cuts(SHAPE, [*cases, *PREFILL], CONTEXT)
+        time_configs(SHAPE, [*cases, *PREFILL], CONTEXT)
     table = load_table(device)
     layers, head = random_layers(), normal(VOCABULARY, HIDDEN).mul_(HIDDEN**-0.5)
     path = options.out / table_name(device)
@@ -258,8 +258,8 @@ def main() -> None:
         table = tune_head(table, sorted({batch * window for batch, window in cases}))
         path.write_text(table.to_json())
     print("\nfor LIGHT of ops/model/attention/tuning.py:")
-    for (batch, window), cut in winners.items():
-        print(f"  {batch}x{window}: {cut}")
+    for (batch, window), config in winners.items():
+        print(f"  {batch}x{window}: {config}")
     print(f"wrote {path} after {time.time() - begun:.0f} s")
 
 

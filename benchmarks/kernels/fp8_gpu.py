@@ -58,7 +58,7 @@ SHOWN = 5
 
 
 def tiles(block_rows: int, features: int, warps: int, stages: int, **more) -> TritonConfig:
-    config = TritonConfig(block_rows, features, DEPTH, warps, stages, overlap=True, **more)
+    config = TritonConfig(block_rows, features, DEPTH, warps, stages, pdl=True, **more)
     return config if "prefetch_bytes" in more else replace(config, prefetch_bytes=0)
 
 
@@ -71,7 +71,7 @@ def label(config: TritonConfig) -> str:
 
 def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
     """The default first."""
-    default = default_config(shape, rows, overlap=True)
+    default = default_config(shape, rows, pdl=True)
     size = default.block_rows
     if rows > 64:
         found = many_rows(shape)

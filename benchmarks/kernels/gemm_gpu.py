@@ -73,7 +73,7 @@ HEADER = """\
 
 T = TritonConfig
 #: Weights first.
-F = functools.partial(TritonConfig, overlap=True, tma_rows=False, weights_first=True)
+F = functools.partial(TritonConfig, pdl=True, tma_rows=False, weights_first=True)
 #: Bytes in flight are what a narrow weight lacks: about 1 us of latency at 4.6 TB/s is 4.6 MB,
 #: and its few programs need deep pipelines for that. Wide weights share a multiprocessor.
 UP_TO_16 = [
@@ -237,7 +237,7 @@ def label(config: GemmConfig) -> str:
     tile = f"{config.block_rows}x{config.block_features}x{config.block_depth}"
     tma = ("t" if config.tma_rows else "w") if config.tma else ""
     tma += "f" if config.weights_first else ""
-    flags = tma + (f"o{config.prefetch_bytes}" if config.overlap else "")
+    flags = tma + (f"o{config.prefetch_bytes}" if config.pdl else "")
     flags += {"early": "", "late": "+", "never": "-"}[config.release]
     return f"{tile}w{config.num_warps}s{config.num_stages}{flags}"
 
@@ -273,7 +273,7 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
                 times[config] = elapsed
         free = microseconds(lambda weight: torch.mm(part, weight.t()), weights)  # noqa: B023
         best = min(times, key=times.__getitem__)
-        plain = [t for c, t in times.items() if not getattr(c, "overlap", False)]
+        plain = [t for c, t in times.items() if not getattr(c, "pdl", False)]
         chosen[rows] = best
         flops = 2 * rows * shape.out_features * shape.in_features
         print(

@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from triton.runtime.errors import OutOfResources
 
-from sametoken.ops import pdl as overlap
+from sametoken.ops import pdl
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
-    Cuts,
     LayerKV,
     QKNorm,
     RotaryTable,
+    Truncation,
 )
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model.activation_triton import silu_mul
@@ -72,7 +72,7 @@ MODELS = (
 
 
 #: Nothing to do; an edge among a row's leaders; one below them, where nearly all is kept.
-CUTS = (
+TRUNCATIONS = (
     ("truncate none", 0, 1.0),
     ("truncate 20 0.95", 20, 0.95),
     ("truncate all", 0, 1 - 1e-9),
@@ -88,9 +88,9 @@ RULES = {
 }
 
 
-def cuts_of(temperature: torch.Tensor, top_k: int, top_p: float) -> Cuts:
+def truncation_of(temperature: torch.Tensor, top_k: int, top_p: float) -> Truncation:
     every = temperature.double()
-    return Cuts(temperature, (every * 0 + top_k).long(), every * 0 + top_p, every * 0)
+    return Truncation(temperature, (every * 0 + top_k).long(), every * 0 + top_p, every * 0)
 
 
 def microseconds(launch: Callable[[], object]) -> float:
@@ -170,9 +170,14 @@ def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], o
         "keys sampled",
         lambda: sampling.token_keys(logits, temperature, seeds, at),
     )
-    for name, top_k, top_p in CUTS:
-        cuts, cut = cuts_of(temperature, top_k, top_p), logits.clone()
-        yield name, lambda cuts=cuts, cut=cut: truncate(cut, at.slots, cuts)
+    for name, top_k, top_p in TRUNCATIONS:
+        truncation, truncated = truncation_of(temperature, top_k, top_p), logits.clone()
+        yield (
+            name,
+            lambda truncation=truncation, truncated=truncated: truncate(
+                truncated, at.slots, truncation
+            ),
+        )
     for name, params in RULES.items():
         table, ruled = SamplingTable.allocate(batch, torch.device("cuda")), logits.clone()
         for slot in range(batch):
@@ -219,7 +224,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures there")
     options = parser.parse_args()
     if options.no_overlap:
-        overlap.supports_pdl = lambda tensor: False
+        pdl.supports_pdl = lambda tensor: False
     results = {}
     print(f"{torch.cuda.get_device_name()}, us per launch in a graph")
     for model in MODELS:

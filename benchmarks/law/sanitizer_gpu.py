@@ -148,8 +148,8 @@ def run_kernels() -> None:
     )
 
     forms = (
-        TritonConfig(16, 32, 64, num_warps=4, num_stages=3, overlap=True),
-        TritonConfig(16, 32, 64, num_warps=4, num_stages=3, tma=True, overlap=True),
+        TritonConfig(16, 32, 64, num_warps=4, num_stages=3, pdl=True),
+        TritonConfig(16, 32, 64, num_warps=4, num_stages=3, tma=True, pdl=True),
         TritonConfig(128, 64, 64, num_warps=4, num_stages=3, tma=True),
     )
     generator = torch.Generator("cuda").manual_seed(0)

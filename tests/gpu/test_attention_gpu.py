@@ -76,7 +76,7 @@ def window(slot, last, width):
     return [(slot, position) for position in range(last - width + 1, last + 1)]
 
 
-FORMS = ("walk", "spread")
+FORMS = ("sequential", "split_kv")
 
 #: Queries, warps and stages of a program, and whether KV is the left operand.
 TILES = (
@@ -86,7 +86,7 @@ TILES = (
 )  # fmt: skip
 
 
-def cut(form, queries=16, warps=4, stages=3, split=SPLIT, kv_left=True, tile=64):
+def config_of(form, queries=16, warps=4, stages=3, split=SPLIT, kv_left=True, tile=64):
     return AttentionConfig(form, queries, warps, stages, split=split, kv_left=kv_left, tile=tile)
 
 
@@ -112,16 +112,18 @@ def test_prefill_verify_and_decode_rows_are_equal(shape, block_size, sliding_win
     options = {"sliding_window": sliding_window}
     tile = tile_of(shape)
     whole = [(0, position) for position in range(1100)]
-    prefill = scene.run(whole, 1100, config=cut("walk", 32, tile=tile), **options)
+    prefill = scene.run(whole, 1100, config=config_of("sequential", 32, tile=tile), **options)
     for position in (0, 1, 15, 16, 63, 64, 255, 256, 257, 511, 700, 1099):
         for form in FORMS:
-            alone = scene.run([(0, position)], window=1, config=cut(form, tile=tile), **options)
+            alone = scene.run(
+                [(0, position)], window=1, config=config_of(form, tile=tile), **options
+            )
             assert torch.equal(alone[0], prefill[position]), (position, form)
     for last in (64, 66, 256, 258, 515, 1099):
         for width in (2, 4, 6, 17, 65):
             rows = window(0, last, min(width, last + 1))
             for form in FORMS:
-                config = cut(form, tile=tile)
+                config = config_of(form, tile=tile)
                 verified = scene.run(rows, window=len(rows), config=config, **options)
                 expected = prefill[last + 1 - len(rows) : last + 1]
                 assert torch.equal(verified, expected), (last, width, form)
@@ -136,15 +138,15 @@ def test_tiles_warps_and_stages_do_not_matter(shape, split):
     scene = Scene(shape)
     tile = tile_of(shape)
     rows = window(0, 1000, 12)
-    expected = scene.run(rows, window=1, config=cut("spread", split=split, tile=tile))
+    expected = scene.run(rows, window=1, config=config_of("split_kv", split=split, tile=tile))
     for form in FORMS:
         for queries, warps, stages, kv_left in TILES:
-            config = cut(form, queries, warps, stages, split, kv_left, tile)
+            config = config_of(form, queries, warps, stages, split, kv_left, tile)
             for width in (1, 3, 4, 12):
                 got = scene.run(rows, window=width, config=config)
                 assert torch.equal(got, expected), (config, width)
     for queries, kv_left in ((16, True), (64, True), (64, False), (128, False)):
-        config = cut("walk", queries, 8, 2, split, kv_left, tile)
+        config = config_of("sequential", queries, 8, 2, split, kv_left, tile)
         got = scene.run(rows, runs=runs_of([5, 0, 7], 1, "cuda"), config=config)
         assert torch.equal(got, expected), (queries, kv_left)
 
@@ -169,7 +171,7 @@ def test_ragged_runs_have_the_bits_of_single_rows(shape, form, sliding_window):
     """Short runs and long ones, an empty one, and dead rows that hold NaN."""
     scene = Scene(shape)
     scene.queries[5] = torch.nan
-    config = form and cut(form, 32, tile=tile_of(shape))
+    config = form and config_of(form, 32, tile=tile_of(shape))
     runs = [
         [(4, 0)], [*window(1, 300, 3), (5, 0)], [], [(5, 0)] * 2, window(2, 200, 17),
         window(3, 64, 65), [*window(0, 900, 70), *[(5, 0)] * 40],
@@ -219,7 +221,7 @@ def test_a_captured_launch_follows_lengths_and_tables(form):
     rows = AttentionRows(positions, slots, torch.zeros_like(slots), scene.table, ragged)
 
     def launch():
-        return attention(q, QWEN3, rows, scene.kv, config=cut(form))
+        return attention(q, QWEN3, rows, scene.kv, config=config_of(form))
 
     launch()
     torch.cuda.synchronize()
@@ -244,7 +246,7 @@ def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(sliding_wi
     scene = Scene(QWEN3)
     rows = window(0, 310, 64) + window(1, 310, 64)
     options = {"sliding_window": sliding_window}
-    clean = scene.run(rows, window=64, config=cut("walk"), **options)
+    clean = scene.run(rows, window=64, config=config_of("sequential"), **options)
     for position in poisoned:
         scene.kv.values[scene.table[0, position // 16], :, position % 16] = value
     first = [0 if sliding_window is None else at + 1 - sliding_window for _, at in rows]
@@ -257,9 +259,11 @@ def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(sliding_wi
     assert 0 < int(sees.sum()) < 64
     for form in FORMS:
         for queries, width in [(16, 2), (16, 4), (32, 8), (32, 64)]:
-            got = scene.run(rows, window=width, config=cut(form, queries), **options)
+            got = scene.run(rows, window=width, config=config_of(form, queries), **options)
             assert torch.equal(got[~sees.cuda()], clean[~sees.cuda()]), (form, queries, width)
             assert not got[sees.cuda()].isfinite().any()
-    ragged = scene.run(rows, runs=runs_of([64, 64], 1, "cuda"), config=cut("walk", 32), **options)
+    ragged = scene.run(
+        rows, runs=runs_of([64, 64], 1, "cuda"), config=config_of("sequential", 32), **options
+    )
     assert torch.equal(ragged[~sees.cuda()], clean[~sees.cuda()])
     assert not ragged[sees.cuda()].isfinite().any()

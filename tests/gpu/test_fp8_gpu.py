@@ -57,14 +57,14 @@ HYBRID = {
     "dtype": "bfloat16",
 }
 CONFIGS = [
-    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=6, overlap=True),
+    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=6, pdl=True),
     TritonConfig(32, 128, DEPTH, num_warps=8, num_stages=3, tma=True),
     TritonConfig(64, 256, DEPTH, num_warps=8, num_stages=3),
     TritonConfig(64, 128, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
     TritonConfig(256, 64, DEPTH, num_warps=8, num_stages=3),
 ]
 GATED_CONFIGS = [
-    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=5, overlap=True),
+    TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=5, pdl=True),
     TritonConfig(32, 64, DEPTH, num_warps=8, num_stages=4, tma=True),
     TritonConfig(64, 64, DEPTH, num_warps=4, num_stages=4, tma=True, tma_rows=False),
     TritonConfig(64, 128, DEPTH, num_warps=8, num_stages=3),
@@ -213,7 +213,7 @@ def test_no_tile_and_no_number_of_rows_changes_a_row(features, depth, epilogue):
     shape = GemmShape(features, depth, epilogue)
     tiles = GATED_CONFIGS if epilogue == "silu_mul" else CONFIGS
     for rows in (1, 3, 16, 17, 32, 33, 64, 65, 300):
-        for config in (*tiles, default_config(shape, rows, overlap=True)):
+        for config in (*tiles, default_config(shape, rows, pdl=True)):
             assert torch.equal(run(x[:rows], config), expected[:rows]), (config, rows)
     company = torch.full_like(x, torch.nan)
     company[77] = x[0]

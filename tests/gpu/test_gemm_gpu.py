@@ -27,11 +27,11 @@ pytestmark = [
 CONFIGS = [
     TritonConfig(16, 16, 256, num_warps=2, num_stages=4),
     TritonConfig(16, 32, 256, num_warps=4, num_stages=3),
-    TritonConfig(16, 64, 128, num_warps=4, num_stages=4, tma=True, overlap=True),
-    TritonConfig(32, 32, 128, num_warps=4, num_stages=3, overlap=True),
-    TritonConfig(16, 64, 128, num_warps=4, num_stages=5, overlap=True, prefetch_bytes=0),
-    TritonConfig(16, 64, 128, 4, 5, tma=True, overlap=True, weights_first=True),
-    TritonConfig(32, 32, 256, 4, 4, overlap=True, prefetch_bytes=1024, weights_first=True),
+    TritonConfig(16, 64, 128, num_warps=4, num_stages=4, tma=True, pdl=True),
+    TritonConfig(32, 32, 128, num_warps=4, num_stages=3, pdl=True),
+    TritonConfig(16, 64, 128, num_warps=4, num_stages=5, pdl=True, prefetch_bytes=0),
+    TritonConfig(16, 64, 128, 4, 5, tma=True, pdl=True, weights_first=True),
+    TritonConfig(32, 32, 256, 4, 4, pdl=True, prefetch_bytes=1024, weights_first=True),
     TritonConfig(32, 64, 128, num_warps=4, num_stages=4, tma=True),
     TritonConfig(64, 64, 64, num_warps=4, num_stages=5, tma=True),
     TritonConfig(64, 128, 64, num_warps=4, num_stages=3),
@@ -154,9 +154,9 @@ def test_selfcheck_lets_only_equal_libraries_through(features, depth, epilogue):
         assert torch.equal(out, expected[:rows]), (config, rows)
 
 
-@pytest.mark.parametrize(("overlap", "prefetch"), [(False, 0), (True, 0), (True, 1 << 20)])
-def test_a_captured_chain_of_dependent_products_replays_the_same_bits(overlap, prefetch):
-    config = TritonConfig(16, 32, 256, 4, 3, overlap=overlap, prefetch_bytes=prefetch)
+@pytest.mark.parametrize(("pdl", "prefetch"), [(False, 0), (True, 0), (True, 1 << 20)])
+def test_a_captured_chain_of_dependent_products_replays_the_same_bits(pdl, prefetch):
+    config = TritonConfig(16, 32, 256, 4, 3, pdl=pdl, prefetch_bytes=prefetch)
     matrices = [normal(2048, 2048, seed=seed) / 45 for seed in range(8)]
     x = normal(4, 2048)
 

@@ -274,7 +274,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
     )
     x, logits = random(700, hidden), random(700, count)
     chosen, weights = experts.moe_gate(logits, 8, True)
-    whole = experts.mix(x, stacked, chosen, weights)
+    whole = experts.moe_forward(x, stacked, chosen, weights)
     separate = experts_reference.SeparateExperts(
         *([PlainWeight(one) for one in each] for each in (stacked.gate_up, stacked.down))
     )
@@ -284,7 +284,7 @@ def test_what_experts_say_of_a_row_does_not_depend_on_the_other_rows(dtype):
         ids, parts = experts.moe_gate(logits[:rows].clone(), 8, True)
         assert torch.equal(ids, chosen[:rows])
         assert torch.equal(parts, weights[:rows])
-        assert torch.equal(experts.mix(x[:rows].clone(), stacked, ids, parts), whole[:rows])
+        assert torch.equal(experts.moe_forward(x[:rows].clone(), stacked, ids, parts), whole[:rows])
 
 
 # Engines

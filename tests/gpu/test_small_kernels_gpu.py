@@ -13,10 +13,10 @@ from helpers.ruled import Ruled, check_rows, greedy, make_scene, random_request
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
-    Cuts,
     LayerKV,
     QKNorm,
     RotaryTable,
+    Truncation,
 )
 from sametoken.types.layout import (
     NO_REQUESTS,
@@ -50,7 +50,7 @@ from sametoken.ops.sampling import logits_rules_triton as rules
 from sametoken.ops.sampling import sample as sampling_reference
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation as truncation_reference
-from sametoken.ops.sampling import truncation_triton as truncation
+from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.step import triton as ops
 from sametoken.ops.step.types import LayoutTable
 from sametoken.ops.triton import TritonKernels
@@ -225,9 +225,9 @@ def test_sampling_of_mapped_columns(columns, vocab_size, rows):
     assert torch.equal(found, sampling.sample(full, temperature, seeds, positions))
 
 
-def cuts_of(*slots: tuple[float, int, float, float]) -> Cuts:
+def truncation_of(*slots: tuple[float, int, float, float]) -> Truncation:
     columns = torch.tensor(slots, dtype=torch.float64, device="cuda").t().contiguous()
-    return Cuts(columns[0].float(), columns[1].long(), columns[2], columns[3])
+    return Truncation(columns[0].float(), columns[1].long(), columns[2], columns[3])
 
 
 CUTS = (
@@ -247,40 +247,45 @@ def test_truncation(vocab_size):
     logits = noise(ROWS, vocab_size, dtype=torch.float32) * 4
     # Of bf16 logits many are equal.
     logits[::3] = logits[::3].bfloat16().float()
-    cuts, slots = cuts_of(*CUTS), torch.arange(ROWS, device="cuda") % len(CUTS)
+    truncation, slots = truncation_of(*CUTS), torch.arange(ROWS, device="cuda") % len(CUTS)
     whole, expected = logits.clone(), logits.clone()
-    truncation.truncate(whole, slots, cuts)
-    truncation_reference.truncate(expected, slots, cuts)
+    truncation_op.truncate(whole, slots, truncation)
+    truncation_reference.truncate(expected, slots, truncation)
     kept = whole != -torch.inf
     assert torch.equal(whole[kept], logits[kept])
     cut_rows = ~kept.all(dim=-1)
-    assert torch.equal(cut_rows, (cuts.temperature[slots] > 0) & (slots != 6))
+    assert torch.equal(cut_rows, (truncation.temperature[slots] > 0) & (slots != 6))
     assert torch.equal(whole[slots == 4], expected[slots == 4])
     # Exponentials in fp32 and fp64 may part where a prefix all but reaches the goal, no more.
     both = kept & (expected != -torch.inf)
     differing = (both != kept).any(dim=-1) | (both != (expected != -torch.inf)).any(dim=-1)
     left = logits.clone()
-    no_top_p = Cuts(cuts.temperature, cuts.top_k, torch.ones_like(cuts.top_p), cuts.min_p)
+    no_top_p = Truncation(
+        truncation.temperature,
+        truncation.top_k,
+        torch.ones_like(truncation.top_p),
+        truncation.min_p,
+    )
     truncation_reference.truncate(left, slots, no_top_p)
-    scaled = left[differing].double() / cuts.temperature[slots[differing], None]
+    scaled = left[differing].double() / truncation.temperature[slots[differing], None]
     reached = (scaled.softmax(dim=-1) * both[differing]).sum(dim=-1)
-    assert ((reached - cuts.top_p[slots[differing]]).abs() < 5e-6).all()
+    assert ((reached - truncation.top_p[slots[differing]]).abs() < 5e-6).all()
     assert differing.sum() < ROWS // 4
     for first, count in COMPANIES:
         some = slice(first, first + count)
         part = logits[some].clone()
-        truncation.truncate(part, slots[some].clone(), cuts)
+        truncation_op.truncate(part, slots[some].clone(), truncation)
         assert torch.equal(part, whole[some])
 
 
 def test_truncation_in_a_graph():
     logits, slots = noise(8, 151936, dtype=torch.float32), torch.arange(8, device="cuda")
-    cuts = cuts_of(*CUTS)
+    truncation = truncation_of(*CUTS)
     expected, static = logits.clone(), logits.clone()
-    truncation.truncate(expected, slots, cuts)
+    truncation_op.truncate(expected, slots, truncation)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        truncation.truncate(static, slots, cuts)
+        truncation_op.truncate(static, slots, truncation)
     assert torch.equal(static, logits)
     graph.replay()
     assert torch.equal(static, expected)

@@ -10,7 +10,7 @@ import torch
 from sametoken.models.base import HiddenStates
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling import sample_triton as sampling
-from sametoken.ops.sampling import truncation_triton as truncation
+from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.step import (
     compact,
     reference,
@@ -34,8 +34,8 @@ def chosen_steps() -> str:
 class DeviceChoices(ReferenceKernels):
     """The reference, but tokens are cut and chosen by the kernels of captured steps."""
 
-    def truncate(self, logits, slots, cuts) -> None:
-        truncation.truncate(logits, slots, cuts)
+    def truncate(self, logits, slots, truncation) -> None:
+        truncation_op.truncate(logits, slots, truncation)
 
     def sample(self, *arguments) -> torch.Tensor:
         return sampling.sample(*arguments)

@@ -1,1 +1,1 @@
-"""Operations, each with its reference, chosen once for a device."""
+"""Operations and their references; one backend per device."""

@@ -1,9 +1,8 @@
-"""The kernels a model is built from, as one backend per device.
+"""The kernel protocol that models run on, and the types it takes.
 
-Every implementation keeps the row law: the bits of output row i depend on row i's inputs
-and, for attention, on the KV it may see; never on the number of rows, their order, or
-their company (tests/unit/ops/test_batch_invariance.py). Two implementations need not agree
-with each other in bits; one engine uses one backend throughout.
+Every implementation is batch invariant: the bits of output row i depend on row i's inputs and,
+for attention, on the KV it may see, never on the number, order or content of other rows
+(tests/unit/ops/test_batch_invariance.py). Bits may differ between backends; an engine uses one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from sametoken.ops.weight import (
 
 
 class RunGroup(NamedTuple):
-    """Adjacent runs that are launched together: ``num_runs`` from run ``first`` on."""
+    """Adjacent runs of one launch: ``num_runs`` from run ``first`` on."""
 
     first: int
     num_runs: int
@@ -41,19 +40,19 @@ class RunGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowRuns:
-    """Runs of adjacent rows, each of one slot: how launches are cut up. It changes no bit.
+    """Runs of adjacent rows of one slot each. They shape launches and change no bits.
 
-    Rows behind the last run, and rows of a run that hold the reserved slot, are dead: what is
-    computed for them is undefined. Of a run, dead rows come last.
+    Rows after the last run, and rows of a run on the reserved slot, are dead: their results are
+    undefined. Dead rows come last in a run.
 
     Attributes:
         count: R.
-        max_rows: the most rows that a run has.
+        max_rows: the most rows in a run.
         starts: [R + 1] int64, ascending: run i has rows ``starts[i] .. starts[i + 1] - 1``,
-            perhaps none; None: each has ``max_rows``, all of them dead or none.
-        num_short: the first so many runs are short, such as windows; the others are long,
-            such as chunks of prompts.
-        max_short: the most rows that a short one has.
+            possibly none; None: each run has ``max_rows``, all dead or all live.
+        num_short: how many runs are short (windows); they come before the long ones (chunks of
+            prompts).
+        max_short: the most rows in a short run.
     """
 
     count: int
@@ -69,7 +68,7 @@ class RowRuns:
 
     @property
     def groups(self) -> tuple[RunGroup, ...]:
-        """The short runs and the long ones, as far as there are any with rows."""
+        """The short runs and the long runs, without empty groups."""
         short = RunGroup(0, self.num_short, self.max_short)
         long = RunGroup(self.num_short, self.count - self.num_short, self.max_rows)
         return tuple(group for group in (short, long) if group.num_runs and group.max_rows)
@@ -77,16 +76,16 @@ class RowRuns:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """Where each row of a forward pass stands. T rows; S slots, the last one reserved.
+    """Slots, positions and KV addresses of a forward pass's T rows; S slots, the last reserved.
 
     Attributes:
         positions: [T] int64, absolute positions. Row i attends to positions 0..positions[i].
         slots: [T] int64, the slot of each row. Rows of one slot are adjacent and ascending.
         kv_slots: [T] int64, ``block_id * block_size + offset`` where the row's KV is written.
         block_table: [S, max_blocks] int64, read-only.
-        runs: the rows by slot. CPU kernels take each row by itself and do without (None).
-        committed: [T] bool, whether the row's token is committed; None: every one is. Read
-            by layers with recurrent state alone. Of one slot, committed rows come first.
+        runs: the rows by slot; None on a CPU, whose kernels need none.
+        committed: [T] bool, whether the row's token is committed; None: all are. A slot's
+            committed rows come first. Only layers with recurrent state read it.
     """
 
     positions: Tensor
@@ -110,7 +109,7 @@ class AttentionShape:
     """Head counts and sizes of one attention layer.
 
     Attributes:
-        sliding_window: if given, a row sees its last so many positions only, its own included.
+        sliding_window: number of positions that a row sees, its own included; None: all.
     """
 
     num_heads: int
@@ -166,11 +165,11 @@ class Norm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """Which tokens are too unlikely to be sampled, by slot (docs/lossless.md).
+class Truncation:
+    """Top-k, top-p and min-p by slot (docs/lossless.md).
 
     Attributes:
-        temperature: [S] fp32; 0 for greedy slots, where nothing is cut.
+        temperature: [S] fp32; 0 for greedy slots, whose logits are not truncated.
         top_k: [S] int64, 0 keeps all.
         top_p, min_p: [S] fp64; 1 and 0 keep all.
     """
@@ -183,17 +182,17 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Where each logits row stands. L rows; the rows of a window are adjacent and in order.
+    """Slots and positions of L logits rows; the rows of a window are adjacent and in order.
 
     Dead rows may lie between windows and after a window's live rows.
 
     Attributes:
-        index: [L] int64, which rows of the step they are; None: all of them, in order.
+        index: [L] int64, their rows in the step; None: all rows, in order.
         slots: [L] int64; dead rows hold the reserved slot, which never has rules.
-        positions: [L] int64, of the row's own token; the one being chosen stands one later.
+        positions: [L] int64, of the row's own token; the sampled token stands one later.
         token_ids: [L] int64, the row's own token: the last committed one, or a draft.
-        offsets: [L] int64, r, the row's place in its window: the drafts before the token being
-            chosen are ``token_ids[l - r + 1 .. l]``.
+        offsets: [L] int64, r, the row's index in its window: the drafts before the sampled
+            token are ``token_ids[l - r + 1 .. l]``.
     """
 
     index: Tensor | None
@@ -206,9 +205,8 @@ class SampledRows:
 class Kernels(Protocol):
     """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
 
-    Activations have the model's dtype (bf16 or fp32) and are contiguous, but for parts of a
-    fused projection, whose rows may lie apart: ``qkv`` and ``gate``. Sums run in fp32 and
-    round once at the end.
+    Activations have the model's dtype (bf16 or fp32) and are contiguous; only ``qkv`` and
+    ``gate``, parts of a fused projection, may be strided. Sums run in fp32 and round once.
     """
 
     name: str
@@ -217,7 +215,7 @@ class Kernels(Protocol):
         """Refuse an attention shape that this backend cannot run, before weights are loaded.
 
         Raises:
-            UnsupportedError: naming the shape's fault.
+            UnsupportedError: with the reason.
         """
         ...
 
@@ -226,7 +224,7 @@ class Kernels(Protocol):
         ...
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
-        """Copies of the given rows, [R] int64, of [T, W]; None: all of them, as they are."""
+        """Copies of the given rows, [R] int64, of [T, W]; None: ``states`` itself."""
         ...
 
     def partial_sum(
@@ -234,15 +232,15 @@ class Kernels(Protocol):
     ) -> Tensor:
         """``partials[0] + partials[1] + ... (+ bias)`` in fp32, in that order, rounded once.
 
-        Element by element, so a row's bits depend on that row's partial products alone:
-        [size, T, N] fp32, contiguous, and [N] of any floating dtype -> [T, N].
+        [size, T, N] fp32, contiguous, and [N] of any floating dtype -> [T, N]. Element-wise, so
+        a row's bits depend on that row's partial products only.
         """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """``x / sqrt(mean(x^2) + eps) * weight`` per row: [T, H] -> [T, H].
+        """``x / sqrt(mean(x^2) + eps) * weight`` per row, rounded once: [T, H] -> [T, H].
 
-        Weights of norms, here and below, have x's dtype or are fp32.
+        All norm weights have x's dtype or are fp32.
         """
         ...
 
@@ -254,9 +252,9 @@ class Kernels(Protocol):
         hidden: Tensor,
         hidden_norm: Norm,
     ) -> Tensor:
-        """Normed embeddings beside normed hidden states: [T] int64 and [T, H] -> [T, 2H].
+        """Concatenate normed embeddings and hidden states: [T] int64 and [T, H] -> [T, 2H].
 
-        Each half has the bits of ``rms_norm``; the left one is of ``embedding.rows(token_ids)``.
+        Both halves have the bits of ``rms_norm``; the left one norms ``embedding.rows(token_ids)``.
         """
         ...
 
@@ -281,14 +279,14 @@ class Kernels(Protocol):
         ...
 
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
-        """Take over E experts' [gate | up] and down; the caller drops its own references."""
+        """Take over [gate | up] and down of E experts; the caller drops its own references."""
         ...
 
     def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by falling weight.
+        """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by descending weight.
 
         Weights are softmax probabilities, divided by their sum if ``normalise``, rounded to
-        the dtype of ``logits``. Of equal ones the lowest id comes first.
+        the dtype of ``logits``. The lowest id comes first among equal ones.
         """
         ...
 
@@ -312,8 +310,8 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of each row over its slot's KV: [T, H, D] -> [T, H * D].
 
-        KV is walked in splits of fixed size anchored at position 0, merged in order, so
-        decode, verify and prefill rows of equal position have equal bits.
+        KV is read in splits of fixed size anchored at position 0, merged in order, so decode,
+        verify and prefill rows of equal position have equal bits.
         """
         ...
 
@@ -321,16 +319,16 @@ class Kernels(Protocol):
         """Refuse a recurrent rule that this backend cannot run, before weights are loaded.
 
         Raises:
-            UnsupportedError: naming it.
+            UnsupportedError: names the rule.
         """
         ...
 
     def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
-        """Find what a pass over ``rows`` folds, runs and leaves pending, from positions alone.
+        """Derive from positions what a pass over ``rows`` folds, runs and leaves pending.
 
         Raises:
-            InvariantError: a slot's rows do not follow on what is folded and pending; a GPU
-                gives NaN for them instead.
+            InvariantError: a slot's rows do not follow its folded and pending rows; a GPU gives
+                NaN for them instead.
         """
         ...
 
@@ -339,13 +337,13 @@ class Kernels(Protocol):
     ) -> None:
         """Mask, bias and penalise [L, V] fp32 logits by their slots' rules, in place.
 
-        Row r of a window is judged as if its r drafts were committed. What no slot asks for
-        launches nothing, and nothing is read to the host of a GPU.
+        Row r of a window is processed as if its r drafts were committed. Rules that no slot has
+        launch nothing, and a GPU backend reads nothing back to the host.
         """
         ...
 
-    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
-        """Write -inf into [L, V] fp32 where the slot of a row, [L] int64, cuts a token off."""
+    def truncate(self, logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
+        """Write -inf into [L, V] fp32 logits for truncated tokens; ``slots`` [L] int64, by row."""
         ...
 
     def token_keys(
@@ -353,13 +351,13 @@ class Kernels(Protocol):
     ) -> Tensor:
         """The target's choice at each sampled row, as ``sample`` makes it: [L, tiles] int64.
 
-        The best of a row's keys (``ops.sampling.sample``) holds the token, and says whether the
-        row holds NaN or nothing but -inf.
+        A row's largest key (``ops.sampling.sample``) encodes the token, and whether the row holds
+        NaN or only -inf.
 
         Args:
             logits: [L, V] fp32, not written.
             temperature, seeds: [S] fp32 and int64, by slot.
-            rows: where the rows stand; a chosen token stands one position later.
+            rows: slots and positions of the rows; a sampled token stands one position later.
         """
         ...
 
@@ -374,11 +372,11 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Keyed sampling (docs/lossless.md): [L, V'] fp32 -> [L] int64.
 
-        ``argmax(logits / T + gumbel(seed, position, token id))``, plain argmax where
-        ``temperature`` is 0; equal values: lowest id. ``temperature`` [L] fp32, ``seeds``
-        [L] int64, ``positions`` [L] int64 (of the token being chosen). ``token_ids`` [V']
-        int64, ascending, says which token each column stands for, as if all other tokens
-        had -inf; None: column i is token i. With ``slots`` [L] int64, ``temperature`` and
-        ``seeds`` are [S], and row l takes those of ``slots[l]``. Writes none of them.
+        Gumbel-max trick: ``argmax(logits / T + gumbel(seed, position, token id))``, plain argmax
+        where ``temperature`` is 0; the lowest id wins among equal values. ``temperature`` [L]
+        fp32, ``seeds`` [L] int64, ``positions`` [L] int64 (of the sampled token). ``token_ids``
+        [V'] int64, ascending, holds the token of each column, as if all other tokens had -inf;
+        None: column i is token i. With ``slots`` [L] int64, ``temperature`` and ``seeds`` are
+        [S], and row l takes those of ``slots[l]``. No argument is written.
         """
         ...

@@ -1,7 +1,6 @@
-"""What a layer keeps between passes: declared by models, read by all that count or allocate it.
+"""Cache declarations: what a layer keeps between passes, one per layer of a model.
 
-A model declares one of these per layer. Memory of blocks grows with a request, and layers
-share its block table; memory of slots does not grow.
+Block memory grows with a request, and layers share its block table; slot memory does not grow.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from sametoken.ops.model.recurrent.rule import (
 
 
 class MemoryShape(NamedTuple):
-    """Of one tensor, without the dimension of blocks or slots."""
+    """Shape and dtype of one cache tensor, without its block or slot dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,11 +34,11 @@ class MemoryShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Attention's keys and values of every position.
+    """Keys and values of every position, for paged attention.
 
     Attributes:
-        window: if given, a row sees its last so many positions only, its own included. Blocks
-            behind it are kept all the same.
+        window: number of positions that a row sees, its own included; None: all. Blocks behind
+            the window are kept too.
     """
 
     num_kv_heads: int
@@ -49,29 +48,29 @@ class PagedKV:
     window: int | None = None
 
     def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
-        """What one block holds."""
+        """The tensors of one block."""
         dims = (self.k_dim, self.v_dim)
         return tuple(MemoryShape((self.num_kv_heads, block_size, d), self.dtype) for d in dims)
 
     def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """What one slot holds beside its blocks."""
+        """The tensors of one slot beside its blocks."""
         return ()
 
     def divided(self, size: int) -> PagedKV:
-        """What each of ``size`` ranks keeps: its heads."""
+        """The shard of one of ``size`` ranks: its heads."""
         return replace(self, num_kv_heads=self.num_kv_heads // size)
 
     def part(self, keys: Tensor, values: Tensor) -> LayerKV:
-        """What the layer is given of its memory."""
+        """The layer's view of its memory."""
         return LayerKV(keys, values)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLatent:
-    """One layer's memory [num_blocks, block_size, width] of vectors that heads share (MLA).
+    """One layer's memory [num_blocks, block_size, width] of latent vectors that heads share (MLA).
 
     Attributes:
-        rank: the first so many elements of a vector are the values too.
+        rank: number of leading elements of a vector that are its values.
     """
 
     vectors: Tensor
@@ -79,52 +78,52 @@ class LayerLatent:
 
     @property
     def values(self) -> Tensor:
-        """[num_blocks, block_size, rank], a part of ``vectors``."""
+        """[num_blocks, block_size, rank], a view of ``vectors``."""
         return self.vectors[..., : self.rank]
 
 
 @dataclass(frozen=True, slots=True)
 class LatentKV:
-    """One vector of every position, whose first ``rank`` elements are the values (MLA)."""
+    """One latent vector per position, whose first ``rank`` elements are the values (MLA)."""
 
     rank: int
     rope_dim: int
     dtype: torch.dtype
 
     def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
-        """What one block holds."""
+        """The tensors of one block."""
         return (MemoryShape((block_size, self.rank + self.rope_dim), self.dtype),)
 
     def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """What one slot holds beside its blocks."""
+        """The tensors of one slot beside its blocks."""
         return ()
 
     def divided(self, size: int) -> LatentKV:
-        """What each of ``size`` ranks keeps: all of it, since every head reads it."""
+        """The shard of one of ``size`` ranks: all of it, since every head reads it."""
         return self
 
     def part(self, vectors: Tensor) -> LayerLatent:
-        """What the layer is given of its memory."""
+        """The layer's view of its memory."""
         return LayerLatent(vectors, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """One folded state per slot, and the raw inputs of the rows that are not folded yet.
+    """One folded state per slot, and the raw inputs of its pending rows.
 
     Attributes:
-        dtype: in which raw inputs are kept; must hold the model's activations exactly.
+        dtype: of the raw inputs; must hold the model's activations exactly.
     """
 
     rule: RecurrentRule
     dtype: torch.dtype
 
     def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
-        """What one block holds."""
+        """The tensors of one block."""
         return ()
 
     def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
-        """What one slot holds, with room for ``num_drafts`` pending rows: ``LayerMemory``."""
+        """The tensors of one slot, with room for ``num_drafts`` pending rows: ``LayerMemory``."""
         rule, dtype = self.rule, self.dtype
         return (
             MemoryShape(rule.state_shape, torch.float32),
@@ -134,11 +133,11 @@ class Recurrent:
         )
 
     def divided(self, size: int) -> Recurrent:
-        """What each of ``size`` ranks keeps."""
+        """The shard of one of ``size`` ranks."""
         return replace(self, rule=self.rule.divided(size))
 
     def part(self, *memory: Tensor) -> LayerMemory:
-        """What the layer is given of its memory."""
+        """The layer's view of its memory."""
         return LayerMemory(*memory)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of the operations serves a device: chosen once, at start-up."""
+"""Choose the backend of a device once, at start-up."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Search = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The operations of an engine, all of one kind: {reference, triton, native}.
+    """The operations of an engine: reference, triton or native.
 
     Attributes:
         model: operations of models.
         step: operations of a step.
-        ngram, suffix: search slots' tokens (``kernels.ngram``, ``kernels.suffix``).
+        ngram, suffix: searches of slots' tokens (``ops.lookup``).
     """
 
     model: Kernels
@@ -42,11 +42,11 @@ class Backend:
 
 
 def select_backend(device: torch.device) -> Backend:
-    """The operations for ``device``, chosen as ``select_kernels`` does; raises as it does."""
+    """All operations for ``device``; chooses and raises as ``select_kernels``."""
     kernels = select_kernels(device)
     if device.type == "cpu":
         return Backend(kernels, compact, ngram.lookup, suffix.search)
-    # Triton is part of CUDA builds of torch alone.
+    # Only CUDA builds of torch come with Triton.
     from sametoken.ops.lookup import ngram_triton as triton_ngram
     from sametoken.ops.lookup import suffix_triton as triton_suffix
     from sametoken.ops.step import triton as triton_step
@@ -55,11 +55,11 @@ def select_backend(device: torch.device) -> Backend:
 
 
 def select_kernels(device: torch.device) -> Kernels:
-    """The fastest kernels that work on ``device``; of CPU ones ``$SAMETOKEN_KERNELS`` names one.
+    """The fastest kernels that work on ``device``; ``$SAMETOKEN_KERNELS`` overrides it on a CPU.
 
     Raises:
-        ConfigError: the variable names none.
-        UnsupportedError: the device has none, or the one that is named cannot work here.
+        ConfigError: the variable names no backend.
+        UnsupportedError: the device has no kernels, or the named ones cannot work here.
     """
     if device.type == "cuda":
         from sametoken.ops.triton import TritonKernels
@@ -78,7 +78,7 @@ def select_kernels(device: torch.device) -> Kernels:
         if choice == "native":
             raise
         logger.warning(
-            "%s Falling back to the reference kernels in PyTorch: same law, several times slower.",
+            "%s Falling back to the reference kernels in PyTorch, which are several times slower.",
             error,
         )
         return ReferenceKernels()

@@ -1,6 +1,6 @@
 """The reference backend: every kernel in plain PyTorch, readable rather than fast.
 
-Operations that every CPU backend composes of its other ones, or takes from the references.
+``ComposedKernels`` holds the operations that both CPU backends share.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from torch import Tensor
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
-    Cuts,
     Kernels,
     LayerKV,
     Norm,
     QKNorm,
     RotaryTable,
     SampledRows,
+    Truncation,
 )
-from sametoken.ops.model import activation, norm_rope, partial_sum
+from sametoken.ops.model import activation, moe, norm_rope, partial_sum
 from sametoken.ops.model import embedding as embedding_reference
-from sametoken.ops.model import moe as experts_reference
 from sametoken.ops.model.attention import reference as attention
 from sametoken.ops.model.gemm import reference as gemm
 from sametoken.ops.model.gemm.fp8 import (
@@ -42,7 +41,7 @@ from sametoken.ops.model.recurrent.rule import (
 )
 from sametoken.ops.sampling import logits_rules_reference as logits_rules
 from sametoken.ops.sampling import sample as sampling
-from sametoken.ops.sampling import truncation
+from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.logits_rules import (
     CommittedTokens,
     LogitsRules,
@@ -55,7 +54,7 @@ from sametoken.ops.weight import (
 
 
 class ComposedKernels:
-    """A part of ``Kernels`` over the rest; contracts are those of the protocol."""
+    """Operations of ``Kernels`` built from the others or from the references."""
 
     def embed_beside(
         self: Kernels,
@@ -73,18 +72,18 @@ class ComposedKernels:
         return SeparateExperts(tuple(gate_up), tuple(down))
 
     def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return experts_reference.moe_gate(logits, top_k, normalise)
+        return moe.moe_gate(logits, top_k, normalise)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
     ) -> None:
         logits_rules.apply_rules(logits, rows, committed, rules)
 
-    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
-        truncation.truncate(logits, slots, cuts)
+    def truncate(self, logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
+        truncation_op.truncate(logits, slots, truncation)
 
     def require_rule(self, rule: RecurrentRule) -> None:
-        """Every rule runs."""
+        """Accept every rule."""
 
     def begin_pass(self, rows: AttentionRows, folded: Folded) -> RecurrentPass:
         return RowByRowPass.begin(rows, folded)
@@ -101,7 +100,7 @@ class ComposedKernels:
         self: Kernels, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
     ) -> Tensor:
         tokens = self.sample(logits, temperature[rows.slots], seeds[rows.slots], rows.positions + 1)
-        # Of the values compared only NaN and -inf matter any more, which noise leaves as they are.
+        # Only NaN and -inf still matter in the compared values, and noise changes neither.
         values = logits.gather(1, tokens[:, None])
         values.masked_fill_(logits.amax(dim=-1, keepdim=True).isnan(), torch.nan)
         return make_keys(values, tokens[:, None])
@@ -109,7 +108,7 @@ class ComposedKernels:
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight(MatrixWeight):
-    """A weight as the checkpoint has it, as an ``UnquantizedWeight``."""
+    """``UnquantizedWeight`` in the checkpoint's layout."""
 
     def matmul(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -134,7 +133,7 @@ class ReferenceKernels(ComposedKernels):
     name = "reference"
 
     def require(self, shape: AttentionShape) -> None:
-        """Every shape runs."""
+        """Accept every shape."""
 
     def pack(self, weight: Tensor) -> PlainWeight:
         return PlainWeight(weight.contiguous())

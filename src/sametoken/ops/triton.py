@@ -13,16 +13,15 @@ from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import (
     AttentionRows,
     AttentionShape,
-    Cuts,
     LayerKV,
     Norm,
     QKNorm,
     RotaryTable,
     SampledRows,
+    Truncation,
 )
 from sametoken.ops.model import activation_triton as activation
-from sametoken.ops.model import embedding_triton
-from sametoken.ops.model import moe_triton as experts_triton
+from sametoken.ops.model import embedding_triton, moe_triton
 from sametoken.ops.model import norm_rope_triton as norm_rope
 from sametoken.ops.model import partial_sum_triton as partial_sum
 from sametoken.ops.model.attention import triton as attention
@@ -50,7 +49,7 @@ from sametoken.ops.model.recurrent.rule import (
 )
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
-from sametoken.ops.sampling import truncation_triton as truncation
+from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.sampling.logits_rules import (
     CommittedTokens,
     LogitsRules,
@@ -65,10 +64,10 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeight(MatrixWeight):
-    """A weight on the GPU as the checkpoint has it, as an ``UnquantizedWeight``.
+    """``UnquantizedWeight`` on a GPU, in the checkpoint's layout.
 
     Attributes:
-        table: which kernel serves which row count.
+        table: the kernel of each row count.
     """
 
     table: GemmChooser
@@ -97,23 +96,23 @@ class TritonKernels:
     """``Kernels`` in Triton; contracts are those of the protocol.
 
     Args:
-        table: which GEMM serves which shape; by default the one measured on this device.
+        table: the GEMM kernel of each shape; by default the one tuned on this device.
     """
 
     name = "triton"
 
     def __init__(self, table: TuningTable | None = None) -> None:
         self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
-        # Of each shape one matrix that is still in use.
+        # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
 
     def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
-        """Compare the chosen GEMMs with the canonical one on this chip, for packed weights.
+        """Compare the chosen GEMMs of the packed weights with the canonical one on this chip.
 
-        The vendor's library serves a row count only once it has been proven here.
+        cuBLAS serves a row count only after it passes here.
 
         Args:
-            row_counts: the row counts that captured steps will run.
+            row_counts: the row counts of captured steps.
         """
         return self.table.prove(self._matrices.values(), tuple(row_counts))
 
@@ -147,7 +146,7 @@ class TritonKernels:
         hidden: Tensor,
         hidden_norm: Norm,
     ) -> Tensor:
-        matrix = _own(embedding).matrix
+        matrix = _device_weight(embedding).matrix
         return embedding_triton.embed_beside(token_ids, matrix, embedding_norm, hidden, hidden_norm)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -162,11 +161,13 @@ class TritonKernels:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
 
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> StackedExperts:
-        stacks = (torch.stack([_own(one).matrix for one in each]) for each in (gate_up, down))
+        stacks = (
+            torch.stack([_device_weight(one).matrix for one in each]) for each in (gate_up, down)
+        )
         return StackedExperts(*stacks)
 
     def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return experts_triton.moe_gate(logits, top_k, normalise)
+        return moe_triton.moe_gate(logits, top_k, normalise)
 
     def rope_and_cache(
         self,
@@ -195,8 +196,8 @@ class TritonKernels:
     ) -> None:
         logits_rules.apply_rules(logits, rows, committed, rules)
 
-    def truncate(self, logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
-        truncation.truncate(logits, slots, cuts)
+    def truncate(self, logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
+        truncation_op.truncate(logits, slots, truncation)
 
     def token_keys(
         self, logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows
@@ -215,6 +216,6 @@ class TritonKernels:
         return sampling.sample(logits, temperature, seeds, positions, token_ids, slots)
 
 
-def _own(weight: Weight) -> DeviceWeight:
+def _device_weight(weight: Weight) -> DeviceWeight:
     assert isinstance(weight, DeviceWeight), f"packed by {type(weight).__name__}"
     return weight

@@ -1,4 +1,4 @@
-"""Weights: a matrix owns its products, whatever the format and the device it is kept for."""
+"""Weight protocols: a matrix owns its products, whatever its format and device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 
 class Weight(Protocol):
-    """A matrix in the layout that its products want, and those products.
+    """A matrix in the layout of its products, and those products.
 
-    Holds the only copy; ``out_features`` is N and ``in_features`` is K of the checkpoint's
-    [N, K] matrix.
+    Holds the only copy of the checkpoint's [N, K] matrix; ``out_features`` is N, ``in_features`` K.
     """
 
     @property
@@ -29,13 +28,13 @@ class Weight(Protocol):
     ) -> Tensor:
         """``x @ weight.T (+ bias)``, rounded once: [T, K] -> [T, N] in x's dtype.
 
-        With ``out_dtype`` torch.float32, and then without a bias, the sums as they are: of
-        logits, and of products that are added to others.
+        With ``out_dtype`` torch.float32 and no bias, returns unrounded sums: for logits, and for
+        products that are added to others.
         """
         ...
 
     def gated_matmul(self, x: Tensor) -> Tensor:
-        """``silu(gate) * up`` of [T, 2I] = [gate | up] = ``matmul(x)`` -> [T, I].
+        """``silu(gate) * up`` with [gate | up] = ``matmul(x)`` [T, 2I]: [T, K] -> [T, I].
 
         Gate and up are rounded to x's dtype before the product.
         """
@@ -43,25 +42,25 @@ class Weight(Protocol):
 
 
 class UnquantizedWeight(Weight, Protocol):
-    """A weight in the model's dtype, whose rows can be read."""
+    """A weight in the model's dtype, with embedding lookup."""
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """Rows of the matrix, as an embedding's: [T] int64 -> [T, K]."""
+        """Rows of the matrix: [T] int64 -> [T, K]."""
         ...
 
     def quantize_fp8(self) -> Weight:
-        """A copy in fp8, for draft heads only: never for the target's logits.
+        """An fp8 copy whose products round activations too; never for the target's logits.
 
-        Its products round activations likewise.
+        Draft heads only.
 
         Raises:
-            UnsupportedError: there are no such products here.
+            UnsupportedError: this backend has no fp8 products.
         """
         ...
 
 
 class Experts(Protocol):
-    """MLPs of which each row runs some, in the layout that their products want."""
+    """The experts of a mixture-of-experts layer, in the layout of their products."""
 
     @property
     def nbytes(self) -> int: ...
@@ -69,11 +68,11 @@ class Experts(Protocol):
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Weighted sum of ``down.matmul(gate_up.gated_matmul(x))`` of each row's experts.
+        """Weighted sum of ``down.matmul(gate_up.gated_matmul(x))`` over each row's experts.
 
-        Added in fp32, in an order that the row alone decides, and rounded once: [T, H] ->
+        Added in fp32, in an order that depends on the row only, and rounded once: [T, H] ->
         [T, H] in x's dtype. With ``out_dtype`` torch.float32 nothing is rounded after the gated
-        products, so that parts of every expert's inner features can be added first.
-        ``chosen`` and ``weights`` as ``Kernels.moe_gate`` gives them.
+        products, so that tensor-parallel partial sums can be added first. ``chosen`` and
+        ``weights`` come from ``Kernels.moe_gate``.
         """
         ...

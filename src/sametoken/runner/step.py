@@ -118,7 +118,7 @@ class Step:
     def _verify(self, computed: ForwardOutput) -> VerifyResult:
         """Judge the windows; of several ranks, rank 0 decides for all."""
         x, logits, table = computed.x, computed.logits, self.table
-        self.kernels.truncate(logits, x.sampled.slots, table.cuts)
+        self.kernels.truncate(logits, x.sampled.slots, table.truncation)
         keys = self.kernels.token_keys(logits, table.temperature, table.seed, x.sampled)
         verdict = self.ops.verify(keys, x, self.chances)
         if self.parallel.size == 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import Cuts
+from sametoken.ops.backend import Truncation
 from sametoken.ops.sampling.logits_rules import Edits, LogitsRules
 from sametoken.state.upload import upload
 from sametoken.types.plan import Admission
@@ -69,9 +69,9 @@ class SamplingTable:
         )
 
     @property
-    def cuts(self) -> Cuts:
+    def truncation(self) -> Truncation:
         """What says which tokens are too unlikely; the table's own tensors."""
-        return Cuts(self.temperature, self.top_k, self.top_p, self.min_p)
+        return Truncation(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def admit(self, admission: Admission) -> None:
         """Take up a request's parameters, replacing everything of the slot's former one.

@@ -230,7 +230,7 @@ def test_memory_of_another_dtype_or_with_gaps_is_refused():
     rows = AttentionRows(*(torch.zeros(1, dtype=torch.int64),) * 3, torch.zeros(1, 1))
     mixed, a, b = torch.zeros(1, 264).split((256, 4, 4), dim=-1)
     raw, layer = RawRows(mixed, (a, b)), cache.layer(0)
-    with pytest.raises(InvariantError, match=r"wants contiguous torch\.float32"):
+    with pytest.raises(InvariantError, match=r"needs contiguous torch\.float32"):
         cache.begin(rows).run(params, raw, replace(layer, states=layer.states.double()))
     with pytest.raises(AssertionError):
         replace(layer, states=layer.states.mT)

@@ -56,7 +56,7 @@ ones = torch.ones(64, dtype=torch.bfloat16)
 qkv = torch.zeros(2, 12 * 64, dtype=torch.bfloat16)
 q = norm_rope.rope_and_cache(qkv, shape, rotary, at, kv, QKNorm(ones, ones, 1e-6))
 attention.attention(q, shape, at, kv)
-attention.attention(q, shape, at, kv, config=attention.AttentionConfig("walk", 16, 4, 3))
+attention.attention(q, shape, at, kv, config=attention.AttentionConfig("sequential", 16, 4, 3))
 """
 )
 RECURRENT = (
@@ -91,7 +91,7 @@ from sametoken.ops.model.gemm.triton import product
 from sametoken.ops.model.gemm.tuning import TritonConfig
 x, matrix = (torch.zeros(rows, 2048, dtype=torch.bfloat16) for rows in (4, 512))
 triton.supports_pdl = lambda tensor: True
-config = TritonConfig({tile}, 4, {stages}, tma={tma}, overlap=True, weights_first=True)
+config = TritonConfig({tile}, 4, {stages}, tma={tma}, pdl=True, weights_first=True)
 product(config, x, matrix, "{epilogue}")
 """
 
@@ -114,7 +114,7 @@ def test_nothing_overtakes_the_kernels_that_write_where_rows_stand(tmp_path):
 def test_a_layer_waits_before_it_reads_what_the_layer_wrote(runs, tmp_path):
     """Where rows stand, tables and weights come early; q, k, v and parts of the sums do not."""
     compile_launches(LAYER.replace("{runs}", runs), tmp_path)
-    kernels = ("_rope_and_cache_kernel", "_spread_kernel", "_walk_kernel", "_merge_kernel")
+    kernels = ("_rope_and_cache_kernel", "_split_kv_kernel", "_sequential_kernel", "_merge_kernel")
     for kernel in kernels:
         code = compiled(tmp_path, kernel)
         before, after = code.split(WAIT, 1)
@@ -125,7 +125,7 @@ def test_a_layer_waits_before_it_reads_what_the_layer_wrote(runs, tmp_path):
     # Of the programs without rows one waits too.
     waits = [compiled(tmp_path, kernel).count(WAIT) for kernel in kernels[1:]]
     assert waits == [1 if "even" in runs else 2] * 3
-    assert compiled(tmp_path, "_spread_kernel").count("prefetch.L2") == 2
+    assert compiled(tmp_path, "_split_kv_kernel").count("prefetch.L2") == 2
 
 
 def test_a_recurrent_layer_reads_early_only_what_the_pass_before_wrote(tmp_path):

@@ -1,8 +1,8 @@
-"""Prompt lookup in plain PyTorch; also the CPU path.
+"""N-gram prompt lookup in plain PyTorch; also the CPU path.
 
-The choice among matches is vLLM's (``vllm/v1/spec_decode/ngram_proposer.py``): the longest
-suffix of at most ``max_length`` tokens that occurred before, and of its occurrences the
-earliest, which leaves the most tokens to copy.
+Matches are chosen as in vLLM (``vllm/v1/spec_decode/ngram_proposer.py``): the longest suffix of at
+most ``max_length`` tokens that occurred before, at its earliest occurrence, which leaves the most
+tokens to copy.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ def lookup(
     The occurrence ends before the sequence does, but may overlap the suffix itself.
 
     Args:
-        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
+        token_ids: [S, max_len] int64; values at ``num_tokens`` and above are not used.
         slots: [B] int64, the slot of each row.
         num_tokens: [B] int64; 0 for padding, which has no match.
         min_length: shortest suffix to match, in tokens.
         max_length: longest suffix to match, in tokens.
-        k: most tokens to copy; none lies at ``num_tokens`` or above.
+        k: most tokens to copy; all are below ``num_tokens``.
 
     Returns:
-        ids [B, k] int64, of which the first ``count`` [B] int64 hold; all are tokens of
-        the row's sequence. A row without a match has count 0.
+        ids [B, k] int64, of which the first ``count`` [B] int64 are valid; all are tokens of the
+        row's sequence. A row without a match has count 0.
     """
     tokens = _within_longest(token_ids, num_tokens).index_select(0, slots)
     width = tokens.shape[1]
     last = (num_tokens - 1).clamp(min=0)
 
-    # An occurrence is known by the index of its last token, which lies before the suffix's.
+    # An occurrence is identified by the index of its last token, which is before the suffix's.
     ends = torch.arange(width, device=tokens.device)
     final_token = tokens.gather(1, last[:, None])
     row, end = ((tokens == final_token) & (ends < last[:, None])).nonzero(as_tuple=True)
@@ -61,7 +61,7 @@ def lookup(
 def _match_length(
     tokens: Tensor, row: Tensor, end: Tensor, last: Tensor, max_length: int
 ) -> Tensor:
-    """[M] int64: how many tokens up to ``end`` equal those up to ``last``, at most max_length."""
+    """[M] int64: number of equal tokens up to ``end`` and up to ``last``, at most max_length."""
     length = torch.ones_like(end)
     matches = torch.ones_like(end, dtype=torch.bool)
     for back in range(1, max_length):

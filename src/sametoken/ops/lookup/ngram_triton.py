@@ -1,4 +1,4 @@
-"""Prompt lookup in Triton: tiles of a slot's tokens are searched first, then the best is copied."""
+"""N-gram prompt lookup in Triton: search tiles of a slot's tokens, then copy the best match."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _search_kernel(
             length = matches.to(tl.int64)
             for back in range(1, MAX_LENGTH):
                 matches &= end >= back
-                # A match may reach back to index 0 only while the suffix still has tokens.
+                # Lanes that still match have last > end >= back; the mask covers back > last.
                 there = tl.load(tokens + last - back, last >= back, other=0)
                 matches &= tl.load(tokens + end - back, matches, other=0) == there
                 length += matches.to(tl.int64)
@@ -92,20 +92,7 @@ def lookup(
     max_length: int,
     k: int,
 ) -> tuple[Tensor, Tensor]:
-    """Up to k tokens that followed the earliest occurrence of the longest repeated suffix.
-
-    Args:
-        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
-        slots: [B] int64, the slot of each row.
-        num_tokens: [B] int64; 0 for padding, which finds nothing.
-        min_length: shortest suffix to match, in tokens.
-        max_length: longest suffix to match, in tokens.
-        k: most tokens to copy, at least 1; none lies at ``num_tokens`` or above.
-
-    Returns:
-        ids [B, k] int64, of which the first ``count`` [B] int64 hold; the others are tokens
-        of the row's slot too. A row without a match has count 0.
-    """
+    """See ``ngram.lookup``; k is at least 1."""
     assert token_ids.stride(1) == 1
     assert slots.is_contiguous()
     assert num_tokens.is_contiguous()

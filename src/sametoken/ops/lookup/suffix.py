@@ -1,11 +1,9 @@
-"""What suffix search is told, and how it ranks the places that it finds.
+"""Suffix search in plain PyTorch; also the CPU path.
 
-Suffix search in plain PyTorch; also the CPU path.
-
-The idea is that of suffix decoding (Oliaro et al. 2024, arXiv:2411.04975): drafts follow the
-longest earlier match of the sequence's end, in its own text or in those of earlier requests,
-and are as long as the match is long and its continuations agree. Where that work keeps suffix
-trees, texts are scanned here, which needs no structure that could fall behind them.
+Based on suffix decoding (Oliaro et al. 2024, arXiv:2411.04975): drafts follow the longest earlier
+match of the sequence's end, in its own text or in those of earlier requests; their number grows
+with the length of the match, as long as its continuations agree. Texts are scanned, not kept in
+suffix trees, so there is no index to update.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Of so many neighbouring places, the best one votes, and so many of those at most.
+#: The best of GROUP neighbouring places may vote, and at most MAX_VOTERS of these do.
 GROUP = 16
 MAX_VOTERS = 32
 
@@ -26,8 +24,8 @@ class Earlier:
     """Texts of earlier requests. R texts.
 
     Attributes:
-        texts: [R, W] int64 token ids; what lies at ``lengths`` and above is never used.
-        lengths: [R] int64, tokens of each.
+        texts: [R, W] int64 token ids; values at ``lengths`` and above are not used.
+        lengths: [R] int64, number of tokens of each.
     """
 
     texts: Tensor
@@ -36,13 +34,13 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a draft may be, as tables: kernels that read them do no arithmetic of their own.
+    """Limits on drafts, as tables that kernels look up.
 
     Attributes:
-        num_drafts: [depth + 1] int64, drafts at most after a match of so many tokens.
-        agreeing: [MAX_VOTERS + 1] int64, how many of so many voters must agree on a draft
-            and all before it.
-        k: the longest draft.
+        num_drafts: [depth + 1] int64, the most drafts by match length.
+        agreeing: [MAX_VOTERS + 1] int64, by number of voters, how many of them must agree on a
+            draft and all drafts before it.
+        k: the most drafts.
     """
 
     num_drafts: Tensor
@@ -57,12 +55,12 @@ class Limits:
         """Tables on ``device``.
 
         Args:
-            k: drafts at most.
+            k: the most drafts.
             depth: longest match, in tokens.
             min_match: shortest match that gives drafts.
-            factor: drafts at most for each matched token.
-            min_prob: share of the voters that must agree, 0..1; never less than one.
-            device: where the search will run.
+            factor: the most drafts per matched token.
+            min_prob: share of the voters that must agree, 0..1; at least one voter.
+            device: of the search.
         """
         lengths = range(depth + 1)
         num_drafts = [min(k, int(factor * n)) if n >= min_match else 0 for n in lengths]
@@ -87,22 +85,22 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """Drafts that the continuations of the longest match agree on.
 
-    A place is a token equal to the sequence's last one, with a token after it; the match is
-    how many tokens up to it equal those up to the sequence's end. Of every ``GROUP``
-    neighbouring places the one with the longest match, the earliest of several, may vote;
-    those whose match is the longest of all do, ``MAX_VOTERS`` at most, the row's own text
-    before others. Draft by draft, the token that most voters have next is taken, that of the
-    first of them in a tie, and the others are out.
+    A place is a token equal to the sequence's last one, with a token after it; its match is the
+    number of tokens up to it that equal those up to the sequence's end. In every ``GROUP``
+    neighbouring places, the one with the longest match (the earliest of several) may vote; those
+    with the longest match of all do vote, ``MAX_VOTERS`` at most, the row's own text first. Draft
+    by draft, the next token of most voters is taken (of the first voter in a tie), and voters with
+    another token drop out.
 
     Args:
-        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
+        token_ids: [S, max_len] int64; values at ``num_tokens`` and above are not used.
         slots: [B] int64, the slot of each row.
-        num_tokens: [B] int64; 0 for padding, which finds nothing.
+        num_tokens: [B] int64; 0 for padding, which has no match.
         earlier: texts of other requests.
-        limits: where drafts end.
+        limits: limits on drafts.
 
     Returns:
-        ids [B, k] int64, of which the first ``count`` [B] int64 hold; the others are 0.
+        ids [B, k] int64, of which the first ``count`` [B] int64 are valid; the others are 0.
     """
     ranks = _ranks(token_ids, slots, num_tokens, earlier, limits.depth)
     best = ranks.topk(MAX_VOTERS, dim=1).values
@@ -111,7 +109,7 @@ def search(
     voting = (best >= 0) & (length == length[:, :1])
     num_voters = voting.sum(dim=1)
     if best.numel():
-        # Voters come first.
+        # Voters are sorted first.
         best, voting = (one[:, : max(int(num_voters.max()), 1)] for one in (best, voting))
     most = torch.where(num_voters > 0, limits.num_drafts[length[:, 0].clamp(min=0)], 0)
     needed = limits.agreeing[num_voters]
@@ -144,7 +142,7 @@ def _following(
     num_tokens: Tensor,
     earlier: Earlier,
 ) -> tuple[Tensor, Tensor]:
-    """The k tokens after places, [B, V, k], and as bool how far their texts go on."""
+    """The k tokens after places, [B, V, k], and whether they are within their texts, bool."""
     max_len, width = token_ids.shape[1], earlier.texts.shape[1]
     is_own = place < max_len
     offset = torch.arange(1, k + 1, device=place.device)
@@ -161,14 +159,14 @@ def _following(
 
 
 def _span(token_ids: Tensor, earlier: Earlier) -> int:
-    """Places in all: those of a row's own text, then those of every earlier one."""
+    """Total number of places: a row's own text, then every earlier text."""
     return token_ids.shape[1] + earlier.texts.numel()
 
 
 def _ranks(
     token_ids: Tensor, slots: Tensor, num_tokens: Tensor, earlier: Earlier, depth: int
 ) -> Tensor:
-    """[B, groups] int64: the best place of every group, longest first, then earliest; or -1."""
+    """[B, groups] int64: rank of the best place of every group (longest, then earliest), or -1."""
     max_len, (num_texts, width) = token_ids.shape[1], earlier.texts.shape
     own_groups, text_groups = -(-max_len // GROUP), -(-width // GROUP)
     total = max(own_groups + num_texts * text_groups, MAX_VOTERS)
@@ -176,7 +174,7 @@ def _ranks(
     own = _within_longest(token_ids, num_tokens).index_select(0, slots)
     last = (num_tokens - 1).clamp(min=0)
     final = own.gather(1, last[:, None])
-    # The row's tokens from its end backwards; what precedes its first equals nothing.
+    # The row's tokens from its end backwards; positions before its first match nothing.
     backwards = last[:, None] - torch.arange(depth, device=own.device)
     ending = own.gather(1, backwards.clamp(min=0)).masked_fill(backwards < 0, _NO_TOKEN)
     ranks = torch.full((slots.shape[0], total), -1, dtype=torch.int64, device=slots.device)
@@ -202,7 +200,7 @@ def _ranks(
 
 
 def _match_length(texts: Tensor, text: Tensor, end: Tensor, ending: Tensor) -> Tensor:
-    """[M] int64: how many tokens of texts, from ``end`` backwards, equal [M, depth] endings."""
+    """[M] int64: number of tokens of texts, from ``end`` backwards, equal to [M, depth] endings."""
     backwards = end[:, None] - torch.arange(ending.shape[1], device=end.device)
     tokens = texts[text[:, None], backwards.clamp(min=0)]
     equal = (tokens == ending) & (backwards >= 0)

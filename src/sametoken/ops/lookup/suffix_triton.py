@@ -1,4 +1,4 @@
-"""Suffix search in Triton: groups of places are ranked first, then the best of them vote."""
+"""Suffix search in Triton: rank groups of places, then let the best of them vote."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -45,9 +45,9 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of places of a row's own text, or of an earlier one."""
+    """Rank one tile of places, of a row's own text or of an earlier one."""
     gdc_launch_and_wait(PDL)
-    # Along one axis: the others have no room for the tiles of very many texts.
+    # All tiles on grid axis 0: the other axes are limited to 65535 programs.
     row, tile = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(0) // batch
     length = tl.load(num_tokens + row)
     last = length - 1
@@ -60,7 +60,7 @@ def _rank_kernel(
         start = (tile - OWN_TILES) % TEXT_TILES * BLOCK
         text = texts + index * text_stride
         first_place = MAX_LEN + index * WIDTH
-        # Padding finds nothing in other texts either.
+        # Padding has no match in other texts either.
         num_places = tl.where(length > 0, tl.load(text_lengths + index) - 1, 0)
         group = (OWN_GROUPS + index * TEXT_GROUPS).to(tl.int32)
         num_groups = tile * 0 + TEXT_GROUPS
@@ -129,7 +129,7 @@ def _vote_kernel(
         same = (token[:, None] == token[None, :]) & there[:, None] & there[None, :]
         votes = tl.sum(same.to(tl.int32), axis=1)
         winner = tl.max(votes, axis=0)
-        # Of voters for the fullest side, the first decides a tie.
+        # The first voter decides a tie.
         leader = tl.min(tl.where(votes == winner, voter, VOTERS), axis=0)
         chosen = tl.sum(tl.where(voter == leader, token, 0), axis=0)
         goes_on = (total == i) & (i < most) & (winner >= needed)
@@ -142,18 +142,7 @@ def _vote_kernel(
 def search(
     token_ids: Tensor, slots: Tensor, num_tokens: Tensor, *, earlier: Earlier, limits: Limits
 ) -> tuple[Tensor, Tensor]:
-    """Drafts that the continuations of the longest match agree on (``reference.search``).
-
-    Args:
-        token_ids: [S, max_len] int64; what lies at ``num_tokens`` and above is never used.
-        slots: [B] int64, the slot of each row.
-        num_tokens: [B] int64; 0 for padding, which finds nothing.
-        earlier: texts of other requests.
-        limits: where drafts end.
-
-    Returns:
-        ids [B, k] int64, of which the first ``count`` [B] int64 hold; the others are 0.
-    """
+    """See ``suffix.search``."""
     texts = earlier.texts
     assert token_ids.stride(1) == texts.stride(1) == 1
     assert slots.is_contiguous()

@@ -1,4 +1,4 @@
-"""The gated activation in plain PyTorch."""
+"""Gated activations in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def silu(gate: Tensor) -> Tensor:
 
 
 def _by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A function of every element of [T, W], in fp32.
+    """Apply an element-wise function to [T, W] in fp32, with the same bits for every row.
 
-    Vector units leave a rest of the elements to scalar code, whose bits differ: in memory
-    without gaps that would be the last elements of the last row, here they are of each row.
+    SIMD code handles the remaining elements in scalar code, whose bits differ. In contiguous memory
+    those are the last elements of the last row; with padding they are the last of each row.
     """
     padded = torch.zeros(x.shape[0], x.shape[1] + 1)
     rows = padded[:, : x.shape[1]]

@@ -1,4 +1,4 @@
-"""The gated activation in Triton."""
+"""Gated activations in Triton."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    """See ``activation.silu_mul``."""
     assert gate_up.is_contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
@@ -69,11 +69,11 @@ def _sigmoid_mul_kernel(
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once; rows of gate may lie apart."""
+    """See ``Kernels.sigmoid_mul``; ``gate`` may be strided."""
     num_rows, width = x.shape
     assert x.is_contiguous()
     assert gate.shape == x.shape
-    # Of no rows, contiguous tensors may have any stride.
+    # Contiguous tensors without rows may have any stride.
     assert gate.stride(1) == 1 or not num_rows
     out = torch.empty_like(x)
     if num_rows:

@@ -1,4 +1,4 @@
-"""Embeddings beside hidden states in plain PyTorch; also the CPU path, with any backend's norms."""
+"""Concatenated embeddings and hidden states; also the CPU path, with any backend's norms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def embed_beside(
     hidden: Tensor,
     hidden_norm: Norm,
 ) -> Tensor:
-    """Normed embeddings beside normed hidden states: [T] int64 and [T, H] -> [T, 2H]."""
+    """See ``Kernels.embed_beside``."""
     embedded = embedding.rows(token_ids)
     left = kernels.rms_norm(embedded, embedding_norm.weight, embedding_norm.eps)
     return torch.cat((left, kernels.rms_norm(hidden, hidden_norm.weight, hidden_norm.eps)), dim=1)

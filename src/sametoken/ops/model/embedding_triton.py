@@ -1,7 +1,4 @@
-"""Embedding lookup in Triton, alone or beside hidden states.
-
-The reference of the first is ``ops.model.gemm.reference.embedding``.
-"""
+"""Embedding lookup in Triton, alone or concatenated with hidden states."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -90,17 +87,7 @@ def _embed_beside_kernel(
 def embed_beside(
     token_ids: Tensor, matrix: Tensor, embedding_norm: Norm, hidden: Tensor, hidden_norm: Norm
 ) -> Tensor:
-    """Normed rows of the matrix beside normed hidden states, with the bits of ``rms_norm``.
-
-    Args:
-        token_ids: [T] int64.
-        matrix: [V, H] in the dtype of ``hidden``.
-        embedding_norm, hidden_norm: weights [H].
-        hidden: [T, H].
-
-    Returns:
-        [T, 2H].
-    """
+    """See ``Kernels.embed_beside``; ``matrix`` is [V, H] in the dtype of ``hidden``."""
     num_rows, width = hidden.shape
     weights = (embedding_norm.weight, hidden_norm.weight)
     assert token_ids.shape == (num_rows,)

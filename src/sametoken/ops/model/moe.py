@@ -1,4 +1,4 @@
-"""Routing and experts in plain PyTorch; also the CPU path, with the weights' own products."""
+"""MoE routing and weighted expert sum in plain PyTorch; also the CPU path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sametoken.ops.weight import Weight
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
-    """Experts one by one: [gate | up] and down of each."""
+    """``Experts`` as separate weights: [gate | up] and down of each expert."""
 
     gate_up: Sequence[Weight]
     down: Sequence[Weight]
@@ -26,7 +26,7 @@ class SeparateExperts:
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The weighted sum of every row's experts, added in the order of their ids, in fp32."""
+        """Weighted sum of every row's experts, added in fp32 in the order of their ids."""
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             rows, places = torch.nonzero(chosen == expert, as_tuple=True)
@@ -37,12 +37,12 @@ class SeparateExperts:
 
 
 def moe_gate(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """[T, top_k] expert ids and fp32 weights; of equal probabilities the lowest id wins."""
+    """See ``Kernels.moe_gate``."""
     probabilities = logits.float().softmax(dim=-1)
     weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
     weights, chosen = weights[:, :top_k], chosen[:, :top_k]
     if normalise:
-        # One column after the other: a library may sum by the number of rows.
+        # Column by column: the order of a library's sum may depend on the number of rows.
         total = torch.zeros_like(weights[:, 0])
         for column in weights.unbind(dim=-1):
             total = total + column

@@ -1,8 +1,8 @@
-"""Routing and experts in Triton, without a shape that depends on what was chosen.
+"""MoE routing and weighted expert sum in Triton; no shape depends on the routing.
 
-Rows are grouped by expert on the device; a product then walks the rows of one expert, a
-tile at a time. All sums over features run in order, as those of ``gemm`` do, so a row's bits
-depend neither on the tiles nor on which other rows chose the same expert.
+Rows are grouped by expert on the device; a product then loops over the rows of one expert, tile
+by tile. Sums over features run in order, as in ``gemm``, so a row's bits depend neither on the
+tiles nor on the other rows of the same expert.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -23,7 +23,7 @@ from sametoken.ops.pdl import (
 _GROUP_BLOCK = 1024
 _COLUMNS = 1024
 
-#: Rows of an expert per tile: above so many rows of the pass, and up to them.
+#: Rows per tile: large above _MANY_ROWS rows of the pass, small otherwise.
 _MANY_ROWS, _LARGE_TILE, _SMALL_TILE = 256, 64, 16
 
 
@@ -47,13 +47,13 @@ class StackedExperts:
     def __call__(
         self, x: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """``mix`` of these experts."""
-        return mix(x, self, chosen, weights, out_dtype)
+        """See ``moe_forward``."""
+        return moe_forward(x, self, chosen, weights, out_dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Pairs of a row and a choice by expert: counts [E], members [E, pairs], rows per tile."""
+    """(row, choice) pairs grouped by expert: counts [E], members [E, pairs], rows per tile."""
 
     counts: Tensor
     members: Tensor
@@ -85,7 +85,7 @@ def _moe_gate_kernel(
     total = 0.0
     for rank in tl.static_range(TOP_K):
         best = tl.max(left, axis=0)
-        # NaN equals nothing; its row is nobody's, but must name an expert that exists.
+        # NaN equals nothing; its row is dropped later, but needs a valid expert id.
         first = tl.minimum(tl.min(tl.where(left == best, expert, E_BLOCK), axis=0), E - 1)
         ids = tl.where(place == rank, first.to(tl.int64), ids)
         found = tl.where(place == rank, best, found)
@@ -100,7 +100,7 @@ def _moe_gate_kernel(
 
 
 def moe_gate(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """[T, top_k] expert ids and fp32 weights; of equal probabilities the lowest id wins."""
+    """See ``Kernels.moe_gate``."""
     assert logits.is_contiguous()
     num_rows, num_experts = logits.shape
     chosen = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
@@ -130,7 +130,7 @@ def _group_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The pairs of a row and a choice that name one expert, in order."""
+    """Collect the (row, choice) pairs of one expert, in order."""
     gdc_launch_and_wait(PDL)
     expert = tl.program_id(0)
     members += expert.to(tl.int64) * num_pairs
@@ -195,7 +195,7 @@ def _expert_kernel(
 
 @triton.jit
 def _combine_kernel(
-    said,  # [T, TOP_K, WIDTH]
+    outputs,  # [T, TOP_K, WIDTH]
     weights,  # [T, TOP_K]
     out,  # [T, WIDTH], written
     TOP_K: tl.constexpr,
@@ -208,22 +208,22 @@ def _combine_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(TOP_K):
-        at = said + (row * TOP_K + rank) * WIDTH + column
+        at = outputs + (row * TOP_K + rank) * WIDTH + column
         value = tl.load(at, column < WIDTH, other=0.0).to(tl.float32)
         total += tl.load(weights + row * TOP_K + rank) * value
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), column < WIDTH)
 
 
-def mix(
+def moe_forward(
     x: Tensor,
     experts: StackedExperts,
     chosen: Tensor,
     weights: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The weighted sum of every row's experts, added by rank, in fp32: [T, H] -> [T, H].
+    """Weighted sum of every row's experts, added by rank in fp32: [T, H] -> [T, H].
 
-    What an expert says is rounded to the result's dtype first; its gate and up to x's.
+    Expert outputs are rounded to the result's dtype first; gate and up to x's.
 
     Args:
         x: [T, H].
@@ -255,10 +255,10 @@ def mix(
     groups = _Groups(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
     gated = x.new_empty(pairs, inner)
     _product(x, experts.gate_up, groups, gated, pairs_per_row=top_k, is_gated=True)
-    said = out.new_empty(pairs, hidden)
-    _product(gated, experts.down, groups, said, pairs_per_row=1, is_gated=False)
+    outputs = out.new_empty(pairs, hidden)
+    _product(gated, experts.down, groups, outputs, pairs_per_row=1, is_gated=False)
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
-        said,
+        outputs,
         weights,
         out,
         TOP_K=top_k,
@@ -279,7 +279,7 @@ def _product(
     pairs_per_row: int,
     is_gated: bool,
 ) -> None:
-    """Each pair's product with its expert, to ``out`` [pairs, N]."""
+    """Multiply each pair's row by its expert's weight into ``out`` [pairs, N]."""
     num_experts, pairs = groups.members.shape
     out_features = out.shape[1]
     features = min(max(triton.next_power_of_2(out_features), 16), 64)

@@ -1,4 +1,4 @@
-"""RMS norms, rotary embedding and the KV write in plain PyTorch; every row by itself."""
+"""RMS norms, rotary embedding and the KV write in plain PyTorch, all row-wise."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from sametoken.ops.model.activation import silu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once."""
+    """See ``Kernels.rms_norm``; over the last dimension."""
     return _normed(x.float(), weight, eps).to(x.dtype)
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    """See ``Kernels.gated_rms_norm``."""
     normed = _normed(x.float().unflatten(-1, (-1, weight.shape[0])), weight, eps)
     return (normed.flatten(1) * silu(gate)).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``r = x + residual`` rounded to dtype; ``(rms_norm(r), r)``."""
+    """See ``Kernels.add_rms_norm``."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -40,7 +40,7 @@ def rope_and_cache(
     kv: LayerKV,
     qk_norm: QKNorm | None,
 ) -> Tensor:
-    """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim]."""
+    """See ``Kernels.rope_and_cache``."""
     parts = qkv.split([shape.q_size, shape.kv_size, shape.kv_size], dim=-1)
     q, k, v = (part.unflatten(-1, (-1, shape.head_dim)) for part in parts)
     q, k = q.float(), k.float()

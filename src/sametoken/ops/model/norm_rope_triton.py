@@ -1,7 +1,7 @@
 """RMS norms, rotary embedding and the KV write in Triton.
 
-One program owns whole rows (or whole heads of one row) and its shape is set by the width
-of the row alone, so every sum has one layout whatever the number of rows.
+One program computes whole rows (or whole heads of one row) and its shape depends on the row's
+width only, so every sum has the same layout for any number of rows.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -40,7 +40,7 @@ def store_normed(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The norm of one row, times ``factor``."""
+    """Store one normed row times ``factor``."""
     columns = tl.arange(0, BLOCK)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     tl.store(out + columns, (value * scale * factor).to(out.dtype.element_ty), columns < WIDTH)
@@ -72,7 +72,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` per row, in fp32, rounded once: [T, H] -> [T, H]."""
+    """See ``Kernels.rms_norm``."""
     out = torch.empty_like(x)
     _launch_rms_norm(x, None, weight, out, eps)
     return out
@@ -107,7 +107,7 @@ def _gated_rms_norm_kernel(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``rms_norm(x) * silu(gate)`` of every head of two [T, H * D], in fp32, rounded once."""
+    """See ``Kernels.gated_rms_norm``."""
     num_rows, dim = x.shape[0], weight.shape[0]
     heads = x.shape[1] // dim
     assert x.is_contiguous()
@@ -137,7 +137,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``r = x + residual`` rounded to dtype; ``(rms_norm(r), r)``, in x and residual."""
+    """See ``Kernels.add_rms_norm``; writes its results into ``x`` and ``residual``."""
     assert residual.is_contiguous()
     assert residual.shape == x.shape
     assert residual.dtype == x.dtype
@@ -160,14 +160,14 @@ def _launch_rms_norm(
 
 
 def row_program(width: int) -> dict[str, int]:
-    """Launch options of a program that norms one row: they set the layout of its sum."""
+    """Launch options of a program that norms one row; they fix the layout of its sum."""
     block = triton.next_power_of_2(width)
     num_warps = min(max(block // _ELEMENTS_PER_WARP, 1), 16)
     return {"WIDTH": width, "BLOCK": block, "num_warps": num_warps}
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether wide loads may start at each; other code, with other sums, would serve the rest."""
+    """Whether all are 16-byte aligned; others would be compiled to code with other sums."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
@@ -287,10 +287,7 @@ def rope_and_cache(
     kv: LayerKV,
     qk_norm: QKNorm | None,
 ) -> Tensor:
-    """Norm and rotate q and k of [T, q|k|v], write k and v; q as [T, num_heads, head_dim].
-
-    Rows of ``qkv`` may lie apart.
-    """
+    """See ``Kernels.rope_and_cache``; ``qkv`` may be strided."""
     num_rows, half = qkv.shape[0], rotary.cos.shape[1]
     num_kv_heads, block_size, head_dim = kv.keys.shape[1:]
     assert qkv.shape[1] == shape.q_size + 2 * shape.kv_size

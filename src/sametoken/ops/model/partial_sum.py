@@ -1,4 +1,4 @@
-"""The sum of partial products in plain PyTorch."""
+"""The sum of tensor-parallel partial products in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def partial_sum(partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """[size, T, N] fp32 to [T, N], as ``Kernels.partial_sum`` says."""
+    """[size, T, N] fp32 -> [T, N]; see ``Kernels.partial_sum``."""
     total = partials[0]
     for partial in partials[1:]:
         total = total + partial

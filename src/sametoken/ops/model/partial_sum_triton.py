@@ -1,4 +1,4 @@
-"""The sum of partial products in Triton."""
+"""The sum of tensor-parallel partial products in Triton."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BLOCK = 1024
 
 
 def partial_sum(partials: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """[size, T, N] fp32 to [T, N], as ``Kernels.partial_sum`` says."""
+    """[size, T, N] fp32 -> [T, N]; see ``Kernels.partial_sum``."""
     assert partials.dtype == torch.float32
     assert partials.is_contiguous()
     size, rows, width = partials.shape

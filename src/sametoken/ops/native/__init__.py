@@ -1,1 +1,1 @@
-"""The CPU kernels in C, compiled on first use for the machine at hand."""
+"""CPU kernels in C, compiled on first use for the machine."""

@@ -1,20 +1,19 @@
-/* Causal attention over paged KV: prefill, decode and verify rows alike.
+/* Causal attention over paged KV, the same for prefill, decode and verify rows.
  *
- * KV is cut in splits of SPLIT positions anchored at 0. Phase one computes, for each row,
+ * KV is divided into splits of SPLIT positions anchored at 0. Phase one computes, for each row,
  * head and split, the maximum score, the sum of exponentials and the weighted values;
  * phase two merges a row's splits in order. Rows of one slot share a split's packed keys
- * and values, which changes the work but no sum: each score and each output element is
- * added up in one lane, over head_dim or over positions in ascending order. */
-#include "elementary.h"
+ * and values, which changes no sum: each score and each output element is added up in one
+ * lane, over head_dim or over positions in ascending order. */
 #include "threads.h"
 #include "tile.h"
 
 #define SPLIT 256
 /* Query rows (rows x heads of a KV head) that share one split's packed keys and values. */
 #define SHARED_QUERIES 48
-/* Positions by which keys are fetched ahead. */
+/* Prefetch distance of keys, in positions. */
 #define AHEAD 32
-/* Floats of partial results held at once; more rows are taken in several batches. */
+/* Floats of partial results held at once; more rows run in several batches. */
 #define PARTIAL_FLOATS (4 << 20)
 
 typedef struct {
@@ -25,12 +24,12 @@ typedef struct {
     float scale;
 } attention_job;
 
-/* Positions of a split, counted from its first. */
+/* Positions of a split, relative to its first. */
 typedef struct {
     int64_t first, stop;
 } span;
 
-/* Adjacent rows of one slot, and where their units and partial results start. */
+/* Adjacent rows of one slot, and the start of their units and partial results. */
 typedef struct {
     int64_t first, rows, splits, first_unit, first_partial;
 } row_tile;
@@ -48,7 +47,7 @@ static _Thread_local buffer partial_memory, tile_memory, unit_memory;
 
 INLINE int64_t partial_size(int64_t dim) { return LANES + ceil_div(dim, GROUP) * GROUP; }
 
-/* Blocks of `s` lanes: a takes the even ones of a and b, b the odd ones. */
+/* Blocks of `s` lanes: a gets the even ones of a and b, b the odd ones. */
 #define EVEN_BLOCKS(l, s) ((l) & (s) ? LANES + (l) - (s) : (l))
 #define ODD_BLOCKS(l, s) ((l) & (s) ? LANES + (l) : (l) + (s))
 #define SWAP_BLOCKS(m, s)                                                                    \
@@ -78,8 +77,8 @@ static void locate(const attention_job *job, int64_t slot, int64_t head, int64_t
     }
 }
 
-/* Pages of KV are too scattered for the CPU to foresee: the keys of the positions after
- * next and the values of these start on their way into the cache. */
+/* Software prefetch, since blocks of KV are too scattered for hardware prefetching: keys of
+ * later positions, and values of these. */
 INLINE void fetch_ahead(const attention_job *job, const workspace *work, int64_t first,
                         int64_t count, int64_t size) {
     int64_t row = job->dim * size;
@@ -92,7 +91,7 @@ INLINE void fetch_ahead(const attention_job *job, const workspace *work, int64_t
     }
 }
 
-/* Keys of `count` positions as tile columns; columns beyond repeat the last position. */
+/* Pack keys of `count` positions as tile columns; further columns repeat the last position. */
 INLINE void pack_keys(const attention_job *job, workspace *work, int64_t count, int bf16) {
     int64_t size = bf16 ? 2 : 4, units = job->dim * size / 4;
     for (int64_t first = 0; first < count; first += LANES) {
@@ -144,7 +143,7 @@ INLINE void score(const attention_job *job, workspace *work, int64_t queries, in
     }
 }
 
-/* Scores of what is seen to exp(score - maximum), others to 0; writes maximum and sum. */
+/* Replace visible scores by exp(score - maximum), others by 0; writes maximum and sum. */
 INLINE void exponentiate(float *scores, span seen, float *partial) {
     const f32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 highest = splat(-INFINITY), sum = {0};
@@ -169,15 +168,14 @@ INLINE void exponentiate(float *scores, span seen, float *partial) {
     partial[1] = sum_lanes(sum);
 }
 
-/* Positions of this split that a row may see: its own and those before, as far as its window
- * reaches. */
+/* Positions of this split that a row sees: its own and earlier ones, within its sliding window. */
 INLINE span visible(const attention_job *job, int64_t row, int64_t start) {
     int64_t stop = larger(0, smaller(SPLIT, job->positions[row] + 1 - start));
     int64_t first = job->window ? job->positions[row] + 1 - job->window - start : 0;
     return (span){larger(0, smaller(stop, first)), stop};
 }
 
-/* Adds one row's weighted values of some positions, if there are any. */
+/* Add one row's weighted values of some positions, if any. */
 INLINE void weigh_row(const float *weights, const float *columns, int64_t first, int64_t stop,
                       float *sums) {
     if (first < stop)
@@ -185,7 +183,7 @@ INLINE void weigh_row(const float *weights, const float *columns, int64_t first,
                       sums, 0);
 }
 
-/* Weighted values: of positions that all rows see together, of those before and after by row. */
+/* Weighted values: positions that all rows see in one product, those before and after by row. */
 INLINE void weigh(const attention_job *job, const row_tile *tile, workspace *work,
                   int64_t start, int64_t group, float *partials, int64_t stride) {
     int64_t queries = tile->rows * group;
@@ -272,8 +270,8 @@ INLINE void merge(const attention_job *job, int64_t row, int64_t head, const flo
                    load_some(total, LANES + i, LANES, 0) / total[1]);
 }
 
-/* Cut rows into tiles; returns how many. */
-static int64_t cut_tiles(const attention_job *job, row_tile *tiles) {
+/* Divide rows into tiles; returns their number. */
+static int64_t make_tiles(const attention_job *job, row_tile *tiles) {
     int64_t group = job->heads / job->kv_heads, count = 0;
     int64_t most = larger(1, SHARED_QUERIES / group);
     for (int64_t row = 0, rows; row < job->t; row += rows) {
@@ -301,7 +299,7 @@ static int64_t divide(workspace *work, const attention_job *job, int64_t size) {
     return 1;
 }
 
-/* Both phases for tiles first..last-1; 0 when memory ran out. */
+/* Both phases for `count` tiles; returns 0 if out of memory. */
 INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_t count,
                          float *partials, const int bf16) {
     const row_tile *end = tiles + count - 1;
@@ -334,7 +332,7 @@ INLINE int64_t run_batch(const attention_job *job, const row_tile *tiles, int64_
     return !failed;
 }
 
-/* Returns 0 when memory ran out. */
+/* Returns 0 if out of memory. */
 EXPORT int64_t attention(const void *q, const void *keys, const void *values, void *out,
                          const int64_t *positions, const int64_t *slots,
                          const int64_t *block_table, int64_t t, int64_t heads,
@@ -345,7 +343,7 @@ EXPORT int64_t attention(const void *q, const void *keys, const void *values, vo
     if (!t) return 1;
     row_tile *tiles = reserve(&tile_memory, t * sizeof *tiles);
     if (!tiles) return 0;
-    int64_t count = cut_tiles(&job, tiles);
+    int64_t count = make_tiles(&job, tiles);
     for (int64_t first = 0, last; first < count; first = last) {
         int64_t floats = 0, units = 0;
         for (last = first; last < count; last++) {

@@ -1,4 +1,4 @@
-"""The native backend: thin wrappers that hand tensors' addresses to the C kernels."""
+"""The native backend: thin wrappers that pass tensors' addresses to the C kernels."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ MAX_HEAD_DIM = 1024
 
 @dataclass(frozen=True, slots=True)
 class PanelWeight:
-    """An ``UnquantizedWeight`` in groups of 32 columns, each one contiguous stream (tile.h).
+    """``UnquantizedWeight`` packed in contiguous groups of 32 columns (tile.h).
 
     Attributes:
-        library: where its products are.
-        panels: uint8, the only copy, padded with zeros to whole groups.
-        address: of ``panels``, read once.
+        library: of the products.
+        panels: uint8, the only copy, zero padded to whole groups.
+        address: of ``panels``, cached.
         dtype: bfloat16 or float32.
     """
 
@@ -98,7 +98,7 @@ class PanelWeight:
 
 
 def silu_mul(library: NativeLibrary, gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of [T, 2I] = [gate | up], in fp32, rounded once: [T, I]."""
+    """See ``activation.silu_mul``."""
     t, width = gate_up.shape
     _require(gate_up, gate_up.dtype)
     out = torch.empty((t, width // 2), dtype=gate_up.dtype)
@@ -110,8 +110,8 @@ class NativeKernels(ComposedKernels):
     """``Kernels`` in C for CPUs; contracts are those of the protocol.
 
     Raises:
-        UnsupportedError: on construction, where the C kernels cannot be built; on use,
-            for a dtype or head size they do not have.
+        UnsupportedError: on construction, if the C kernels cannot be built; on use, for an
+            unsupported dtype or head size.
     """
 
     name = "native"
@@ -290,8 +290,8 @@ class NativeKernels(ComposedKernels):
         Args:
             parts: each slot's part in the pass, from ``part_table``.
             params: the layer's weights.
-            raw: the pass's rows as projected.
-            memory: what the slots keep in this layer; the states are advanced, the rest replaced.
+            raw: the pass's rows.
+            memory: the slots' memory in this layer, written.
         """
         rule = params.rule
         out = torch.empty((raw.mixed.shape[0], rule.out_features), dtype=raw.mixed.dtype)
@@ -299,7 +299,7 @@ class NativeKernels(ComposedKernels):
         for kept in (memory.history, memory.pending_mixed, memory.pending_gates):
             _require(kept, out.dtype)
         weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
-        # Named, so that what had to be copied outlives the call.
+        # Keeps copies alive during the call.
         floats = [None if w is None else w.float().contiguous() for w in weights]
         done = self._gated_delta(
             parts.data_ptr(),
@@ -353,12 +353,12 @@ def _is_bf16(x: Tensor) -> bool:
 
 
 def _norm_is_bf16(weight: Tensor, x: Tensor) -> bool:
-    """Whether a norm's weight is bf16; it has the dtype of ``x`` or is fp32."""
+    """Whether a norm's weight, of the dtype of ``x`` or fp32, is bf16."""
     _require(weight, torch.float32 if weight.dtype is torch.float32 else x.dtype)
     return _is_bf16(weight)
 
 
 def _require(x: Tensor, dtype: torch.dtype) -> None:
-    """C code reads raw memory: a wrong dtype or a gap between rows must not get there."""
+    """Refuse a wrong dtype and strided rows: C code reads raw memory."""
     if x.dtype is not dtype or not x.is_contiguous():
-        raise InvariantError(f"a kernel wants contiguous {dtype}, got {x.dtype} {x.stride()}")
+        raise InvariantError(f"a kernel needs contiguous {dtype}, got {x.dtype} {x.stride()}")

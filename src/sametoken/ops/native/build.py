@@ -25,7 +25,7 @@ from sametoken.io.cache_directory import (
 logger = logging.getLogger(__name__)
 
 SOURCE_DIRECTORY = Path(__file__).parent
-#: Contraction stays off so that every rounding is where the source has it (the row law).
+#: Contraction is off, so that every rounding is explicit in the source (batch invariance).
 FLAGS = (
     "-O3",
     "-std=gnu11",
@@ -40,7 +40,7 @@ FLAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to build, tried in order of speed."""
+    """One way to build; recipes are tried in order of speed."""
 
     name: str
     compile_flags: tuple[str, ...]
@@ -48,9 +48,9 @@ class Recipe:
 
 
 _FAST = ("-march=native", "-fopenmp")
-#: gcc 12 breaks off in this pass where vectors are 32 bytes wide (AVX2).
+#: gcc 12 fails in this pass for 32-byte vectors (AVX2).
 _WITHOUT_PRE = (*_FAST, "-fno-tree-pre")
-#: The first leaves OpenMP's symbols open, to be bound to the runtime torch has loaded.
+#: The first leaves OpenMP's symbols undefined, to be bound to the runtime that torch has loaded.
 RECIPES = (
     Recipe("torch's OpenMP", _FAST),
     Recipe("its own OpenMP", _FAST, ("-fopenmp",)),
@@ -79,12 +79,12 @@ def find_compiler() -> tuple[str, ...]:
 
 
 def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
-    """The shared library for ``recipe``, compiled unless the cache has it whole.
+    """The shared library for ``recipe``, compiled unless the cache has an intact one.
 
     Raises:
-        UnsupportedError: the compiler or the cache directory failed, or others than this
-            user may write to the directory.
-        ConfigError: the cache directory's home is not known.
+        UnsupportedError: the compiler or the cache directory failed, or other users may write to
+            the directory.
+        ConfigError: the cache directory's home is unknown.
     """
     stem = f"kernels-{_fingerprint(recipe, compiler)}"
     try:
@@ -97,7 +97,7 @@ def build(recipe: Recipe, compiler: Sequence[str]) -> Path:
             finished = _compile(recipe, compiler, Path(scratch))
             finished.chmod(0o700)
             library = directory / f"{stem}-{_checksum(finished)}.so"
-            # Processes that build at the same time each replace the file by an equal one.
+            # Concurrent builds replace the file with an equal one.
             os.replace(finished, library)
     except OSError as error:
         raise UnsupportedError(
@@ -116,7 +116,7 @@ def _require_own(directory: Path) -> None:
 
 
 def _cached(directory: Path, stem: str) -> Path | None:
-    """A library that this user built and that is whole: its name ends in its checksum."""
+    """An intact library built by this user; its name ends in its checksum."""
     for path in sorted(directory.glob(f"{stem}-*.so")):
         if why := untrusted_reason(path):
             logger.warning("%s is not loaded: %s", path, why)
@@ -168,7 +168,7 @@ def _fingerprint(recipe: Recipe, compiler: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """What ``-march=native`` depends on."""
+    """The facts about the CPU that ``-march=native`` depends on."""
     parts = [platform.machine(), platform.processor()]
     information = Path("/proc/cpuinfo")
     if information.exists():

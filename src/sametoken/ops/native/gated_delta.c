@@ -1,24 +1,24 @@
-/* Gated DeltaNet between its projections: convolution, gates and the gated delta rule.
+/* Gated DeltaNet without its projections: convolution, gates and the gated delta rule.
  *
- * Phase one prepares every row, phase two walks a slot's rows in order, phase three keeps
- * the raw rows that the next pass needs. A column of a state is read and changed by itself,
- * in sums over the keys in ascending order, so no bit depends on how rows are cut into
- * passes, on other slots or on threads. */
-#include "elementary.h"
+ * Phase one prepares every row, phase two scans a slot's rows sequentially, phase three stores
+ * the raw rows that the next pass needs. Every column of a state is read and updated
+ * separately, with sums over the keys in ascending order, so no bit depends on the division of
+ * rows into passes, on other slots or on threads. */
 #include "threads.h"
+#include "vector.h"
 
 #define NORM_EPS 1e-6f
-/* Columns of a state that are walked at once: with 128 keys they fit the innermost cache. */
+/* Columns of a state per panel: with 128 keys a panel fits the L1 cache. */
 #define PANELS 2
 #define PANEL (PANELS * LANES)
-/* Floats of prepared rows held at once; more slots are taken in several batches. */
+/* Floats of prepared rows held at once; more slots run in several batches. */
 #define PREPARED_FLOATS (4 << 20)
 
-/* One slot's rows: pending ones, `folded` of them, then `rows` of the pass from `first_row`
- * on. The first `lasting` change the state for good, the others are the new pending. */
+/* One slot's rows: `folded` pending ones, then `rows` of the pass from `first_row`. The first
+ * `lasting` advance the stored state, the others are the new pending rows. */
 typedef struct {
     int64_t slot, starts, first_row, rows, folded, lasting;
-    int64_t rows_before; /* folded rows and rows of the pass, of all slots before */
+    int64_t rows_before; /* folded rows and rows of the pass of all earlier slots */
 } slot_part;
 
 typedef struct {
@@ -44,7 +44,7 @@ INLINE int64_t prepared_width(const delta_job *job) {
     return channels_of(job) + 2 * job->value_heads;
 }
 
-/* Raw row `index` of the slot, counted from the oldest of its history; NULL: zeros. */
+/* Raw row `index` of the slot, from the oldest of its history; NULL stands for zeros. */
 INLINE const char *raw_row(const delta_job *job, const slot_part *part, int64_t index,
                            int64_t size) {
     int64_t before = job->taps - 1, width = channels_of(job) * size;
@@ -56,7 +56,7 @@ INLINE const char *raw_row(const delta_job *job, const slot_part *part, int64_t 
     return job->qkv + (part->first_row + index - part->folded) * job->qkv_stride * size;
 }
 
-/* SiLU of the convolution at one row: `dim` channels from `first` on. */
+/* SiLU of the convolution at one row: `dim` channels from `first`. */
 INLINE void convolve(const delta_job *job, const slot_part *part, int64_t row, int64_t first,
                      int64_t dim, float *out, const int bf16) {
     for (int64_t i = 0; i < dim; i += LANES) store_some(out, i, dim - i, 0, splat(0.0f));
@@ -112,7 +112,7 @@ INLINE void set_gates(const delta_job *job, const slot_part *part, int64_t row, 
     *beta = 1.0f / (1.0f + expf(-b));
 }
 
-/* Phase one for one slot and head: those of q, then of k, then of v with its gates. */
+/* Phase one for one slot and head; heads of q, then of k, then of v with their gates. */
 INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, float *rows,
                     const int bf16) {
     int64_t keys = 2 * job->key_heads, width = prepared_width(job);
@@ -145,7 +145,7 @@ INLINE void store_panel(const f32x16 *panel, float *state, int64_t keys, int64_t
             store_some(state, p * LANES, count - p * LANES, 0, panel[i * PANELS + p]);
 }
 
-/* What the state holds for a key. */
+/* Read a panel of the state with a key. */
 INLINE void recall(const f32x16 *panel, int64_t keys, const float *key, f32x16 held[PANELS]) {
     for (int p = 0; p < PANELS; p++) held[p] = splat(0.0f);
     for (int64_t i = 0; i < keys; i++)
@@ -153,8 +153,8 @@ INLINE void recall(const f32x16 *panel, int64_t keys, const float *key, f32x16 h
             held[p] = multiply_add(panel[i * PANELS + p], splat(key[i]), held[p]);
 }
 
-/* state = decay * state + key * change, then read with the query and, if there is one, with
- * the next row's key: the same sums as `recall`, without a second walk. */
+/* state = decay * state + key * change, then read with the query and, if any, with the next
+ * row's key: the same sums as `recall`, fused into one loop. */
 INLINE void change_panel(f32x16 *panel, int64_t keys, float decay, const float *key,
                          const float *query, const float *next_key, f32x16 change[PANELS],
                          f32x16 read[PANELS]) {
@@ -205,7 +205,7 @@ INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, i
 }
 
 /* Phase three for one slot: its history, then its pending rows, both in ascending order, so
- * that no row is overwritten before it was moved. */
+ * that no row is overwritten before it is moved. */
 INLINE void keep(const delta_job *job, const slot_part *part, const int bf16) {
     int64_t size = bf16 ? 2 : 4, before = job->taps - 1, width = channels_of(job) * size;
     int64_t gates = job->value_heads * size;
@@ -215,7 +215,7 @@ INLINE void keep(const delta_job *job, const slot_part *part, const int bf16) {
         if (!from) memset(to, 0, width);
         else if (from != to) memcpy(to, from, width);
     }
-    /* Rows that stay pending are where they belong already. */
+    /* Rows that stay pending are already in place. */
     for (int64_t row = larger(part->lasting, part->folded); row < total_rows(part); row++) {
         int64_t place = part->slot * job->max_pending + row - part->lasting;
         int64_t of_pass = part->first_row + row - part->folded;
@@ -226,7 +226,7 @@ INLINE void keep(const delta_job *job, const slot_part *part, const int bf16) {
     }
 }
 
-/* All phases for `count` slots; 0, before anything is written, when memory ran out. */
+/* All phases for `count` slots; returns 0, before any write, if out of memory. */
 INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t count,
                          const int bf16) {
     int64_t heads = 2 * job->key_heads + job->value_heads, width = prepared_width(job);
@@ -262,7 +262,7 @@ INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t c
     return !failed;
 }
 
-/* Slots that share a batch: as many as PREPARED_FLOATS allows, but one at least. */
+/* Number of slots in a batch: as many as PREPARED_FLOATS allows, at least one. */
 static int64_t batch_of(const delta_job *job, const slot_part *parts, int64_t count) {
     int64_t slots = 1, most = PREPARED_FLOATS / prepared_width(job);
     while (slots < count &&
@@ -271,8 +271,8 @@ static int64_t batch_of(const delta_job *job, const slot_part *parts, int64_t co
     return slots;
 }
 
-/* Returns 0 when memory ran out. Raw rows and what is kept of them are bf16 or fp32, as is
- * `out` [rows][value_heads * value_dim]; states, weights [taps][channels] and gates fp32. */
+/* Returns 0 if out of memory. Raw, history and pending rows are bf16 or fp32, as is `out`
+ * [rows][value_heads * value_dim]; states, weights [taps][channels] and gates are fp32. */
 EXPORT int64_t gated_delta(const slot_part *parts, int64_t count, float *states, void *history,
                            void *pending_qkv, void *pending_gates, const void *qkv,
                            const void *a, const void *b, int64_t qkv_stride, int64_t a_stride,

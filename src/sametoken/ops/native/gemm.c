@@ -9,14 +9,14 @@
 
 INLINE int64_t units_of(int64_t depth, int bf16) { return bf16 ? ceil_div(depth, 2) : depth; }
 
-/* Threads that a parallel region started here would have. */
+/* Number of threads of a parallel region. */
 EXPORT int64_t team_size(void) { return omp_get_max_threads(); }
 
 EXPORT int64_t packed_bytes(int64_t n, int64_t k, int64_t bf16) {
     return ceil_div(n, GROUP) * GROUP * units_of(k, bf16) * 4;
 }
 
-/* Ask for large pages where memory not yet touched will lie. */
+/* Advise huge pages for memory that has not been touched yet. */
 EXPORT void prefer_large_pages(void *memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
@@ -48,8 +48,8 @@ EXPORT void pack(const void *weight, void *packed, int64_t n, int64_t k, int64_t
     else pack_impl(weight, packed, n, k, 0);
 }
 
-/* Rows of the packed weight: the words of one column are GROUP words apart. Returns 0, and
- * leaves the rest undone, at a token id outside 0 .. n - 1. */
+/* Rows of the packed weight: the words of one column are GROUP words apart. Stops and returns
+ * 0 at a token id outside 0 .. n - 1. */
 EXPORT int64_t embedding(const int64_t *token_ids, const void *packed, void *out, int64_t t,
                          int64_t n, int64_t k, int64_t bf16) {
     int64_t units = units_of(k, bf16), bytes = k * (bf16 ? 2 : 4);
@@ -80,7 +80,7 @@ INLINE void store_tile(const float *sums, int64_t rows, int64_t first_row, int64
     }
 }
 
-/* One thread's groups of columns, each against all rows while it is in cache. */
+/* One thread's groups of columns; each is multiplied with all rows while it is in cache. */
 INLINE void gemm_part(const char *x, const char *packed, const void *bias, void *out,
                       int64_t t, int64_t n, int64_t k, const int bf16, const int out_bf16) {
     range groups = own_part(ceil_div(n, GROUP));

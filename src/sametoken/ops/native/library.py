@@ -1,7 +1,4 @@
-"""The compiled kernels as Python functions with preset signatures.
-
-Memory for packed weights in large pages.
-"""
+"""The compiled C kernels as Python functions, and memory for packed weights in huge pages."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from sametoken.ops.native.build import (
 logger = logging.getLogger(__name__)
 
 _SIGNATURE_TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
-#: Arguments in order (p: pointer, i: int64, f: float) and whether an int64 comes back.
+#: Arguments in order (p: pointer, i: int64, f: float) and whether an int64 is returned.
 _SIGNATURES = {
     "team_size": ("", True),
     "prefer_large_pages": ("pi", False),
@@ -49,7 +46,7 @@ _SIGNATURES = {
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """The exported C functions; their contracts stand in the C sources."""
+    """The exported C functions; their contracts are in the C sources."""
 
     team_size: Callable[[], int]
     prefer_large_pages: Callable[[int, int], None]
@@ -69,10 +66,10 @@ class NativeLibrary:
 
 @functools.cache
 def load_library() -> NativeLibrary:
-    """Build if need be, and load with the best recipe that works here.
+    """Build if needed, and load with the first recipe that works here.
 
     Raises:
-        UnsupportedError: there is no C compiler, or none of the recipes works.
+        UnsupportedError: there is no C compiler, or no recipe works.
     """
     compiler = find_compiler()
     failure = UnsupportedError("no recipe to build the CPU kernels")
@@ -86,7 +83,7 @@ def load_library() -> NativeLibrary:
 
 
 def openmp_runtimes() -> list[Path]:
-    """OpenMP runtimes of torch: those mapped into this process, else those it ships."""
+    """OpenMP runtimes of torch: those mapped into this process, otherwise those it ships."""
     maps = Path("/proc/self/maps")
     mapped = re.findall(r"/\S+", maps.read_text()) if maps.exists() else []
     found = _named_openmp(Path(name) for name in mapped)
@@ -99,7 +96,7 @@ def _named_openmp(paths: Iterable[Path]) -> list[Path]:
 
 def _opened(recipe: Recipe, path: Path) -> NativeLibrary:
     if "-fopenmp" in recipe.compile_flags and not recipe.link_flags:
-        # A second runtime would fight torch's for the cores and ignore set_num_threads.
+        # A second runtime would compete with torch's for cores and ignore set_num_threads.
         for runtime in openmp_runtimes():
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     try:
@@ -110,10 +107,10 @@ def _opened(recipe: Recipe, path: Path) -> NativeLibrary:
 
 
 def _typed(library: ctypes.CDLL, name: str) -> Any:
-    arguments, answers = _SIGNATURES[name]
+    arguments, returns = _SIGNATURES[name]
     function = getattr(library, name)
     function.argtypes = [_SIGNATURE_TYPES[letter] for letter in arguments]
-    function.restype = ctypes.c_int64 if answers else None
+    function.restype = ctypes.c_int64 if returns else None
     return function
 
 
@@ -121,14 +118,14 @@ ALIGNMENT = 64
 
 
 class WeightMemory:
-    """Cuts weights from slabs of ``slab_bytes``.
+    """Slab allocator of packed weights.
 
-    A weight of a megabyte cannot fill a large page of its own, and streaming it through
-    small pages is about a third slower. A slab's untouched rest takes no memory.
+    A weight of a megabyte cannot fill a huge page, and streaming it through small pages is about
+    a third slower. The untouched rest of a slab takes no memory.
 
     Args:
-        prefer_large_pages: ``(address, bytes)``, called on each fresh slab.
-        slab_bytes: size of a slab; larger weights get one of their own.
+        prefer_large_pages: ``(address, bytes)``, called on each new slab.
+        slab_bytes: size of a slab; larger weights get a separate one.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class WeightMemory:
         self._used = 0
 
     def take(self, size: int) -> Tensor:
-        """``size`` bytes, aligned to 64, not initialised."""
+        """``size`` bytes, 64-byte aligned, uninitialised."""
         if self._used + size > self._slab.numel():
             self._slab = torch.empty(max(size, self._slab_bytes), dtype=torch.uint8)
             self._prefer_large_pages(self._slab.data_ptr(), self._slab.numel())

@@ -24,7 +24,7 @@ GatedDeltaKernel = Callable[[Tensor, GatedDeltaParams, RawRows, LayerMemory], Te
 
 @dataclass(frozen=True, slots=True)
 class NativePass:
-    """``RecurrentPass`` in C; a rule that has no C runs row by row.
+    """``RecurrentPass`` in C; rules without C kernels run row by row.
 
     Attributes:
         table: ``part_table`` of the pass.
@@ -38,24 +38,24 @@ class NativePass:
     def begin(
         cls, rows: AttentionRows, folded: Folded, gated_delta: GatedDeltaKernel
     ) -> NativePass:
-        """As ``Kernels.begin_pass``."""
+        """See ``Kernels.begin_pass``."""
         row_by_row = RowByRowPass.begin(rows, folded)
         return cls(gated_delta, part_table(row_by_row.parts), row_by_row)
 
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
-        """As ``RecurrentPass.run``."""
+        """See ``RecurrentPass.run``."""
         if not isinstance(weights, GatedDeltaParams):
             return self.row_by_row.run(weights, raw, memory)
         memory.require_dtype(raw)
         return self.gated_delta(self.table, weights, raw, memory)
 
     def finish(self) -> None:
-        """As ``RecurrentPass.finish``."""
+        """See ``RecurrentPass.finish``."""
         self.row_by_row.finish()
 
 
 def part_table(parts: Sequence[SlotRows]) -> Tensor:
-    """[P, 7] int64: parts of a pass in the order of their rows, as gated_delta.c reads them."""
+    """[P, 7] int64: parts of a pass in the order of their rows; ``slot_part`` of gated_delta.c."""
     table, rows_before = [], 0
     for part in parts:
         counts = (part.first_row, part.num_rows, part.num_folded, part.num_lasting)

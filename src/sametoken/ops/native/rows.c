@@ -1,10 +1,10 @@
-/* Norms, the gated activation, rotary embedding and the KV write: every row by itself. */
-#include "elementary.h"
+/* Row-wise operations: norms, gated activations, rotary embedding and the KV write. */
 #include "threads.h"
+#include "vector.h"
 
 #define MAX_HEAD_DIM 1024
 
-/* 1 / sqrt(mean(x^2) + eps) of `size` elements, one order for each size. */
+/* 1 / sqrt(mean(x^2) + eps) of `size` elements; the order of additions depends on `size` only. */
 INLINE float inverse_rms(const void *x, int64_t first, int64_t size, float eps, int bf16) {
     f32x16 squares = {0};
     for (int64_t i = 0; i < size; i += LANES) {

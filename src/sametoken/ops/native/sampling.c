@@ -1,10 +1,10 @@
-/* Keyed sampling: argmax of logits / T + gumbel(seed, position, token id). */
-#include "elementary.h"
+/* Keyed sampling (Gumbel-max trick): argmax of logits / T + gumbel(seed, position, token id). */
 #include "threads.h"
+#include "vector.h"
 
 /* Columns per unit of work; a multiple of CHUNK. */
 #define UNIT 8192
-/* Token ids whose noise is drawn at once: 16 Philox counters of 4 words. */
+/* Token ids per batch of noise: 16 Philox counters of 4 words. */
 #define CHUNK (4 * LANES)
 
 typedef struct {
@@ -12,7 +12,7 @@ typedef struct {
     int64_t column;
 } candidate;
 
-/* High and low halves of the products with `factor`. */
+/* High and low words of the 64-bit products with `factor`. */
 INLINE void multiply_wide(u32x16 a, uint32_t factor, u32x16 *high, u32x16 *low) {
 #if defined(__AVX512F__)
     __m512i by = _mm512_set1_epi32((int)factor);
@@ -50,7 +50,7 @@ INLINE void philox(u32x16 counters, int64_t position, int64_t seed, u32x16 words
     words[3] = c3;
 }
 
-/* The words of token ids first .. first + 63, in their order; first is a multiple of 4. */
+/* Noise words of token ids first .. first + 63, in order; first is a multiple of 4. */
 INLINE void words_from(int64_t first, int64_t position, int64_t seed, u32x16 words[4]) {
     const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     u32x16 c[4];
@@ -63,7 +63,7 @@ INLINE void words_from(int64_t first, int64_t position, int64_t seed, u32x16 wor
     words[3] = SHUFFLE(even_high, odd_high, ZIP_LOW, 8);
 }
 
-/* The words of up to 16 token ids in any order. */
+/* Noise words of up to 16 arbitrary token ids. */
 INLINE u32x16 words_of(const int64_t *token_ids, int64_t count, int64_t position, int64_t seed) {
     u32x16 id = {0}, words[4];
     for (int64_t i = 0; i < smaller(LANES, count); i++) id[i] = (uint32_t)token_ids[i];
@@ -132,7 +132,7 @@ static candidate best_of(const float *logits, const int64_t *token_ids, int64_t 
 static _Thread_local buffer candidate_memory;
 
 /* token_ids[i] is the token of column i, ascending; NULL: column i is token i.
- * Returns 0 when memory ran out. */
+ * Returns 0 if out of memory. */
 EXPORT int64_t sample(const float *logits, const float *temperature, const int64_t *seeds,
                       const int64_t *positions, const int64_t *token_ids, int64_t *out,
                       int64_t rows, int64_t columns) {

@@ -14,14 +14,14 @@ static inline int omp_get_num_threads(void) { return 1; }
 static inline int omp_get_max_threads(void) { return 1; }
 #endif
 
-/* Fewer elements than this are not worth waking the team for. */
+/* Below this number of elements one thread is faster. */
 #define PARALLEL_ELEMENTS 16384
 
 typedef struct {
     int64_t first, last;
 } range;
 
-/* The part of `count` items that this thread of the current team owns: contiguous. */
+/* This thread's contiguous share of `count` items. */
 static inline range own_part(int64_t count) {
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     return (range){count * thread / threads, count * (thread + 1) / threads};
@@ -32,7 +32,7 @@ typedef struct {
     size_t size;
 } buffer;
 
-/* Memory that lives as long as its thread and grows on demand; NULL when there is none. */
+/* Thread-local memory that grows on demand; NULL if allocation fails. */
 static inline void *reserve(buffer *own, size_t bytes) {
     if (own->size < bytes) {
         free(own->memory);

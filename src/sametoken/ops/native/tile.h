@@ -1,8 +1,8 @@
-/* The one matrix product: up to MAX_ROWS rows times a group of GROUP columns.
+/* Matrix product micro-kernel: up to MAX_ROWS rows times a group of GROUP columns.
  *
- * Columns are packed by group: [units][GROUP] words of 32 bits, a word being one fp32 or
- * two neighbouring bf16 elements of a column. Each column has a lane of its own and its
- * sum runs over the units in order, so no result depends on how many rows share a call. */
+ * Columns are packed by group: [units][GROUP] words of 32 bits, each one fp32 or two
+ * neighbouring bf16 elements of a column. Each column has its own lane and its sum runs over
+ * the units in order, so no result depends on the number of rows in a call. */
 #ifndef SAMETOKEN_TILE_H
 #define SAMETOKEN_TILE_H
 
@@ -64,7 +64,7 @@ INLINE void fixed_tile(const int rows, const char *x, int64_t stride, const u32x
             memcpy(sums + r * GROUP + p * LANES, &sum[r][p], sizeof(f32x16));
 }
 
-/* The same for any 1 <= rows <= MAX_ROWS; `stride` is the bytes from row to row of x. */
+/* fixed_tile for any 1 <= rows <= MAX_ROWS; `stride` is in bytes. */
 INLINE void multiply_tile(int rows, const void *x, int64_t stride, const void *columns,
                           int64_t depth, float *sums, int bf16) {
 #define CASE(n)                                                                              \

@@ -1,1 +1,1 @@
-"""Operations on logits: keyed sampling, truncation, and rules of requests."""
+"""Logits rules, truncation (top-k, top-p, min-p) and keyed sampling."""

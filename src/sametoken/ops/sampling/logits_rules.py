@@ -1,11 +1,9 @@
-"""What the rules of logits read: S slots, of which few have any.
+"""Logits rules by slot, and the packed integers in which the host passes edits to kernels.
 
-A slot's edits as one row of integers, which the host writes and kernels read.
-
-First the header, then the ids of banned tokens, those of stop tokens, the ids of biased tokens,
-the bits of their biases (fp32), the words of the mask of allowed ids (bit ``id % 64`` of word
-``id // 64``; ids beyond the last word are not allowed), where each bad word begins in the row, how
-many tokens it has, and the bad words' tokens.
+A packed row holds, in order: the header, ids of banned tokens, ids of stop tokens, ids of biased
+tokens, their biases (bits of fp32), the bitmask of allowed ids (bit ``id % 64`` of word
+``id // 64``; ids beyond the last word are not allowed), the offset of each bad word in the row, its
+number of tokens, and the bad words' tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +31,14 @@ class CommittedTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LogitsRules:
-    """What changes logits by token id or by history, by slot. Few slots have any.
+    """Masks, biases and penalties by slot; S slots, few of which have any.
 
     Attributes:
-        edits: the host's: by slot, for those that mask or bias tokens, the row of integers on
-            the device that says so (``ops.sampling.logits_rules``).
-        edit_addresses: [S] int64, where that row lies in memory; 0 for none.
-        counters: the host's: by slot, for those with penalties, a number below S of its own.
+        edits: on the host, by slot with masks or biases: its packed row on the device.
+        edit_addresses: [S] int64, address of that row; 0 for none.
+        counters: on the host, by slot with penalties: its own index below S.
         counter_of: [S] int64, the same; -1 for none.
-        repetition, frequency, presence: [S] fp32; 1, 0 and 0 change nothing.
+        repetition, frequency, presence: [S] fp32; 1, 0 and 0 have no effect.
     """
 
     edits: dict[int, Tensor]
@@ -57,13 +54,13 @@ WORD_BITS = 64
 
 
 class Header(NamedTuple):
-    """What a row of edits begins with.
+    """The first integers of a packed row.
 
     Attributes:
         min_tokens: output tokens before which stop tokens are masked.
-        lowest, lowest_early: the lowest id that neither allowed ids nor banned tokens forbid;
-            ``lowest_early`` is no stop token either, if those are masked at all.
-        num_banned, num_stops, num_biases, num_mask_words, num_bad_words: lengths of what follows.
+        lowest, lowest_early: the lowest id that is allowed and not banned; ``lowest_early`` is
+            no masked stop token either.
+        num_banned, num_stops, num_biases, num_mask_words, num_bad_words: lengths of the lists.
         longest: tokens of the longest bad word; 0 without any.
     """
 
@@ -83,14 +80,14 @@ HEADER_SIZE = len(Header._fields)
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Which tokens a request masks or biases, whatever came before but for bad words.
+    """Masks and biases of a request; only bad words depend on earlier tokens.
 
     Attributes:
-        allowed_ids: the only ids that may be chosen; None for all.
-        banned_ids: ids that may not.
-        stop_ids: ids that may not before ``min_tokens`` output tokens; none if that is 0.
-        min_tokens: see there.
-        bad_words: two tokens and more each: sequences that the output may not complete.
+        allowed_ids: the only ids that may be sampled; None for all.
+        banned_ids: ids that may not be sampled.
+        stop_ids: ids masked before ``min_tokens`` output tokens; none if that is 0.
+        min_tokens: see ``stop_ids``.
+        bad_words: sequences of two or more tokens that the output may not complete.
         biases: by id, added to the logits.
     """
 
@@ -102,11 +99,11 @@ class Edits:
     biases: dict[int, float]
 
     def pack(self) -> list[int]:
-        """The row of integers.
+        """The packed row.
 
         Raises:
-            InvariantError: the masks forbid every token. Such a request is refused at the door
-                (``sampling.admission``).
+            InvariantError: the masks forbid every token. ``sampling.admission`` refuses these
+                requests.
         """
         words = self.bad_words
         mask = _mask_words(self.allowed_ids or ())
@@ -139,20 +136,20 @@ class Edits:
 
 
 def _mask_words(allowed_ids: Iterable[int]) -> list[int]:
-    """Bits of the allowed ids as signed 64-bit words; none if there is no such id."""
+    """Bitmask of the allowed ids in signed 64-bit words; empty without ids."""
     size = -(-(max(allowed_ids, default=-1) + 1) // WORD_BITS)
     bits = torch.zeros(size * WORD_BITS, dtype=torch.int64)
     bits[torch.tensor(list(allowed_ids), dtype=torch.int64)] = 1
-    # Bits are distinct, so their sum has no carry; the highest one makes a word negative.
+    # Bits are distinct, so their sum has no carry; the highest bit makes a word negative.
     return (bits.view(-1, WORD_BITS) << torch.arange(WORD_BITS)).sum(dim=1).tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A row of edits taken apart; tensors share its memory, but for ``biases``.
+    """An unpacked row; all tensors except ``biases`` are views of it.
 
     Attributes:
-        header: see there.
+        header: its first integers.
         banned_ids, stop_ids, bias_ids: int64.
         biases: [len(bias_ids)] fp32.
         mask_words: int64; empty if every id is allowed.
@@ -169,7 +166,7 @@ class Parts:
 
     @classmethod
     def of(cls, row: Tensor) -> Parts:
-        """Take apart what ``Edits.pack`` made; reads the header and the bad words to the host."""
+        """Unpack what ``Edits.pack`` made; copies the header and the bad words to the host."""
         header = Header(*row[:HEADER_SIZE].tolist())
         sizes = [HEADER_SIZE, header.num_banned, header.num_stops, header.num_biases]
         sizes += [header.num_biases, header.num_mask_words, header.num_bad_words]
@@ -196,8 +193,8 @@ class Parts:
         return sum(counts) > 0
 
     def allowed_ids(self, vocab_size: int) -> Tensor:
-        """[A] int64 below V, ascending, of a row that has mask words."""
-        # By bytes, of which a word has its lowest first: an eighth of the memory.
+        """[A] int64 below V, ascending, for a row with mask words."""
+        # By bytes (little-endian words): an eighth of the memory.
         shifts = torch.arange(8, dtype=torch.uint8, device=self.mask_words.device)
         octets = self.mask_words.view(torch.uint8)
         bits = ((octets[:, None] >> shifts) & 1).flatten()

@@ -1,13 +1,13 @@
 """Masks, biases and penalties in plain PyTorch; also the CPU path.
 
-Row r of a window is judged as if its r drafts were committed: its prefix is the committed
-tokens and drafts 1..r. Nothing is remembered between steps, so a rejected draft cannot
-leave a trace (tests/unit/runner/test_processing.py).
+Row r of a window is processed as if its r drafts were committed: its prefix is the committed
+tokens and drafts 1..r. No state is kept between steps, so rejected drafts have no effect
+(tests/unit/runner/test_processing.py).
 
-In this order: allowed ids, bad words (matched within the output, as in vLLM), min_tokens, biases,
-repetition (prompt and output), frequency and presence (output only). Where a bad word of
-several tokens forbids the last id left, it yields: the lowest id that the other masks permit gets
-the logit 0. Every product, quotient and difference is rounded to fp32 by itself.
+Order: allowed ids, bad words (matched within the output, as in vLLM), min_tokens, biases,
+repetition (prompt and output), frequency and presence (output only). If a bad word of several
+tokens would forbid the last valid id, the lowest id that the other masks permit gets the logit 0.
+Every product, quotient and difference is rounded to fp32 separately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def apply_rules(
 
     Args:
         logits: [L, V] fp32, written.
-        rows: where the logits rows stand.
+        rows: slots and positions of the logits rows.
         committed: committed tokens and prompt lengths by slot.
         rules: by slot.
     """
@@ -55,7 +55,7 @@ def apply_rules(
 
 
 def _windows(rows: SampledRows, rules: LogitsRules) -> list[tuple[int, int, int, int]]:
-    """Slot, first row, row after the last, and committed tokens of each window with rules."""
+    """Slot, first row, end row, and number of committed tokens of each window with rules."""
     columns = torch.stack((rows.slots, rows.offsets, rows.positions), dim=1).tolist()
     windows: list[tuple[int, int, int, int]] = []
     for row, (slot, offset, position) in enumerate(columns):
@@ -96,7 +96,7 @@ def _mask(window: Tensor, tokens: Tensor, num_tokens: int, prompt_len: int, edit
 def _completions(
     tokens: Tensor, num_tokens: int, prompt_len: int, words: tuple[tuple[int, ...], ...]
 ) -> list[tuple[int, int]]:
-    """(window row, token id) pairs that would complete a bad word of several tokens."""
+    """(window row, token id) pairs that would complete a bad word."""
     if not words:
         return []
     by_last_of_prefix = defaultdict(list)
@@ -120,7 +120,7 @@ def _penalise(
     prompt_len: int,
     penalties: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Repetition, frequency and presence: fp32 scalars, which the device divides by as by rows."""
+    """Apply repetition, frequency and presence penalties, fp32 scalar tensors, to a window."""
     repetition, frequency, presence = penalties
     ids, index = torch.unique(tokens, return_inverse=True)
     in_prompt = torch.bincount(index[:prompt_len], minlength=ids.shape[0]) > 0

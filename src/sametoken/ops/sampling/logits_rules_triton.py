@@ -1,9 +1,9 @@
-"""Masks, biases and penalties in Triton: what ``reference`` says, with its bits.
+"""Masks, biases and penalties in Triton, with the bits of ``logits_rules_reference``.
 
-Every length is read on the device, so nothing waits for it. Edits are one launch, of a program
-per row. Penalties are three: counters set to zero, one that counts committed tokens, and one
-over rows and columns. Counts are integers, whose sum has no order. Products are not fused
-with sums (``enable_fp_fusion``). So the bits of a row depend neither on tiles nor on company.
+Every length is read on the device, so the host never waits. Edits are one launch with a program
+per row. Penalties are three: zero the counters, count committed tokens, apply them over rows and
+columns. Counts are integers, so their order of addition does not matter, and products are not
+fused with sums (``enable_fp_fusion``): a row's bits depend neither on tiles nor on the batch.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -29,9 +29,9 @@ from sametoken.ops.sampling.logits_rules import (
 _LANES, _BAD_WORDS, _IDS = 4096, 64, 512
 _BLOCK = 2048
 
-# Enough to fill the chip; more would mostly be rows that have nothing to do.
+# Enough to fill the chip; most further programs would be idle.
 _PROGRAMS = 4096
-# Bounds the memory of the counters: 64 of 150k are 38 MB.
+# Bounds the memory of the counters: 64 x 150k int32 are 38 MB.
 _COUNTERS_AT_A_TIME = 64
 
 _HEADER_SIZE = tl.constexpr(HEADER_SIZE)
@@ -42,14 +42,7 @@ _IN_PROMPT = tl.constexpr(1 << 30)
 def apply_rules(
     logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules
 ) -> None:
-    """Mask, bias and penalise logits by their slots' rules; other rows keep their bits.
-
-    Args:
-        logits: [L, V] fp32, written.
-        rows: where the logits rows stand.
-        committed: committed tokens and prompt lengths by slot.
-        rules: by slot.
-    """
+    """See ``logits_rules_reference.apply_rules``."""
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
     if not logits.shape[0]:
@@ -168,18 +161,18 @@ def _edit_kernel(
 @triton.jit
 def _edit_row(
     row,  # [V], written
-    row_token,  # the row's own token, after the offset tokens before it in the window
+    row_token,  # pointer to the row's own token; the ``offset`` before it are its window's
     committed,  # [max_len], the slot's
-    edits,  # the slot's row of integers
+    edits,  # the slot's packed row
     position,
     offset,
-    output,  # tokens of output before the one being chosen
+    output,  # number of output tokens before the sampled one
     vocab_size,  # V
     LANES: tl.constexpr,
     BAD_WORDS: tl.constexpr,
     IDS: tl.constexpr,
 ):
-    # In the order of layout.Header.
+    # In the order of logits_rules.Header.
     min_tokens = tl.load(edits)
     num_banned, num_stops = tl.load(edits + 3), tl.load(edits + 4)
     num_biases, num_mask_words = tl.load(edits + 5), tl.load(edits + 6)
@@ -199,7 +192,7 @@ def _edit_row(
             row, row_token, committed, edits, bad_words, num_bad_words, longest,
             position, offset, output, BAD_WORDS,
         )  # fmt: skip
-        # What other threads have stored above is looked at below.
+        # Stores of other threads above are read below.
         tl.debug_barrier()
         if _has_no_valid_token(row, vocab_size, LANES):
             lowest = tl.load(edits + tl.where(early, 2, 1))
@@ -216,7 +209,7 @@ def _edit_row(
 
 @triton.jit
 def _forbid_all_but(row, mask_words, num_mask_words, vocab_size, LANES: tl.constexpr):
-    """-inf for ids whose bit is not set."""
+    """Write -inf for ids whose bit is not set."""
     for start in range(0, vocab_size, LANES):
         token = start + tl.arange(0, LANES)
         word = token // _WORD_BITS
@@ -227,7 +220,7 @@ def _forbid_all_but(row, mask_words, num_mask_words, vocab_size, LANES: tl.const
 
 @triton.jit
 def _forbid(row, forbidden_ids, num_forbidden, vocab_size, IDS: tl.constexpr):
-    """-inf for a list of ids; those beyond the vocabulary are none of it."""
+    """Write -inf for a list of ids; skips ids beyond the vocabulary."""
     for first in range(0, num_forbidden, IDS):
         place = first + tl.arange(0, IDS)
         token = tl.load(forbidden_ids + place, place < num_forbidden, other=vocab_size)
@@ -236,11 +229,11 @@ def _forbid(row, forbidden_ids, num_forbidden, vocab_size, IDS: tl.constexpr):
 
 @triton.jit
 def _forbid_completions(
-    row,  # this and the next as in _edit_row
+    row,  # this and the next three as in _edit_row
     row_token,
     committed,
     edits,
-    bad_words,  # where they begin, then how many tokens each has
+    bad_words,  # their offsets in the packed row, then their numbers of tokens
     num_bad_words,
     longest,
     position,
@@ -248,7 +241,7 @@ def _forbid_completions(
     output,
     BAD_WORDS: tl.constexpr,
 ):
-    """-inf for the last token of each bad word whose other tokens are the last of the output."""
+    """Write -inf for the last token of each bad word whose other tokens end the output."""
     reach = tl.minimum(longest - 1, output)
     for first in range(0, num_bad_words, BAD_WORDS):
         place = first + tl.arange(0, BAD_WORDS)
@@ -257,7 +250,7 @@ def _forbid_completions(
         num_before = tl.load(bad_words + num_bad_words + place, inside, other=1) - 1
         matches = inside & (num_before <= output)
         for back in range(reach):
-            # Drafts and the last committed token are the window's; what precedes is the slot's.
+            # Drafts and the last committed token come from the window, earlier ones from the slot.
             in_window = back <= offset
             drafted = tl.load(row_token - back, in_window, other=0)
             token = tl.load(committed + position - back, ~in_window, other=0)
@@ -271,7 +264,7 @@ def _forbid_completions(
 
 @triton.jit
 def _has_no_valid_token(row, vocab_size, LANES: tl.constexpr):
-    """Whether no token is left. It ends at the first tile that has one: mostly the first."""
+    """Whether all logits are -inf. Stops at the first tile with a valid token, mostly the first."""
     start, found = 0, 0
     while (start < vocab_size) & (found == 0):
         token = start + tl.arange(0, LANES)
@@ -297,9 +290,9 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """How often committed tokens stand in the output, with a bit for those in the prompt.
+    """Count committed tokens in the output and set a bit for those in the prompt.
 
-    A window's first row, of which every window has one, counts for all of it.
+    Only a window's first row counts.
     """
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -337,7 +330,7 @@ def _penalise_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add a row's own drafts to its counts, then penalise what they name."""
+    """Add the drafts before a row to its counts, then penalise the counted tokens."""
     gdc_launch_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)

@@ -1,13 +1,12 @@
-"""Keyed sampling in plain PyTorch; also the CPU path.
+"""Keyed sampling (Gumbel-max trick) in plain PyTorch; also the CPU path.
 
 Noise comes from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator: word
 ``token_id % 4`` of the block with counter (token_id // 4, position low, position high, 0)
 and key (seed low, seed high). It has no state, so speculation cannot advance it.
 
-Keys: a candidate token as one int64, comparable in any order.
-
-An order-preserving image of its fp32 value stands above the complement of its id, so the largest
-key is the best value with the lowest id. NaN ranks above all and marks its row.
+A key packs a candidate token into one int64: an order-preserving image of its fp32 value in the
+upper half, the complement of its id in the lower one. The largest key is the best value with the
+lowest id. NaN ranks above all values and so marks its row.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
-# Rows are independent, so a bounded number at a time costs no bits and saves memory.
+# Rows are independent: batches of bounded size save memory and change no bits.
 _ROWS_AT_A_TIME = 16
 
 _Words = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -40,12 +39,12 @@ def sample(
         logits: [L, V'] fp32, not written; rows that are all -inf or hold NaN give a valid id.
         temperature: [L] fp32, 0 for greedy rows.
         seeds: [L] int64, 0..2^63-1.
-        positions: [L] int64, absolute position of the token being chosen.
+        positions: [L] int64, absolute position of the sampled token.
         token_ids: [V'] int64, ascending: the token of each column; None: column i is token i.
-        slots: [L] int64: row l takes temperature and seed, then [S], of ``slots[l]``.
+        slots: [L] int64: ``temperature`` and ``seeds`` are [S], and row l takes ``slots[l]``'s.
 
     Returns:
-        [L] int64; of equal values the lowest id.
+        [L] int64; the lowest id among equal values.
     """
     if slots is not None:
         temperature, seeds = temperature[slots], seeds[slots]
@@ -63,7 +62,7 @@ def sample(
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, a function of (seed, position, token id) alone.
+    """Standard Gumbel noise, a function of (seed, position, token id) only.
 
     Args:
         seeds: [L] int64, 0..2^63-1.
@@ -99,8 +98,8 @@ def philox(counter: _Words, key: tuple[Tensor, Tensor]) -> _Words:
 
 
 NAN_RANK = 0x7FFFFFFF
-#: The image of -inf: the best of a row that has nothing else.
-NOTHING_RANK = -0x7F800001
+#: The image of -inf: the best of a row without a valid token.
+NO_TOKEN_RANK = -0x7F800001
 ID_MASK = 0xFFFFFFFF
 
 
@@ -121,11 +120,11 @@ def token_of(keys: Tensor) -> Tensor:
     return ID_MASK - (keys & ID_MASK)
 
 
-def is_nan(keys: Tensor) -> Tensor:
+def has_nan(keys: Tensor) -> Tensor:
     """Whether a row's best value is NaN."""
     return (keys >> 32) == NAN_RANK
 
 
-def is_nothing(keys: Tensor) -> Tensor:
-    """Whether a row's best value is -inf: the row has no token left."""
-    return (keys >> 32) == NOTHING_RANK
+def has_no_valid_token(keys: Tensor) -> Tensor:
+    """Whether a row's best value is -inf: the row has no valid token."""
+    return (keys >> 32) == NO_TOKEN_RANK

@@ -1,4 +1,4 @@
-"""Keyed sampling in Triton: keys of tiles of the vocabulary first, then the best of them."""
+"""Keyed sampling (Gumbel-max trick) in Triton: a key per vocabulary tile, then their maximum."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sametoken.ops.pdl import (
 )
 from sametoken.ops.sampling import sample as keys
 
-# Many rows fill the chip with tiles that spend less on their reductions; few need more tiles.
+# Large tiles spend less on reductions; few rows need more tiles to fill the chip.
 _BLOCK, _WIDE_BLOCK, _ROWS_OF_WIDE = 1024, 4096, 16
 
 _NAN_RANK = tl.constexpr(keys.NAN_RANK)
-_NOTHING_RANK = tl.constexpr(keys.NOTHING_RANK)
+_NO_TOKEN_RANK = tl.constexpr(keys.NO_TOKEN_RANK)
 _ID_MASK = tl.constexpr(keys.ID_MASK)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -46,7 +46,7 @@ def philox_words_of(
     position,  # scalar int64
     token_ids,  # [BLOCK] int64
 ):
-    """[BLOCK] uint32 noise words of any token ids: a counter for each, of which one word."""
+    """[BLOCK] uint32 noise words of any token ids: one word of a counter block per id."""
     blocks = (token_ids // 4).to(tl.uint32)
     zero = blocks * 0
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -62,11 +62,11 @@ def gumbel_noise(
 ):
     """Standard Gumbel noise, fp32 and finite, from uniform 32-bit words.
 
-    Multiply-adds are explicit, so that every tile computes the same bits.
+    Multiply-adds are explicit, so every tile size gives the same bits.
     """
     uniform = tl.fma(words.to(tl.float32), 2.0**-32, 2.0**-33)
     uniform = tl.minimum(uniform, 1.0 - 2.0**-24)
-    # -log(1 - u) loses the digits of a small u, which make the largest noise: a series there.
+    # -log(1 - u) loses the digits of a small u, where noise is largest: use a series there.
     series = tl.fma(uniform, 1.0 / 6.0, 0.2)
     series = tl.fma(uniform, series, 0.25)
     series = tl.fma(uniform, series, 1.0 / 3.0)
@@ -78,7 +78,7 @@ def gumbel_noise(
 
 @triton.jit
 def _log(x):
-    """By the special function unit: absolute error below 2e-7 near 1, relative elsewhere."""
+    """Natural log by the special function unit: absolute error below 2e-7 near 1, else relative."""
     if _INTERPRETED:
         return tl.log(x)
     log2 = tl.inline_asm_elementwise(
@@ -93,7 +93,7 @@ def _best_of_tile(value, first_id, BLOCK: tl.constexpr):
     ids = tl.arange(0, BLOCK)
     best = tl.max(value, axis=0)
     index = tl.where(value >= best, ids, BLOCK - 1)
-    # NaN goes below all others, which also tells that there is one.
+    # NaN gets a negative index, below all others, which marks the tile.
     index = tl.min(tl.where(value != value, ids - BLOCK, index), axis=0)
     bits = tl.where(best == 0.0, 0.0, best).to(tl.int32, bitcast=True)
     rank = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -104,7 +104,7 @@ def _best_of_tile(value, first_id, BLOCK: tl.constexpr):
 
 @triton.jit
 def token_of(key):
-    """The token id in a key, or its column where a map goes with it."""
+    """The token id in a key; a column if keys were made with ``token_ids``."""
     return _ID_MASK - (key & _ID_MASK)
 
 
@@ -116,8 +116,8 @@ def has_nan(key):
 
 @triton.jit
 def has_no_valid_token(key):
-    """Whether the best value of a key is -inf: the row has no token left."""
-    return (key >> 32) == _NOTHING_RANK
+    """Whether the best value of a key is -inf: the row has no valid token."""
+    return (key >> 32) == _NO_TOKEN_RANK
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def _tile_keys_kernel(
             else:
                 mapped = tl.load(token_ids + ids, ids < VOCAB_SIZE, other=0)
                 words = philox_words_of(seed, position, mapped)
-            # Has the order of value / divisor + noise, without the division.
+            # Same order as value / divisor + noise, without the division.
             value = tl.fma(gumbel_noise(words), divisor, value)
     tl.store(keys + row * NUM_TILES + tile, _best_of_tile(value, first_id, BLOCK))
 
@@ -163,7 +163,7 @@ def _best_of_tiles_kernel(
     keys,  # [L, NUM_TILES]
     token_ids,  # as in _tile_keys_kernel
     tokens,  # [L]
-    has_nan,  # [L]
+    nan_rows,  # [L] bool
     NUM_TILES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -177,7 +177,7 @@ def _best_of_tiles_kernel(
     if token_ids is not None:
         token = tl.load(token_ids + token)
     tl.store(tokens + row, token)
-    tl.store(has_nan + row, has_nan(key))
+    tl.store(nan_rows + row, has_nan(key))
 
 
 def sample(
@@ -188,25 +188,13 @@ def sample(
     token_ids: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """``argmax(logits / T + gumbel)`` per row; plain argmax where T is 0.
-
-    Args:
-        logits: [L, V'] fp32, not written; rows that are all -inf or hold NaN give a valid id.
-        temperature: [L] fp32, 0 for greedy rows.
-        seeds: [L] int64, 0..2^63-1.
-        positions: [L] int64, absolute position of the token being chosen.
-        token_ids: [V'] int64, ascending: the token of each column; None: column i is token i.
-        slots: [L] int64: row l takes temperature and seed, then [S], of ``slots[l]``.
-
-    Returns:
-        [L] int64; of equal values the lowest id.
-    """
+    """See ``sample.sample``."""
     keys = _tile_keys(logits, temperature, seeds, slots, positions, 0, token_ids)
     return best_tokens(keys, token_ids)[0]
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The lowest id of each row's largest value, for steps that sample nothing: [L] int64."""
+    """The lowest id of each row's largest value: [L] int64."""
     return best_tokens(greedy_keys(logits))[0]
 
 
@@ -216,31 +204,31 @@ def greedy_keys(logits: Tensor) -> Tensor:
 
 
 def token_keys(logits: Tensor, temperature: Tensor, seeds: Tensor, rows: SampledRows) -> Tensor:
-    """As ``Kernels.token_keys``: one launch, nothing gathered before."""
+    """See ``Kernels.token_keys``; one launch."""
     return _tile_keys(logits, temperature, seeds, rows.slots, rows.positions, 1)
 
 
 def best_tokens(keys: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Second half: [L, tiles] keys to token ids [L] int64 and has_nan [L] bool (held NaN).
+    """Second half: [L, tiles] keys to token ids [L] int64 and which rows hold NaN [L] bool.
 
-    ``token_ids`` is that of ``sample``, for keys that were made with it.
+    ``token_ids`` as in ``sample``, for keys made with it.
     """
     num_rows, num_tiles = keys.shape
     tokens = keys.new_empty(num_rows)
-    has_nan = keys.new_empty(num_rows, dtype=torch.bool)
+    nan_rows = keys.new_empty(num_rows, dtype=torch.bool)
     if num_rows:
         block = triton.next_power_of_2(num_tiles)
         _best_of_tiles_kernel[(num_rows,)](
             keys,
             token_ids,
             tokens,
-            has_nan,
+            nan_rows,
             NUM_TILES=num_tiles,
             BLOCK=block,
             num_warps=1,
             **pdl_options(keys),
         )
-    return tokens, has_nan
+    return tokens, nan_rows
 
 
 def _tile_keys(

@@ -1,12 +1,12 @@
-"""min_p, top_k and top_p in Triton: one program per row, which finds the edge of what is kept.
+"""Top-k, top-p and min-p truncation in Triton: one program per row bisects for the threshold.
 
-The first pass over a row keeps the two best logits of every lane, its *leaders*: what lies
-above ``limit``, the best of the others, is a leader. An edge among leaders is found without
-reading the row again. One that lies lower costs a pass over the row for each step of a
-bisection, at most 32 for top_k and 32 for top_p.
+The first pass over a row keeps the two best logits of every lane, its *leaders*; every logit
+above ``limit``, the best of the others, is a leader. A threshold among leaders is found without
+another read of the row. A lower one costs a pass over the row per bisection step, at most 32 for
+top_k and 32 for top_p.
 
-What is kept is what ``reference`` defines. Masses come of fp32 exponentials here, good to a few
-millionths; the rest is sums of integers, which depend neither on lanes nor on order.
+``sampling.truncation`` defines the result. Masses come from fp32 exponentials here, accurate to a
+few millionths; all sums are of integers, so they depend neither on lanes nor on order.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.backend import Cuts
+from sametoken.ops.backend import Truncation
 from sametoken.ops.pdl import (
     gdc_launch_and_wait,
     pdl_options,
@@ -32,14 +32,14 @@ _MASS_OF_BEST = tl.constexpr(float(MASS_OF_BEST))
 
 @triton.jit
 def _image_of(logit):
-    """A scalar as int64 in the order of fp32, where both zeros are one."""
+    """Order-preserving int64 image of an fp32 scalar; both zeros have the same image."""
     bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
 def _logit_of(image):
-    """The inverse; NaN, which no logit reaches, above the image of infinity."""
+    """The inverse of ``_image_of``; NaN above the image of infinity, which no logit reaches."""
     bits = image.to(tl.int32)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -47,26 +47,26 @@ def _logit_of(image):
 
 @triton.jit
 def _distance(logit, best, inverse):
-    """How far below the best, in units of the temperature: at most 0."""
+    """(logit - best) / temperature: at most 0, exactly 0 for the best."""
     return tl.where(logit == best, 0.0, (logit - best) * inverse)
 
 
 @triton.jit
 def _mass_of(logit, best, inverse):
-    """Int64; the best token's is 2^40."""
+    """Mass of a token, int64; 2^40 for the best."""
     return (tl.exp(_distance(logit, best, inverse)) * _MASS_OF_BEST).to(tl.int64)
 
 
 @triton.jit
 def _tile(row, start, vocab_size, LANES: tl.constexpr):
-    """[LANES] logits of columns from ``start`` on; -inf beyond the last."""
+    """[LANES] logits of the columns from ``start``; -inf past the last."""
     column = start + tl.arange(0, LANES)
     return tl.load(row + column, column < vocab_size, other=float("-inf"))
 
 
 @triton.jit
 def _leaders_of(row, vocab_size, LANES: tl.constexpr):
-    """[2 * LANES] the two best of every lane; the best of the others; whether there is NaN."""
+    """The two best logits of every lane [2 * LANES], the best other one, and whether NaN occurs."""
     first = tl.full((LANES,), float("-inf"), tl.float32)
     second, others = first, first
     is_nan = first != first
@@ -84,15 +84,15 @@ def _leaders_of(row, vocab_size, LANES: tl.constexpr):
 def _weigh(
     lowest,  # fp32
     leaders,  # [2 * LANES]
-    masses,  # [2 * LANES] int64, theirs; None: each token weighs 1
-    limit,  # what lies above is a leader
+    masses,  # [2 * LANES] int64, of the leaders; None: each token has mass 1
+    limit,  # every logit above it is a leader
     row,  # [V]
     best,
     inverse,
     vocab_size,  # V
     LANES: tl.constexpr,
 ):
-    """Int64: what the tokens whose logit is at least ``lowest`` weigh together."""
+    """Total mass, int64, of the tokens whose logit is at least ``lowest``."""
     if lowest > limit:
         weights = 1 if masses is None else masses
         weight = tl.sum(tl.where(leaders >= lowest, weights, 0).to(tl.int64), axis=0)
@@ -108,7 +108,7 @@ def _weigh(
 
 @triton.jit
 def _edge(
-    goal,  # int64, at least 1 and at most what all tokens weigh
+    goal,  # int64, at least 1 and at most the mass of all tokens
     leaders,  # this and the rest as in _weigh
     masses,
     limit,
@@ -118,10 +118,10 @@ def _edge(
     vocab_size,  # V
     LANES: tl.constexpr,
 ):
-    """Int64: the highest image such that the tokens from it upwards weigh ``goal`` or more."""
+    """Int64: the highest image for which the tokens from it upwards have mass ``goal`` or more."""
     high = _image_of(best)
     low = high * 0 + _LOWEST
-    # The first step tells whether the edge is among the leaders.
+    # The first step decides whether the threshold is among the leaders.
     middle = _image_of(limit) + 1
     while low < high:
         lowest = _logit_of(middle)
@@ -136,7 +136,7 @@ def _edge(
 
 @triton.jit
 def _likely_edge(min_p, best, inverse):
-    """Int64: the lowest image of what is at least ``min_p`` times as likely as the best."""
+    """Int64: the lowest image of a logit at least ``min_p`` times as likely as the best."""
     least = tl.log(min_p)
     high = _image_of(best)
     low = high * 0 + _LOWEST
@@ -151,24 +151,24 @@ def _likely_edge(min_p, best, inverse):
 
 @triton.jit
 def _forbid_below(row, edge, vocab_size, LANES: tl.constexpr):
-    """-inf for all tokens below the edge."""
+    """Write -inf for all tokens below the threshold."""
     for start in tl.range(0, vocab_size, LANES, loop_unroll_factor=4):
-        cut = _tile(row, start, vocab_size, LANES) < edge
+        removed = _tile(row, start, vocab_size, LANES) < edge
         column = start + tl.arange(0, LANES)
-        tl.store(row + column, float("-inf"), cut & (column < vocab_size))
+        tl.store(row + column, float("-inf"), removed & (column < vocab_size))
 
 
 @triton.jit
 def _forbid_at(row, edge, num_kept, vocab_size, LANES: tl.constexpr):
-    """-inf for the tokens at the edge, but for the ``num_kept`` of the lowest ids."""
+    """Write -inf for the tokens at the threshold, except the ``num_kept`` lowest ids."""
     seen = 0
     for start in tl.range(0, vocab_size, LANES):
         level = (_tile(row, start, vocab_size, LANES) == edge).to(tl.int32)
         place = seen + tl.cumsum(level, axis=0)
         seen += tl.sum(level, axis=0)
         column = start + tl.arange(0, LANES)
-        cut = (level != 0) & (place > num_kept)
-        tl.store(row + column, float("-inf"), cut & (column < vocab_size))
+        removed = (level != 0) & (place > num_kept)
+        tl.store(row + column, float("-inf"), removed & (column < vocab_size))
 
 
 @triton.jit
@@ -229,15 +229,11 @@ def _truncate_kernel(
         _truncate_row(logits + row * vocab_size, divisor, k, p, least, vocab_size, LANES)
 
 
-def truncate(logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
-    """Write -inf where a row's slot cuts a token off; all other logits keep their bits.
+def truncate(logits: Tensor, slots: Tensor, truncation: Truncation) -> None:
+    """See ``truncation.truncate``.
 
-    One launch, whose shape depends on that of ``logits`` alone. Rows without a cut are not read.
-
-    Args:
-        logits: [L, V] fp32, written. Rows of greedy slots keep all: their best outlives any cut.
-        slots: [L] int64, the slot of each row.
-        cuts: by slot.
+    One launch, whose shape depends on that of ``logits`` only. Rows of slots without truncation
+    are not read.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32
@@ -246,10 +242,10 @@ def truncate(logits: Tensor, slots: Tensor, cuts: Cuts) -> None:
         _truncate_kernel[(num_rows,)](
             logits,
             slots,
-            cuts.temperature,
-            cuts.top_k,
-            cuts.top_p,
-            cuts.min_p,
+            truncation.temperature,
+            truncation.top_k,
+            truncation.top_p,
+            truncation.min_p,
             vocab_size,
             LANES=_LANES,
             num_warps=16,

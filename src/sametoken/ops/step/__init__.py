@@ -1,1 +1,1 @@
-"""What a step does around its forward passes: inputs, verification, commit, draft rows."""
+"""Operations around forward passes: inputs, verify, commit, draft rows, transfer."""

@@ -1,7 +1,7 @@
-"""The operations of a step where the host reads the device's data at no cost: no dead row is run.
+"""``StepOps`` with data-dependent shapes, for a CPU: no dead rows are run.
 
-A module that is ``ops.StepOps``: the reference, but rows are laid out for the drafts that exist,
-and a drafter runs live rows alone. Shapes follow the data, so it cannot be captured.
+The reference, except that rows are laid out for the drafts that exist, and a drafter runs live rows
+only. It cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -49,6 +49,6 @@ def known_drafts(sequences: Sequences, slots: Sequence[int]) -> list[int]:
 
 
 def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: bool) -> CatchUp:
-    """See ``StepOps.catch_up``; live rows and requests that sample alone."""
+    """See ``StepOps.catch_up``; only live rows, and chains of requests that sample."""
     found = reference.catch_up(sequences, x, end, with_newest=with_newest)
     return live_rows(found, x.samples, sequences.reserved_slot)

@@ -1,4 +1,4 @@
-"""The operations of a step in plain PyTorch; also the CPU path. Contracts: ``ops.StepOps``."""
+"""``StepOps`` in plain PyTorch, with static shapes; also part of the CPU path."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sametoken.ops.backend import (
     SampledRows,
 )
 from sametoken.ops.sampling.sample import (
-    is_nan,
-    is_nothing,
+    has_nan,
+    has_no_valid_token,
     token_of,
 )
 from sametoken.ops.step.types import (
@@ -33,22 +33,21 @@ from sametoken.ops.step.types import (
 )
 from sametoken.types import layout as columns
 
-# The golden ratio in 64 bits and SplitMix64's two factors (Steele et al., OOPSLA 2014), as int64
-# holds them.
+# The golden ratio in 64 bits and SplitMix64's two factors (Steele et al., OOPSLA 2014), as int64.
 STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 FACTOR_30 = 0xBF58476D1CE4E5B9 - (1 << 64)
 FACTOR_27 = 0x94D049BB133111EB - (1 << 64)
 
 
 def known_drafts(sequences: Sequences, slots: Sequence[int]) -> list[int] | None:
-    """See ``StepOps.known_drafts``: static shapes, for what a graph could hold."""
+    """See ``StepOps.known_drafts``: None, for static shapes as in a CUDA graph."""
     return None
 
 
 def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     """See ``StepOps.prepare_inputs``."""
     table, count = layout.table, layout.shape.num_requests
-    # One column more: rows behind the last request's are padding's.
+    # One more column: rows after the last request's belong to padding.
     slots, num_query, limits, samples = (table[i, : count + 1] for i in range(4))
     row_starts, window_starts = (
         layout.starts(columns.ROW_START),
@@ -93,7 +92,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
 
 
 def _owners(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """[num_rows] int64: whose each row is, B behind the last, and its place among the owner's."""
+    """[num_rows] int64 each: a row's request, B after the last, and its index in the request."""
     row = torch.arange(num_rows, device=starts.device)
     owner = torch.searchsorted(starts[1:].contiguous(), row, right=True)
     return owner, row - starts[owner]
@@ -102,7 +101,7 @@ def _owners(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 def _sampled(
     sequences: Sequences, layout: LayoutTable, num_query: Tensor, rows: AttentionRows, ids: Tensor
 ) -> SampledRows:
-    """Where the rows whose logits are judged stand, if that is not every row."""
+    """The sampled rows of a step in which not all rows are sampled."""
     owner, offset = _owners(layout.starts(columns.WINDOW_START), layout.shape.num_sampled)
     first = layout.starts(columns.ROW_START) + num_query - 1
     index = (first[owner] + offset).clamp(max=layout.shape.num_rows - 1)
@@ -119,7 +118,7 @@ def rows_at(
     runs: RowRuns,
     committed: Tensor,
 ) -> AttentionRows:
-    """Rows at [T] slots and positions, addresses derived from the block table."""
+    """Rows at [T] slots and positions, with KV addresses from the block table."""
     block_size = sequences.block_size
     blocks = sequences.block_table[slots, positions // block_size]
     kv_slots = blocks * block_size + positions % block_size
@@ -132,28 +131,28 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     tokens = token_of(best)
     starts, num_rows = x.window_starts, tokens.shape[0]
     owner, offset = _owners(starts, num_rows)
-    # What lies behind the last window belongs to nobody.
+    # Rows after the last window are padding.
     is_padding = owner == x.slots.shape[0]
     owner = owner.clamp(max=x.slots.shape[0] - 1)
     num_drafts = x.num_drafts[owner]
     inside = ~is_padding & (offset <= num_drafts) & x.samples[owner]
-    drafts, no_valid_token = x.sampled.token_ids.roll(-1), is_nothing(best)
-    # A window's last row has no draft after it, so every window holds a mismatch.
+    drafts, no_valid_token = x.sampled.token_ids.roll(-1), has_no_valid_token(best)
+    # A window's last row has no draft after it, so every window has a mismatch.
     differs = (tokens != drafts) | (offset >= num_drafts) | no_valid_token.roll(-1)
     misses = torch.where(inside & differs, offset, num_drafts)
     matches = x.num_drafts.scatter_reduce(0, owner, misses, "amin")
-    fault = torch.where(no_valid_token, NO_TOKEN, torch.where(is_nan(best), HAS_NAN, SOUND))
+    fault = torch.where(no_valid_token, NO_TOKEN, torch.where(has_nan(best), HAS_NAN, SOUND))
     decides = inside & (offset <= matches[owner])
     faults = torch.zeros_like(matches).scatter_reduce(0, owner, fault * decides, "amax")
     if chances is not None:
         matches = _accepted_by_chance(chances, x)
-    judged = x.samples & (faults == SOUND)
-    num_accepted = torch.where(judged, matches, 0)
+    verified = x.samples & (faults == SOUND)
+    num_accepted = torch.where(verified, matches, 0)
     if chances is not None:
         tokens = torch.where(inside & (offset < num_accepted[owner]), drafts, tokens)
     # Requests without a window may start one past the end; they read the padding.
     ends = torch.nn.functional.pad(tokens, (0, 1))[starts[:-1] + num_accepted]
-    return VerifyResult(tokens, num_accepted, torch.where(judged, ends, 0), faults)
+    return VerifyResult(tokens, num_accepted, torch.where(verified, ends, 0), faults)
 
 
 def _accepted_by_chance(chances: Chances, x: StepInputs) -> Tensor:
@@ -165,12 +164,12 @@ def _accepted_by_chance(chances: Chances, x: StepInputs) -> Tensor:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """fp32 in [0, 1), a function of (seed, position) alone; int64 tensors that broadcast."""
+    """fp32 in [0, 1), a function of (seed, position) only; int64 tensors that broadcast."""
     word = seeds + (positions + 1) * STEP
     for shift, factor in ((30, FACTOR_30), (27, FACTOR_27)):
-        # int64 shifts copy the sign, so the copies are masked away.
+        # int64 shifts copy the sign bit, so the copies are masked out.
         word = (word ^ ((word >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    # The generator's last step leaves its upper 31 bits, of which these are 24, as they are.
+    # The generator's last step would not change its upper 31 bits, which include these 24.
     return ((word >> 40) & 0xFFFFFF) * 2.0**-24
 
 
@@ -183,8 +182,8 @@ def commit(
     sequences.num_computed[x.slots] = num_computed
     sequences.num_tokens[x.slots] = num_tokens
 
-    # Prompt rows rewrite what is there; draft rows up to the last accepted become true. The
-    # reserved slot, where dead rows stand, has nothing computed.
+    # Prompt rows rewrite the same tokens; accepted draft rows become committed tokens. Dead rows
+    # are on the reserved slot, which has no computed positions.
     committed = x.rows.positions < sequences.num_computed[x.rows.slots]
     slots, positions = x.rows.slots[committed], x.rows.positions[committed]
     sequences.token_ids[slots, positions] = x.token_ids[committed]
@@ -195,29 +194,29 @@ def commit(
 
 def publish(sequences: Sequences, x: StepInputs, draft_ids: Tensor, num_drafts: Tensor) -> None:
     """See ``StepOps.publish``."""
-    # Of the reserved slot, which dead rows read, all stay 0.
+    # The reserved slot, which dead rows read, stays 0.
     is_padding = (x.slots == sequences.reserved_slot)[:, None]
     sequences.draft_ids[x.slots] = draft_ids.masked_fill(is_padding, 0)
     sequences.num_drafts[x.slots] = torch.where(x.samples, num_drafts, 0)
 
 
-def deliver(x: StepInputs, verdict: VerifyResult, results: Tensor) -> None:
+def deliver(x: StepInputs, verified: VerifyResult, results: Tensor) -> None:
     """See ``StepOps.deliver``."""
-    counts = (x.step_ids, x.num_drafts, x.num_proposed, verdict.num_accepted, verdict.faults)
+    counts = (x.step_ids, x.num_drafts, x.num_proposed, verified.num_accepted, verified.faults)
     window = torch.arange(results.shape[1] - NUM_COUNTS, device=x.slots.device)
-    # A window may be narrower, and the last may be none: such columns read any token.
-    tokens = torch.nn.functional.pad(verdict.tokens, (0, 1))
+    # Columns past a window's end hold any token.
+    tokens = torch.nn.functional.pad(verified.tokens, (0, 1))
     where = (x.window_starts[:-1, None] + window).clamp(max=tokens.shape[0] - 1)
     packed = torch.cat((torch.stack(counts, dim=1), tokens[where]), dim=1)
-    awaited = x.places >= 0
-    results[x.places[awaited]] = packed[awaited]
+    live = x.places >= 0
+    results[x.places[live]] = packed[live]
 
 
-def fetch(entries: Tensor, turn: Tensor, table: Tensor) -> None:
+def fetch(entries: Tensor, num_fetched: Tensor, table: Tensor) -> None:
     """See ``StepOps.fetch``."""
-    entry = entries[int(turn) % entries.shape[0]]
+    entry = entries[int(num_fetched) % entries.shape[0]]
     table.view(-1).copy_(entry[: table.numel()])
-    turn += 1
+    num_fetched += 1
 
 
 def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: bool) -> CatchUp:
@@ -238,7 +237,7 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
     row_slots = torch.where(live, x.slots[owner], sequences.reserved_slot)
     positions = torch.where(live, positions, 0)
     ahead = 0 if with_newest else 1
-    # A request without rows may begin behind the last one.
+    # A request without rows may start past the last row.
     last = starts[:-1] + (stop - x.num_computed - 1).clamp(min=0)
     last = last.clamp(max=owner.shape[0] - 1)
     return CatchUp(
@@ -250,7 +249,7 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
 
 
 def widened(runs: RowRuns, starts: Tensor) -> RowRuns:
-    """Runs of one row more each, which start at ``starts``."""
+    """``runs`` with one more row each, starting at ``starts``."""
     max_short = runs.max_short + 1 if runs.num_short else 0
     return RowRuns(starts.shape[0] - 1, runs.max_rows + 1, starts, runs.num_short, max_short)
 
@@ -264,16 +263,16 @@ def _chains(sequences: Sequences, x: StepInputs, end: Tensor, last: Tensor) -> C
 
 
 def live_rows(found: CatchUp, samples: Tensor, reserved_slot: int) -> CatchUp:
-    """What a drafter must run and nothing else, where the device's data may decide shapes.
+    """Drop dead rows and chains; the result's shapes depend on the data.
 
     Args:
-        found: of ``catch_up``.
+        found: from ``catch_up``.
         samples: [B] bool; other requests lose their chain.
-        reserved_slot: where dead rows stand.
+        reserved_slot: the slot of dead rows.
     """
     alive = (found.rows.slots != reserved_slot).nonzero().squeeze(1)
     owner = samples.nonzero().squeeze(1)
-    # A row's place among the live ones: how many are at or before it, less one.
+    # A row's index among the live rows.
     place = torch.cumsum(found.rows.slots != reserved_slot, 0) - 1
     chains = found.chains
     return CatchUp(

@@ -1,4 +1,4 @@
-"""The operations of a step on a GPU: a module that is ``ops.StepOps``."""
+"""``StepOps`` on a GPU, with static shapes."""
 
 from sametoken.ops.step.reference import known_drafts
 from sametoken.ops.step.triton_commit import (

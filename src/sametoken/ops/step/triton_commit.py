@@ -1,7 +1,4 @@
-"""Verify, commit and publish, a program for each request. Contracts: ``ops.StepOps``.
-
-What one program does for its request: verify the window, make accepted tokens true.
-"""
+"""Verify, commit and publish in Triton, with one program per request."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -45,7 +42,7 @@ def uniform(
     seed,  # int64
     position,  # int64
 ):
-    """fp32 in [0, 1), as ``reference.uniform``."""
+    """See ``reference.uniform``."""
     word = seed + (position + 1) * _STEP
     word = (word ^ ((word >> 30) & 0x3FFFFFFFF)) * _FACTOR_30
     word = (word ^ ((word >> 27) & 0x1FFFFFFFFF)) * _FACTOR_27
@@ -55,14 +52,14 @@ def uniform(
 @triton.jit
 def verify_row(
     keys,  # [rows of the window, NUM_TILES]
-    chances,  # rates [K], the request's seed and num_tokens; or None: drafts are judged
-    window,  # tokens of its rows [rows], how many rows it has, drafts among them
+    chances,  # rates [K], the request's seed and num_tokens; or None: drafts are verified
+    window,  # tokens of its rows [rows], number of rows, number of drafts
     tokens,  # [rows of the window], written
     NUM_TILES: tl.constexpr,
     W_BLOCK: tl.constexpr,
     TILE_BLOCK: tl.constexpr,
 ):
-    """Scalars num_accepted, next_token and fault of one window; stores its tokens."""
+    """Verify one window: scalars num_accepted, next_token and fault; stores its tokens."""
     token_ids, num_rows, drafts = window
     row = tl.arange(0, W_BLOCK)
     best = tl.full((W_BLOCK,), -(2**63), tl.int64)
@@ -89,18 +86,18 @@ def verify_row(
         hit = uniform(seed, num_tokens + row) < tl.load(rates + row, is_draft, other=0.0)
         matches = tl.min(tl.where(is_draft & hit, W_BLOCK, row), axis=0)
 
-    judged = (num_rows > 0) & (fault == SOUND)
-    accepted = tl.where(judged, matches, 0)
+    verified = (num_rows > 0) & (fault == SOUND)
+    accepted = tl.where(verified, matches, 0)
     next_token = tl.sum(tl.where(row == accepted, token, 0), axis=0)
-    # A draft accepted by chance is emitted, whatever the target's own token is.
+    # A draft accepted by chance is emitted in place of the target's own token.
     tl.store(tokens + row, tl.where(row < accepted, draft, token), row < num_rows)
-    return accepted.to(tl.int64), tl.where(judged, next_token, 0), fault
+    return accepted.to(tl.int64), tl.where(verified, next_token, 0), fault
 
 
 @triton.jit
 def commit_row(
     request,  # index, slot, num_query, samples
-    verdict,  # num_accepted, next_token
+    verified,  # num_accepted, next_token
     before,  # num_tokens, num_computed
     draft_tokens,  # [num_accepted], pointer to the first draft's
     token_ids,  # [S, max_len], written
@@ -111,9 +108,9 @@ def commit_row(
     token_stride,
     W_BLOCK: tl.constexpr,
 ):
-    """Make one request's accepted tokens true."""
+    """Commit one request's accepted tokens."""
     index, slot, query, samples = request
-    accepted, next_token = verdict
+    accepted, next_token = verified
     tokens_before, computed_before = before
     emitted = tl.where((query > 0) & samples, accepted + 1, 0)
     tokens_after = tokens_before + emitted
@@ -138,7 +135,7 @@ def _verify_kernel(
     sampled_token_ids,  # [L]
     window_starts,  # [B + 1]
     num_drafts,  # [B]
-    rates,  # [K], or None: drafts are judged
+    rates,  # [K], or None: drafts are verified
     seeds,  # [S], or None
     slots,  # [B]
     num_tokens,  # [B]
@@ -194,11 +191,11 @@ def _commit_kernel(
     slot = tl.load(slots + index)
     query = tl.where(slot == reserved_slot, 0, tl.load(num_query + index))
     request = (index, slot, query, tl.load(samples + index) != 0)
-    verdict = (tl.load(num_accepted + index), tl.load(next_tokens + index))
+    verified = (tl.load(num_accepted + index), tl.load(next_tokens + index))
     before = (tl.load(step_num_tokens + index), tl.load(step_num_computed + index))
     draft_tokens = row_token_ids + tl.load(row_starts + index) + query
     commit_row(
-        request, verdict, before, draft_tokens, token_ids, num_tokens, num_computed,
+        request, verified, before, draft_tokens, token_ids, num_tokens, num_computed,
         new_num_tokens, new_num_computed, token_stride, W_BLOCK,
     )  # fmt: skip
 
@@ -233,7 +230,7 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
     batch, num_tiles, token_ids = x.slots.shape[0], keys.shape[1], x.sampled.token_ids
     rates, seeds = (None, None) if chances is None else (chances.rates, chances.seeds)
     assert keys.is_contiguous()
-    verdict = VerifyResult(
+    verified = VerifyResult(
         torch.empty_like(token_ids), *(x.slots.new_empty(batch) for _ in range(3))
     )
     window = triton.next_power_of_2(x.num_speculative_tokens + 1)
@@ -247,17 +244,17 @@ def verify(keys: Tensor, x: StepInputs, chances: Chances | None = None) -> Verif
         seeds,
         x.slots,
         x.num_tokens,
-        verdict.tokens,
-        verdict.num_accepted,
-        verdict.next_token,
-        verdict.faults,
+        verified.tokens,
+        verified.num_accepted,
+        verified.next_token,
+        verified.faults,
         NUM_TILES=num_tiles,
         W_BLOCK=window,
         TILE_BLOCK=tiles,
         num_warps=4,
         **pdl_options(keys),
     )
-    return verdict
+    return verified
 
 
 def commit(

@@ -1,4 +1,4 @@
-"""A drafter's rows: one launch after a commit, one for each draft. Contracts: ``ops.StepOps``."""
+"""Rows of drafters with KV of their own, in Triton: one launch per commit and one per draft."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _catch_up_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    gdc_wait(PDL)  # And no release: this writes where rows stand.
+    gdc_wait(PDL)  # A barrier (no trigger): writes ``AttentionRows``.
     owner = tl.program_id(0).to(tl.int64)
     is_real = owner < num_requests
     first_row = tl.load(row_starts + owner) + owner * NEWEST
@@ -84,7 +84,7 @@ def _catch_up_kernel(
             tl.store(run_starts + owner, first_row)
         position = tl.where(sampled, after, 0)
         chain_slot = tl.where(sampled, slot, reserved_slot)
-        # A request without rows may begin behind the last one.
+        # A request without rows may start past the last row.
         last = tl.minimum(first_row + tl.maximum(stop - first - 1, 0), num_rows - 1)
         tl.store(chain_last + owner, last, is_real)
         tl.store(chain_positions + owner, position, is_real)
@@ -122,7 +122,7 @@ def _advance_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    gdc_wait(PDL)  # And no release: this writes where rows stand.
+    gdc_wait(PDL)  # A barrier (no trigger): writes ``AttentionRows``.
     chain = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = chain < count
     slot = tl.load(slots + chain, inside, other=0)
@@ -144,12 +144,12 @@ def _stack_kernel(
     PDL: tl.constexpr,
 ):
     gdc_launch_and_wait(PDL)
-    plan_row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = plan_row < num_rows
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = request < num_rows
     for i in tl.static_range(K):
-        tl.store(drafted + plan_row * K + i, tl.load(tokens[i] + plan_row, inside), inside)
-    sampled = tl.load(samples + plan_row, inside, other=0) != 0
-    tl.store(counts + plan_row, sampled.to(tl.int64) * K, inside)
+        tl.store(drafted + request * K + i, tl.load(tokens[i] + request, inside), inside)
+    sampled = tl.load(samples + request, inside, other=0) != 0
+    tl.store(counts + request, sampled.to(tl.int64) * K, inside)
 
 
 def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: bool) -> CatchUp:
@@ -157,7 +157,7 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
     slots, table, runs = x.slots, sequences.block_table, x.rows.runs
     assert runs is not None
     batch, count = slots.shape[0], x.token_ids.shape[0] + with_newest * slots.shape[0]
-    # Each by itself: a part of a larger tensor may be unaligned, and cost a compilation more.
+    # Separate allocations: views of a larger tensor may be unaligned, and cost another compilation.
     token_ids, positions, row_slots, kv_slots = (slots.new_empty(count) for _ in range(4))
     last, chain_positions, chain_slots, chain_kv_slots, following = (
         slots.new_empty(batch) for _ in range(5)
@@ -207,7 +207,7 @@ def catch_up(sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: b
 
 
 def advanced(sequences: Sequences, chains: Chains) -> Chains:
-    """The chains one position on, in one launch."""
+    """See ``StepOps.advanced``; one launch."""
     rows, table = chains.rows, sequences.block_table
     count = rows.slots.shape[0]
     kv_slots, following = torch.empty_like(rows.slots), torch.empty_like(rows.slots)
@@ -233,7 +233,7 @@ def advanced(sequences: Sequences, chains: Chains) -> Chains:
 
 
 def stacked(tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
-    """Drafts and their number in one launch; as ``reference.stacked``, with equal results."""
+    """See ``StepOps.stacked``; one launch."""
     batch, k = samples.shape[0], len(tokens)
     assert all(column.is_contiguous() for column in (*tokens, samples))
     drafted, counts = tokens[0].new_empty(batch, k), tokens[0].new_empty(batch)

@@ -1,9 +1,7 @@
-"""Inputs of a step from its layout, in one launch.
+"""Step inputs, and transfers of layouts and results between host and device, in Triton.
 
-Layouts from host memory and results to it, by kernels inside a captured step.
-
-A copy beside a graph costs both a gap on the device. The host memory is pinned, so that a GPU
-reaches it by its address. Contracts: ``ops.StepOps``.
+Kernels inside the captured step read and write pinned (mapped) host memory directly; a memcpy
+outside the graph would leave a gap on the device.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -45,12 +43,12 @@ _WINDOW_START = tl.constexpr(columns.WINDOW_START)
 
 @triton.jit
 def kv_slot_of(
-    table,  # [S, max_blocks], its stride, and the size of a block
+    table,  # [S, max_blocks], its stride, block size
     slot,
     position,
     inside,
 ):
-    """``block_id * block_size + offset`` of positions of slots."""
+    """``block_id * block_size + offset`` of slots' positions."""
     block_table, table_stride, block_size = table
     entry = block_table + slot * table_stride + position // block_size
     return tl.load(entry, inside, other=0) * block_size + position % block_size
@@ -65,7 +63,7 @@ def store_rows(
     committed,
     table,  # as for kv_slot_of
 ):
-    """Write what stands at rows, and where their KV lies."""
+    """Write rows with their KV addresses."""
     to_token_ids, to_positions, to_slots, to_kv_slots, to_committed = rows
     token, position, slot = found
     tl.store(to_token_ids + place, token, inside)
@@ -77,19 +75,19 @@ def store_rows(
 
 @triton.jit
 def _span(start, end, is_padding):
-    """From a running sum to the next one; of padding to the end."""
+    """Start and end of a request's rows from running sums; padding ends at ``end``."""
     stop = tl.load(start + 1, ~is_padding, other=0)
     return tl.load(start), tl.where(is_padding, end, stop)
 
 
 @triton.jit
 def _prepare_rows(
-    row,  # places among the request's rows
+    row,  # indices among the request's rows
     request,  # slot, computed, query, drafts
     memory,  # token_ids, draft_ids, and their strides
     reserved_slot,
 ):
-    """Whether rows are live, and what stands there: token, position and slot."""
+    """Token, position and slot of rows; dead rows are at position 0 of the reserved slot."""
     slot, computed, query, drafts = request
     token_ids, draft_ids, token_stride, draft_stride = memory
     live = row < query + drafts
@@ -110,7 +108,7 @@ def _store_sampled(
     found,  # of _prepare_rows
     offset,
 ):
-    """Write sampled rows; where every row is sampled only their places in their windows."""
+    """Write sampled rows; only their offsets if every row is sampled (``to_index`` is None)."""
     to_index, to_slots, to_positions, to_token_ids, to_offsets = outputs
     tl.store(to_offsets + place, offset.to(tl.int64), inside)
     if to_index is not None:
@@ -161,14 +159,14 @@ def _prepare_inputs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    gdc_wait(PDL)  # And no release: this writes where rows stand.
+    gdc_wait(PDL)  # A barrier (no trigger): writes ``AttentionRows``.
     owner = tl.program_id(0).to(tl.int64)
     is_padding = owner == num_requests
     field = layout + owner
     first, stop = _span(field + _ROW_START * layout_stride, num_rows, is_padding)
     window, window_stop = _span(field + _WINDOW_START * layout_stride, num_sampled, is_padding)
     slot = tl.load(field + _SLOT * layout_stride)
-    # Padding is named twice, so that neither a stale slot nor a stale count can wake it.
+    # Two conditions, so that neither a stale slot nor a stale count makes padding live.
     query = tl.load(field + _NUM_QUERY * layout_stride)
     query = tl.where(is_padding | (slot == reserved_slot), 0, query)
     computed = tl.load(num_computed + slot)
@@ -197,7 +195,7 @@ def _prepare_inputs_kernel(
     for at in range(begin, (window_stop - window).to(tl.int32), step):
         offset = at + tl.arange(0, BLOCK)
         inside = offset < window_stop - window
-        # Behind the last window no row is a query's.
+        # Padding after the last window has no query rows.
         row = offset + tl.maximum(query - 1, 0)
         found = _prepare_rows(row, request, memory, reserved_slot)
         index = tl.where(is_padding, 0, first + row)
@@ -209,7 +207,7 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
     shape, table = layout.shape, layout.table
     slots = layout.row(columns.SLOT)
     assert table.is_contiguous()
-    # Each by itself: a part of a larger tensor may be unaligned, and cost a compilation more.
+    # Separate allocations: views of a larger tensor may be unaligned, and cost another compilation.
     facts = [slots.new_empty(shape.num_requests) for _ in range(4)]
     samples = slots.new_empty(shape.num_requests, dtype=torch.bool)
     token_ids, positions, row_slots, kv_slots = (slots.new_empty(shape.num_rows) for _ in range(4))
@@ -276,35 +274,35 @@ def prepare_inputs(sequences: Sequences, layout: LayoutTable) -> StepInputs:
 
 
 def _separate(offsets: Tensor) -> SampledRows:
-    """Memory for sampled rows that are not all rows."""
+    """Memory for sampled rows where not all rows are sampled."""
     index, slots, positions, token_ids = (torch.empty_like(offsets) for _ in range(4))
     return SampledRows(index, slots, positions, token_ids, offsets)
 
 
 _COUNTS = tl.constexpr(types.NUM_COUNTS)
-#: Integers that one warp reads.
+#: Integers that one warp reads at most.
 _PER_WARP = 512
 
 
 @triton.jit(do_not_specialize=["num_entries", "entry_size", "size"])
 def _fetch_kernel(
     entries,  # [num_entries, entry_size], in host memory
-    turn,  # [1], written
+    num_fetched,  # [1], written
     table,  # [size], written
     num_entries,
     entry_size,
     size,
     BLOCK: tl.constexpr,
 ):
-    now = tl.load(turn)
+    now = tl.load(num_fetched)
     entry = entries + (now % num_entries) * entry_size
     place = tl.arange(0, BLOCK)
-    # Never from a cache: the host writes entries again.
+    # Not cached: the host reuses entries.
     value = tl.load(entry + place, place < size, other=0, cache_modifier=".cv")
     tl.store(table + place, value, place < size)
-    # No thread may still have to read what another one writes.
+    # All threads must have read the counter before one writes it.
     tl.debug_barrier()
-    tl.store(turn, now + 1)
+    tl.store(num_fetched, now + 1)
 
 
 @triton.jit(do_not_specialize=["row_stride"])
@@ -327,26 +325,26 @@ def _deliver_kernel(
     place = tl.load(places + request)
     first, stop = tl.load(window_starts + request), tl.load(window_starts + request + 1)
     result = results + place * row_stride
-    awaited = place >= 0
-    tl.store(result, tl.load(step_ids + request), awaited)
-    tl.store(result + 1, tl.load(num_drafts + request), awaited)
-    tl.store(result + 2, tl.load(num_proposed + request), awaited)
-    tl.store(result + 3, tl.load(num_accepted + request), awaited)
-    tl.store(result + 4, tl.load(faults + request), awaited)
+    live = place >= 0
+    tl.store(result, tl.load(step_ids + request), live)
+    tl.store(result + 1, tl.load(num_drafts + request), live)
+    tl.store(result + 2, tl.load(num_proposed + request), live)
+    tl.store(result + 3, tl.load(num_accepted + request), live)
+    tl.store(result + 4, tl.load(faults + request), live)
     row = tl.arange(0, BLOCK)
     inside = row < stop - first
     token = tl.load(tokens + first + row, inside, other=0)
-    tl.store(result + _COUNTS + row, token, inside & awaited)
+    tl.store(result + _COUNTS + row, token, inside & live)
 
 
-def fetch(entries: Tensor, turn: Tensor, table: Tensor) -> None:
+def fetch(entries: Tensor, num_fetched: Tensor, table: Tensor) -> None:
     """See ``StepOps.fetch``."""
     assert entries.is_contiguous()
     assert table.is_contiguous()
     assert table.numel() <= entries.shape[1]
     _fetch_kernel[(1,)](
         entries,
-        turn,
+        num_fetched,
         table,
         entries.shape[0],
         entries.shape[1],
@@ -356,7 +354,7 @@ def fetch(entries: Tensor, turn: Tensor, table: Tensor) -> None:
     )
 
 
-def deliver(x: StepInputs, verdict: VerifyResult, results: Tensor) -> None:
+def deliver(x: StepInputs, verified: VerifyResult, results: Tensor) -> None:
     """See ``StepOps.deliver``."""
     assert results.stride(1) == 1
     assert results.shape[1] >= NUM_COUNTS + x.num_speculative_tokens + 1
@@ -365,10 +363,10 @@ def deliver(x: StepInputs, verdict: VerifyResult, results: Tensor) -> None:
         x.places,
         x.num_drafts,
         x.num_proposed,
-        verdict.num_accepted,
-        verdict.faults,
+        verified.num_accepted,
+        verified.faults,
         x.window_starts,
-        verdict.tokens,
+        verified.tokens,
         results,
         results.stride(0),
         BLOCK=triton.next_power_of_2(x.num_speculative_tokens + 1),

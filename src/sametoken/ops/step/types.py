@@ -1,6 +1,6 @@
-"""What the operations of a step take and give. B requests, T rows, L sampled rows.
+"""``StepOps``, the operations of a step on every device, and their types.
 
-The operations of a step, as every device has them.
+B requests, T rows, L sampled rows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sametoken.types.layout import (
 #: accepted drafts, fault.
 NUM_COUNTS = 5
 
-#: What may be wrong with a window: nothing, NaN in its logits, or no token that is allowed; that
-#: and what lies above says why (``types.structured_outputs.MaskFault``).
+#: Fault of a window: none, NaN in its logits, or no valid token. Values from NO_TOKEN on are the
+#: reasons of ``types.structured_outputs.MaskFault``.
 SOUND, HAS_NAN, NO_TOKEN = 0, 1, 2
 
 
 class Sequences(Protocol):
-    """Per-slot facts, as ``state.sequences.Sequences`` holds them; S slots."""
+    """Device state by slot, as in ``state.sequences.Sequences``; S slots."""
 
     @property
     def token_ids(self) -> Tensor: ...
@@ -74,7 +74,7 @@ class LayoutTable:
     shape: StepShape
 
     def row(self, index: int) -> Tensor:
-        """[B] int64: one row of the table without what lies behind the last request."""
+        """[B] int64: one row of the table, up to the last request."""
         return self.table[index, : self.shape.num_requests]
 
     def starts(self, index: int) -> Tensor:
@@ -98,27 +98,27 @@ class LayoutTable:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Inputs of one step; they die with it.
+    """Inputs of one step, valid for that step only.
 
     Request b owns rows ``row_starts[b] .. row_starts[b + 1] - 1``: its committed tokens, then its
-    drafts, then dead rows. If it samples, its window's rows are sampled rows
-    ``window_starts[b] ..``, of which the first ``num_drafts[b] + 1`` are live. A dead row stands at
-    position 0 of the reserved slot. Rows and sampled rows behind the last request's are dead.
+    drafts, then dead rows. If it samples, its window is sampled rows ``window_starts[b] ..``, of
+    which the first ``num_drafts[b] + 1`` are live. Dead rows are at position 0 of the reserved
+    slot. Rows and sampled rows after the last request's are dead.
 
     Attributes:
-        step_ids: [B] int64, the step that these were made for.
-        places: [B] int64, where each result goes among the host's; below 0 for padding.
+        step_ids: [B] int64, the step that these inputs belong to.
+        places: [B] int64, index of each result in the host's results; below 0 for padding.
         slots: [B] int64; padding holds the reserved slot.
         num_tokens, num_computed: [B] int64, before the step.
         num_query: [B] int64, committed tokens computed in this step; 0 for padding.
-        num_proposed: [B] int64, drafts that the slot has.
-        num_drafts: [B] int64, those of them in this step.
+        num_proposed: [B] int64, drafts of the slot.
+        num_drafts: [B] int64, drafts in this step.
         samples: [B] bool.
         row_starts, window_starts: [B + 1] int64.
-        token_ids: [T] int64; of dead rows any.
-        rows: where the rows stand.
-        sampled: which rows are sampled, and where they stand.
-        num_speculative_tokens: k, the most drafts that a window may have.
+        token_ids: [T] int64; arbitrary for dead rows.
+        rows: slots, positions and KV addresses of the rows.
+        sampled: the sampled rows.
+        num_speculative_tokens: k, the most drafts of a window.
     """
 
     step_ids: Tensor
@@ -140,12 +140,12 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """Synthetic acceptance: drafts are accepted by chance, whatever the target says.
+    """Synthetic acceptance: drafts are accepted at random, independent of the target.
 
-    Noise is SplitMix64 keyed by (seed, position), so any run of the same requests draws alike.
+    Noise is SplitMix64 keyed by (seed, position), so every run of the same requests draws the same.
 
     Attributes:
-        rates: [k] fp32, how often draft i is accepted if all before it are.
+        rates: [k] fp32, probability of accepting draft i if all before it are accepted.
         seeds: [S] int64, 0..2^63-1, by slot.
     """
 
@@ -155,17 +155,17 @@ class Chances:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """What verification says of a step's windows.
+    """Result of verifying a step's windows.
 
     Attributes:
         tokens: [L] int64, the target's own token at every row of a window, or an accepted draft
-            (they differ by synthetic acceptance alone); a valid id even where the row is dead.
-            Of rows behind the last window undefined.
-        num_accepted: [B] int64, 0..num_drafts; 0 for padding, rows with a fault and rows that
-            do not sample.
+            (these differ under synthetic acceptance only); a valid id even for dead rows.
+            Undefined for rows after the last window.
+        num_accepted: [B] int64, 0..num_drafts; 0 for padding, windows with a fault and requests
+            that do not sample.
         next_token: [B] int64, the corrected or bonus token; a valid id for every request.
-        faults: [B] int64 of ``SOUND, HAS_NAN, NO_TOKEN``, of the rows that decided:
-            0..num_accepted. What rejected rows hold cannot reach a request.
+        faults: [B] int64 of ``SOUND, HAS_NAN, NO_TOKEN``, over rows 0..num_accepted only:
+            rejected rows cannot affect a request.
     """
 
     tokens: Tensor
@@ -184,15 +184,15 @@ class CommittedLengths:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """The requests that go on to a next window, each a chain of drafts. R chains.
+    """Chains of drafts, one per request that drafts its next window. R chains.
 
     Attributes:
-        owner: [R] int64, requests; None: every request has a chain, those that do not sample in
-            the reserved slot.
-        last: [R] int64, which of the caught-up rows is each chain's last.
-        rows: where each chain stands, in the drafter's own KV: at first at ``end``, the
-            position of the newest committed token. None of them counts as committed.
-        following: [R] int64, the position after it, where its next draft would stand.
+        owner: [R] int64, requests; None: every request has a chain, on the reserved slot if it
+            does not sample.
+        last: [R] int64, the caught-up row that is each chain's last.
+        rows: each chain's current row in the drafter's own KV: first ``end``, the position of
+            the newest committed token. None counts as committed.
+        following: [R] int64, the position after it, of the next draft.
     """
 
     owner: Tensor | None
@@ -203,15 +203,14 @@ class Chains:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Rows that a drafter with KV of its own has to run, and the chains that go on. T rows.
+    """Rows that a drafter with its own KV has to run, and the chains of drafts. T rows.
 
     Attributes:
-        token_ids: [T] int64, the committed token that each row holds.
-        rows: where the rows stand, in the drafter's own KV. The newest token does not count
+        token_ids: [T] int64, the committed token of each row.
+        rows: positions and addresses in the drafter's own KV. The newest token does not count
             as committed: the next step's rows start with it again.
-        source: [T] int64, each row's row in the step's hidden states; None: the rows are
-            the step's own, in order. Rows with the newest token, of which the target has made
-            no state, have none.
+        source: [T] int64, each row's index in the step's hidden states; None: the step's own
+            rows, in order. Rows of the newest token have none, as the target has not run it.
         chains: the chains of drafts.
     """
 
@@ -222,47 +221,46 @@ class CatchUp:
 
 
 class StepOps(Protocol):
-    """A module with these functions.
+    """The operations of a step; modules implement it.
 
-    No shape of a result depends on the data, but in ``compact``.
-
-    ``commit`` and ``publish`` alone write sequences; only the step may call them.
+    Shapes of results do not depend on data, except in ``compact``. Only ``commit`` and ``publish``
+    write sequences, and only the step may call them.
     """
 
     def known_drafts(self, sequences: Sequences, slots: Sequence[int]) -> list[int] | None:
-        """Drafts that the slots have, where reading them costs nothing; None where it does.
+        """Number of drafts of each slot if reading it is free, else None.
 
-        With them rows are laid out for these alone, and no dead row is computed.
+        With these numbers rows are laid out without dead rows.
         """
         ...
 
     def prepare_inputs(self, sequences: Sequences, layout: LayoutTable) -> StepInputs:
-        """Fill a layout in: which rows are live, their tokens, positions and addresses.
+        """Fill in a layout: live rows, their tokens, positions and addresses.
 
         A request that samples offers ``min(num_drafts[slot], draft_limit)`` drafts; others none.
         """
         ...
 
     def verify(self, keys: Tensor, x: StepInputs, chances: Chances | None = None) -> VerifyResult:
-        """Accept each window's drafts up to the first that is not the target's own token.
+        """Accept each window's drafts up to the first that differs from the target's own token.
 
-        A draft before a row that has no token left counts as the mismatch: it is emitted, and
-        the request fails at the next window's start, as it would without drafts.
+        A draft before a row without a valid token counts as the mismatch: it is emitted, and the
+        request fails at the start of the next window, as it would without drafts.
 
         Args:
-            keys: [L, tiles] int64 of ``Kernels.token_keys``, of the sampled rows.
+            keys: [L, tiles] int64 from ``Kernels.token_keys``, of the sampled rows.
             x: the step's inputs.
-            chances: decide in place of the target how many drafts are accepted.
+            chances: synthetic acceptance, if any.
         """
         ...
 
     def commit(
         self, sequences: Sequences, x: StepInputs, num_accepted: Tensor, next_token: Tensor
     ) -> CommittedLengths:
-        """Make a step's accepted tokens true, for every request of every step.
+        """Write accepted tokens and new lengths, for every request of every step.
 
         Args:
-            sequences: the truth to advance.
+            sequences: the device state to advance.
             x: the step's inputs.
             num_accepted: [B] int64, accepted drafts; 0 for requests that do not sample.
             next_token: [B] int64, read only for requests that sample.
@@ -275,33 +273,34 @@ class StepOps(Protocol):
         """Store drafts for the next windows; requests that do not sample get none.
 
         Args:
-            sequences: the truth to write.
+            sequences: the device state to write.
             x: the step's inputs.
             draft_ids: [B, k] int64.
             num_drafts: [B] int64, 0..k.
         """
         ...
 
-    def deliver(self, x: StepInputs, verdict: VerifyResult, results: Tensor) -> None:
-        """Write each request's result to its place among the host's.
+    def deliver(self, x: StepInputs, verified: VerifyResult, results: Tensor) -> None:
+        """Write each request's result to its row of the host's results.
 
-        A result is the step id that was really read, the number of drafts, of proposed drafts and
-        of accepted ones, the fault, then the window's tokens, of which the first
-        ``num_accepted + 1`` of a request that samples mean something.
+        A result is the step id that the device read, the number of drafts, of proposed drafts and
+        of accepted drafts, the fault, then the window's tokens, of which the first
+        ``num_accepted + 1`` are valid if the request samples.
 
         Args:
             x: the step's inputs.
-            verdict: of the step.
-            results: [R, NUM_COUNTS + k + 1] int64 in host memory that the device reaches, written.
+            verified: of the step.
+            results: [R, NUM_COUNTS + k + 1] int64 in device-accessible host memory, written.
         """
         ...
 
-    def fetch(self, entries: Tensor, turn: Tensor, table: Tensor) -> None:
-        """Read the entry of this turn into ``table``, and count the turn.
+    def fetch(self, entries: Tensor, num_fetched: Tensor, table: Tensor) -> None:
+        """Copy the next entry of a ring buffer into ``table``.
 
         Args:
-            entries: [N, E] int64 in host memory that the device reaches.
-            turn: [1] int64: how often the device has fetched; the entry is its remainder by N.
+            entries: [N, E] int64 in device-accessible host memory.
+            num_fetched: [1] int64, number of fetches so far; entry ``num_fetched % N`` is next.
+                Incremented.
             table: int64 of at most E elements, contiguous.
         """
         ...
@@ -309,30 +308,30 @@ class StepOps(Protocol):
     def catch_up(
         self, sequences: Sequences, x: StepInputs, end: Tensor, *, with_newest: bool
     ) -> CatchUp:
-        """Positions ``num_computed .. end - 1`` of every request, and where its chain goes on.
+        """Rows for positions ``num_computed .. end - 1`` of every request, and its chain.
 
-        Rows are laid out as the step's; what was rejected is dead. Requests that do not sample,
-        and padding, have their chain in the reserved slot.
+        Rows have the step's layout; rejected rows are dead. Requests that do not sample, and
+        padding, have their chain on the reserved slot.
 
         Args:
-            sequences: the device's truth.
+            sequences: the device state.
             x: the step's inputs.
             end: [B] int64, computed positions after the step.
-            with_newest: whether requests that sample run the newest token, at ``end``, too; every
-                request then has one row more. A row holds its own token then, and else the one
-                after it.
+            with_newest: also run the newest token, at ``end``, of requests that sample; every
+                request then has one more row. Rows then hold the token of their position,
+                otherwise the next one.
         """
         ...
 
     def advanced(self, sequences: Sequences, chains: Chains) -> Chains:
-        """The chains one position on."""
+        """The chains, advanced by one position."""
         ...
 
     def stacked(self, tokens: Sequence[Tensor], samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft ids [B, k] and their number [B], int64, of requests that all have a chain.
+        """Draft ids [B, k] and their numbers [B], int64, of requests that all have a chain.
 
         Args:
-            tokens: k of [B] int64, one for each draft position.
+            tokens: k tensors [B] int64, one per draft position.
             samples: [B] bool; other requests get no drafts.
         """
         ...

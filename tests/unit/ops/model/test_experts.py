@@ -65,15 +65,15 @@ def test_mix(rows, count, top_k, hidden, inner, dtype):
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
     chosen, weights = experts.moe_gate(logits, top_k, True)
     stacked = StackedExperts(gate_up, down)
-    actual = experts.mix(x, stacked, chosen, weights)
+    actual = experts.moe_forward(x, stacked, chosen, weights)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
     expected = separate(x.cpu(), chosen.cpu(), weights.cpu())
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(actual.cpu(), expected, rtol=tolerance, atol=tolerance)
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    moved = experts.mix(x[order], stacked, chosen[order], weights[order])
+    moved = experts.moe_forward(x[order], stacked, chosen[order], weights[order])
     assert torch.equal(moved, actual[order])
-    alone = experts.mix(x[-1:].clone(), stacked, chosen[-1:].clone(), weights[-1:].clone())
+    alone = experts.moe_forward(x[-1:].clone(), stacked, chosen[-1:].clone(), weights[-1:].clone())
     assert torch.equal(alone, actual[-1:])
 
 
@@ -107,15 +107,15 @@ def test_rows_of_nan_change_no_other_row(dtype):
     logits[0], logits[2] = torch.inf, -torch.inf
     chosen, weights = experts.moe_gate(logits, 2, True)
     assert ((chosen >= 0) & (chosen < 5)).all()
-    got = experts.mix(x, stacked, chosen, weights)
+    got = experts.moe_forward(x, stacked, chosen, weights)
     alone = experts.moe_gate(logits[live], 2, True)
     assert torch.equal(chosen[live], alone[0])
-    assert torch.equal(got[live], experts.mix(x[live], stacked, *alone))
+    assert torch.equal(got[live], experts.moe_forward(x[live], stacked, *alone))
 
 
 def test_no_rows():
     gate_up, down = matrices(2, 16, 16, torch.float32)
     chosen, weights = experts.moe_gate(noise(0, 2, seed=1), 1, True)
-    assert experts.mix(
+    assert experts.moe_forward(
         noise(0, 16, seed=1), StackedExperts(gate_up, down), chosen, weights
     ).shape == (0, 16)

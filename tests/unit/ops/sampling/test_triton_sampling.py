@@ -12,8 +12,8 @@ from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling.sample import (
-    is_nan,
-    is_nothing,
+    has_nan,
+    has_no_valid_token,
     token_of,
 )
 
@@ -220,8 +220,8 @@ def test_keys_are_those_of_every_bundle():
     for backend in (sampling, ReferenceKernels()):
         keys = backend.token_keys(logits, temperature, seeds, rows_at(slots, positions))
         best = keys.amax(dim=1)
-        assert is_nan(best).nonzero().flatten().tolist() == [4, 6]
-        assert is_nothing(best).nonzero().flatten().tolist() == [5]
+        assert has_nan(best).nonzero().flatten().tolist() == [4, 6]
+        assert has_no_valid_token(best).nonzero().flatten().tolist() == [5]
         assert torch.equal(token_of(best)[sound], expected[sound])
         assert ((token_of(best) >= 0) & (token_of(best) < 1500)).all()
         assert torch.equal(logits.view(torch.int32), before.view(torch.int32))

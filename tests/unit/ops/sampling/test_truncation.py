@@ -1,4 +1,4 @@
-"""Cuts by both implementations: what an oracle in plain numbers keeps, in any company."""
+"""Truncation by both implementations: what an oracle in plain numbers keeps, in any company."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.backend import Cuts
+from sametoken.ops.backend import Truncation
 from sametoken.ops.sampling import truncation as reference
 from sametoken.ops.sampling import truncation_triton as kernel
 
@@ -44,9 +44,9 @@ def few_lanes(monkeypatch):
     monkeypatch.setattr(kernel, "_LANES", 16)
 
 
-def cuts_of(slots) -> Cuts:
+def truncation_of(slots) -> Truncation:
     temperature, top_k, top_p, min_p = zip(*slots, strict=True)
-    return Cuts(
+    return Truncation(
         torch.tensor(temperature, dtype=torch.float32, device=DEVICE),
         torch.tensor(top_k, dtype=torch.int64, device=DEVICE),
         torch.tensor(top_p, dtype=torch.float64, device=DEVICE),
@@ -70,9 +70,9 @@ def logits_of(kind: str, rows: int, vocab_size: int) -> torch.Tensor:
     return logits.to(DEVICE)
 
 
-def truncated(implementation, logits, slots, cuts: Cuts) -> torch.Tensor:
+def truncated(implementation, logits, slots, truncation: Truncation) -> torch.Tensor:
     out = logits.clone()
-    implementation.truncate(out, torch.as_tensor(slots, device=DEVICE), cuts)
+    implementation.truncate(out, torch.as_tensor(slots, device=DEVICE), truncation)
     return out
 
 
@@ -104,7 +104,7 @@ def check_row(before: torch.Tensor, after: torch.Tensor, slot, slack: float) -> 
 @pytest.mark.parametrize("vocab_size", [1, 7, 1000, 5003])
 def test_what_the_definition_keeps(implementation, vocab_size, kind):
     logits = logits_of(kind, len(SLOTS), vocab_size)
-    after = truncated(implementation, logits, range(len(SLOTS)), cuts_of(SLOTS))
+    after = truncated(implementation, logits, range(len(SLOTS)), truncation_of(SLOTS))
     for row, slot in enumerate(SLOTS):
         check_row(logits[row], after[row], slot, SLACK[implementation])
     assert torch.equal(after[:2], logits[:2])
@@ -114,12 +114,12 @@ def test_what_the_definition_keeps(implementation, vocab_size, kind):
 @pytest.mark.parametrize("slot", [(1.0, 45, 1.0, 0.0), (2.5, 0, 0.8, 0.01), (1.0, 50, 0.97, 0.0)])
 def test_edges_below_the_leaders(few_lanes, kind, slot):
     logits = logits_of(kind, 1, 60) / 3
-    after = truncated(kernel, logits, [0], cuts_of([slot]))
+    after = truncated(kernel, logits, [0], truncation_of([slot]))
     check_row(logits[0], after[0], slot, SLACK[kernel])
     # So some lane holds three of them or more.
     assert (after != -torch.inf).sum() > 2 * kernel._LANES
     if kind == "equal":
-        assert torch.equal(after, truncated(reference, logits, [0], cuts_of([slot])))
+        assert torch.equal(after, truncated(reference, logits, [0], truncation_of([slot])))
 
 
 def middle_of(logits: torch.Tensor, size: int) -> float:
@@ -132,7 +132,7 @@ def middle_of(logits: torch.Tensor, size: int) -> float:
 def test_a_nucleus_whose_edge_is_clear_is_exact(implementation, sizes):
     logits = logits_of("random", len(sizes), 5003) / 3
     slots = [(1.0, 0, middle_of(row, size), 0.0) for row, size in zip(logits, sizes, strict=True)]
-    after = truncated(implementation, logits, range(len(sizes)), cuts_of(slots))
+    after = truncated(implementation, logits, range(len(sizes)), truncation_of(slots))
     assert (after != -torch.inf).sum(dim=-1).tolist() == sizes
     for row, size in enumerate(sizes):
         assert torch.equal(after[row].sort().values[-size:], logits[row].sort().values[-size:])
@@ -143,38 +143,38 @@ def test_of_tokens_at_the_edge_the_lowest_ids_are_kept(implementation):
     logits[:, 4999] = 1.0
     # The best weighs e^3 as much as each of the others.
     goal = (math.exp(3) + 4100.5) / (math.exp(3) + 5002)
-    after = truncated(implementation, logits, [0, 1], cuts_of([(1.0, 0, goal, 0.0)] * 2))
+    after = truncated(implementation, logits, [0, 1], truncation_of([(1.0, 0, goal, 0.0)] * 2))
     assert (after[0] != -torch.inf).nonzero().squeeze(1).tolist() == [*range(4101), 4999]
     assert torch.equal(after[0], after[1])
 
 
 def test_a_row_alone_and_in_company(implementation):
     logits = logits_of("coarse", len(SLOTS), 301)
-    cuts = cuts_of(SLOTS)
+    truncation = truncation_of(SLOTS)
     order = torch.randperm(len(SLOTS), generator=torch.Generator().manual_seed(0))
-    together = truncated(implementation, logits[order], order, cuts)
+    together = truncated(implementation, logits[order], order, truncation)
     assert (together == -torch.inf).any()
     for place, row in enumerate(order.tolist()):
-        alone = truncated(implementation, logits[row : row + 1], [row], cuts)
+        alone = truncated(implementation, logits[row : row + 1], [row], truncation)
         assert torch.equal(alone[0], together[place])
     crowd = order.repeat(2)
-    assert torch.equal(truncated(implementation, logits[crowd], crowd, cuts)[-10:], together)
+    assert torch.equal(truncated(implementation, logits[crowd], crowd, truncation)[-10:], together)
 
 
 def test_lanes_change_no_bit(few_lanes, monkeypatch):
-    logits, cuts = logits_of("random", 2, 60), cuts_of(SLOTS)
+    logits, truncation = logits_of("random", 2, 60), truncation_of(SLOTS)
     slots = [6, 8]
-    few = truncated(kernel, logits, slots, cuts)
+    few = truncated(kernel, logits, slots, truncation)
     monkeypatch.undo()
     assert kernel._LANES > 60
-    assert torch.equal(few, truncated(kernel, logits, slots, cuts))
+    assert torch.equal(few, truncated(kernel, logits, slots, truncation))
 
 
 def test_rows_that_hold_nan_stay_as_they_are(implementation):
     logits = logits_of("random", 4, 700)
     logits[1, 3], logits[2, 699], logits[2, 0] = torch.nan, -torch.nan, torch.inf
     before = logits.clone()
-    after = truncated(implementation, logits, [3, 3, 8, 3], cuts_of(SLOTS))
+    after = truncated(implementation, logits, [3, 3, 8, 3], truncation_of(SLOTS))
     assert torch.equal(after[1:3].view(torch.int32), before[1:3].view(torch.int32))
     for row in (0, 3):
         check_row(before[row], after[row], SLOTS[3], SLACK[implementation])
@@ -186,14 +186,14 @@ def test_an_infinite_logit_takes_all_the_mass(implementation):
     logits = logits_of("random", 3, 50)
     logits[:, [4, 30]] = torch.inf
     slots = [(1.0, 0, 0.5, 0.0), (1.0, 0, 0.51, 0.0), (0.7, 3, 1.0, 0.5)]
-    after = truncated(implementation, logits, [0, 1, 2], cuts_of(slots))
+    after = truncated(implementation, logits, [0, 1, 2], truncation_of(slots))
     kept = [(row != -torch.inf).nonzero().squeeze(1).tolist() for row in after]
     assert kept == [[4], [4, 30], [4, 30]]
 
 
 def test_both_zeros_are_one_value(implementation):
     logits = torch.tensor([[-0.0, 0.0, -1.0, 0.0, -0.0]], device=DEVICE)
-    after = truncated(implementation, logits, [0], cuts_of([(1.0, 1, 1.0, 0.0)]))
+    after = truncated(implementation, logits, [0], truncation_of([(1.0, 1, 1.0, 0.0)]))
     assert (after != -torch.inf).tolist() == [[True, True, False, True, True]]
     assert torch.equal(after[:, [0, 4]].view(torch.int32), logits[:, [0, 4]].view(torch.int32))
 
@@ -205,7 +205,7 @@ def test_nothing_beyond_the_rows_is_read_or_written(poisoned_memory, kind, vocab
     rows = memory[2 * vocab_size : 4 * vocab_size].view(2, vocab_size)
     rows.copy_(logits_of(kind, 2, vocab_size))
     before = rows.clone()
-    kernel.truncate(rows, torch.tensor([3, 4], device=DEVICE), cuts_of(SLOTS))
+    kernel.truncate(rows, torch.tensor([3, 4], device=DEVICE), truncation_of(SLOTS))
     for row in range(2):
         check_row(before[row], rows[row], SLOTS[3 + row], SLACK[kernel])
     assert memory[: 2 * vocab_size].isnan().all()
@@ -215,17 +215,21 @@ def test_nothing_beyond_the_rows_is_read_or_written(poisoned_memory, kind, vocab
 def test_a_step_without_rows():
     empty = torch.empty(0, 9, device=DEVICE)
     for implementation in (reference, kernel):
-        assert truncated(implementation, empty, torch.empty(0).long(), cuts_of(SLOTS)).numel() == 0
+        assert (
+            truncated(implementation, empty, torch.empty(0).long(), truncation_of(SLOTS)).numel()
+            == 0
+        )
 
 
 def test_it_compiles_for_a_gpu(tmp_path):
     """Vocabularies whose rows are aligned to 16 bytes, and the one that is a constant 1."""
     code = """
-from sametoken.ops.backend import Cuts
+from sametoken.ops.backend import Truncation
 from sametoken.ops.sampling.truncation_triton import truncate
 
 integers, doubles = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
 for vocab_size in (151936, 1):
-    truncate(torch.zeros(2, vocab_size), integers, Cuts(torch.zeros(2), integers, doubles, doubles))
+    truncation = Truncation(torch.zeros(2), integers, doubles, doubles)
+    truncate(torch.zeros(2, vocab_size), integers, truncation)
 """
     compile_launches(code, tmp_path)

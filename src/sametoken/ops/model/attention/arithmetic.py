@@ -1,10 +1,7 @@
-"""The arithmetic of attention that every launch form shares, so that bits agree.
+"""Online softmax over KV tiles, and the query tile of a program, shared by both launch forms.
 
-Accumulators hold queries along one axis and elements of a head along the other. Which comes
-first, KV_LEFT, says whether KV or the queries are the left operand of the matrix products: it
-moves numbers between registers and changes none of them.
-
-Which rows and heads a program of attention serves.
+Accumulators hold queries along one axis and head elements along the other. KV_LEFT puts KV, not
+the queries, on the left of the matrix products: it changes the register layout and no value.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -16,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def split_range(position, SPLIT: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
-    """First and last split that any of these rows sees; absent rows are at -1 and see none."""
+    """First and last split that any of these rows sees; absent rows have position -1."""
     last = tl.max(position)
     first = tl.maximum(lowest_of(position) - SLIDING_WINDOW + 1, 0) if SLIDING_WINDOW else 0 * last
     last = tl.where(last < 0, -1, last // SPLIT)
@@ -25,49 +22,49 @@ def split_range(position, SPLIT: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
 
 @triton.jit
 def lowest_of(position):
-    """The lowest position of the queries that take part; -1 if none does."""
+    """The lowest position of the active queries; -1 without any."""
     return tl.min(tl.where(position < 0, tl.max(position), position))
 
 
 @triton.jit
-def next_turn(turn, position, acc):
-    """The position whose queries are computed next, by themselves; above all at the end.
+def next_isolated(isolated, position, acc):
+    """The next position whose queries are computed alone; above all positions at the end.
 
-    A query gives weight 0 to positions that it cannot see but another one here can, and 0
-    times a value that is not finite is NaN. So all queries are computed together in turn -1,
-    and if that gave NaN, those of each position alone: then nothing that they cannot see is
-    read.
+    A query gives weight 0 to positions that it cannot see but another query of the tile can, and
+    0 times a non-finite value is NaN. So all queries are computed together first (``isolated`` is
+    -1); if that gave NaN, the queries of each position are computed again alone, which reads no
+    position that they cannot see.
     """
     spread_out = lowest_of(position) < tl.max(position)
-    again = turn >= 0
-    if spread_out & (turn < 0):
+    again = isolated >= 0
+    if spread_out & (isolated < 0):
         again = tl.max(tl.max((acc != acc).to(tl.int32), 0), 0) != 0
     end = tl.max(position) + 1
-    following = tl.min(tl.where(position > turn, position, end))
+    following = tl.min(tl.where(position > isolated, position, end))
     return tl.where(again, following, end)
 
 
 @triton.jit
-def of_turn(turn, position):
-    """Positions of the queries of this turn, -1 for the others."""
-    return tl.where((turn < 0) | (position == turn), position, -1)
+def isolate(isolated, position):
+    """Positions of the queries that are computed now, -1 for the others."""
+    return tl.where((isolated < 0) | (position == isolated), position, -1)
 
 
 @triton.jit
 def per_query(x, KV_LEFT: tl.constexpr):
-    """[queries] in the shape that broadcasts over the accumulators' other axis."""
+    """[queries], shaped to broadcast over the accumulators' other axis."""
     return x[None, :] if KV_LEFT else x[:, None]
 
 
 @triton.jit
 def per_element(x, KV_LEFT: tl.constexpr):
-    """[elements], or [positions] beside queries, in the shape that broadcasts over queries."""
+    """[elements] or [positions], shaped to broadcast over queries."""
     return x[:, None] if KV_LEFT else x[None, :]
 
 
 @triton.jit
 def empty_split(BLOCK_DIM: tl.constexpr, QUERIES: tl.constexpr, KV_LEFT: tl.constexpr):
-    """Weighted values, total weights and highest scores before the first position."""
+    """Initial weighted values, total weights and maximum scores."""
     acc = tl.zeros([BLOCK_DIM, QUERIES] if KV_LEFT else [QUERIES, BLOCK_DIM], tl.float32)
     totals = tl.zeros([16, QUERIES] if KV_LEFT else [QUERIES, 16], tl.float32)
     return acc, totals, tl.full([QUERIES], float("-inf"), tl.float32)
@@ -75,9 +72,9 @@ def empty_split(BLOCK_DIM: tl.constexpr, QUERIES: tl.constexpr, KV_LEFT: tl.cons
 
 @triton.jit
 def block_of(table, begin, stop, BLOCK_SIZE: tl.constexpr):
-    """The block of a tile's first position; any if the tile does not exist.
+    """The block of a tile's first position; block 0 if the tile does not exist.
 
-    Asked for one tile ahead, it never stands between a tile's loads and the pipeline.
+    Loaded one tile ahead, so that a tile's KV loads never wait for it.
     """
     return tl.load(table + begin // BLOCK_SIZE, mask=begin < stop, other=0)
 
@@ -86,9 +83,9 @@ def block_of(table, begin, stop, BLOCK_SIZE: tl.constexpr):
 def with_tile(
     state,  # of empty_split
     q,  # [BLOCK_DIM, queries] or [queries, BLOCK_DIM]
-    position,  # [queries] int32, -1 for queries that take no part
+    position,  # [queries] int32, -1 for inactive queries
     begin,  # the tile's first position
-    stop,  # no query sees this position or one beyond
+    stop,  # one past the last position that any query sees
     block,  # of block_of
     table,  # [max_blocks] int64: the slot's blocks
     keys,
@@ -101,10 +98,10 @@ def with_tile(
     SLIDING_WINDOW: tl.constexpr,
     KV_LEFT: tl.constexpr,
 ):
-    """Add one tile of positions to a split's weighted values, total weights and peaks.
+    """Online softmax: add one tile of positions to a split's state.
 
-    A tile that a row cannot see leaves its numbers as they are, to the bit, so the rows it is
-    computed beside do not matter. Positions that no row here can see are not read at all.
+    A tile that a row cannot see leaves the row's state unchanged to the bit, so the other rows of
+    the program do not matter. Positions that no row here can see are not read.
     """
     acc, totals, peak = state
     KV_AXIS: tl.constexpr = 0 if KV_LEFT else 1
@@ -127,7 +124,7 @@ def with_tile(
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     weights = tl.exp2((scores - per_query(base, KV_LEFT)) * scale).to(q.dtype)
     shrink = per_query(tl.exp2((peak - base) * scale), KV_LEFT)
-    # Of the accumulators' shape: as a left operand V must come with its elements first.
+    # In the accumulators' shape: as a left operand, V needs its elements first.
     v_at = per_query(offset, KV_LEFT) + per_element(dim, KV_LEFT)
     v_mask = per_query(seen, KV_LEFT) & per_element(dim < HEAD_DIM, KV_LEFT)
     v = tl.load(values + start + v_at, mask=v_mask, other=0)
@@ -147,9 +144,9 @@ def _places(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Where a tile's positions lie in memory: a start for all, and from there on [TILE]."""
+    """Memory offsets of a tile's positions: a common start, and [TILE] offsets from it."""
     if BLOCK_SIZE % TILE == 0:
-        # One block holds the tile, so one scalar says where it is.
+        # One block holds the tile, so one scalar locates it.
         start = block * block_stride + begin % BLOCK_SIZE * HEAD_DIM
         offset = tl.arange(0, TILE) * HEAD_DIM
     else:
@@ -168,8 +165,8 @@ def _right(q, k):
 def _accumulated(acc, totals, weights, v, KV_LEFT: tl.constexpr):
     """Add weighted values and weights.
 
-    Weights are totalled by the matrix unit, in the order of the positions; tl.sum would add
-    in an order that follows the query tile.
+    Tensor cores sum the weights in the order of the positions; the order of tl.sum would depend
+    on the query tile.
     """
     if KV_LEFT:
         ones = tl.full([16, v.shape[1]], 1.0, v.dtype)
@@ -184,22 +181,21 @@ def _accumulated(acc, totals, weights, v, KV_LEFT: tl.constexpr):
 
 @triton.jit
 def total_of(totals, KV_LEFT: tl.constexpr):
-    """Each query's total weight: the matrix unit gave it sixteen times."""
+    """Each query's total weight; the sixteen copies in ``totals`` are equal."""
     return tl.max(totals, 0 if KV_LEFT else 1)
 
 
 @triton.jit
 def end_of(position, split, SPLIT: tl.constexpr):
-    """The first position of a split that no query sees, or where the split ends."""
+    """One past the last position of a split that any query sees."""
     return tl.minimum((split + 1) * SPLIT, tl.max(position) + 1).to(tl.int32)
 
 
 @triton.jit
 def merged(acc, total, peak, part, scale, KV_LEFT: tl.constexpr):
-    """Add a split's partial result to that of the splits before it.
+    """Merge a split's partial result into that of the splits before it.
 
-    The multiply-adds are explicit: left to the compiler, they could be contracted one way in
-    one kernel and another way in the next.
+    Multiply-adds are explicit, since the compiler could contract them differently in each kernel.
     """
     acc_split, total_split, peak_split = part
     new_peak = tl.maximum(peak, peak_split)
@@ -213,15 +209,15 @@ def merged(acc, total, peak, part, scale, KV_LEFT: tl.constexpr):
 
 @triton.jit
 def normalised(acc, total, KV_LEFT: tl.constexpr):
-    """Weighted values over total weight; queries that took no part have none and give 0."""
+    """Weighted values over total weight; 0 for inactive queries, whose weight is 0."""
     return acc / per_query(tl.where(total == 0.0, 1.0, total), KV_LEFT)
 
 
 @triton.jit
 def tile_rows(starts, first_run, width, TILE_ROWS: tl.constexpr):
-    """This program's query tile: its run's first row, its own, where it ends, and its place.
+    """This program's query tile: its run's first row, its first row, its end row, and its index.
 
-    Places count the launch's rows as if all of its runs had ``width``.
+    The index counts the launch's rows as if all of its runs had ``width`` rows.
     """
     tiles_per_run = tl.cdiv(width, TILE_ROWS)
     run = tl.program_id(0) // tiles_per_run
@@ -252,10 +248,10 @@ def tile_queries(
 ):
     """Rows x heads of one tile along one axis; absent ones repeat the first row, at -1.
 
-    Returns each query's position (int32; rows of another slot are dead: -1), its index in
-    [num_rows * heads] from the tile's first one on (int32), that first one (int64), and the
-    elements' places in [heads, HEAD_DIM] from there on with their mask, both in the shape of
-    the accumulators.
+    Returns each query's position (int32, -1 for dead rows: those of another slot), its index in
+    [num_rows * heads] relative to the tile's first one (int32), that first index (int64), and the
+    elements' offsets in [heads, HEAD_DIM] from there with their mask, both in the shape of the
+    accumulators.
     """
     query = tl.arange(0, BLOCK_QUERIES)
     row = first + query // GROUP
@@ -265,7 +261,7 @@ def tile_queries(
     if ragged is not None:
         live = present & (tl.load(slots + row) == slot)
     position = tl.where(live, tl.load(positions + row), -1).to(tl.int32)
-    # A wide scalar and narrow vectors: wide vectors would fill the registers.
+    # An int64 scalar and int32 vectors: int64 vectors would fill the registers.
     heads = tl.num_programs(1) * GROUP
     first_index = first.to(tl.int64) * heads + tl.program_id(1) * GROUP
     index = (row - first) * heads + query % GROUP

@@ -1,7 +1,7 @@
 """Causal attention over paged KV in plain PyTorch, one row at a time.
 
-Every shape below is set by the row's position alone, so a row cannot tell whether it is a
-decode, a window or a prefill row. Positions that the row cannot see take no part.
+Every shape depends on the row's position only, so decode, window and prefill rows get the same
+bits. Positions that the row cannot see are not read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sametoken.ops.backend import (
 
 
 def attention(q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV) -> Tensor:
-    """Attention of [T, H, D] queries over their slots' KV: [T, H * D]."""
+    """See ``Kernels.attention``."""
     out = torch.empty_like(q).flatten(1)
     stops = (rows.positions + 1).tolist()
     for row, (slot, stop) in enumerate(zip(rows.slots.tolist(), stops, strict=True)):
@@ -31,7 +31,7 @@ def attention(q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
 
 
 def _gathered(cache: Tensor, blocks: Tensor, first: int, stop: int) -> Tensor:
-    """Positions ``first`` to ``stop`` - 1 of one slot: [kv_heads, positions, head_dim] fp32."""
+    """Positions ``first .. stop - 1`` of one slot: [kv_heads, positions, head_dim] fp32."""
     block_size = cache.shape[2]
     before = first // block_size
     used = cache[blocks[before : -(-stop // block_size)]].float()

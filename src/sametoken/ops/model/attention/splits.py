@@ -1,6 +1,6 @@
-# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
-"""Splits of a row's KV: one by itself, all of them walked in order, or partial results merged."""
+"""Splits of a row's KV: one split, all splits in sequence, and the merge of partial results."""
 
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
 import triton
@@ -19,7 +19,7 @@ from sametoken.ops.pdl import prefetch_l2
 
 
 @triton.jit
-def ask_for_split(
+def prefetch_split(
     split,
     last_position,
     table,
@@ -31,7 +31,7 @@ def ask_for_split(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Ask L2 for a split's KV, while the kernel in front still writes the newest of it."""
+    """Prefetch a split's KV into L2 while the kernel before still writes the newest of it."""
     ROW_BYTES: tl.constexpr = HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8)
     if PDL and ROW_BYTES % 16 == 0:
         at = tl.minimum(split * SPLIT + tl.arange(0, SPLIT), last_position)
@@ -59,7 +59,7 @@ def split_result(
     SLIDING_WINDOW: tl.constexpr,
     KV_LEFT: tl.constexpr,
 ):
-    """One split's weighted values, total weight and highest score."""
+    """One split's weighted values, total weight and maximum score."""
     acc, totals, peak = empty_split(BLOCK_DIM, position.shape[0], KV_LEFT)
     stop = end_of(position, split, SPLIT)
     block = block_of(table, split * SPLIT, stop, BLOCK_SIZE)
@@ -74,7 +74,7 @@ def split_result(
 
 
 @triton.jit
-def walked(
+def sequential_result(
     q,  # as for with_tile
     position,
     table,
@@ -90,9 +90,9 @@ def walked(
     SLIDING_WINDOW: tl.constexpr,
     KV_LEFT: tl.constexpr,
 ):
-    """All splits of these queries, each merged where it ends, in one loop over their tiles.
+    """All splits of these queries, each merged at its end, in one loop over their tiles.
 
-    One loop, so that loads of a split are on their way while the one before is computed.
+    One loop, so that a split's loads are pipelined behind the split before.
     """
     QUERIES: tl.constexpr = position.shape[0]
     first, last = split_range(position, SPLIT, SLIDING_WINDOW)
@@ -107,7 +107,7 @@ def walked(
             scale, HEAD_DIM, BLOCK_SIZE, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         block = following
-        # By selection: a branch would stand between the matrix unit and its accumulators.
+        # Selects, not a branch, which would force the accumulators out of the tensor cores.
         ends = ((begin + TILE) % SPLIT == 0) | (begin + TILE >= stop)
         part = (acc, total_of(totals, KV_LEFT), peak)
         whole = merged(sums, weight, top, part, scale, KV_LEFT)
@@ -123,7 +123,7 @@ def walked(
 @triton.jit
 def merged_parts(
     sums,  # [max_splits, HEAD_DIM] fp32
-    stats,  # [max_splits, 2] fp32: total weight, highest score
+    stats,  # [max_splits, 2] fp32: total weight, maximum score
     position,  # [1] int32
     scale,
     HEAD_DIM: tl.constexpr,
@@ -131,11 +131,11 @@ def merged_parts(
     SPLIT: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
 ):
-    """One query's partial results, merged in the order of the splits: [BLOCK_DIM, 1] and [1]."""
+    """Merge one query's partial results in the order of the splits: [BLOCK_DIM, 1] and [1]."""
     acc, _, peak = empty_split(BLOCK_DIM, 1, True)
     total = tl.zeros([1], tl.float32)
     first, last = split_range(position, SPLIT, SLIDING_WINDOW)
-    # Four splits' loads in flight, then four merges; one beyond the last changes nothing.
+    # Four splits' loads in flight, then four merges; splits past the last have no effect.
     for split in range(first, last + 1, 4):
         part_0 = _part(sums, stats, split, last, HEAD_DIM, BLOCK_DIM)
         part_1 = _part(sums, stats, split + 1, last, HEAD_DIM, BLOCK_DIM)

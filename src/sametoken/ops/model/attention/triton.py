@@ -1,14 +1,14 @@
-# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
-"""Causal attention over paged KV on a GPU, with one arithmetic for every kind of row.
+"""Causal paged attention on a GPU, with the same arithmetic for every kind of row.
 
-A row's KV is cut into splits of a fixed size, anchored at position 0. Each split gives a
-partial result (weighted values, their total weight, the highest score), and partial results
-are merged in the order of the splits. Whether one program walks the splits of its rows
-("walk"), or many programs take one split each and a second kernel merges ("spread"), is a
-matter of speed: both run ``arithmetic``, so the bits agree, for every query tile and however
-rows are cut into runs (tests/gpu/test_attention_gpu.py).
+A row's KV is divided into splits of a fixed size, anchored at position 0. Each split gives a
+partial result (weighted values, their total weight, the maximum score), and partial results are
+merged in the order of the splits. Either one program runs all splits of its rows ("sequential"),
+or several programs take some each and a second kernel merges ("split_kv", as in flash decoding).
+Both run ``arithmetic``, so the bits agree for every query tile and division into runs
+(tests/gpu/test_attention_gpu.py).
 """
 
+# mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
 
 import torch
@@ -24,9 +24,9 @@ from sametoken.ops.backend import (
     RunGroup,
 )
 from sametoken.ops.model.attention.arithmetic import (
-    next_turn,
+    isolate,
+    next_isolated,
     normalised,
-    of_turn,
     per_element,
     per_query,
     split_range,
@@ -34,10 +34,10 @@ from sametoken.ops.model.attention.arithmetic import (
     tile_rows,
 )
 from sametoken.ops.model.attention.splits import (
-    ask_for_split,
     merged_parts,
+    prefetch_split,
+    sequential_result,
     split_result,
-    walked,
 )
 from sametoken.ops.model.attention.tuning import (
     SPLIT,
@@ -56,7 +56,7 @@ __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
 
 LOG2_E = 1.4426950408889634
 
-# No compiled form depends on what changes from step to step.
+# Values that change from step to step must not trigger a compilation.
 _jit = triton.jit(
     do_not_specialize=["first_run", "width", "max_splits"],
     do_not_specialize_on_alignment=["starts"],
@@ -74,18 +74,17 @@ def attention(
 ) -> Tensor:
     """Attention of [T, H, D] queries over their slots' KV: [T, H * D] in q's dtype.
 
-    Short runs and long ones are launched apart, each cut up for its sizes. The launches follow
-    from shapes and host arguments alone, so they can be captured. Rows behind the last run are
+    Short and long runs are launched separately, each with a configuration for its sizes. Launches
+    depend on shapes and host arguments only, so they can be captured. Rows after the last run are
     not written.
 
     Args:
         q: [T, H, D], contiguous, bf16, fp16 or fp32.
-        shape: head counts, and how far back a row sees.
-        rows: where the rows stand, with their runs.
+        shape: head counts and the sliding window.
+        rows: positions and slots of the rows, with their runs.
         kv: the layer's KV, both tensors contiguous within a block and of equal strides.
-        max_seq_len: no row stands at this position or beyond; by default what the block
-            table has room for.
-        config: how to cut the launches up; chosen from the shapes by default.
+        max_seq_len: upper bound of positions, exclusive; by default the block table's capacity.
+        config: launch configuration; chosen from the shapes by default.
 
     Raises:
         InvariantError: rows without runs, or fewer rows than even runs have.
@@ -103,9 +102,9 @@ def attention(
     assert rows.block_table.stride(1) == 1
     out = q.new_empty(num_rows, shape.num_heads * shape.head_dim)
     for group in runs.groups if num_rows else ():
-        cut = config or choose(group.num_runs, group.max_rows, shape, max_seq_len, q.dtype)
-        assert cut.split % cut.tile == 0
-        _launch(q, shape, rows, kv, out, group, max_seq_len, cut)
+        chosen = config or choose(group.num_runs, group.max_rows, shape, max_seq_len, q.dtype)
+        assert chosen.split % chosen.tile == 0
+        _launch(q, shape, rows, kv, out, group, max_seq_len, chosen)
     return out
 
 
@@ -142,23 +141,25 @@ def _launch(
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-    if config.form == "walk":
-        _walk_kernel[tiles, shape.num_kv_heads](*inputs, out, **constants)
+    if config.form == "sequential":
+        _sequential_kernel[tiles, shape.num_kv_heads](*inputs, out, **constants)
         return
     max_splits = triton.cdiv(max_seq_len, config.split)
-    lanes = config.num_lanes(tiles * shape.num_kv_heads, max_splits)
+    programs = config.programs_per_tile(tiles * shape.num_kv_heads, max_splits)
     places = group.num_runs * group.max_rows
     size = (places, shape.num_heads, max_splits)
     sums = q.new_empty(*size, shape.head_dim, dtype=torch.float32)
     stats = q.new_empty(*size, 2, dtype=torch.float32)
-    _spread_kernel[tiles, shape.num_kv_heads, lanes](*inputs, sums, stats, max_splits, **constants)
+    _split_kv_kernel[tiles, shape.num_kv_heads, programs](
+        *inputs, sums, stats, max_splits, **constants
+    )
     _merge_kernel[places, shape.num_heads](
         sums, stats, *where, out, max_splits, scale, num_warps=1, **sizes
     )
 
 
 @_jit
-def _walk_kernel(
+def _sequential_kernel(
     q,  # [num_rows, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
     values,
@@ -200,23 +201,23 @@ def _walk_kernel(
     keys += tl.program_id(1) * head_stride
     values += tl.program_id(1) * head_stride
 
-    turn = tl.min(position) * 0 - 1
-    while turn <= tl.max(position):
-        of_now = of_turn(turn, position)
-        acc, total = walked(
-            q_tile, of_now, block_table + slot * table_stride, keys, values, block_stride, scale,
+    isolated = tl.min(position) * 0 - 1
+    while isolated <= tl.max(position):
+        active = isolate(isolated, position)
+        acc, total = sequential_result(
+            q_tile, active, block_table + slot * table_stride, keys, values, block_stride, scale,
             HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         result = normalised(acc, total, KV_LEFT).to(out.dtype.element_ty)
-        # Dead rows give 0: all alike, they ask no more experts than one of them.
-        stored = (turn < 0) | (of_now >= 0)
+        # Dead rows are all 0, so a MoE layer routes them all to the same experts.
+        stored = (isolated < 0) | (active >= 0)
         tl.store(out + at, result, mask=mask & per_query(stored, KV_LEFT))
-        turn = next_turn(turn, position, acc)
+        isolated = next_isolated(isolated, position, acc)
 
 
 @_jit
-def _spread_kernel(
-    q,  # as for _walk_kernel
+def _split_kv_kernel(
+    q,  # as for _sequential_kernel
     keys,
     values,
     positions,
@@ -230,7 +231,7 @@ def _spread_kernel(
     head_stride,
     scale,
     sums,  # [places, heads, max_splits, HEAD_DIM] fp32
-    stats,  # [places, heads, max_splits, 2] fp32: total weight, highest score
+    stats,  # [places, heads, max_splits, 2] fp32: total weight, maximum score
     max_splits,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -263,34 +264,34 @@ def _spread_kernel(
     first_split, last_split = split_range(position, SPLIT, SLIDING_WINDOW)
     split = first_split + tl.program_id(2)
     if split <= last_split:
-        ask_for_split(
+        prefetch_split(
             split, tl.max(position), table, keys, values, block_stride,
             HEAD_DIM, BLOCK_SIZE, SPLIT, PDL,
         )  # fmt: skip
     gdc_wait(PDL)
     q_tile = tl.load(q + first_index * HEAD_DIM + at, mask=mask, other=0)
-    turn = tl.min(position) * 0 - 1
+    isolated = tl.min(position) * 0 - 1
     while split <= last_split:
-        of_now = of_turn(turn, position)
+        active = isolate(isolated, position)
         acc, total, peak = split_result(
-            q_tile, of_now, split, table, keys, values, block_stride, scale,
+            q_tile, active, split, table, keys, values, block_stride, scale,
             HEAD_DIM, BLOCK_DIM, BLOCK_SIZE, SPLIT, TILE, SLIDING_WINDOW, KV_LEFT,
         )  # fmt: skip
         part = index * max_splits + split
-        stored = of_now >= 0
+        stored = active >= 0
         part_at = per_query(part, KV_LEFT) * HEAD_DIM + dim
         tl.store(sums + part_at, acc, mask=mask & per_query(stored, KV_LEFT))
         tl.store(stats + part * 2, total, mask=stored)
         tl.store(stats + part * 2 + 1, peak, mask=stored)
-        turn = next_turn(turn, position, acc)
-        finished = turn > tl.max(position)
-        turn = tl.where(finished, -1, turn)
+        isolated = next_isolated(isolated, position, acc)
+        finished = isolated > tl.max(position)
+        isolated = tl.where(finished, -1, isolated)
         split = tl.where(finished, split + tl.num_programs(2), split)
 
 
 @_jit
 def _merge_kernel(
-    sums,  # as for _spread_kernel
+    sums,  # as for _split_kv_kernel
     stats,
     positions,
     slots,

@@ -1,4 +1,4 @@
-"""How an attention launch is cut up: what there is to choose, and the choice by shapes."""
+"""Launch configurations of attention, and the choice by shapes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from sametoken.ops.backend import AttentionShape
 #: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
 SPLIT = 128
 
-#: Bytes of partial results that a launch may need at most; beyond, rows walk.
+#: Most bytes of partial results of a launch; above it splits run sequentially.
 MAX_PARTIAL_BYTES = 1 << 29
 
-#: Who merges the splits of a query tile: its one program as it walks, or a second launch.
-Form = Literal["walk", "spread"]
+#: One program runs all splits of a query tile in sequence, or several do and a second launch merges
+#: (split-KV, flash decoding).
+Form = Literal["sequential", "split_kv"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """How a launch is cut up. Only ``split`` and ``tile`` take part in a row's bits.
+    """A launch configuration. Only ``split`` and ``tile`` affect a row's bits.
 
     Attributes:
-        form: who walks and who merges the splits.
+        form: one program per query tile, or split-KV.
         block_queries: rows x query heads per program, a power of two from 16.
         num_warps: warps per program.
-        num_stages: depth of the load pipeline. It is odd where a loop turn needs several
-            blocks, for block table and KV then share it.
+        num_stages: depth of the load pipeline. Odd where an iteration needs several blocks, since
+            block table and KV then share it.
         split: positions per split, a multiple of ``tile``.
-        tile: positions per loop turn.
-        kv_left: KV is the left operand of the matrix products, so that few queries fill the
-            matrix unit of a whole warp group; otherwise the queries are.
-        programs: programs to aim at where splits are spread.
+        tile: positions per loop iteration.
+        kv_left: KV, not the queries, is the left operand of the matrix products, so that few
+            queries fill the tensor cores of a whole warp group.
+        programs: number of programs that split-KV aims at.
     """
 
     form: Form
@@ -51,107 +52,108 @@ class AttentionConfig:
         tiles: int = triton.cdiv(width, self.block_queries // group)
         return num_runs * tiles
 
-    def num_lanes(self, tiles_and_heads: int, max_splits: int) -> int:
+    def programs_per_tile(self, tiles_and_heads: int, max_splits: int) -> int:
         """Programs that share the splits of a query tile."""
-        lanes: int = triton.cdiv(self.programs, tiles_and_heads)
-        return min(max_splits, lanes)
+        programs: int = triton.cdiv(self.programs, tiles_and_heads)
+        return min(max_splits, programs)
 
 
-#: Cuts by the least number of programs (query tiles x KV heads) that a launch must have for them.
+#: Configurations by the least number of programs (query tiles x KV heads) of a launch.
 ByPrograms = tuple[tuple[int, AttentionConfig], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
-    """Cuts of all launches over heads of one size.
+class LaunchTable:
+    """Configurations of all launches over heads of one size.
 
     Attributes:
-        tile: positions per loop turn: part of the bits, so one for all launches.
-        few: for 16 queries a program, where splits are spread.
-        many: likewise, where rows walk. So many programs as its first cut wants keep the chip
-            busy: from there on rows walk.
+        tile: positions per loop iteration: it affects bits, so one for all launches.
+        split_kv: for 16 queries per program, with split-KV.
+        sequential: for 16 queries per program, without. Launches with as many programs as its
+            first entry fill the chip and run their splits sequentially.
         wide: for longer runs, in either form.
-        prefill: for the longest. No query tile is larger, unless one row's heads are.
+        prefill: for the longest runs. Query tiles are no larger, unless one row's heads are.
     """
 
     tile: int
-    few: ByPrograms
-    many: ByPrograms
+    split_kv: ByPrograms
+    sequential: ByPrograms
     wide: AttentionConfig
     prefill: AttentionConfig
 
     @property
     def busy_programs(self) -> int:
-        """Programs that keep the chip busy."""
-        return self.many[0][0]
+        """Number of programs that fills the chip."""
+        return self.sequential[0][0]
 
 
-def by_programs(cuts: ByPrograms, programs: int) -> AttentionConfig:
-    """The last cut that a launch has the programs for, or the first."""
-    fitting = [cut for least, cut in cuts if programs >= least]
-    return fitting[-1] if fitting else cuts[0][1]
+def by_programs(configs: ByPrograms, programs: int) -> AttentionConfig:
+    """The last configuration that a launch has enough programs for, or the first."""
+    fitting = [config for least, config in configs if programs >= least]
+    return fitting[-1] if fitting else configs[0][1]
 
 
-#: Cuts as decode_gpu.py and attention_gpu.py of benchmarks/kernels chose them. In prefill the
-#: queries fill a warp group.
-LIGHT = Cuts(
+#: As tuned by decode_gpu.py and attention_gpu.py of benchmarks/kernels. In prefill the queries
+#: fill a warp group.
+SMALL_HEADS = LaunchTable(
     tile=64,
-    few=(
-        (1, AttentionConfig("spread", 16, num_warps=4, num_stages=3)),
-        # Several programs share a multiprocessor's memory.
-        (64, AttentionConfig("spread", 16, num_warps=4, num_stages=2)),
+    split_kv=(
+        (1, AttentionConfig("split_kv", 16, num_warps=4, num_stages=3)),
+        # Several programs share a multiprocessor's shared memory.
+        (64, AttentionConfig("split_kv", 16, num_warps=4, num_stages=2)),
     ),
-    many=(
-        (132, AttentionConfig("walk", 16, num_warps=4, num_stages=3)),
-        (396, AttentionConfig("walk", 16, num_warps=2, num_stages=2)),
+    sequential=(
+        (132, AttentionConfig("sequential", 16, num_warps=4, num_stages=3)),
+        (396, AttentionConfig("sequential", 16, num_warps=2, num_stages=2)),
     ),
-    wide=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
-    prefill=AttentionConfig("walk", 64, num_warps=4, num_stages=2, kv_left=False),
+    wide=AttentionConfig("sequential", 32, num_warps=4, num_stages=3),
+    prefill=AttentionConfig("sequential", 64, num_warps=4, num_stages=2, kv_left=False),
 )
 #: With a larger tile only one program would fit a multiprocessor.
-HEAVY = Cuts(
+LARGE_HEADS = LaunchTable(
     tile=32,
-    few=((1, AttentionConfig("spread", 16, num_warps=4, num_stages=3)),),
-    many=((132, AttentionConfig("walk", 16, num_warps=4, num_stages=3)),),
-    wide=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
-    prefill=AttentionConfig("walk", 32, num_warps=4, num_stages=3),
+    split_kv=((1, AttentionConfig("split_kv", 16, num_warps=4, num_stages=3)),),
+    sequential=((132, AttentionConfig("sequential", 16, num_warps=4, num_stages=3)),),
+    wide=AttentionConfig("sequential", 32, num_warps=4, num_stages=3),
+    prefill=AttentionConfig("sequential", 32, num_warps=4, num_stages=3),
 )
-#: fp32, which no matrix unit multiplies: small query tiles only.
-_FP32_WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2)
-FP32 = Cuts(
+#: fp32 products do not use tensor cores: small query tiles only.
+_FP32_SEQUENTIAL = AttentionConfig("sequential", 16, num_warps=4, num_stages=2)
+FP32_HEADS = LaunchTable(
     tile=64,
-    few=((1, replace(_FP32_WALK, form="spread")),),
-    many=((264, _FP32_WALK),),
-    wide=_FP32_WALK,
-    prefill=_FP32_WALK,
+    split_kv=((1, replace(_FP32_SEQUENTIAL, form="split_kv")),),
+    sequential=((264, _FP32_SEQUENTIAL),),
+    wide=_FP32_SEQUENTIAL,
+    prefill=_FP32_SEQUENTIAL,
 )
 
-#: Elements of a head from which on it is heavy.
-HEAVY_HEAD = 256
+#: The smallest head_dim of ``LARGE_HEADS``, rounded up to a power of two.
+LARGE_HEAD_DIM = 256
 
 
-def cuts_for(shape: AttentionShape, dtype: torch.dtype) -> Cuts:
-    """The cuts of heads of this size and type."""
+def table_for(shape: AttentionShape, dtype: torch.dtype) -> LaunchTable:
+    """The launch table for heads of this size and dtype."""
     if dtype.itemsize == 4:
-        return FP32
-    return HEAVY if triton.next_power_of_2(shape.head_dim) >= HEAVY_HEAD else LIGHT
+        return FP32_HEADS
+    return LARGE_HEADS if triton.next_power_of_2(shape.head_dim) >= LARGE_HEAD_DIM else SMALL_HEADS
 
 
 def choose(
     num_runs: int, width: int, shape: AttentionShape, max_seq_len: int, dtype: torch.dtype
 ) -> AttentionConfig:
-    """How to cut up a launch of runs of at most ``width`` rows, from its shapes."""
-    cuts = cuts_for(shape, dtype)
+    """The configuration of a launch of runs of at most ``width`` rows."""
+    table = table_for(shape, dtype)
     group = shape.num_heads // shape.num_kv_heads
-    queries = min(cuts.prefill.block_queries, triton.next_power_of_2(width * group))
+    queries = min(table.prefill.block_queries, triton.next_power_of_2(width * group))
     queries = max(16, triton.next_power_of_2(group), queries)
     programs = num_runs * triton.cdiv(width, queries // group) * shape.num_kv_heads
-    busy = programs >= cuts.busy_programs
+    busy = programs >= table.busy_programs
     partial_bytes = 4 * num_runs * width * shape.q_size * triton.cdiv(max_seq_len, SPLIT)
     fits = partial_bytes <= MAX_PARTIAL_BYTES
-    form: Form = "spread" if not busy and max_seq_len > SPLIT and fits else "walk"
+    form: Form = "split_kv" if not busy and max_seq_len > SPLIT and fits else "sequential"
     if queries == 16:
-        cut = by_programs(cuts.few if form == "spread" else cuts.many, programs)
+        configs = table.split_kv if form == "split_kv" else table.sequential
+        config = by_programs(configs, programs)
     else:
-        cut = cuts.wide if queries <= cuts.wide.block_queries else cuts.prefill
-    return replace(cut, form=form, block_queries=queries, tile=cuts.tile)
+        config = table.wide if queries <= table.wide.block_queries else table.prefill
+    return replace(config, form=form, block_queries=queries, tile=table.tile)

@@ -1,1 +1,1 @@
-"""The gated delta rule: one row updates a slot's state and reads it."""
+"""Gated DeltaNet as a recurrent rule."""

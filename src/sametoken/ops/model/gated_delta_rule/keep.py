@@ -1,4 +1,4 @@
-"""What a pass leaves of its raw rows in the slots' memory, and how many programs copy it."""
+"""Copy a pass's raw rows into the slots' history and pending rows."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sametoken.ops.model.recurrent.runs import (
 )
 from sametoken.ops.pdl import gdc_wait
 
-#: Channels of raw rows that a warp keeps at once.
+#: Channels of raw rows that a warp copies at once.
 KEPT_CHANNELS = 512
-# New rows that it keeps at once.
+# New rows that it copies at once.
 _KEPT_ROWS = tl.constexpr(4)
-# Multiprocessors of a large GPU, and warps that one holds, with 32 columns of a state in each.
+# Multiprocessors of a large GPU, and warps that fit on one, with 32 columns of a state in each.
 _MULTIPROCESSORS, _WARPS = 132, 8
 
 
@@ -48,7 +48,7 @@ def keep_raw(
     TAPS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Keep the raw rows before the next first row and after it, for some blocks of channels."""
+    """Store the next history and pending rows of a slot, for some blocks of channels."""
     TAPS: tl.constexpr = K - 1
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
     num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED)
@@ -61,7 +61,7 @@ def keep_raw(
         index = num_lasting + tap
         raw = _raw_row(index, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, C, TAPS)
         exists = (tap < TAPS) & ((index >= TAPS) | (empty == 0))
-        # New rows from ``first_new`` on become pending, behind what stays there.
+        # New rows from ``first_new`` on become pending, after those that stay pending.
         has_lasting = num_lasting > 0
         first_new = tl.where(has_lasting, num_lasting - num_folded, 0)
         stays = tl.where(has_lasting, 0, num_folded)
@@ -72,7 +72,7 @@ def keep_raw(
             column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
             inside = column < C
             kept = tl.load(raw[:, None] + column, exists[:, None] & inside, other=0.0)
-            # Another thread may still have to read what this one writes.
+            # All threads must have read before any overwrites.
             tl.debug_barrier()
             _copy_rows(qkv + column, qkv_stride, pending_qkv + column, C, num_new, inside)
             tl.store(history + tap[:, None] * C + column, kept, (tap < TAPS)[:, None] & inside)
@@ -96,7 +96,7 @@ def _raw_row(
     C: tl.constexpr,
     TAPS: tl.constexpr,
 ):
-    """Pointers to raw rows of a slot: its history, then pending rows, then rows of the pass."""
+    """Pointers to a slot's raw rows: history, pending rows, then the pass's."""
     row = index - TAPS
     new = first_row + row - num_folded
     held = tl.where(row < 0, history + index * C, pending + row * C)
@@ -105,7 +105,7 @@ def _raw_row(
 
 @triton.jit
 def _copy_rows(source, source_stride, target, target_stride, num_rows, inside):
-    """Copy rows of [1, n] addresses, several at once."""
+    """Copy rows at [1, n] addresses, _KEPT_ROWS at a time."""
     place = tl.arange(0, _KEPT_ROWS)[:, None]
     for first in range(0, num_rows, _KEPT_ROWS):
         row = first + place
@@ -114,9 +114,9 @@ def _copy_rows(source, source_stride, target, target_stride, num_rows, inside):
 
 
 def num_keepers(programs: int, batch: int, num_warps: int, blocks: int, long: bool) -> int:
-    """Programs of a run that keep raw rows: one a block, or fewer where all fit a GPU so.
+    """Number of programs of a run that copy raw rows: one per block, or fewer to fit one wave.
 
-    Beside long runs so few that no multiprocessor has a program more, if there is room for any.
+    For long runs, few enough that no multiprocessor gets an extra program, if any fit.
     """
     places = _MULTIPROCESSORS * _WARPS // num_warps
     if long:

@@ -1,7 +1,4 @@
-"""The short convolution, the norms of q and k, and the gates of a pass's rows, on a GPU.
-
-The references are ``causal_conv1d.reference`` and, for what follows it, ``reference``.
-"""
+"""The short convolution, the norms of q and k, and the gates of a pass's rows, on a GPU."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -34,15 +31,15 @@ from sametoken.ops.pdl import (
 
 _EPS = tl.constexpr(NORM_EPS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Programs of a launch; with more rows than that gives each one, it runs several.
+# Programs of a launch; each runs several rows if there are more.
 _PROGRAMS = 4096
-# Channels of v that one program convolves: two numbers of each thread per load of q or k.
+# Channels of v per program.
 _VALUES = 256
 
 
 @triton.jit
 def _sigmoid(x):
-    # 1 / y as the square of 1 / sqrt(y), which needs none of a division's care for ranges.
+    # 1 / y as the square of rsqrt(y): cheaper than a division, which handles all ranges.
     root = tl.rsqrt(1.0 + tl.exp2(-_LOG2_E * x))
     return root * root
 
@@ -56,7 +53,7 @@ def _decay(a, rate, dt_bias):
 
 @triton.jit
 def _weights(conv_weight, conv_bias, channel, inside, C: tl.constexpr, K: tl.constexpr):
-    """The convolution's weights of some channels, K times, and their bias: fp32 of their shape."""
+    """The convolution's K weights and bias of some channels, fp32 in the shape of ``channel``."""
     weights = ()
     for tap in tl.static_range(K):
         weight = tl.load(conv_weight + tap * C + channel, inside, other=0.0)
@@ -69,7 +66,7 @@ def _weights(conv_weight, conv_bias, channel, inside, C: tl.constexpr, K: tl.con
 
 @triton.jit
 def _convolved(rows, newest, weights, bias, K: tl.constexpr):
-    """SiLU of the convolution of K - 1 raw rows and the newest, taps in order."""
+    """SiLU of the convolution of K - 1 raw rows and the newest one, taps in order."""
     rows += (newest,)
     summed = rows[0] * weights[0]
     for tap in tl.static_range(1, K):
@@ -80,17 +77,17 @@ def _convolved(rows, newest, weights, bias, K: tl.constexpr):
 
 @triton.jit
 def _held_rows(raw, begin, channel, inside, C: tl.constexpr, K: tl.constexpr):
-    """Of the K - 1 raw rows from ``begin`` on those that the slot keeps; zeros for the others.
+    """The slot's stored rows among the K - 1 raw rows from ``begin``; zeros for the others.
 
-    Raw rows are counted from the oldest of the history on. What the slot keeps the pass before
-    has written, and ``plan_runs``, which nothing overtakes, came after it: no wait is needed.
+    Raw rows are counted from the oldest of the history. The previous pass wrote the stored rows
+    before ``plan_runs``, a PDL barrier, so no wait is needed.
     """
     _, _, history, pending, _, num_held, _, empty = raw
     rows = ()
     for tap in tl.static_range(K - 1):
         index = begin + tap
         at = tl.where(index < K - 1, history + index * C, pending + index * C)
-        # What came before a request's first row is zero.
+        # Inputs before a request's first row are zero.
         exists = (index < num_held) & ((index >= K - 1) | (empty == 0))
         rows += (tl.load(at + channel, exists & inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     return rows
@@ -98,7 +95,7 @@ def _held_rows(raw, begin, channel, inside, C: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _completed(rows, raw, begin, channel, inside, K: tl.constexpr):
-    """The K - 1 raw rows from ``begin`` on, of which ``_held_rows`` gave those that are kept."""
+    """Add the pass's rows to those of ``_held_rows``: all K - 1 raw rows from ``begin``."""
     qkv, stride, _, _, first_new, num_held, stop, _ = raw
     completed = ()
     for tap in tl.static_range(K - 1):
@@ -117,7 +114,7 @@ def _moved_on(rows, newest):
 
 @triton.jit
 def _pending_or_new(raw, index, C: tl.constexpr):
-    """Pointer to a raw row behind the history: ``keep`` has one for all raw rows."""
+    """Pointer to a raw row after the history; ``keep._raw_row`` covers all raw rows."""
     qkv, stride, _, pending, first_new, num_held, _, _ = raw
     return tl.where(index < num_held, pending + index * C, qkv + (first_new + index) * stride)
 
@@ -126,7 +123,7 @@ def _pending_or_new(raw, index, C: tl.constexpr):
 def _prepare_keys(
     head,
     raw,
-    span,  # first row, the row after the last
+    span,  # first row, end row
     prepared,  # [rows, WIDTH] of the run, written
     conv_weight,
     conv_bias,
@@ -200,7 +197,7 @@ def _prepare_values(
 @triton.jit
 def _prepare_gates(
     gates,  # a, b, their strides, pending gates of the slot
-    first_new,  # row of the pass less its place among folded and new rows
+    first_new,  # row of the pass minus its index among folded and new rows
     num_folded,
     span,
     prepared,
@@ -258,13 +255,13 @@ def _prepare_kernel(
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The rule's kernel may load states from now on.
+    # The kernel of the rule may load states from here on.
     gdc_launch_dependents(PDL)
     C: tl.constexpr = 2 * HK * DK + HV * DV
     WIDTH: tl.constexpr = C + 2 * HV + HK
     VALUE_UNITS: tl.constexpr = (HV * DV + VALUES - 1) // VALUES
     unit, run = tl.program_id(0), first_run + tl.program_id(2).to(tl.int64)
-    # The table was whole before this kernel began (``plan_runs``).
+    # ``plan_runs`` is a PDL barrier, so the table is complete.
     field = runs + run * FIELDS
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
     num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED).to(tl.int32)
@@ -275,7 +272,7 @@ def _prepare_kernel(
     span = (begin, tl.minimum(total, begin + each))
     prepared += (first_row + run * max_pending) * WIDTH
     num_held = num_folded + K - 1
-    # Held and new rows count on from the oldest of the history.
+    # Stored and new rows are indexed from the oldest of the history.
     raw = (
         qkv, qkv_stride, history + slot * (K - 1) * C,
         pending_qkv + (slot * max_pending - (K - 1)) * C, first_row - num_held,
@@ -299,10 +296,10 @@ def _prepare_kernel(
 
 
 def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory) -> Tensor:
-    """What the rule reads of each run's folded rows and rows: fp32 [T + B * k, C + 2 * Hv + Hk].
+    """Inputs of the rule for folded and new rows of each run: fp32 [T + B * k, C + 2 * Hv + Hk].
 
     A row is [q | k | v | decay | beta | q . k], q and k normalised, q scaled by 1 / sqrt(Dk).
-    Run b starts k * b rows behind its first row. Arguments are those of ``triton.advance``.
+    Run b starts at its first row plus k * b. Arguments are those of ``triton.advance``.
     """
     rule = params.rule
     weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
@@ -315,7 +312,7 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
     prepared = memory.states.new_empty(num_rows, width)
     values = min(_VALUES, triton.next_power_of_2(heads * rule.value_dim))
     units = rule.num_key_heads + triton.cdiv(heads * rule.value_dim, values) + 1
-    # Short runs and long ones apart: a long one among many short ones is cut into parts as well.
+    # Separate launches, so that a long run among many short ones is split into parts too.
     for group in runs.rows.groups:
         most = max(1, _PROGRAMS // (units * group.num_runs))
         parts = min(group.max_rows + memory.max_pending, most)

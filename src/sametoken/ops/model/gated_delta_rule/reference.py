@@ -1,9 +1,7 @@
-"""The gated delta rule of one row in plain PyTorch; also the path of a CPU without a compiler.
+"""Convolution and gated delta rule of one row in plain PyTorch; the CPU path without a compiler.
 
-One row at a time: the shapes, and with them the order of every sum and the vector lanes of
-every element, never depend on how many rows a pass has.
-
-The convolution of one row in plain PyTorch; also the path of a CPU without a compiler.
+One row at a time, so shapes, the order of every sum and the SIMD lane of every element never
+depend on the number of rows in a pass.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ NORM_EPS = 1e-6
 
 
 def gates(a: Tensor, b: Tensor, decay_rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithm of the decay, and beta, of one row: two [Hv] fp32.
+    """Log decay and beta of one row: two [Hv] fp32.
 
     Args:
         a, b: [Hv] fp32, the row's raw gates.
@@ -56,7 +54,7 @@ def convolve_row(window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """SiLU of the depthwise convolution at one position: [C] fp32.
 
     Args:
-        window: [K, C] fp32, the position's input last, the K - 1 before it first.
+        window: [K, C] fp32, inputs of the K - 1 positions before, then the position's own.
         weight: [K, C] fp32.
         bias: [C] fp32 or None.
     """

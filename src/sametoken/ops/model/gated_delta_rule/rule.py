@@ -13,7 +13,7 @@ from sametoken.ops.model.recurrent.rule import RowFunction
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """``RecurrentRule`` of a layer with so many heads; a raw row is [q | k | v] beside a and b.
+    """``RecurrentRule`` of Gated DeltaNet; a raw row is [q | k | v] and the gates a and b.
 
     Attributes:
         conv_kernel: as ``RecurrentRule.conv_kernel``.
@@ -53,7 +53,7 @@ class GatedDelta:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The sizes as Triton kernels name them."""
+        """The sizes by the names of Triton kernels' constants."""
         return {
             "HK": self.num_key_heads,
             "HV": self.num_value_heads,
@@ -63,18 +63,18 @@ class GatedDelta:
         }
 
     def divided(self, size: int) -> GatedDelta:
-        """What each of ``size`` ranks has: value heads go with their key head."""
+        """The shard of one of ``size`` ranks: value heads stay with their key head."""
         key_heads, value_heads = self.num_key_heads // size, self.num_value_heads // size
         return replace(self, num_key_heads=key_heads, num_value_heads=value_heads)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaParams:
-    """``RuleWeights``: one layer's weights between its projections.
+    """``RuleWeights`` of Gated DeltaNet.
 
     Attributes:
         A_log, dt_bias: [Hv].
-        conv_weight: [K, C]: a checkpoint's [C, 1, K], by taps.
+        conv_weight: [K, C], transposed from a checkpoint's [C, 1, K].
         conv_bias: [C] or None.
     """
 
@@ -85,7 +85,7 @@ class GatedDeltaParams:
     conv_bias: Tensor | None
 
     def row_function(self) -> RowFunction:
-        """As ``RuleWeights.row_function``."""
+        """See ``RuleWeights.row_function``."""
         rule, decay_rate, dt_bias = self.rule, self.A_log.float().exp(), self.dt_bias.float()
         conv_weight = self.conv_weight.float()
         conv_bias = None if self.conv_bias is None else self.conv_bias.float()

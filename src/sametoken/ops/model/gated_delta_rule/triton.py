@@ -1,11 +1,11 @@
-"""Gated DeltaNet between its projections in Triton: one row function, folded by position.
+"""Gated DeltaNet without its projections, in Triton: one row function, folded by position.
 
-A pass makes three kinds of launch. ``plan_runs`` derives from positions what each slot
-folds, runs for good and leaves pending. Per layer ``prepare`` turns raw rows, pending ones
-included, into what the rule reads, and ``advance`` walks them in order with the state in
-registers: first those that are only folded, then new ones, which also read the state. Row
-counts, windows and batches are no part of any compiled form, and one loop runs all rows, so
-decode, verify, fold and prefill run the same instructions and a row has the same bits in each.
+A pass has three kinds of launch. ``plan_runs`` derives from positions the rows that each slot
+folds, commits and leaves pending. Per layer, ``prepare`` turns raw rows, pending ones included,
+into the inputs of the rule, and ``advance`` scans them sequentially with the state in registers:
+first folded rows, then new ones, which also produce output. No compiled kernel depends on row
+counts, windows or batches, and one loop runs all rows, so decode, verify, fold and prefill run the
+same instructions and give a row the same bits.
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -50,24 +50,23 @@ from sametoken.ops.pdl import (
     pdl_options,
 )
 
-# What a warp reads of a state at once: 16 bytes a thread.
+# State elements that a warp reads per load: 16 bytes per thread.
 _FLOATS_PER_WARP = 128
-# A run of so many rows takes so long that multiprocessors with more programs than others, where
-# some are free late, cost more than an early start saves.
+# From this number of rows on, an uneven number of programs per multiprocessor costs more than an
+# early start (PDL) saves.
 _LONG = 128
-# Prepared rows that are run or on their way.
+# Depth of the load pipeline of prepared rows.
 _STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RuleTile:
-    """How a state is cut among programs. Sums follow the columns: an engine keeps to one.
+    """The tile of a state that a program holds. It affects bits: an engine uses one.
 
     Attributes:
-        value_columns: columns of a head's state that one warp holds.
-        num_warps: of every program; each has columns of its own.
-        max_registers: per thread; fewer let more programs run beside each other. None: as
-            many as the compiler takes.
+        value_columns: columns of a head's state per warp.
+        num_warps: per program; every warp has separate columns.
+        max_registers: per thread; fewer registers raise occupancy. None: the compiler's choice.
     """
 
     value_columns: int = 32
@@ -75,7 +74,7 @@ class RuleTile:
     max_registers: int | None = None
 
     def fitted(self, value_dim: int) -> RuleTile:
-        """No more columns and warps than a state has."""
+        """This tile, limited to the columns of a state."""
         most = triton.next_power_of_2(value_dim)
         columns = min(self.value_columns, most)
         return replace(self, value_columns=columns, num_warps=min(self.num_warps, most // columns))
@@ -83,7 +82,7 @@ class RuleTile:
 
 @triton.jit
 def _keys(BK: tl.constexpr, LANES: tl.constexpr):
-    """[LANES, 1, RUNS, TOGETHER]: a thread's keys come in runs of four, which it reads at once."""
+    """[LANES, 1, RUNS, TOGETHER]: a thread's keys are in runs of four, loaded together."""
     TOGETHER: tl.constexpr = min(4, BK // LANES)
     RUNS: tl.constexpr = BK // (LANES * TOGETHER)
     lane = tl.arange(0, LANES)[:, None, None, None]
@@ -93,7 +92,7 @@ def _keys(BK: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _add_product(factor, total, a, b):
-    """The running sum factor * total, and one more product; it rounds once."""
+    """Add a product to the running sum factor * total with one rounding."""
     return 1.0, tl.fma(a, b, factor * total)
 
 
@@ -101,7 +100,7 @@ def _add_product(factor, total, a, b):
 def _along(state, part):
     """Sum over keys of state [LANES, WARPS, RUNS, TOGETHER, V] times part [.., 1]: [WARPS, V].
 
-    Every rounding is written out: no compiler chooses one.
+    Every rounding is explicit and not left to the compiler.
     """
     state, part = tl.broadcast(state, part)
     HELD: tl.constexpr = state.shape[2] * state.shape[3]
@@ -141,30 +140,29 @@ def _advance_tile(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Run a run's rows over some columns of one head's state."""
+    """Sequential scan of a run's rows over some columns of one head's state."""
     TILES: tl.constexpr = (DV + WARPS * V - 1) // (WARPS * V)
     WIDTH: tl.constexpr = 2 * HK * DK + HV * DV + 2 * HV + HK
     head = tile // TILES
     key_head = head // (HV // HK)
     key = _keys(BK, LANES)
-    # A warp has columns of its own, so that no sum crosses warps.
+    # Every warp has separate columns, so that no sum crosses warps.
     warp = (tile % TILES) * WARPS + tl.arange(0, WARPS)
     value = warp[:, None] * V + tl.arange(0, V)[None, :]
     is_key, is_value = key < DK, value < DV
     inside = is_key[:, :, :, :, None] & is_value[None, :, None, None, :]
 
-    # All at once: a load that waits for another one costs as much as the row itself.
+    # All loads together: dependent loads would cost as much as the row itself.
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
     num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
     num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
     empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
-    # Offsets from one address: a thread keeps no address per element.
+    # Offsets from one base address, so that a thread keeps no address per element.
     at_once = key[:, :, :, :, None] * DV + value[None, :, None, None, :]
     state_at = states + (slot * HV + head) * DK * DV + at_once
     exists = inside & (empty == 0) & (num_rows > 0)
     state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
-    # Nobody else writes the layer's states between ``plan_runs``, which nothing overtakes, and
-    # here.
+    # No other kernel writes the layer's states between ``plan_runs``, a PDL barrier, and here.
     gdc_wait(PDL)
 
     prepared += (first_row + run * max_pending) * WIDTH
@@ -174,8 +172,8 @@ def _advance_tile(
     decay_at = prepared + 2 * HK * DK + HV * DV + head
     q_k_at = prepared + WIDTH - HK + key_head
     out += first_row * HV * DV + head * DV + value
-    # One loop without branches, so that a folded row and a new one go through the same
-    # instructions; a folded row's sums with q are not stored.
+    # One loop without branches, so that folded and new rows run the same instructions; the output
+    # of folded rows is not stored.
     for t in tl.range(num_folded + num_rows, num_stages=STAGES):
         at, is_new = t * WIDTH, t >= num_folded
         k = tl.load(k_at + at, is_key, other=0.0)[:, :, :, :, None]
@@ -195,7 +193,7 @@ def _advance_tile(
 
 @triton.jit
 def _fill_dead(out, num_rows, stop, broken, is_value, ROW: tl.constexpr):
-    """Dead rows are zero; those of a slot whose rows do not follow are nobody's."""
+    """Fill dead rows with zeros; all rows of a broken run with NaN."""
     fill = tl.zeros(is_value.shape, tl.float32) + tl.where(broken, float("nan"), 0.0)
     for row in range(num_rows, stop):
         tl.store(out + row * ROW, fill.to(out.dtype.element_ty), is_value)
@@ -261,14 +259,14 @@ def advance(
     """Convolution and gated delta rule of a pass's rows in one layer: [T, Hv * Dv].
 
     Sums run in fp32 and round once, to the dtype of the raw rows. Dead rows of a run are zero;
-    rows behind the last run are not written.
+    rows after the last run are not written.
 
     Args:
         runs: of the pass.
         params: the layer's weights.
-        raw: the rows, in the dtype in which raw rows are kept.
-        memory: what the slots keep in the layer; written.
-        tile: how states are cut; the same in all passes.
+        raw: the rows, in the dtype of ``memory``.
+        memory: the slots' memory in the layer; written.
+        tile: of states; the same in all passes.
     """
     if not runs.rows.count:
         return raw.mixed.new_empty(raw.mixed.shape[0], params.rule.out_features)
@@ -284,7 +282,7 @@ def advance_prepared(
     memory: LayerMemory,
     tile: RuleTile,
 ) -> Tensor:
-    """The rule over what ``prepare`` made of the rows; arguments are those of ``advance``."""
+    """``advance`` after ``prepare``, with its output; other arguments as in ``advance``."""
     tile = tile.fitted(rule.value_dim)
     num_rows, num_channels = raw.mixed.shape
     assert raw.mixed.dtype == memory.history.dtype

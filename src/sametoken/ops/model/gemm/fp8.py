@@ -1,7 +1,6 @@
-"""Products in fp8 for draft heads: how both operands are made, and their product.
+"""fp8 products for draft heads in plain PyTorch: quantization of both operands, and the product.
 
-Weights and activations are float8 e4m3, each row with a scale of its own. Only drafts may
-come from such products: no token of the target's.
+Weights and activations are float8 e4m3 with a scale per row. Never used for the target's logits.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ from sametoken.ops.model.gemm.reference import (
     product_fp32,
 )
 
-#: Of a row's largest element the scale, which makes it the largest number of e4m3.
+#: Scale per unit of a row's largest element, which becomes the largest number of e4m3.
 STEP = 1 / torch.finfo(torch.float8_e4m3fn).max
 
-#: What a row's largest element is taken for where it is less, so that no scale is 0.
+#: Lower bound of a row's largest element, so that no scale is 0.
 TINY = 2.0**-100
 
 _SLICE_ELEMENTS = 1 << 24
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, K] of any floating dtype as float8 e4m3 [T, K] and a scale a row, [T] fp32.
+    """Quantize [T, K] of any floating dtype to float8 e4m3 [T, K] and a scale per row, [T] fp32.
 
-    To nearest, ties to even; a row's largest element becomes the largest that e4m3 holds.
-    A row with NaN or an infinity has NaN.
+    Rounds to nearest even; a row's largest element becomes the largest number of e4m3. Rows with
+    NaN or an infinity have NaN.
     """
     values = x.float()
     scale = values.abs().amax(dim=1).clamp(min=TINY) * STEP
-    # A reciprocal is one exact division on every device; dividing by a number need not be.
+    # A reciprocal is correctly rounded on every device; a division by a scalar need not be.
     return (values * scale.reciprocal()[:, None]).to(torch.float8_e4m3fn), scale
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """``rounded`` of a weight [N, K], on its device, some rows at a time."""
+    """``rounded`` for a weight [N, K] on its device, in slices of rows."""
     matrix = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     step = max(1, _SLICE_ELEMENTS // max(1, weight.shape[1]))
@@ -51,7 +50,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight(MatrixWeight):
-    """A weight [N, K] that stands for ``matrix * scale[:, None]``, as a ``Weight``.
+    """``Weight`` [N, K] with the value ``matrix * scale[:, None]``.
 
     Attributes:
         matrix: [N, K] float8 e4m3, contiguous.

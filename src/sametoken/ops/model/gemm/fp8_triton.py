@@ -1,7 +1,7 @@
-"""Products in fp8 for draft heads on a GPU: both operands float8 e4m3, sums fp32.
+"""fp8 products for draft heads on a GPU: both operands float8 e4m3, sums fp32.
 
-The kernel is that of ``gemm.triton``. Of a loop turn's ``DEPTH`` products a matrix unit may
-keep 14 bits, so every choice has that depth, and no choice changes a bit
+The kernel is that of ``gemm.triton``. Tensor cores may keep only 14 bits of the sum of an
+iteration's ``DEPTH`` products, so every configuration has that depth and the same bits
 (tests/gpu/test_fp8_gpu.py).
 """
 
@@ -37,32 +37,33 @@ from sametoken.ops.pdl import (
     pdl_options,
 )
 
-#: Elements of the sum per loop turn.
+#: Elements of the sum per loop iteration.
 DEPTH = 128
 
-#: Hopper's unit for operands in shared memory takes so many features at once.
+#: Features per instruction of Hopper's wgmma (operands in shared memory).
 FEATURES = 64
 
+#: Bytes of shared memory per program on Hopper.
 HOPPER_MEMORY = 227 << 10
 
-#: Below so many features a weight has fewer programs than a large chip multiprocessors: each has
-#: one to itself, and all its memory for what is in flight.
+#: A weight with fewer features has fewer programs than a large chip has multiprocessors: each has
+#: one to itself, and all of its shared memory for loads in flight.
 NARROW = 8448
 
-#: Up to so many features small programs share a multiprocessor in one wave.
+#: With fewer features, small programs share a multiprocessor in one wave.
 MIDDLE = 16_384
 
-#: From so many features on programs come in many waves, and small ones share a multiprocessor.
+#: From this number of features, programs run in many waves and small ones share a multiprocessor.
 WIDE = 100_000
 
 
 class Tile(NamedTuple):
-    """A program's part of a product.
+    """A program's tile.
 
     Attributes:
-        features: rows of the weight that a loop turn reads, of gate and up together.
+        features: rows of the weight that an iteration reads, gate and up together.
         num_warps: warps of the program.
-        num_stages: depth of the load pipeline, where there is room for it.
+        num_stages: depth of the load pipeline, if shared memory suffices.
     """
 
     features: int
@@ -70,7 +71,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By a tile's rows, as ``benchmarks/kernels/fp8_gpu.py`` measured them.
+# By a tile's rows, as tuned by ``benchmarks/kernels/fp8_gpu.py``.
 _NARROW = {16: Tile(64, 4, 14), 32: Tile(64, 4, 12), 64: Tile(64, 4, 9), 128: Tile(64, 4, 6)}
 _SHARED = {16: Tile(64, 4, 6), 32: Tile(64, 4, 6), 64: Tile(64, 4, 6), 128: Tile(64, 4, 4)}
 _MIDDLE = {16: Tile(128, 4, 5), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Tile(64, 4, 4)}
@@ -78,15 +79,15 @@ _GATED = {16: Tile(128, 4, 4), 32: Tile(128, 4, 4), 64: Tile(128, 4, 4), 128: Ti
 
 
 def default_config(
-    shape: GemmShape, rows: int, overlap: bool, memory: int = HOPPER_MEMORY
+    shape: GemmShape, rows: int, pdl: bool, memory: int = HOPPER_MEMORY
 ) -> TritonConfig:
     """The kernel for a shape.
 
     Args:
         shape: of the product.
-        rows: activations.
-        overlap: the chip is a Hopper or newer: kernels overlap, and tiles load by descriptor.
-        memory: bytes of shared memory that a program can have.
+        rows: number of activation rows.
+        pdl: the chip is a Hopper or newer: programmatic dependent launch and TMA loads.
+        memory: bytes of shared memory per program.
     """
     features, gated = shape.out_features, shape.epilogue == "silu_mul"
     narrow = features < NARROW and not gated
@@ -94,10 +95,10 @@ def default_config(
     tiles = _GATED if gated else _NARROW if narrow else _SHARED if shared else _MIDDLE
     block_rows = next((size for size in (16, 32, 64) if rows <= size), 128)
     if narrow and 32 < rows <= 128:
-        # Two programs share a tile of the weight, so that twice as many read.
+        # Two programs share a weight tile, so that twice as many programs load.
         block_rows //= 2
     tile = tiles[block_rows]
-    many = overlap and block_rows == 128
+    many = pdl and block_rows == 128
     return TritonConfig(
         block_rows,
         tile.features // (2 if gated else 1),
@@ -106,7 +107,7 @@ def default_config(
         num_stages=min(tile.num_stages, memory // (DEPTH * (block_rows + tile.features))),
         tma=many,
         tma_rows=many,
-        overlap=overlap,
+        pdl=pdl,
         prefetch_bytes=1024 if narrow and rows <= 32 else 0,
     )
 
@@ -132,13 +133,13 @@ def product(
     bias: Tensor | None = None,
     config: TritonConfig | None = None,
 ) -> Tensor:
-    """One product of rounded activations.
+    """One product with quantized activations.
 
     Args:
         x: [T, K], contiguous.
         weight: [N, K].
         epilogue, bias: as in ``gemm.triton.product``.
-        config: by default that of ``default_config``; its depth is ``DEPTH``.
+        config: by default ``default_config``; its depth must be ``DEPTH``.
     """
     rows, in_features = x.shape
     assert in_features == weight.in_features
@@ -153,7 +154,7 @@ def product(
 
 
 def _memory(x: Tensor) -> int:
-    """Bytes of shared memory that a program can have on the tensor's device."""
+    """Bytes of shared memory per program on the tensor's device."""
     return _memory_of(x.get_device()) if x.is_cuda else HOPPER_MEMORY
 
 
@@ -163,7 +164,7 @@ def _memory_of(device: int) -> int:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``fp8.rounded`` on a GPU, of a contiguous [T, K], to the same bits."""
+    """``fp8.rounded`` of a contiguous [T, K] on a GPU, with the same bits."""
     assert x.is_contiguous()
     rows, width = x.shape
     matrix = torch.empty_like(x, dtype=torch.float8_e4m3fn)
@@ -201,7 +202,7 @@ def _round_kernel(
     gdc_launch_and_wait(PDL)
     value = tl.load(x + at, mask=element < width, other=0.0).to(tl.float32)
     step = tl.maximum(tl.max(tl.abs(value)), TINY) * STEP
-    # NaN is passed over by the largest and stays what it is in the row.
+    # tl.max skips NaN, which stays NaN in the row.
     value *= tl.div_rn(1.0, step)
     tl.store(matrix + at, value.to(matrix.dtype.element_ty), mask=element < width)
     tl.store(scale + row, step)

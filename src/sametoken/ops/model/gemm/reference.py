@@ -1,7 +1,7 @@
 """Matrix products in plain PyTorch, in calls of one fixed shape.
 
-A library's matrix product may choose its order of additions by the number of rows. So it
-is only ever called with ``ROWS`` rows, zero padded: the row law holds on any CPU
+A library may choose the order of additions by the number of rows. So its matrix product is only
+called with ``ROWS`` rows, zero padded: batch invariant on any CPU
 (tests/unit/ops/test_batch_invariance.py).
 """
 

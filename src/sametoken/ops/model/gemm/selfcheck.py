@@ -1,7 +1,4 @@
-"""Start-up proof that every kernel chosen for a weight gives the same bits on this chip.
-
-GEMM choices that this chip has been seen to keep the row law with.
-"""
+"""Start-up self-check: every GEMM kernel chosen for a weight gives the same bits on this chip."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ from sametoken.ops.model.gemm.tuning import (
 
 @dataclass(slots=True)
 class ProvenTable:
-    """A tuning table that hands out the vendor's library at proven row counts alone.
+    """A tuning table that chooses cuBLAS only at row counts that passed the self-check.
 
-    Triton's kernels add in order at every row count by construction; the library picks a
-    kernel per row count, so each count is compared before it is used.
+    Triton kernels add in order at every row count by construction; cuBLAS picks a kernel per row
+    count, so each count is compared before use.
 
     Attributes:
-        table: the choices; those that a proof refused have been replaced.
+        table: the choices; refused ones have been replaced.
     """
 
     table: TuningTable
@@ -48,11 +45,11 @@ class ProvenTable:
     def prove(
         self, matrices: Iterable[Tensor], row_counts: tuple[int, ...]
     ) -> tuple[GemmReport, ...]:
-        """Compare every listed choice for these weights at these row counts.
+        """Check every listed choice for these weights at these row counts.
 
         Args:
             matrices: one weight [N, K] per shape, on the device.
-            row_counts: row counts to prove, each at least 1.
+            row_counts: row counts to check, each at least 1.
         """
         reports = []
         for matrix in matrices:
@@ -68,7 +65,7 @@ class ProvenTable:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A chosen kernel that gave other bits, and the row bucket it lost."""
+    """A chosen kernel whose bits differed, and the row bucket that it no longer serves."""
 
     bucket: int
     config: GemmConfig
@@ -76,12 +73,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class GemmReport:
-    """What was compared for one weight shape.
+    """Result of the self-check for one weight shape.
 
     Attributes:
         shape: the weight and its epilogue.
-        num_row_counts: row counts at which bits were compared.
-        refused: choices that were replaced; empty if the table was right for this chip.
+        num_row_counts: number of row counts at which bits were compared.
+        refused: choices that were replaced.
     """
 
     shape: GemmShape
@@ -94,18 +91,18 @@ def check_gemm(
 ) -> tuple[TuningTable, GemmReport]:
     """Compare the chosen kernels with the canonical one on random rows.
 
-    A library may pick another kernel at any row count, so each count that will be served
-    should be given. A choice that differs loses its bucket to the default kernel, or if
-    that differs too, to the canonical one.
+    cuBLAS may pick another kernel at any row count, so pass every count that will be served. A
+    choice that differs is replaced by the default kernel, or by the canonical one if that differs
+    too.
 
     Args:
         weight: [N, K] on the device, bf16 or fp16.
-        epilogue: what the products of this weight end in.
-        table: the choices to prove.
+        epilogue: of the products of this weight.
+        table: the choices to check.
         row_counts: row counts that will be served, each at least 1.
 
     Returns:
-        A table whose choices for this shape all passed, and what was found.
+        A table whose choices for this shape all passed, and the report.
     """
     shape = GemmShape(weight.shape[0], weight.shape[1], epilogue)
     buckets: dict[int, list[int]] = {}
@@ -139,7 +136,7 @@ def _random_inputs(weight: Tensor, epilogue: Epilogue, rows: int) -> tuple[Tenso
 
 
 def _by_canonical(x: Tensor, weight: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:
-    """All rows in calls of one tile each, so that no other row count takes part."""
+    """All rows by the canonical kernel, one tile per call, so that no other row count is used."""
     step = CANONICAL.block_rows
     parts = [
         product(CANONICAL, x[at : at + step], weight, epilogue, bias)

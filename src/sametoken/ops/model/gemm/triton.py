@@ -1,9 +1,7 @@
-"""Matrix products on a GPU: one Triton kernel body, and the vendor's where its bits match.
+"""Matrix products on a GPU: one Triton kernel, and cuBLAS where its bits match.
 
-No form splits the sum over in_features, and all add it in order, so a row's bits do not
-depend on the row count, the tiles, or the form (tests/gpu/test_gemm_gpu.py).
-
-The sums of a product's tile over in_features, in order, and what is asked for before them.
+No kernel uses split-K, and all add over in_features in order, so a row's bits do not depend on
+the row count, the tiles, or the kernel (tests/gpu/test_gemm_gpu.py).
 """
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
@@ -53,10 +51,10 @@ def sums(
 ):
     """The tile's sums over in_features, and for silu_mul those of up: [features, rows] fp32.
 
-    WEIGHTS_FIRST fills the pipeline of loads before the kernel in front has finished. The
-    pipeline takes up what is loaded and multiplied in one turn: weights, then, for activations
-    come through registers, a turn ahead. The wait stands in the first turn, behind the weights
-    of all stages (tests/unit/ops/test_pdl.py).
+    WEIGHTS_FIRST fills the load pipeline with weights before the previous kernel has finished.
+    The compiler pipelines only what is loaded and multiplied in the same iteration, so activations
+    are loaded one iteration ahead, through registers, and stay out of the pipeline. The wait is in
+    the first iteration, after the weights of all stages (tests/unit/ops/test_pdl.py).
     """
     DEPTH: tl.constexpr = w_at.shape[1]
     depth = tl.arange(0, DEPTH)
@@ -87,7 +85,7 @@ def sums(
 
 @triton.jit
 def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
-    """Rows that are present, [rows, depth]; the rest of the tile is zero and adds nothing."""
+    """Load a tile [rows, depth]; absent rows and elements are zero."""
     if tiles is not None:
         return tiles.load([first, k])
     if EVEN_DEPTH:
@@ -99,13 +97,13 @@ def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
 def _with_products(acc, w_tile, x_tile):
     """``acc + w_tile @ x_tile.T``: [features, rows] fp32."""
     if w_tile.dtype == tl.float8e4nv:
-        # Hopper keeps some 14 bits of a sum of fp8 products: that of one tile alone.
+        # Hopper keeps about 14 bits in a sum of fp8 products, so each tile is summed separately.
         return acc + tl.dot(w_tile, x_tile.T)
     return tl.dot(w_tile, x_tile.T, acc, input_precision="ieee")
 
 
 @triton.jit
-def start_early(
+def launch_and_prefetch(
     w_row,
     half,
     EPILOGUE: tl.constexpr,
@@ -113,7 +111,7 @@ def start_early(
     PREFETCH_BYTES: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Ask for weights while the kernel in front still computes the activations."""
+    """Trigger the next kernel and prefetch weights while the previous kernel still runs."""
     gdc_launch_dependents(RELEASE)
     if PREFETCH_BYTES:
         _prefetch(w_row, PREFETCH_BYTES, PIECES)
@@ -123,9 +121,9 @@ def start_early(
 
 @triton.jit
 def _prefetch(w_row, BYTES: tl.constexpr, PIECES: tl.constexpr):
-    """Ask L2 for the first BYTES of each row: [n] pointers, 16-byte aligned.
+    """Prefetch the first BYTES of each row into L2: [n] pointers, 16-byte aligned.
 
-    In a piece a thread where pieces fit: threads beyond the rows would ask for the same again.
+    One piece per thread where pieces fit; threads past the rows would repeat a prefetch.
     """
     if BYTES % (16 * PIECES) == 0:
         piece = tl.arange(0, PIECES)[None, :] * (BYTES // PIECES)
@@ -136,12 +134,12 @@ def _prefetch(w_row, BYTES: tl.constexpr, PIECES: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """Of operands in fp8, what their product stands for.
+    """Scales of fp8 operands.
 
     Attributes:
-        features: [N] fp32, factors of the matrix's rows.
-        rows: [T] fp32, factors of the activations' rows.
-        dtype: of the result, but for logits.
+        features: [N] fp32, scales of the matrix's rows.
+        rows: [T] fp32, scales of the activations' rows.
+        dtype: of the result, except logits.
     """
 
     features: Tensor
@@ -150,7 +148,7 @@ class Scaling:
 
 
 def epilogue_of(bias: Tensor | None, out_dtype: torch.dtype | None) -> Epilogue:
-    """How a product by ``Weight.matmul`` ends."""
+    """The epilogue of ``Weight.matmul`` with these arguments."""
     assert out_dtype in (None, torch.float32)
     assert bias is None or out_dtype is None
     if out_dtype is not None:
@@ -171,8 +169,8 @@ def product(
         config: the kernel.
         x: [T, K], contiguous.
         matrix: [N, K], contiguous, of x's dtype.
-        epilogue: what is done before the store; "silu_mul" gives [T, N / 2], "logits" fp32.
-        bias: [N], that of "bias".
+        epilogue: "silu_mul" gives [T, N / 2], "logits" fp32.
+        bias: [N], for the epilogue "bias".
     """
     assert x.is_contiguous()
     assert matrix.is_contiguous()
@@ -180,11 +178,11 @@ def product(
     assert x.dtype == matrix.dtype
     assert (bias is not None) == (epilogue == "bias")
     if isinstance(config, CublasConfig):
-        return _library_product(x, matrix, epilogue, bias)
+        return _cublas_product(x, matrix, epilogue, bias)
     return tiled_product(config, x, matrix, epilogue, bias)
 
 
-def _library_product(x: Tensor, matrix: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:
+def _cublas_product(x: Tensor, matrix: Tensor, epilogue: Epilogue, bias: Tensor | None) -> Tensor:
     if epilogue == "logits":
         return torch.mm(x, matrix.t(), out_dtype=torch.float32)
     if epilogue == "bias":
@@ -201,10 +199,10 @@ def tiled_product(
     bias: Tensor | None,
     scaling: Scaling | None = None,
 ) -> Tensor:
-    """``product`` by the Triton kernel, which knows operands of float8 e4m3 too.
+    """``product`` by the Triton kernel, which also takes float8 e4m3 operands.
 
-    Those have a ``scaling``, applied before the epilogue. The bits of their product depend
-    on ``config.block_depth``, and on no other choice.
+    Those have a ``scaling``, applied before the epilogue; their bits depend on
+    ``config.block_depth`` and no other field.
     """
     rows, in_features = x.shape
     out_features = matrix.shape[0] // 2 if epilogue == "silu_mul" else matrix.shape[0]
@@ -224,7 +222,7 @@ def tiled_product(
         out_features, config.block_features
     )
     launch = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.overlap:
+    if config.pdl:
         launch["launch_pdl"] = True
     _product_kernel[(programs,)](
         x,
@@ -239,7 +237,7 @@ def tiled_product(
         out_features,
         in_features,
         EPILOGUE=epilogue,
-        PDL=config.overlap,
+        PDL=config.pdl,
         RELEASE=config.release if supports_pdl(x) else "never",
         WEIGHTS_FIRST=config.weights_first,
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
@@ -277,7 +275,7 @@ def _product_kernel(
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    # Neighbouring programs share a weight tile, so that it leaves memory once.
+    # Neighbouring programs share a weight tile, so that it is read from memory once.
     row_tiles = tl.cdiv(rows, BLOCK_ROWS)
     first_row = (tl.program_id(0) % row_tiles) * BLOCK_ROWS
     first_feature = (tl.program_id(0) // row_tiles) * BLOCK_FEATURES
@@ -290,7 +288,7 @@ def _product_kernel(
     if PDL:
         present = feature < out_features
         w_start = tl.where(present, w_row, weight)
-        start_early(w_start, half, EPILOGUE, RELEASE == "early", PREFETCH_BYTES, PIECES)
+        launch_and_prefetch(w_start, half, EPILOGUE, RELEASE == "early", PREFETCH_BYTES, PIECES)
     if not WEIGHTS_FIRST:
         gdc_wait(PDL)
 
@@ -317,7 +315,7 @@ def _product_kernel(
 
 @triton.jit
 def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
-    """Sums of fp8 products times the scales of both operands, if there are any."""
+    """Multiply sums of fp8 products by the scales of both operands, if any."""
     if feature_scales is not None:
         w_scale = tl.load(feature_scales + feature, mask=present, other=0)
         x_scale = tl.load(row_scales + row, mask=row < rows, other=0)
@@ -327,5 +325,5 @@ def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
 
 @triton.jit
 def _silu_mul(gate, up):
-    """The arithmetic of ``activation.triton``, so that fused and unfused bits agree."""
+    """The arithmetic of ``activation_triton``, so that fused and unfused bits agree."""
     return gate / (1.0 + tl.exp(-gate)) * up

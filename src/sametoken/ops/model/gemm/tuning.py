@@ -1,7 +1,7 @@
-"""Which GEMM kernel serves a weight shape at a row count: measured tables and defaults.
+"""The GEMM kernel of each weight shape and row count: tuned tables and defaults.
 
-Every choice gives the same bits (docs/lossless.md), so a table may only change speed;
-``selfcheck`` proves that on the chip at hand. ``benchmarks/kernels/gemm_gpu.py`` writes the tables.
+Every choice gives the same bits (docs/lossless.md), so a table changes speed only; ``selfcheck``
+verifies that on the chip in use. ``benchmarks/kernels/gemm_gpu.py`` writes the tables.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, Literal, Protocol, get_args
 
 from sametoken.errors import ConfigError
 
-#: What happens to a product before it is stored; "logits" leaves it in fp32.
+#: Operation on a product before its store; "logits" leaves it in fp32.
 Epilogue = Literal["none", "bias", "silu_mul", "logits"]
 
-#: When the kernel behind a product may start.
+#: When a product triggers the launch of the next kernel.
 Release = Literal["early", "late", "never"]
 
-#: A row count is served by the choice of the smallest bucket that holds it, or the last.
+#: A row count uses the choice of the smallest bucket that holds it, or of the last one.
 ROW_BUCKETS = (1, 4, 8, 16, 32, 64, 128, 256, 384, 512, 2048)
 
-#: Programs that a narrow weight should give, about one per multiprocessor.
+#: Least number of programs for a narrow weight, about one per multiprocessor.
 MIN_PROGRAMS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """A weight [out_features, in_features] as the checkpoint has it, and its epilogue."""
+    """Shape of a weight in the checkpoint, [out_features, in_features], and its epilogue."""
 
     out_features: int
     in_features: int
@@ -41,24 +41,24 @@ class GemmShape:
 
 @dataclass(frozen=True, slots=True)
 class TritonConfig:
-    """Tiles and launch of the Triton kernel; none of it changes a bit of the result.
+    """Tiles and launch options of the Triton kernel; none affects the bits of the result.
 
     Attributes:
         block_rows: activation rows per program.
         block_features: weight rows per program (of gate and of up each for ``silu_mul``).
-        block_depth: elements of the sum per loop turn.
+        block_depth: elements of the sum per loop iteration.
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
-        tma: load tiles through tensor descriptors.
-        tma_rows: with ``tma``, the activations' tiles too; otherwise those through pointers.
-        overlap: start before the kernel in front ends (programmatic dependent launch,
-            compute capability 9.0 and up).
-        prefetch_bytes: with ``overlap``, how much of each weight row to ask into L2
-            meanwhile: a multiple of 16 or 0; more than a row has means all of it.
-        release: when the next kernel may start: "early", with ``overlap``, as early as this one;
-            "late", when the sums are done; "never" before this one has ended.
-        weights_first: with ``overlap``, fill the pipeline with weights meanwhile too; the
-            activations then come through registers, so that many rows do not fit.
+        tma: load tiles through tensor descriptors (TMA).
+        tma_rows: with ``tma``, load the activations' tiles by TMA too, not through pointers.
+        pdl: start before the previous kernel ends (programmatic dependent launch, compute
+            capability 9.0 and up).
+        prefetch_bytes: with ``pdl``, bytes of each weight row to prefetch into L2 before the
+            wait: a multiple of 16 or 0, capped at the row.
+        release: when the next kernel may start: "early" (with ``pdl``) at once, "late" when the
+            sums are done, "never" before this kernel ends.
+        weights_first: with ``pdl``, also fill the load pipeline with weights before the wait;
+            activations then pass through registers, which limits ``block_rows``.
     """
 
     block_rows: int
@@ -67,7 +67,7 @@ class TritonConfig:
     num_warps: int
     num_stages: int
     tma: bool = False
-    overlap: bool = False
+    pdl: bool = False
     prefetch_bytes: int = 8192
     tma_rows: bool = True
     release: Release = "early"
@@ -76,7 +76,7 @@ class TritonConfig:
 
 @dataclass(frozen=True, slots=True)
 class CublasConfig:
-    """The vendor's library, where it does not split the sum."""
+    """cuBLAS, where it does not use split-K."""
 
 
 GemmConfig = TritonConfig | CublasConfig
@@ -84,12 +84,12 @@ GemmConfig = TritonConfig | CublasConfig
 #: The kernel whose bits define the result; every other choice must equal it.
 CANONICAL = TritonConfig(16, 32, 128, num_warps=4, num_stages=4)
 
-#: fp32 products run on the plain ALUs: one small tile for all row counts.
+#: fp32 products do not use tensor cores: one small tile for all row counts.
 FLOAT32 = TritonConfig(16, 32, 32, num_warps=4, num_stages=2)
 
 
 class GemmChooser(Protocol):
-    """Whatever says which kernel serves a shape."""
+    """Chooses the kernel of a shape and row count."""
 
     def choose(self, shape: GemmShape, rows: int) -> GemmConfig:
         """The kernel for ``rows`` rows of activations."""
@@ -98,7 +98,7 @@ class GemmChooser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TuningTable:
-    """Choices by shape and row bucket; shapes that are not listed get ``default_config``."""
+    """Choices by shape and row bucket; other shapes get ``default_config``."""
 
     entries: Mapping[GemmShape, Mapping[int, GemmConfig]] = field(default_factory=dict)
 
@@ -114,7 +114,7 @@ class TuningTable:
         return TuningTable({**self.entries, shape: choices})
 
     def to_json(self) -> str:
-        """The table as a JSON text that ``from_json`` reads back."""
+        """The table as JSON text for ``from_json``."""
         rows = [
             dataclasses.asdict(shape)
             | {"choices": {str(bucket): _dumped(config) for bucket, config in choices.items()}}
@@ -124,14 +124,14 @@ class TuningTable:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> TuningTable:
-        """Read a table back.
+        """Read a table.
 
         Args:
-            text: what ``to_json`` gave.
+            text: from ``to_json``.
             source: the file's name, for error messages.
 
         Raises:
-            ConfigError: the text is not such a table.
+            ConfigError: the text is not a tuning table.
         """
         try:
             return cls(dict(_entry(row) for row in json.loads(text)))
@@ -143,12 +143,12 @@ class TuningTable:
 
 
 def row_bucket(rows: int) -> int:
-    """The bucket that serves a row count."""
+    """The bucket of a row count."""
     return next((bucket for bucket in ROW_BUCKETS if rows <= bucket), ROW_BUCKETS[-1])
 
 
 def default_config(shape: GemmShape, rows: int) -> TritonConfig:
-    """A sensible in-order kernel for a shape that nobody has measured."""
+    """The kernel of shapes that have not been tuned."""
     if rows > 64:
         warps = 8 if shape.epilogue == "silu_mul" else 4
         return TritonConfig(128, 64, 64, num_warps=warps, num_stages=3)
@@ -161,7 +161,7 @@ def default_config(shape: GemmShape, rows: int) -> TritonConfig:
 
 
 def load_table(device_name: str, folder: Traversable | None = None) -> TuningTable:
-    """The measured table of a device such as "NVIDIA H200"; an empty one if there is none.
+    """The tuned table of a device, for example "NVIDIA H200"; empty if there is none.
 
     Raises:
         ConfigError: the table's file is malformed.

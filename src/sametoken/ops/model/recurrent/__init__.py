@@ -1,1 +1,1 @@
-"""Recurrent layers of any rule: what a pass folds, runs for good and leaves pending."""
+"""Recurrent layers of any rule: rows that a pass folds, commits and leaves pending."""

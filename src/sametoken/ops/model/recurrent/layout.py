@@ -1,4 +1,4 @@
-"""Which rows of each slot a pass folds, runs for good and leaves pending."""
+"""The rows of each slot that a pass folds, commits and leaves pending."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sametoken.ops.model.recurrent.rule import Folded
 class SlotRows:
     """One slot's part in a pass: pending rows to run again, then rows of the pass.
 
-    Of these ``num_folded + num_rows`` the first ``num_lasting`` advance the state for good;
-    the others are the new pending.
+    The first ``num_lasting`` of these ``num_folded + num_rows`` rows advance the stored state; the
+    others are the new pending rows.
 
     Attributes:
-        starts: the first row stands at position 0, so the slot's former state is void.
+        starts: the first row is at position 0, so the slot's former state is void.
         first_row: index of the first row among the pass's rows.
     """
 
@@ -34,19 +34,19 @@ class SlotRows:
 
     @property
     def num_pending(self) -> int:
-        """Rows that are pending after the pass."""
+        """Number of pending rows after the pass."""
         return self.num_folded + self.num_rows - self.num_lasting
 
 
 def slot_rows(rows: AttentionRows, folded: Folded) -> tuple[SlotRows, ...]:
-    """The parts of a pass, derived from positions alone.
+    """The parts of a pass, derived from positions only.
 
     Args:
-        rows: the pass's rows; those of the reserved slot are dead and have no part.
-        folded: how far each slot is folded.
+        rows: the pass's rows; rows on the reserved slot are dead and have no part.
+        folded: folded and pending rows of each slot.
 
     Raises:
-        InvariantError: a slot's rows do not follow on what is folded and pending.
+        InvariantError: a slot's rows do not follow its folded and pending rows.
     """
     slots, position = rows.slots, folded.position
     committed = torch.ones_like(slots) if rows.committed is None else rows.committed
@@ -66,7 +66,7 @@ def _part(facts: list[list[int]], first_row: int, max_pending: int) -> SlotRows:
     flags = [fact[2] for fact in facts]
     num_committed, starts = sum(flags), first == 0
     num_folded = 0 if starts else first - folded
-    # Rows behind drafts that nobody judged yet say nothing about those drafts.
+    # Rows after drafts that are not verified yet do not show which of these were accepted.
     num_lasting = num_folded + num_committed if num_committed else 0
     part = SlotRows(slot, starts, first_row, len(facts), num_folded, num_lasting)
     follows = starts or 0 <= num_folded <= pending
@@ -74,7 +74,7 @@ def _part(facts: list[list[int]], first_row: int, max_pending: int) -> SlotRows:
     if not (follows and in_order and part.num_pending <= max_pending):
         raise InvariantError(
             f"slot {slot} has {folded} positions folded and {pending} rows pending; "
-            f"{len(facts)} rows from position {first} on, {num_committed} of them committed, "
-            "do not follow on them"
+            f"{len(facts)} rows from position {first}, {num_committed} of them committed, "
+            "do not follow these"
         )
     return part

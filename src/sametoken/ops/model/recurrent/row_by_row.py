@@ -1,10 +1,10 @@
-"""Fold by position in plain PyTorch, for any rule: the kernels' reference, and the path without.
+"""Fold by position in plain PyTorch for any rule: the kernels' reference, and the fallback.
 
-A slot keeps one state per layer, good for positions below ``Folded.position``, and the raw
-inputs of the rows from there on (pending). A pass whose first row of the slot stands at p0
-first runs the pending rows below p0: those are the drafts that were accepted, since p0 is
-what is computed. Rejected drafts lie at p0 and above and are never run again
-(docs/decisions/0009-fold-by-position.md; tests/unit/state/test_recurrent.py).
+A slot keeps one state per layer, which covers positions below ``Folded.position``, and the raw
+inputs of the rows from there on (pending). A pass whose first row of the slot is at position p0
+first runs the pending rows below p0: the accepted drafts, since p0 positions are computed. Rejected
+drafts are at p0 and above and never run again (docs/decisions/0009-fold-by-position.md;
+tests/unit/state/test_recurrent.py).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from sametoken.ops.model.recurrent.rule import (
 
 @dataclass(frozen=True, slots=True)
 class RowByRowPass:
-    """``RecurrentPass`` whose rows run one by one.
+    """``RecurrentPass`` that runs rows one by one.
 
     Attributes:
-        parts: what each slot folds, runs and leaves pending.
+        parts: each slot's rows.
     """
 
     folded: Folded
@@ -42,11 +42,11 @@ class RowByRowPass:
 
     @classmethod
     def begin(cls, rows: AttentionRows, folded: Folded) -> RowByRowPass:
-        """As ``Kernels.begin_pass``."""
+        """See ``Kernels.begin_pass``."""
         return cls(folded, slot_rows(rows, folded))
 
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
-        """As ``RecurrentPass.run``."""
+        """See ``RecurrentPass.run``."""
         given, kept = raw.mixed.dtype, memory.history.dtype
         if torch.promote_types(given, kept) != kept:
             raise InvariantError(f"raw inputs in {given} are kept in {kept}")
@@ -58,7 +58,7 @@ class RowByRowPass:
         return out
 
     def finish(self) -> None:
-        """Write how far each slot is folded."""
+        """See ``RecurrentPass.finish``."""
         position, num_pending = self.folded.position, self.folded.num_pending
         for part in self.parts:
             start = 0 if part.starts else position[part.slot]
@@ -73,7 +73,7 @@ class RowByRowPass:
         memory: LayerMemory,
         run_row: RowFunction,
     ) -> Tensor:
-        """The slot's pending rows, then its rows of the pass: [num_rows, out_features] fp32."""
+        """Run pending rows, then the pass's; returns the latter's [num_rows, out_features] fp32."""
         state, history = memory.states[part.slot], memory.history[part.slot]
         pending, pending_gates = memory.pending_mixed[part.slot], memory.pending_gates[part.slot]
         if part.starts:

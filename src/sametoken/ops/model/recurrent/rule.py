@@ -1,9 +1,9 @@
-"""What folding by position asks of a recurrent rule, and what passes are given.
+"""The interface between recurrent rules and passes (fold by position).
 
-A rule's sizes and its layers' weights are two frozen dataclasses of its own folder
-(``ops.model.gated_delta_rule.rule``). The passes know when a row runs, and keep its raw inputs;
-the rule knows what a row does. A backend runs a layer by kernels that it has for the rule's
-weights, or, on a CPU, row by row in PyTorch.
+A rule's sizes and its layers' weights are two frozen dataclasses in the rule's own folder
+(``ops.model.gated_delta_rule.rule``). Passes decide when a row runs, and keep its raw inputs; the
+rule computes the row. A backend runs a layer with its kernels for the rule's weights or, on a CPU,
+row by row in PyTorch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from sametoken.errors import InvariantError
 
 
 class RecurrentRule(Protocol):
-    """The sizes of one kind of recurrent layer; equal ones share memory.
+    """The sizes of one kind of recurrent layer; layers of equal rules share memory.
 
     Attributes:
         state_shape: of a slot's state, fp32.
-        conv_kernel: K, positions that the short convolution sees, its own included; 1: none.
-        conv_channels: C, the part of a raw row that passes the convolution; 0 without one.
-        gate_sizes: widths of the parts of a raw row beside that.
-        out_features: width of what a row puts out.
+        conv_kernel: K, the width of the short convolution; 1: none.
+        conv_channels: C, the width of a raw row's convolved part; 0 without convolution.
+        gate_sizes: widths of a raw row's other parts.
+        out_features: width of a row's output.
     """
 
     @property
@@ -43,42 +43,42 @@ class RecurrentRule(Protocol):
     def out_features(self) -> int: ...
 
     def divided(self, size: int) -> Self:
-        """What each of ``size`` ranks has."""
+        """The shard of one of ``size`` ranks."""
         ...
 
 
 class RowFunction(Protocol):
-    """The one row function of decode, verify, fold and prefill, as the reference runs it."""
+    """The row function of the reference, the same in decode, verify, fold and prefill."""
 
     def __call__(self, state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
         """Prepare a row, advance the state by it in place, and read it: [out_features] fp32.
 
         Args:
             state: [*state_shape] fp32.
-            window: [K, C] fp32, the row's own input of the convolution last.
-            gates: [G] fp32, the row's gates side by side.
+            window: [K, C] fp32, inputs of the convolution, the row's own last.
+            gates: [G] fp32, the row's gates concatenated.
         """
         ...
 
 
 class RuleWeights(Protocol):
-    """One layer's weights between its projections."""
+    """One layer's weights, except its projections."""
 
     @property
     def rule(self) -> RecurrentRule: ...
 
     def row_function(self) -> RowFunction:
-        """The layer's, its weights in fp32."""
+        """The layer's row function, with weights in fp32."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RawRows:
-    """A pass's T rows as projected; rows of each part may lie apart.
+    """A pass's T rows after the input projections; each part may be strided.
 
     Attributes:
         mixed: [T, C], before the convolution.
-        gates: what does not pass it: [T, n] for each of ``RecurrentRule.gate_sizes``.
+        gates: the parts without convolution: [T, n] for each n of ``RecurrentRule.gate_sizes``.
     """
 
     mixed: Tensor
@@ -90,19 +90,19 @@ class RawRows:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """How far apart the rows of each part lie."""
+        """Row strides of all parts."""
         return self.mixed.stride(0), *(part.stride(0) for part in self.gates)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """What S slots keep in one recurrent layer, k pending rows each.
+    """The memory of S slots in one recurrent layer, with room for k pending rows each.
 
     Attributes:
-        states: [S, *state_shape] fp32, all positions below ``Folded.position`` folded in.
-        history: [S, K - 1, C], raw inputs of the convolution at the last of them.
+        states: [S, *state_shape] fp32, with all positions below ``Folded.position`` folded in.
+        history: [S, K - 1, C], raw inputs of the convolution at the last of these positions.
         pending_mixed: [S, k, C], raw rows at ``Folded.position`` and above.
-        pending_gates: [S, k, G], their gates side by side.
+        pending_gates: [S, k, G], their gates concatenated.
     """
 
     states: Tensor
@@ -117,11 +117,11 @@ class LayerMemory:
 
     @property
     def max_pending(self) -> int:
-        """k, rows that pending has room for."""
+        """k, the most pending rows of a slot."""
         return self.pending_mixed.shape[1]
 
     def require_dtype(self, raw: RawRows) -> None:
-        """Raise ``InvariantError`` if raw rows are kept in another dtype."""
+        """Raise ``InvariantError`` if the memory has another dtype than the raw rows."""
         if raw.mixed.dtype != self.history.dtype:
             raise InvariantError(
                 f"raw inputs in {raw.mixed.dtype} are kept in {self.history.dtype}"
@@ -130,12 +130,12 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Folded:
-    """How far the recurrent layers of a model are folded; passes alone write it.
+    """Folded and pending rows of a model's recurrent layers; only passes write it.
 
     Attributes:
-        position: [S] int64, positions that each slot has folded.
-        num_pending: [S] int64, rows that it holds from there on.
-        max_pending: k, how many it can hold.
+        position: [S] int64, number of folded positions.
+        num_pending: [S] int64, number of pending rows after them.
+        max_pending: k, the most pending rows of a slot.
     """
 
     position: Tensor
@@ -144,7 +144,7 @@ class Folded:
 
 
 class RecurrentPass(Protocol):
-    """One forward pass over a model's slots: ``run`` once for every layer, then ``finish``."""
+    """One forward pass over a model's slots: ``run`` once per layer, then ``finish``."""
 
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
         """Run the pass's rows in one layer, folded ones first: [T, out_features].
@@ -157,5 +157,5 @@ class RecurrentPass(Protocol):
         ...
 
     def finish(self) -> None:
-        """Settle how far each slot is folded, once all layers have run."""
+        """Update ``Folded`` after all layers have run."""
         ...

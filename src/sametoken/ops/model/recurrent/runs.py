@@ -1,4 +1,4 @@
-"""Which rows of each slot a pass folds, runs for good and leaves pending, on a GPU.
+"""The rows of each slot that a pass folds, commits and leaves pending, on a GPU.
 
 The reference is ``layout.slot_rows``.
 """
@@ -39,12 +39,12 @@ _ROW_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What a pass does with each of its B runs of rows; a run is of one slot.
+    """The plan of a pass for each of its B runs of rows; a run has one slot.
 
     Attributes:
-        table: [B, 8] int64: slot, first row, the row after the last, live rows, folded rows,
-            rows that last, whether nothing is folded yet, whether the rows do not follow.
-        rows: the runs as the host knows them.
+        table: [B, 8] int64: slot, first row, end row, live rows, folded rows, lasting rows,
+            whether nothing is folded yet, whether the rows do not follow the slot's.
+        rows: the runs on the host.
     """
 
     table: Tensor
@@ -69,8 +69,8 @@ def _plan_runs_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # No release: no other kernel may begin before this one has ended. Those of the layers read
-    # the table, and states that the pass before wrote, before they wait for anything.
+    # A PDL barrier (no trigger): the layers' kernels read the table, and states that the previous
+    # pass wrote, before they wait.
     gdc_wait(PDL)
     run = tl.program_id(0).to(tl.int64)
     if starts is None:
@@ -98,7 +98,7 @@ def _plan_runs_kernel(
     begins = here == 0
     before = tl.where(begins, 0, before)
     num_folded = tl.where(begins, 0, here - before)
-    # Rows behind drafts that nobody judged yet say nothing about those drafts.
+    # Rows after drafts that are not verified yet do not show which of these were accepted.
     num_lasting = tl.where(num_committed > 0, num_folded + num_committed, 0)
     left = num_folded + num_rows - num_lasting
     follows = begins | ((num_folded >= 0) & (num_folded <= pending))
@@ -120,15 +120,15 @@ def _plan_runs_kernel(
 
 
 def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
-    """What a pass folds, runs for good and leaves pending; advances the slots' counts.
+    """Derive the rows that a pass folds, commits and leaves pending; updates ``folded``.
 
-    Rows that do not follow on what is folded and pending change nothing, and ``advance``
+    Rows that do not follow the slot's folded and pending rows change nothing, and ``advance``
     gives NaN for them. The reference is ``layout.slot_rows``.
 
     Args:
         rows: the pass's T rows. A run is one slot's live rows, then dead ones on the reserved
-            slot; of a slot there is one run.
-        folded: how far each slot is folded; written.
+            slot; a slot has one run.
+        folded: folded and pending rows of each slot; written.
 
     Raises:
         InvariantError: rows without runs.
@@ -161,5 +161,5 @@ def plan_runs(rows: AttentionRows, folded: Folded) -> Runs:
 
 @triton.jit
 def fact(field, place: tl.constexpr):
-    """A field of a run, past L1, which need not know yet what another kernel wrote."""
+    """A field of a run, read past L1, which may not hold another kernel's writes yet."""
     return tl.load(field + place, cache_modifier=".cg")

@@ -1,4 +1,4 @@
-"""A pass over recurrent state on a GPU: nothing waits for the device, no shape follows data."""
+"""A pass over recurrent state on a GPU, without host synchronization or data-dependent shapes."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from sametoken.ops.model.recurrent.runs import (
 
 @dataclass(frozen=True, slots=True)
 class TritonPass:
-    """``RecurrentPass`` by kernels; captured steps and eager ones run the same."""
+    """``RecurrentPass`` in Triton, the same in captured and eager steps."""
 
     runs: Runs
 
     @classmethod
     def begin(cls, rows: AttentionRows, folded: Folded) -> TritonPass:
-        """Derive what is folded, run and left pending; rows that do not follow give NaN."""
+        """See ``Kernels.begin_pass``; rows that do not follow the slot's give NaN."""
         return cls(plan_runs(rows, folded))
 
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
-        """As ``RecurrentPass.run``."""
+        """See ``RecurrentPass.run``."""
         memory.require_dtype(raw)
         assert isinstance(weights, GatedDeltaParams)
         return gated_delta_rule.advance(self.runs, weights, raw, memory)
 
     def finish(self) -> None:
-        """Nothing is left to do: ``plan_runs`` has written how far slots are folded."""
+        """Do nothing: ``plan_runs`` has updated ``Folded``."""
 
 
 def require_rule(rule: RecurrentRule) -> None:
     """Refuse a rule that has no Triton kernels.
 
     Raises:
-        UnsupportedError: naming it.
+        UnsupportedError: names the rule.
     """
     if not isinstance(rule, GatedDelta):
         raise UnsupportedError(

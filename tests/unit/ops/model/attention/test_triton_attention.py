@@ -27,10 +27,15 @@ from sametoken.ops.model.attention.triton import (
     choose,
 )
 
-WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2, split=32, tile=16)
-SPREAD = replace(WALK, form="spread")
+SEQUENTIAL = AttentionConfig("sequential", 16, num_warps=4, num_stages=2, split=32, tile=16)
+SPLIT_KV = replace(SEQUENTIAL, form="split_kv")
 #: Both forms, in either operand order.
-CUTS = (WALK, SPREAD, replace(WALK, kv_left=False), replace(SPREAD, kv_left=False))
+CONFIGS = (
+    SEQUENTIAL,
+    SPLIT_KV,
+    replace(SEQUENTIAL, kv_left=False),
+    replace(SPLIT_KV, kv_left=False),
+)
 SHAPE = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=16)
 BLOCK_SIZE = 16
 
@@ -98,7 +103,7 @@ def assert_close(got, expected, tolerance=2e-6):
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("config", CUTS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -110,13 +115,13 @@ def assert_close(got, expected, tolerance=2e-6):
 )
 def test_odd_head_counts_and_sizes(shape, config):
     block_queries = 32 if shape.num_heads == 18 else 16
-    cut = replace(config, block_queries=block_queries)
+    tiled = replace(config, block_queries=block_queries)
     scene = Scene(shape, [70, 33])
     where = [(0, 69), (1, 31), (0, 0)]
-    assert_close(*run(scene, where, window=1, config=cut))
+    assert_close(*run(scene, where, window=1, config=tiled))
 
 
-@pytest.mark.parametrize("config", CUTS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("last", "block_size"), [(14, 16), (31, 24), (32, 16), (66, 24)])
 def test_windows_across_every_edge(last, block_size, config):
     scene = Scene(SHAPE, [70, 70], block_size=block_size)
@@ -125,12 +130,13 @@ def test_windows_across_every_edge(last, block_size, config):
 
 
 @pytest.mark.parametrize(
-    ("block_queries", "config"), [(16, SPREAD), (16, WALK), (64, WALK), (32, SPREAD)]
+    ("block_queries", "config"),
+    [(16, SPLIT_KV), (16, SEQUENTIAL), (64, SEQUENTIAL), (32, SPLIT_KV)],
 )
 def test_a_window_longer_than_a_query_tile(block_queries, config):
     scene = Scene(SHAPE, [40])
-    cut = replace(config, block_queries=block_queries)
-    assert_close(*run(scene, window_rows(0, 37, 19), window=19, config=cut))
+    tiled = replace(config, block_queries=block_queries)
+    assert_close(*run(scene, window_rows(0, 37, 19), window=19, config=tiled))
 
 
 #: Runs of a step: slot, first position, rows, and dead rows behind them.
@@ -141,7 +147,12 @@ RAGGED = ((0, 40, 1, 0), (1, 12, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 17, 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("config", "sliding_window"),
-    [(WALK, None), (SPREAD, 7), (replace(WALK, kv_left=False), 7), (CUTS[3], None)],
+    [
+        (SEQUENTIAL, None),
+        (SPLIT_KV, 7),
+        (replace(SEQUENTIAL, kv_left=False), 7),
+        (CONFIGS[3], None),
+    ],
 )
 def test_ragged_runs_have_the_bits_of_even_ones(config, sliding_window, monkeypatch):
     """Dead rows, and rows behind the runs, hold NaN; the latter stand nowhere."""
@@ -182,12 +193,12 @@ def forget(scene, sliding_window):
             scene.kv.keys[block, :, offset] = scene.kv.values[block, :, offset] = torch.nan
 
 
-def test_short_and_long_runs_are_cut_for_their_own_sizes(monkeypatch):
+def test_short_and_long_runs_are_launched_for_their_own_sizes(monkeypatch):
     asked = []
 
     def chosen(*sizes):
         asked.append(sizes[:2])
-        return WALK
+        return SEQUENTIAL
 
     monkeypatch.setattr("sametoken.ops.model.attention.triton.choose", chosen)
     scene = Scene(SHAPE, [40, 40, 40])
@@ -197,7 +208,7 @@ def test_short_and_long_runs_are_cut_for_their_own_sizes(monkeypatch):
     assert asked == [(3, 11), (2, 2), (1, 11), (3, 11)]
 
 
-@pytest.mark.parametrize("config", CUTS)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("sliding_window", [1, 7, 40])
 def test_sliding_window(sliding_window, config):
     scene = Scene(SHAPE, [90])
@@ -209,7 +220,7 @@ def test_sliding_window(sliding_window, config):
     assert_close(reference.attention(q, shape, rows, scene.kv), expected)
 
 
-@pytest.mark.parametrize("config", CUTS)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_padding_rows_disturb_nobody_and_fewer_lanes_than_splits_suffice(config):
     config = replace(config, programs=8)
     scene = Scene(SHAPE, [100])
@@ -224,11 +235,11 @@ def test_padding_rows_disturb_nobody_and_fewer_lanes_than_splits_suffice(config)
 def test_unread_kv_may_be_anything():
     scene = Scene(SHAPE, [50])
     where = window_rows(0, 37, 2)
-    clean, expected = run(scene, where, window=2, config=SPREAD)
+    clean, expected = run(scene, where, window=2, config=SPLIT_KV)
     for memory in (scene.kv.keys, scene.kv.values):
         for position in range(38, 50):
             memory[scene.table[0, position // 16], :, position % 16] = torch.inf
-    poisoned, _ = run(scene, where, window=2, config=SPREAD)
+    poisoned, _ = run(scene, where, window=2, config=SPLIT_KV)
     assert torch.equal(clean, poisoned)
     assert_close(clean, expected)
 
@@ -238,7 +249,7 @@ def test_unread_kv_may_be_anything():
     ("sliding_window", "poisoned"), [(None, (38, 40)), (3, (34, 38)), (3, (33, 40))]
 )
 @pytest.mark.parametrize(
-    ("config", "value"), [(WALK, torch.nan), (SPREAD, torch.inf), (SPREAD, torch.nan)]
+    ("config", "value"), [(SEQUENTIAL, torch.nan), (SPLIT_KV, torch.inf), (SPLIT_KV, torch.nan)]
 )
 def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(
     config, value, sliding_window, poisoned
@@ -261,7 +272,7 @@ def test_a_value_that_is_not_finite_reaches_no_row_that_cannot_see_it(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("config", [WALK, SPREAD])
+@pytest.mark.parametrize("config", [SEQUENTIAL, SPLIT_KV])
 def test_ragged_rows_do_not_poison_each_other(config):
     scene = Scene(SHAPE, [40, 70, 9])
     where = [*window_rows(1, 17, 5), (2, 8), *window_rows(0, 35, 3)]
@@ -281,40 +292,40 @@ def test_half_precision_and_great_scores():
     scene = Scene(SHAPE, [48], dtype=torch.float16)
     scene.kv.keys.mul_(30)
     scene.keys = [keys * 30 for keys in scene.keys]
-    assert_close(*run(scene, window_rows(0, 47, 4), window=4, config=SPREAD), tolerance=2e-3)
+    assert_close(*run(scene, window_rows(0, 47, 4), window=4, config=SPLIT_KV), tolerance=2e-3)
 
 
 def test_max_seq_len_bounds_the_launch_not_the_result():
     scene = Scene(SHAPE, [90])
     where = [(0, 40), (0, 41)]
-    bounded, expected = run(scene, where, window=1, max_seq_len=42, config=SPREAD)
+    bounded, expected = run(scene, where, window=1, max_seq_len=42, config=SPLIT_KV)
     assert_close(bounded, expected)
 
 
 def test_chosen_form_follows_the_shapes_alone():
     shape = AttentionShape(32, 8, 128)
     bf16 = torch.bfloat16
-    assert choose(1, 1, shape, 4096, bf16).form == "spread"
+    assert choose(1, 1, shape, 4096, bf16).form == "split_kv"
     assert choose(1, 1, shape, 4096, bf16).block_queries == 16
-    assert choose(1, 1, shape, 128, bf16).form == "walk"
-    assert choose(128, 1, shape, 4096, bf16).form == "walk"
-    assert choose(1, 512, shape, 4096, bf16).form == "walk"
+    assert choose(1, 1, shape, 128, bf16).form == "sequential"
+    assert choose(128, 1, shape, 4096, bf16).form == "sequential"
+    assert choose(1, 512, shape, 4096, bf16).form == "sequential"
     assert choose(1, 512, shape, 4096, bf16).block_queries == 64
     assert choose(1, 512, shape, 4096, torch.float32).block_queries == 16
     assert choose(1, 6, shape, 4096, bf16).block_queries == 32
     for window in (1, 4, 6):
-        assert choose(8, window, shape, 4096, bf16).form == "spread"
-        assert choose(64, window, shape, 4096, bf16).form == "walk"
+        assert choose(8, window, shape, 4096, bf16).form == "split_kv"
+        assert choose(64, window, shape, 4096, bf16).form == "sequential"
     assert choose(1, 4, AttentionShape(48, 1, 64), 64, bf16).block_queries >= 48
-    assert choose(16, 4, shape, 4096, bf16).form == "spread"
-    assert choose(16, 4, shape, 81920, bf16).form == "walk"
+    assert choose(16, 4, shape, 4096, bf16).form == "split_kv"
+    assert choose(16, 4, shape, 81920, bf16).form == "sequential"
 
 
 def test_heavy_heads_keep_the_chip_busy_with_fewer_programs():
     shape = AttentionShape(16, 4, 256)
     for window in (1, 4):
-        assert choose(16, window, shape, 4096, torch.bfloat16).form == "spread"
-        assert choose(64, window, shape, 4096, torch.bfloat16).form == "walk"
+        assert choose(16, window, shape, 4096, torch.bfloat16).form == "split_kv"
+        assert choose(64, window, shape, 4096, torch.bfloat16).form == "sequential"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -322,10 +333,10 @@ def test_heavy_heads_keep_the_chip_busy_with_fewer_programs():
 def test_chosen_launches_over_heads_of_a_size_share_what_their_bits_follow_from(head_dim, dtype):
     shape = AttentionShape(16, 4, head_dim)
     found = {
-        (cut.split, cut.tile)
+        (config.split, config.tile)
         for width in (1, 3, 4, 8, 16, 512)
         for batch in (1, 8, 64)
-        for cut in [choose(batch, width, shape, 4096, dtype)]
+        for config in [choose(batch, width, shape, 4096, dtype)]
     }
     assert len(found) == 1
 
@@ -336,7 +347,7 @@ def test_impossible_launches_are_refused():
     with pytest.raises(InvariantError, match=r"set AttentionRows\.runs"):
         attention(q, SHAPE, rows, scene.kv)
     with pytest.raises(InvariantError, match="2 runs of 2"):
-        run(scene, window_rows(0, 5, 3), runs=RowRuns.even(2, 2), config=WALK)
+        run(scene, window_rows(0, 5, 3), runs=RowRuns.even(2, 2), config=SEQUENTIAL)
 
 
 def test_no_rows_give_no_rows():
@@ -359,7 +370,7 @@ def test_partial_results_that_no_program_wrote_are_not_read(monkeypatch):
     scene = Scene(SHAPE, [100, 40])
     where = window_rows(0, 97, 5) + window_rows(1, 12, 5)
     for programs in (1, 8, 1000):
-        config = replace(SPREAD, programs=programs)
+        config = replace(SPLIT_KV, programs=programs)
         assert_close(*run(scene, where, window=5, config=config))
 
 
@@ -395,7 +406,7 @@ for count, width in ((1, 1), (2, 3), (16, 16), (17, 1)):
     at = torch.zeros(count * width, dtype=torch.int64)
     q = torch.zeros(len(at), 32, 128, dtype=torch.bfloat16)
     starts = torch.zeros(count + 2, dtype=torch.int64)[count % 2:][: count + 1]
-    for form in ("walk", "spread"):
+    for form in ("sequential", "split_kv"):
         rows = AttentionRows(at, at, at, table, RowRuns(count, width, starts, count // 2, width))
         attention(q, shape, rows, kv, config=AttentionConfig(form, 16, 4, 3))
 """

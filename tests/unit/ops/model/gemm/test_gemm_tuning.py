@@ -63,7 +63,7 @@ def test_a_table_survives_its_file(tmp_path):
 
 
 def test_a_table_from_before_an_option_existed_has_its_default():
-    config = TritonConfig(16, 32, 256, 4, 3, overlap=True, prefetch_bytes=8192)
+    config = TritonConfig(16, 32, 256, 4, 3, pdl=True, prefetch_bytes=8192)
     (entry,) = json.loads(TuningTable({SHAPE: {4: config}}).to_json())
     del entry["choices"]["4"]["prefetch_bytes"]
     assert TuningTable.from_json(json.dumps([entry]), "old.json").choose(SHAPE, 4) == config

@@ -281,7 +281,7 @@ for features, depth, epilogue in SHAPES:
     for rows in (1, 32, 64, 512):
         x = torch.empty(rows, depth, dtype=torch.bfloat16)
         shape = GemmShape(features, depth, epilogue)
-        config = default_config(shape, rows, overlap=rows < 64)
+        config = default_config(shape, rows, pdl=rows < 64)
         weight = Fp8Weight(matrix, torch.empty(features))
         product(x, weight, epilogue, bias, config)
 """

@@ -92,7 +92,7 @@ def generate(drafter, num_requests=NUM_REQUESTS, num_positions=NUM_POSITIONS, **
         x = compact.prepare_inputs(sequences, LayoutTable(torch.tensor(columns), layout.shape))
         logits = TARGET[x.token_ids]
         kernels.apply_rules(logits, x.sampled, sequences, table.rules)
-        kernels.truncate(logits, x.sampled.slots, table.cuts)
+        kernels.truncate(logits, x.sampled.slots, table.truncation)
         keys = kernels.token_keys(logits, table.temperature, table.seed, x.sampled)
         verdict = compact.verify(keys, x)
         compact.commit(sequences, x, verdict.num_accepted, verdict.next_token)

@@ -10,7 +10,10 @@ from typing import Any
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import (
+    CASCADED,
+    HEADS,
     KEYED,
+    LOOKUPS,
     SYNTHETIC,
     check_acceptance,
     check_lookups,
@@ -22,15 +25,14 @@ from sametoken.types.option_values import (
 )
 
 EXTRACT = "extract_hidden_states"
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", EXTRACT)
+METHODS = (*LOOKUPS, *CASCADED, EXTRACT)
 # Methods whose drafter is no checkpoint of its own.
-WITHOUT_MODEL = ("ngram", "suffix", "mtp", EXTRACT)
+WITHOUT_MODEL = (*LOOKUPS, "mtp", EXTRACT)
 # Those for which a drafter ships: the target decides whether one may be left out.
 _SHIPPED = ("eagle3",)
 # Names under which vLLM knew "mtp", each for one kind of model.
 METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
-# Methods whose drafter is a head over the target's states, and how such a head may be quantized.
-HEADS = ("eagle", "eagle3", "mtp")
+# Of draft heads.
 QUANTIZATIONS = ("fp8",)
 MAX_SPECULATIVE_TOKENS = 64
 MAX_MTP_TOKENS = 8

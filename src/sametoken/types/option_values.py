@@ -129,9 +129,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
-#: Methods that match text, and those before which such a match may go.
+#: Methods that match text, methods with a draft head, and those that a cascade may fall back to.
 LOOKUPS = ("ngram", "suffix")
-CASCADED = ("draft_model", "eagle", "eagle3", "mtp")
+HEADS = ("eagle", "eagle3", "mtp")
+CASCADED = ("draft_model", *HEADS)
 
 _SUFFIX_LIMITS = {
     "suffix_decoding_max_tree_depth": (1, 64),

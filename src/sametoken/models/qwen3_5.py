@@ -145,16 +145,16 @@ def load_gated_attention(
 def _gate_first(shape: AttentionShape) -> Tensor:
     """Permutation of q_proj's rows: from [q | gate] per head to [gate | q] of all heads."""
     row = torch.arange(2 * shape.q_size).view(shape.num_heads, 2, shape.head_dim)
-    places = torch.empty_like(row)
+    permutation = torch.empty_like(row)
     q, gate = row.view(2, shape.num_heads, shape.head_dim).flip(0)
-    places[:, 0], places[:, 1] = q, gate
-    return places.flatten()
+    permutation[:, 0], permutation[:, 1] = q, gate
+    return permutation.flatten()
 
 
 def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedDeltaParams:
     """Load the convolution, and the gates in fp32; ranks divide them with their heads."""
     heads, channels, rows = rule.num_value_heads, rule.conv_channels, Split.ROWS
-    conv = Part(f"{prefix}.conv1d.weight", channels, split=rows, runs=rule.qkv_sizes)
+    conv = Part(f"{prefix}.conv1d.weight", channels, split=rows, output_sizes=rule.qkv_sizes)
 
     def by_head(name: str) -> Tensor:
         return weights.tensor(Part(f"{prefix}.{name}", heads, split=rows), dtype=torch.float32)
@@ -211,7 +211,9 @@ def _packed_experts(settings: Settings, weights: WeightReader, prefix: str, hidd
     """All experts, stored in one fused tensor each for gate_up and down, or one by one."""
     count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
     if f"{prefix}.gate_up_proj" in weights:
-        fused = Part(f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, runs=(size, size))
+        fused = Part(
+            f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, output_sizes=(size, size)
+        )
         gate_up = weights.packed_stack(count, hidden, fused)
         down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
         down = weights.packed_stack(count, size, down_part)
@@ -336,7 +338,7 @@ class Qwen3_5ForCausalLM(HybridDecoder):
         qkv = f"{prefix}.in_proj_qkv"
         return weights.linear(
             in_features,
-            Part(qkv, rule.conv_channels, split=rows, runs=rule.qkv_sizes),
+            Part(qkv, rule.conv_channels, split=rows, output_sizes=rule.qkv_sizes),
             Part(f"{prefix}.in_proj_z", rule.out_features, split=rows),
             Part(f"{prefix}.in_proj_b", heads, split=rows),
             Part(f"{prefix}.in_proj_a", heads, split=rows),

@@ -70,17 +70,17 @@ class HostBuffer:
             the plan's order; ``NOT_LANDED`` until the copy has landed.
         first_place: index of its first row in the ring.
         logprobs, prompt_logprobs: requested candidates, in host memory.
-        lost: by request, why its grammar allows no token, where the host knows the cause.
+        mask_faults: by request, why its grammar allows no token, where the host knows the cause.
     """
 
     rows: Tensor
     first_place: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
-    lost: dict[int, MaskFault] = field(default_factory=dict)
+    mask_faults: dict[int, MaskFault] = field(default_factory=dict)
 
     def keep(self, logprobs: TokenLogprobs | None, prompt_logprobs: TokenLogprobs | None) -> None:
-        """Enqueue the copy of candidates; None if no request wants any."""
+        """Enqueue the copy of candidates; None if none are requested."""
         self.logprobs, self.prompt_logprobs = _on_host(logprobs), _on_host(prompt_logprobs)
 
     def read(self, plan: StepPlan) -> StepResult:
@@ -107,7 +107,7 @@ class HostBuffer:
                     num_accepted=num_accepted,
                     token_ids=emitted,
                     failed=fault != SOUND,
-                    mask_fault=_cause(fault, self.lost.get(b)),
+                    mask_fault=_cause(fault, self.mask_faults.get(b)),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
                     prompt_logprobs=prompt_logprobs[b],
                 )
@@ -118,12 +118,12 @@ class HostBuffer:
         """Mark the buffer as empty."""
         self.rows.fill_(NOT_LANDED)
         self.logprobs = self.prompt_logprobs = None
-        self.lost.clear()
+        self.mask_faults.clear()
 
 
-def _cause(fault: int, lost: MaskFault | None) -> MaskFault:
+def _cause(fault: int, known: MaskFault | None) -> MaskFault:
     mask_fault = MaskFault(max(fault - HAS_NAN, 0))
-    return lost if mask_fault and lost is not None else mask_fault
+    return known if mask_fault and known is not None else mask_fault
 
 
 def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:

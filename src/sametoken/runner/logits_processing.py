@@ -148,11 +148,11 @@ class StepProcessing:
 
     def _apply_masks(self, pending: PendingMasks, logits: Tensor) -> None:
         """Apply grammar masks; the host makes them while the device computes the logits."""
-        for place, masks, lost in pending.masks(logits.shape[1]):
+        for place, masks, fault in pending.masks(logits.shape[1]):
             start = self.layout.window_starts[place]
             apply_masks(logits[start : start + masks.shape[0]], masks)
-            if lost:
-                self.buffer.lost[place] = lost
+            if fault:
+                self.buffer.mask_faults[place] = fault
 
     def _score_prompt(self, output: ForwardOutput) -> TokenLogprobs | None:
         """Score prompt token p + 1 by the row at p; the last prompt row predicts output."""
@@ -170,10 +170,10 @@ class StepProcessing:
 def _scored_rows(
     requested: Mapping[int, int], rows: Iterable[tuple[int, int, int]], device: torch.device
 ) -> ScoredRows | None:
-    """The rows whose requests want log-probabilities; None if there are none.
+    """The rows with log-probabilities requested; None if there are none.
 
     Args:
-        requested: number of candidates by slot, of the slots that want any.
+        requested: number of top tokens by slot.
         rows: slot, first row and number of rows of each request.
         device: where the logits are.
     """

@@ -105,31 +105,31 @@ class Cursor:
     Attributes:
         matcher: has accepted the output below ``position``.
         position: committed tokens seen, prompt included.
-        lost: why the matcher is no longer used, if so.
+        fault: why the matcher is no longer used, if so.
     """
 
     matcher: Matcher
     position: int
-    lost: MaskFault = MaskFault.NONE
+    fault: MaskFault = MaskFault.NONE
 
     def advance(self, newest: list[int], num_tokens: int, masks: Tensor, drafts: list[int]) -> None:
         """Accept committed tokens, then write the masks of a window.
 
         Args:
             newest, num_tokens: as in ``catch_up``.
-            masks, drafts: as in ``fill``; no token is allowed once the cursor is lost.
+            masks, drafts: as in ``fill``; no token is allowed after a fault.
         """
         try:
             self.catch_up(newest, num_tokens)
-            if not self.lost:
+            if not self.fault:
                 self.fill(masks, drafts)
         except SlowGrammarError:
-            self.lost = MaskFault.SLOW
+            self.fault = MaskFault.SLOW
         except RuntimeError:
             # An error in the grammar library fails its request, not the engine.
             _logger.exception("the matcher of a grammar failed")
-            self.lost = MaskFault.BROKEN
-        if self.lost:
+            self.fault = MaskFault.BROKEN
+        if self.fault:
             masks.fill_(_NONE_ALLOWED)
 
     def catch_up(self, newest: list[int], num_tokens: int) -> None:
@@ -140,8 +140,8 @@ class Cursor:
             num_tokens: number of committed tokens.
         """
         for token_id in newest[len(newest) - (num_tokens - self.position) :]:
-            if not self.lost and not self.matcher.accept(token_id):
-                self.lost = MaskFault.BROKEN
+            if not self.fault and not self.matcher.accept(token_id):
+                self.fault = MaskFault.BROKEN
         self.position = num_tokens
 
     def fill(self, masks: Tensor, drafts: list[int]) -> None:
@@ -232,7 +232,7 @@ class PendingMasks:
             newest, drafts = ids[: self.num_newest], ids[self.num_newest :][:num_drafts]
             masks = _all_allowed(num_drafts + 1, vocab_size)
             cursor.advance(newest, num_tokens, masks, drafts)
-            yield place, masks, cursor.lost
+            yield place, masks, cursor.fault
 
 
 def _all_allowed(num_rows: int, vocab_size: int) -> Tensor:

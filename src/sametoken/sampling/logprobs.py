@@ -19,7 +19,7 @@ _ROWS_PER_CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """R rows of a step whose requests want log-probabilities; R may be 0.
+    """R rows of a step with log-probabilities requested; R may be 0.
 
     Attributes:
         index: [R] int64, indices of logits rows (or of rows), ascending.
@@ -43,7 +43,7 @@ class ScoredRows:
         """From host values only: no device read.
 
         Args:
-            requested: number of top tokens by slot, of the slots that want log-probabilities.
+            requested: number of top tokens by slot.
             rows: slot, first row and number of rows of each scheduled request. Dead rows are
                 scored too; the host drops positions that were not emitted.
             device: where the rows' logits are.
@@ -154,9 +154,9 @@ class TokenLogprobs:
     Attributes:
         owner: [R] int64, the scheduled request of each position; ascending.
         chosen_ids, chosen_logprobs, chosen_ranks: [R] int64, fp32, int64 (rank from 1).
-        top_ids, top_logprobs: [R, N] int64, fp32, best first; N is the most that any
-            request of the step wants.
-        num_top: [R] int64, how many of the N the position's request wants.
+        top_ids, top_logprobs: [R, N] int64, fp32, best first; N is the largest
+            number requested in the step.
+        num_top: [R] int64, number requested for the position.
     """
 
     owner: Tensor

@@ -31,8 +31,8 @@ class SamplingTable:
         top_k: [S] int64, 0 keeps all.
         top_p, min_p: [S] fp64; 1 and 0 keep all.
         rules: masks, biases and penalties of the slots that have any.
-        num_logprobs, num_prompt_logprobs: on the host: number of top tokens by slot, for the
-            slots that want log-probabilities.
+        num_logprobs, num_prompt_logprobs: on the host: number of top tokens by slot, only
+            where log-probabilities are requested.
     """
 
     temperature: Tensor

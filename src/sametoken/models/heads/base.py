@@ -298,21 +298,21 @@ def own_or_shared(
     rows: int,
     hidden_size: int,
     share: Callable[[], UnquantizedWeight],
-    places: Tensor | None = None,
+    permutation: Tensor | None = None,
 ) -> UnquantizedWeight:
     """The head's [rows, hidden_size] weight ``name`` if it exists, else the result of ``share``.
 
-    ``places`` is as in ``Part``, for the head's own weight.
+    ``permutation`` is as in ``Part``, for the head's own weight.
 
     Raises:
         DrafterMismatchError: the head has none, and the target's has another shape.
     """
     if f"{name}.weight" in reader:
-        return reader.packed(hidden_size, Part(f"{name}.weight", rows, places))
+        return reader.packed(hidden_size, Part(f"{name}.weight", rows, permutation))
     shared = share()
     if (shared.out_features, shared.in_features) != (rows, hidden_size):
         raise DrafterMismatchError(
-            f"the EAGLE head has no {name} of its own and wants one of {rows} x {hidden_size}, "
+            f"the EAGLE head has no {name} of its own and expects one of {rows} x {hidden_size}, "
             f"the target's is {shared.out_features} x {shared.in_features}",
             _ANOTHER_HEAD,
         )

@@ -300,12 +300,12 @@ class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
     ) -> Eagle3Head:
         config, layer = self.config, self.config.layer
         hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
-        own_ids, places = self._token_ids(), None
+        own_ids, permutation = self._token_ids(), None
         if own_ids is not None:
             assert token_ids is None
-            places, own_ids = _ranks(own_ids), own_ids.sort().values.to(reader.device)
+            permutation, own_ids = _ranks(own_ids), own_ids.sort().values.to(reader.device)
         whole = own_or_shared(
-            reader, "lm_head", draft_vocab_size, hidden_size, shared.whole_head, places
+            reader, "lm_head", draft_vocab_size, hidden_size, shared.whole_head, permutation
         )
         return Eagle3Head(
             config=config,

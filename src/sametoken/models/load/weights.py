@@ -65,18 +65,18 @@ class Part:
 
     Attributes:
         rows: rows of the whole tensor in the checkpoint.
-        places: int64, a permutation on the host: row i of this rank's share becomes row
-            ``places[i]`` of the weight's part. None: row i.
+        permutation: int64, a permutation on the host: row i of this rank's share becomes row
+            ``permutation[i]`` of the weight's part. None: row i.
         split: how ranks divide the tensor.
-        runs: sizes of adjacent row ranges, ``rows`` in total, each divided separately among
-            ranks; (): all rows are one range.
+        output_sizes: sizes of adjacent row ranges, ``rows`` in total, each divided separately
+            among ranks; (): all rows are one range.
     """
 
     name: str
     rows: int
-    places: Tensor | None = None
+    permutation: Tensor | None = None
     split: Split = Split.WHOLE
-    runs: tuple[int, ...] = ()
+    output_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ class Share:
     Attributes:
         rows: ranges of the tensor's rows, consecutive in the share.
         columns: range of the tensor's columns.
-        places: as in ``Part``.
+        permutation: as in ``Part``.
     """
 
     rows: tuple[range, ...]
     columns: range
-    places: Tensor | None
+    permutation: Tensor | None
 
     @property
     def num_rows(self) -> int:
@@ -114,10 +114,10 @@ class Share:
         if wanted.dim() > 1:
             wanted = wanted[:, self.columns.start : self.columns.stop]
         rows = slice(row, row + wanted.shape[0])
-        if self.places is None:
+        if self.permutation is None:
             destination[rows].copy_(wanted)
         else:
-            destination[self.places[rows].to(destination.device)] = wanted.to(destination)
+            destination[self.permutation[rows].to(destination.device)] = wanted.to(destination)
 
 
 def _of_rank(whole: range, parallel: TensorParallel) -> range:
@@ -279,13 +279,13 @@ class WeightReader:
 
     def _share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
         """This rank's share of a [part.rows, *row_shape] tensor."""
-        rows = _adjacent(part.runs or (part.rows,))
+        rows = _adjacent(part.output_sizes or (part.rows,))
         columns = range(row_shape[0] if row_shape else 1)
         if part.split is Split.ROWS:
             rows = tuple(_of_rank(run, self.parallel) for run in rows)
         elif part.split is Split.COLUMNS:
             columns = _of_rank(columns, self.parallel)
-        return Share(rows, columns, part.places)
+        return Share(rows, columns, part.permutation)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self:
@@ -297,7 +297,7 @@ class WeightReader:
         if found != wanted:
             raise CheckpointError(
                 f"tensor {name} of {self.source.location} has shape {list(found)}, "
-                f"the config wants {list(wanted)}",
+                f"the config expects {list(wanted)}",
                 "check that config and weights belong together",
             )
 

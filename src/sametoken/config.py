@@ -10,7 +10,10 @@ from typing import Any
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import (
+    CASCADED,
+    HEADS,
     KEYED,
+    LOOKUPS,
     SYNTHETIC,
     check_acceptance,
     check_lookups,
@@ -22,15 +25,14 @@ from sametoken.types.option_values import (
 )
 
 EXTRACT = "extract_hidden_states"
-METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", EXTRACT)
+METHODS = (*LOOKUPS, *CASCADED, EXTRACT)
 # Methods without a drafter checkpoint.
-WITHOUT_MODEL = ("ngram", "suffix", "mtp", EXTRACT)
+WITHOUT_MODEL = (*LOOKUPS, "mtp", EXTRACT)
 # Methods with a built-in drafter for some targets, where "model" is optional.
 _SHIPPED = ("eagle3",)
 # vLLM's former, model-specific names of "mtp".
 METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
-# Methods whose drafter is a head over the target's hidden states, and their quantizations.
-HEADS = ("eagle", "eagle3", "mtp")
+# Quantizations of draft heads.
 QUANTIZATIONS = ("fp8",)
 MAX_SPECULATIVE_TOKENS = 64
 MAX_MTP_TOKENS = 8

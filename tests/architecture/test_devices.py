@@ -23,7 +23,7 @@ ALLOWED = {
     ("state/upload.py", "to_host"): "from a GPU to pinned memory",
     ("distributed/ranks.py", "LeadingRank.stream"): "work on a GPU is ordered by a CUDA stream",
     ("distributed/ranks.py", "SoleRank.stream"): "work on a GPU is ordered by a CUDA stream",
-    ("sampling/grammar_masks.py", "_permissive"): "masks are pinned where they may travel",
+    ("sampling/grammar_masks.py", "_all_allowed"): "masks are pinned if there is a GPU",
 }
 
 

@@ -8,14 +8,11 @@ from pathlib import Path
 import sametoken
 
 PACKAGE = Path(sametoken.__file__).parent
-# From the speculative config, through what opens and loads heads, to the reader of weights.
+# From the speculative config, through the one load of all heads, to the reader of weights.
 MAKERS = {
     "drafters/build.py",
-    "models/heads/eagle.py",
-    "models/heads/eagle3.py",
     "models/heads/base.py",
     "models/qwen3_5.py",
-    "models/heads/mtp.py",
     "models/load/weights.py",
 }
 # Names by which such a weight is asked for, made or told apart.

@@ -186,8 +186,7 @@ def imports_of(tree: ast.Module) -> set[str]:
     return {
         alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("sametoken.ops.step")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sametoken.ops.step")
         for alias in node.names
     } & VERBS
 

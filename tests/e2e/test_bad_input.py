@@ -109,7 +109,7 @@ def test_a_missing_tensor(target, tmp_path):
 
 def test_a_tensor_of_another_shape(target, tmp_path):
     directory = edited(target, tmp_path / "shape", tensors={"model.norm.weight": torch.ones(8)})
-    cause = r"model\.norm\.weight .* has shape \[8\], the config wants \[16\]"
+    cause = r"model\.norm\.weight .* has shape \[8\], the config expects \[16\]"
     refused(CheckpointError, cause, "belong together", LLM, str(directory), **SIZES)
 
 

@@ -44,7 +44,7 @@ class Tap:
 
         class Tapped(type(processing)):
             def of_step(self, layout, buffer):
-                return _Between(super().of_step(layout, buffer), tap)
+                return _TappedProcessor(super().of_step(layout, buffer), tap)
 
         values = {one.name: getattr(processing, one.name) for one in dataclasses.fields(processing)}
         return dataclasses.replace(runner, processing=Tapped(**values))
@@ -52,9 +52,9 @@ class Tap:
     def _admit(self, admission) -> None:
         self._prompts[admission.slot] = admission.prompt_token_ids
 
-    def copy(self, computed) -> None:
-        at = computed.x.sampled
-        copies = (one.clone() for one in (computed.logits, at.slots, at.positions))
+    def copy(self, output) -> None:
+        at = output.x.sampled
+        copies = (one.clone() for one in (output.logits, at.slots, at.positions))
         self._copies.append((dict(self._prompts), *copies))
 
     def rows(self) -> Rows:
@@ -68,19 +68,19 @@ class Tap:
 
 
 @dataclasses.dataclass
-class _Between:
+class _TappedProcessor:
     inner: object
     tap: Tap
 
-    def look(self) -> None:
-        self.inner.look()
+    def start_masks(self) -> None:
+        self.inner.start_masks()
 
-    def process(self, computed) -> None:
-        self.tap.copy(computed)
-        self.inner.process(computed)
+    def process(self, output) -> None:
+        self.tap.copy(output)
+        self.inner.process(output)
 
-    def score(self, tokens) -> None:
-        self.inner.score(tokens)
+    def gather_logprobs(self, tokens) -> None:
+        self.inner.gather_logprobs(tokens)
 
 
 def record(items, **options) -> Recording:

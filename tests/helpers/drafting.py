@@ -171,7 +171,7 @@ class Bench:
         )
         drafts = step.ops.known_drafts(self.sequences, [row.slot for row in plan.requests])
         launcher = launcher_of(noted(step, self._count), self.steps)
-        launcher.run(StepLayout.of(plan, drafts), 0, _NothingAsked())
+        launcher.run(StepLayout.of(plan, drafts), 0, _NoProcessing())
 
     def _count(self, x, raw, verdict) -> None:
         if not self.spoil:
@@ -224,14 +224,14 @@ class _Checked:
         return self.bench.spoilt(context, drafts, self.vocab)
 
 
-class _NothingAsked:
-    """``Between`` of requests that ask nothing."""
+class _NoProcessing:
+    """``StepLogitsProcessor`` of requests without logits options."""
 
-    def look(self) -> None:
+    def start_masks(self) -> None:
         pass
 
-    def process(self, computed) -> None:
+    def process(self, output) -> None:
         pass
 
-    def score(self, tokens) -> None:
+    def gather_logprobs(self, tokens) -> None:
         pass

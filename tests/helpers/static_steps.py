@@ -63,8 +63,8 @@ class Poisoned:
 class StaticLauncher(EagerLauncher):
     """Requests, rows and sampled rows have room for more, as in a captured shape."""
 
-    def run(self, layout, first_place, between):
-        super().run(layout, first_place, between)
+    def run(self, layout, first_place, processor):
+        super().run(layout, first_place, processor)
         sequences = self.step.sequences
         for fact in (sequences.num_tokens, sequences.num_computed, sequences.token_ids):
             assert not fact[sequences.reserved_slot].any(), "padding has committed"

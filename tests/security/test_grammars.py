@@ -168,13 +168,13 @@ def test_a_mask_that_grows_with_the_text_ends_its_own_request():
     cursor = Cursor(BudgetedMatcher(matcher, MaskBudget()), 0)
     began, slowest, num_tokens = time.thread_time(), 0.0, 0
     (a,) = ids("a")
-    while not cursor.lost and num_tokens < 2000:
+    while not cursor.fault and num_tokens < 2000:
         before = time.thread_time()
         masks = torch.full((3, -(-VOCAB // 32)), -1, dtype=torch.int32)
         cursor.advance([a] if num_tokens else [], num_tokens, masks, [a, a])
         slowest = max(slowest, time.thread_time() - before)
         num_tokens += 1
-    assert cursor.lost is MaskFault.SLOW
+    assert cursor.fault is MaskFault.SLOW
     assert not masks.any()
     assert time.thread_time() - began < 0.5 + 0.015 * num_tokens + 2 * slowest
     assert slowest < 2
@@ -189,7 +189,7 @@ def test_an_ordinary_grammar_stays_far_below_its_budget():
         masks = torch.full((2, -(-VOCAB // 32)), -1, dtype=torch.int32)
         newest = text[position - 1 : position]
         cursor.advance(newest, position, masks, text[position : position + 1])
-        assert not cursor.lost
+        assert not cursor.fault
     assert budget.credit_s > 0.25
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sametoken.bench.memory import SHAPES_ONLY, load_shapes
-from sametoken.config import DUMMY, HEADS, SpeculativeConfig
+from sametoken.config import DUMMY, SpeculativeConfig
 from sametoken.drafters.build import fitting_head
 from sametoken.drafters.eagle import read_token_map
 from sametoken.engine.resolve import ResolvedConfig
@@ -24,6 +24,7 @@ from sametoken.models.heads.mtp import MTPHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.types.option_values import HEADS
 
 # Many times what caches hold, and at 5 TB/s long enough that starting a kernel costs nothing.
 CUDA_BYTES = 4 << 30

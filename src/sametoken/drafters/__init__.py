@@ -1,1 +1,1 @@
-"""What proposes tokens for the target, one file per method."""
+"""Drafters, one file per method, and how a config becomes one."""

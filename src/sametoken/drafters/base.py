@@ -1,7 +1,4 @@
-"""The drafter protocol and the null drafter.
-
-What drafters that draft token by token share.
-"""
+"""The drafter protocol, the null drafter, and the drafts of token-by-token drafters."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from sametoken.state.caches import ModelCache
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposals for the step's plan rows.
+    """Drafts of the step's B scheduled requests.
 
     Attributes:
         draft_ids: [B, k] int64; entries from ``num_drafts`` on are undefined but valid ids.
@@ -33,10 +30,10 @@ class Drafter(Protocol):
     """Proposes drafts after each step, starting at the committed length.
 
     Attributes:
-        kv_caches: the drafter's own KV memory, addressed by the slots' block tables; swapped
-            out and in with the target's.
-        lookahead_slots: positions at ``num_tokens`` and above that it may write KV to.
-        lookahead_tokens: how many tokens after position p its KV at p depends on; prefix
+        kv_caches: the drafter's KV memory, addressed by the slots' block tables; swapped out and
+            in with the target's.
+        lookahead_slots: number of positions from ``num_tokens`` on that it may write KV to.
+        lookahead_tokens: number of tokens after position p that its KV at p depends on; prefix
             cache keys cover that many more tokens.
     """
 
@@ -45,10 +42,10 @@ class Drafter(Protocol):
     lookahead_tokens: int
 
     def propose(self, context: DraftContext) -> Drafts:
-        """Drafts for every plan row; rows that do not sample must get 0.
+        """Propose drafts for every request; requests that do not sample must get 0.
 
-        A drafter with KV of its own also catches up on the live rows of rows that do not
-        sample (prefill chunks).
+        A drafter with KV also computes the live rows of requests that do not sample (prefill
+        chunks).
         """
         ...
 
@@ -61,16 +58,16 @@ class NoDrafter:
     lookahead_tokens = 0
 
     def propose(self, context: DraftContext) -> Drafts:
-        """No drafts for any row."""
+        """No drafts for any request."""
         batch, k = context.slots.shape[0], context.num_speculative_tokens
         draft_ids = context.slots.new_zeros(batch, k)
-        # With k = 0 nobody has any.
+        # With k = 0 the step's own counts are all 0.
         num_drafts = torch.zeros_like(context.slots) if k else context.x.num_drafts
         return Drafts(draft_ids, num_drafts)
 
 
 def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Drafts:
-    """Drafts whose i-th tokens are ``tokens[i]`` for the chains; none for other requests.
+    """Drafts with ``tokens[i]`` as i-th tokens of the chains; none for other requests.
 
     Args:
         context: the step's context.

@@ -1,4 +1,4 @@
-"""From a speculative config to a drafter: load first, attach KV memory later."""
+"""Build a drafter from a speculative config: load its weights first, attach its KV later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.errors import ConfigError, InvariantError, UnsupportedError
 from sametoken.models.base import CausalLM, ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.heads.base import HeadCheckpoint
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.heads.mtp import MTPCheckpoint
@@ -37,7 +36,7 @@ from sametoken.types.option_values import LOOKUPS
 
 _Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint
 
-_HEADS: dict[str, type[_Checkpoint]] = {
+_CHECKPOINTS: dict[str, type[_Checkpoint]] = {
     "eagle": Eagle1Checkpoint,
     "eagle3": Eagle3Checkpoint,
     "mtp": MTPCheckpoint,
@@ -48,13 +47,13 @@ _HISTORY_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class LoadedDrafter:
-    """A drafter whose weights are in memory and whose memory is not allocated yet.
+    """A drafter with its weights loaded and its KV not allocated yet.
 
     Attributes:
-        caches: what each of its layers keeps; none without a model.
-        lookahead_slots: as the drafter's own, known before it is attached.
-        history: texts of earlier requests that it reads; whoever admits requests keeps it.
-        weights_bytes: bytes of its matrices, but for those that are the target's.
+        caches: the declarations of its layers; empty without a model.
+        lookahead_slots: see ``Drafter``; known before it is attached.
+        history: texts of earlier requests that it reads; written at admission.
+        weights_bytes: bytes of its matrices, without those shared with the target.
     """
 
     caches: tuple[LayerCache, ...]
@@ -64,7 +63,7 @@ class LoadedDrafter:
     weights_bytes: int = 0
 
     def attach(self, kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
-        """The drafter over memory for ``caches``; None if there are none."""
+        """The drafter over the memory of ``caches``, which is None if there are none."""
         return self._attach(kv_cache, coupling)
 
 
@@ -75,9 +74,9 @@ class Placement:
     Attributes:
         backend, dtype, device: as the target's.
         max_model_len: the longest request, in tokens.
-        max_positions: rows of rotary tables: ``max_model_len`` and drafts beyond it.
-        load_format: of the drafter's checkpoint.
-        target_path: the target's checkpoint, which may hold the drafter too.
+        max_positions: rows of rotary tables: ``max_model_len`` plus drafts.
+        load_format: format of the drafter's checkpoint.
+        target_path: the target's checkpoint, which may contain the drafter.
     """
 
     backend: Backend
@@ -98,35 +97,34 @@ def required_aux_layers(
     """The target's layers whose inputs the drafter reads; known before the target is loaded.
 
     Args:
-        spec: what was asked.
+        spec: the speculative config.
         target: the target's architecture.
         target_path, load_format: as in ``Placement``.
 
     Raises:
         CheckpointError: the head's config.json is missing or malformed, or the target's
-            checkpoint holds no head.
+            checkpoint has no head.
         UnsupportedError: the method or the head is not implemented.
         DrafterMismatchError: the head was trained for another target.
-        ConfigError: states of layers that the target does not have were asked for, or a
-            token map for a head that has one of its own.
+        ConfigError: a layer to extract does not exist, or a token map is given for a head with
+            its own.
     """
     if spec is not None and spec.method == EXTRACT:
         return extracted_layers(spec, target.num_layers)
-    if spec is None or spec.method not in _HEADS:
+    if spec is None or spec.method not in _CHECKPOINTS:
         return ()
-    head: HeadCheckpoint = fitting_head(spec, target, target_path, load_format)
-    return head.aux_layers(target.num_layers)
+    return fitting_head(spec, target, target_path, load_format).aux_layers(target.num_layers)
 
 
 def require_drafter_fits(
     spec: SpeculativeConfig | None, target: ModelConfig, max_model_len: int
 ) -> None:
-    """Refuse a draft model or a token map that does not fit the target, before either is loaded.
+    """Refuse a draft model or token map that does not fit the target, before weights are loaded.
 
     Raises:
         CheckpointError: the draft model's config is missing or broken.
-        ConfigError: the token map is, or names what is no token of the target.
-        DrafterMismatchError: another vocabulary, or fewer positions than requests may have.
+        ConfigError: the token map cannot be read or has ids outside the target's vocabulary.
+        DrafterMismatchError: another vocabulary, or fewer positions than ``max_model_len``.
     """
     if spec is not None and spec.token_map is not None:
         read_token_map(Path(spec.token_map), target.vocab_size)
@@ -137,7 +135,7 @@ def require_drafter_fits(
 def load_drafter(
     spec: SpeculativeConfig | None, target: CausalLM, placement: Placement
 ) -> LoadedDrafter:
-    """Load what the method needs, refusing what does not fit the target.
+    """Load the drafter of a method; refuse one that does not fit the target.
 
     Raises:
         CheckpointError: the drafter's checkpoint is missing or broken.
@@ -164,7 +162,7 @@ def load_drafter(
 def _lookup(
     method: str, spec: SpeculativeConfig, placement: Placement, *, min_match: int
 ) -> tuple[Drafter, TokenHistory]:
-    """A drafter that matches text, and the earlier texts that it reads."""
+    """A drafter that matches text, and the history that it reads."""
     k, device = spec.num_speculative_tokens, placement.device
     if method == "ngram":
         shortest = max(spec.prompt_lookup_min, min_match)
@@ -178,8 +176,8 @@ def _lookup(
         min_prob=spec.suffix_decoding_min_token_prob,
         device=device,
     )
-    room = _HISTORY_BYTES // (placement.max_positions * torch.int64.itemsize)
-    num_texts = min(spec.suffix_decoding_max_cached_requests, room)
+    max_texts = _HISTORY_BYTES // (placement.max_positions * torch.int64.itemsize)
+    num_texts = min(spec.suffix_decoding_max_cached_requests, max_texts)
     history = TokenHistory.allocate(num_texts, placement.max_positions, device)
     return SuffixDrafter(limits, history, placement.backend.suffix), history
 
@@ -199,7 +197,7 @@ def _load_draft_model(
     require_fit(model.config, target.config, placement.max_model_len)
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
-        return DraftModelDrafter(model, _given(kv_cache), k, coupling)
+        return DraftModelDrafter(model, _require_memory(kv_cache), k, coupling)
 
     return LoadedDrafter(model.caches, k - 1, attach, weights_bytes=model.weights_bytes)
 
@@ -227,7 +225,7 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
     )
 
     def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
-        return EagleDrafter(head, _given(kv_cache), k, coupling)
+        return EagleDrafter(head, _require_memory(kv_cache), k, coupling)
 
     shared = {id(target.embedding), id(target.head)}
     own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
@@ -237,12 +235,12 @@ def _load_head(spec: SpeculativeConfig, target: CausalLM, placement: Placement) 
 def fitting_head(
     spec: SpeculativeConfig, target: ModelConfig, target_path: Path, load_format: str
 ) -> _Checkpoint:
-    """The head that a method of ``HEADS`` drafts with, its config read and its weights not.
+    """The checkpoint of a method's head, with its config read and its weights not.
 
     Arguments and errors as in ``required_aux_layers``.
     """
     directory = target_path if spec.model is None else Path(spec.model)
-    checkpoint = _HEADS[spec.method](directory, load_format=load_format)
+    checkpoint = _CHECKPOINTS[spec.method](directory, load_format=load_format)
     checkpoint.require_fit(target)
     if spec.token_map is not None:
         _require_whole_vocabulary(checkpoint)
@@ -258,7 +256,7 @@ def _require_whole_vocabulary(checkpoint: _Checkpoint) -> None:
         )
 
 
-def _given(kv_cache: ModelCache | None) -> ModelCache:
+def _require_memory(kv_cache: ModelCache | None) -> ModelCache:
     if kv_cache is None:
-        raise InvariantError("a drafter that keeps KV was attached without memory")
+        raise InvariantError("a drafter with KV was attached without memory")
     return kv_cache

@@ -1,7 +1,4 @@
-"""Two drafters in one: a match of text goes first, a model drafts where there is none.
-
-Drafts for several ranks: one rank makes them, all of them get the same.
-"""
+"""Drafters around drafters: a lookup before a model, and rank 0's drafts on every rank."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from sametoken.state.caches import ModelCache
 
 
 class CascadeDrafter:
-    """Decides row by row, on the device and within the step.
+    """Lookup drafts where they exist, a model's elsewhere; chosen per request on the device.
 
-    To the model's drafter a row with a match is one that does not sample: it catches up on
-    the committed rows, so its KV is whole whenever its turn comes, and drafts nothing. In
-    the compact layout no chain is run for such rows.
+    The model's drafter sees a request with a match as one that does not sample: it computes the
+    committed rows, so its KV stays complete, and drafts nothing. The compact layout runs no
+    chain for these requests.
 
     Args:
-        lookup: goes first. It has no KV, and finds nothing where its match is too short.
-        model: drafts for the rows that are left, as many tokens as ``lookup`` or fewer.
+        lookup: tried first; has no KV, and returns no drafts if its match is too short.
+        model: drafts for the other requests, at most as many tokens as ``lookup``.
     """
 
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
@@ -49,10 +46,10 @@ class CascadeDrafter:
 
 
 class SharedDrafter:
-    """Rank 0's proposals, on every rank.
+    """Broadcasts rank 0's drafts to every rank.
 
     Args:
-        inner: proposes; on the other ranks ``NoDrafter``, whose answer is replaced.
+        inner: the drafter; ``NoDrafter`` on other ranks, whose drafts are replaced.
         parallel: the ranks.
     """
 
@@ -64,7 +61,7 @@ class SharedDrafter:
         self._parallel = parallel
 
     def propose(self, context: DraftContext) -> Drafts:
-        """The drafts that rank 0 makes."""
+        """Rank 0's drafts."""
         own = self._inner.propose(context)
         flat = torch.cat((own.draft_ids.flatten(), own.num_drafts))
         shared = self._parallel.broadcast(flat)
@@ -73,7 +70,7 @@ class SharedDrafter:
 
 
 def share_drafter(drafter: Drafter, num_drafts: int, parallel: TensorParallel) -> Drafter:
-    """A rank's drafter: rank 0's decides for all, unless nothing is ever proposed."""
+    """A rank's drafter, broadcasting rank 0's drafts if there are several ranks and any drafts."""
     if parallel.size == 1 or num_drafts == 0:
         return drafter
     return SharedDrafter(drafter, parallel)

@@ -1,9 +1,7 @@
-"""What a drafter may read after a commit.
+"""Inputs of a drafter after a commit, and keyed sampling with the target's noise.
 
-A drafter chooses with the target's own noise, so that the two agree when sampling too.
-
-The token that is emitted never depends on a draft (docs/lossless.md), so this can raise
-acceptance and cannot bias the output.
+Drafter and target sample with the same noise, so they agree in sampling too. Emitted tokens
+never depend on a draft (docs/lossless.md): this raises acceptance and cannot bias the output.
 """
 
 from __future__ import annotations
@@ -29,17 +27,18 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """Derived lengths of one step's B requests.
+    """State of one step's B requests after the commit.
 
-    The step computed positions ``x.num_computed .. end - 1`` of each request for good. Rejected
-    rows lie at ``end`` and above and are not among the live rows. The true token at ``end`` exists
-    for every request: the next prompt token inside a prompt, the token just sampled otherwise.
+    The step committed positions ``x.num_computed .. end - 1`` of each request. Rejected rows lie
+    at ``end`` and above and are not live. The committed token at ``end`` exists for every
+    request: the next prompt token inside a prompt, the token just sampled otherwise.
 
     Attributes:
         x: the step's inputs.
         hidden: the target's hidden states of the step's rows.
         end: [B] int64; ``end == num_tokens - 1`` for requests that sample.
         num_tokens: [B] int64, committed tokens after the step.
+        sequences: device state, read only.
         kernels, ops: operations of models and of steps.
     """
 
@@ -58,7 +57,7 @@ class DraftContext:
 
     @property
     def samples(self) -> Tensor:
-        """[B] bool, requests that go on to a next window."""
+        """[B] bool, requests that have a next window."""
         return self.x.samples
 
     @property
@@ -67,53 +66,53 @@ class DraftContext:
         return self.x.num_speculative_tokens
 
     def catch_up(self) -> CatchUp:
-        """The live rows of every request, each with the token after it (draft heads)."""
+        """Live rows of every request, each with the token after it (draft heads)."""
         return self.ops.catch_up(self.sequences, self.x, self.end, with_newest=False)
 
     def catch_up_with_newest(self) -> CatchUp:
-        """The live rows, and the newest token at ``end`` of every request that samples.
+        """Live rows, plus the row at ``end`` of requests that sample.
 
-        Each with its own token (draft models).
+        Each row has its own token (draft models).
         """
         return self.ops.catch_up(self.sequences, self.x, self.end, with_newest=True)
 
     def advanced(self, chains: Chains) -> Chains:
-        """The chains one position on."""
+        """The chains moved by one position."""
         return self.ops.advanced(self.sequences, chains)
 
     def tokens_at(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Committed tokens of [T] slots and positions, as a copy. Positions < num_tokens."""
+        """A copy of the committed tokens at [T] slots and positions < num_tokens."""
         return self.sequences.token_ids[slots, positions]
 
     def search(self, find: Callable[[Tensor, Tensor, Tensor], Found]) -> Found:
-        """What ``find(token_ids, slots, num_tokens)`` finds in the slots' committed tokens.
+        """Result of ``find(token_ids, slots, num_tokens)`` on the slots' committed tokens.
 
-        ``find`` only reads; tokens at ``num_tokens`` and above are undefined.
+        ``find`` must not write; tokens at ``num_tokens`` and above are undefined.
         """
         return find(self.sequences.token_ids, self.slots, self.num_tokens)
 
 
 class SamplingView(Protocol):
-    """What a drafter reads of the slots' sampling parameters."""
+    """The sampling parameters that a drafter may read."""
 
     @property
     def temperature(self) -> Tensor:
-        """[S] fp32, 0 where the request is greedy."""
+        """[S] fp32, 0 for greedy requests."""
         ...
 
     @property
     def seed(self) -> Tensor:
-        """[S] int64, names the request's noise."""
+        """[S] int64, key of the request's noise."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Coupling:
-    """The keyed choice of tokens.
+    """Keyed sampling with the target's noise.
 
     Attributes:
-        sample: ``Kernels.sample`` of the target's kernels.
-        parameters: the slots' parameters, read anew at every choice.
+        sample: ``Kernels.sample`` of the target's backend.
+        parameters: the slots' parameters, read at every call.
     """
 
     sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -127,9 +126,9 @@ class Coupling:
         Args:
             logits: [R, V'] fp32.
             slots: [R] int64.
-            positions: [R] int64, where the chosen tokens would stand.
-            token_ids: [V'] int64, ascending ids of the target's vocabulary that the columns
-                stand for; None: column i is token i.
+            positions: [R] int64, positions of the chosen tokens.
+            token_ids: [V'] int64, ascending: the target's token of each column; None: column i
+                is token i.
         """
         temperature, seed = self.parameters.temperature, self.parameters.seed
         return self.sample(logits, temperature, seed, positions, token_ids, slots)

@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary drafts for the target."""
+"""A smaller model of the same vocabulary as drafter."""
 
 from __future__ import annotations
 
@@ -13,37 +13,35 @@ from sametoken.state.caches import ModelCache
 
 
 class DraftModelDrafter:
-    """Runs a whole model ahead of the target, over the slots' block tables.
+    """Runs a draft model over the slots' block tables.
 
-    A row that does not sample catches up on positions ``start .. end - 1``. One that
-    samples also runs the newest token, at ``end``, whose logits give draft 1; then one
-    row per further draft. Every position below ``end`` is written anew from committed
-    tokens before anything reads it, so KV of rejected drafts is never seen
-    (tests/unit/drafters/test_draft_model_drafter.py).
+    Every request computes positions ``start .. end - 1``. One that samples also runs its newest
+    token, at ``end``, whose logits give draft 1; then one row per further draft. Each position
+    below ``end`` is recomputed from committed tokens before it is read, so KV of rejected drafts
+    is never read (tests/unit/drafters/test_draft_model_drafter.py).
 
-    The KV at p depends on tokens up to p, and inside a prompt nothing at ``end`` or above is
-    written: a block that is full of committed tokens holds what its prefix-cache key says,
-    so ``lookahead_tokens`` is 0.
+    ``lookahead_tokens`` is 0: the KV at p depends on tokens up to p, and prefill chunks write
+    nothing at ``end`` or above, so a block of committed tokens matches its prefix-cache key.
 
     Args:
-        model: the drafter's model.
-        kv_cache: its KV, with as many blocks as the target's and of the same size.
+        model: the draft model.
+        kv_cache: its KV, with the target's number and size of blocks.
         k: drafts per step.
-        coupling: how tokens are chosen.
+        coupling: chooses tokens.
     """
 
     lookahead_tokens = 0
 
     def __init__(self, model: CausalLM, kv_cache: ModelCache, k: int, coupling: Coupling) -> None:
         self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
-        # Drafts 1 .. k - 1 are run in their turn, at num_tokens and above.
+        # Drafts 1 .. k - 1 are run at num_tokens and above.
         self.lookahead_slots = k - 1
         self._model = model
         self._k = k
         self._coupling = coupling
 
     def propose(self, context: DraftContext) -> Drafts:
-        """k drafts for every row that samples; the other rows only catch up."""
+        """k drafts for every request that samples; the others only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up_with_newest()
         hidden = self._model.forward(live.token_ids, live.rows, kv_cache).last
@@ -63,10 +61,10 @@ class DraftModelDrafter:
 
 
 def require_fit(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> None:
-    """Refuse a draft model that cannot serve a target.
+    """Refuse a draft model that does not fit the target.
 
     Raises:
-        DrafterMismatchError: another vocabulary, or fewer positions than requests may have.
+        DrafterMismatchError: another vocabulary, or fewer positions than ``max_model_len``.
     """
     if draft.vocab_size != target.vocab_size:
         raise DrafterMismatchError(

@@ -1,9 +1,8 @@
-"""EAGLE: a small head drafts from the target's own hidden states.
+"""EAGLE: a small head drafts from the target's hidden states.
 
-Draft heads that propose some of the target's tokens alone, and read those rows of a head.
-
-A large vocabulary's logits are most of what a small head reads, and answers are made of few
-of its tokens (FR-Spec: Zhao et al., arXiv:2502.14856). The target reads its own head whole.
+With a token map a head proposes a subset of the vocabulary and computes only those logits, which
+dominate a small head's memory traffic (FR-Spec: Zhao et al., arXiv:2502.14856). The target's own
+logits stay complete.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _REMEDY = "give a JSON list of token ids, as `sametoken train token-map` writes 
 
 
 def read_token_map(path: Path, vocab_size: int) -> Tensor:
-    """The tokens that a file names.
+    """Read a token map: the ids that a head may propose.
 
     Args:
         path: a JSON list of ids, in any order.
@@ -35,7 +34,7 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
         [V'] int64, ascending.
 
     Raises:
-        ConfigError: the file cannot be read, or is no list of different ids of tokens.
+        ConfigError: the file cannot be read, or is not a list of distinct token ids.
     """
     try:
         found = read_json(path)
@@ -56,41 +55,41 @@ def read_token_map(path: Path, vocab_size: int) -> Tensor:
 
 
 class EagleDrafter:
-    """Catches up on every committed row with the target's states, then drafts on its own.
+    """Runs committed rows with the target's states, then drafted rows with the head's own.
 
-    The row at p holds the token at p + 1, which is committed for every live row: the next
-    prompt token at the edge of a prefill chunk. The row at ``end - 1`` gives draft 1; each
-    further draft is a row at ``end`` or above with a drafted token and the head's own
-    state. The next step writes all of those anew, from ``start`` on, with true tokens and
-    states before any row reads them (tests/unit/drafters/test_eagle_drafter.py).
+    The row at p holds the token at p + 1, which is committed for every live row; at the end of a
+    prefill chunk it is the next prompt token. The row at ``end - 1`` gives draft 1; each further
+    draft is a row at ``end`` or above with a drafted token and the head's state. The next step
+    recomputes those from ``start`` on, with committed tokens and the target's states, before any
+    row reads them (tests/unit/drafters/test_eagle_drafter.py).
 
     The KV at p depends on the token at p + 1, so ``lookahead_tokens`` is 1.
 
     Args:
-        head: the draft head, of either version.
-        kv_cache: its KV, with as many blocks as the target's and of the same size.
+        head: the draft head.
+        kv_cache: its KV, with the target's number and size of blocks.
         k: drafts per step.
-        coupling: how tokens are chosen.
+        coupling: chooses tokens.
     """
 
     lookahead_tokens = 1
 
     def __init__(self, head: EagleHead, kv_cache: ModelCache, k: int, coupling: Coupling) -> None:
         self.kv_caches: tuple[ModelCache, ...] = (kv_cache,)
-        # Drafts 1 .. k - 1 are run in their turn, the first of them at num_tokens - 1.
+        # Drafts 1 .. k - 1 are run, the first of them at num_tokens - 1.
         self.lookahead_slots = max(k - 2, 0)
         self._head = head
         self._k = k
         self._coupling = coupling
 
     def propose(self, context: DraftContext) -> Drafts:
-        """k drafts for every row that samples; the other rows only catch up."""
+        """k drafts for every request that samples; the others only catch up."""
         (kv_cache,) = self.kv_caches
         live = context.catch_up()
-        given = self._head.target_states(context.hidden, live.source)
+        target_states = self._head.target_states(context.hidden, live.source)
         chains = live.chains
-        # The other rows are run for their KV alone.
-        states = self._head.forward(live.token_ids, given, live.rows, kv_cache, chains.last)
+        # Rows outside chains.last are run only for their KV.
+        states = self._head.forward(live.token_ids, target_states, live.rows, kv_cache, chains.last)
         if not chains.last.numel():
             return NoDrafter().propose(context)
         tokens = [self._choose(states.last, chains)]

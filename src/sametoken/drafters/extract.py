@@ -1,4 +1,4 @@
-"""Hidden states of committed rows, handed on for training drafters; another drafter proposes."""
+"""Extraction of committed rows' hidden states, for training drafters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from sametoken.state.caches import ModelCache
 
 @dataclass(frozen=True, slots=True)
 class CommittedRows:
-    """Positions that one step has computed for good: R rows, each slot's side by side.
-
-    Rows on the reserved slot, which no request has, are dead.
+    """R committed rows of one step, grouped by slot; rows on the reserved slot are dead.
 
     Attributes:
-        step_ids: [B] int64, the step, as its inputs name it.
+        step_ids: [B] int64, the step id of its inputs.
         slots, positions: [R] int64.
         token_ids: [R] int64, the token at each position.
-        next_token_ids: [R] int64, the committed token at the position after it.
-        states: [R, num_layers * hidden], the chosen layers side by side, as
-            ``HiddenStates.auxiliary`` has them.
+        next_token_ids: [R] int64, the committed token at the next position.
+        states: [R, num_layers * hidden], the chosen layers concatenated, as in
+            ``HiddenStates.auxiliary``.
     """
 
     step_ids: Tensor
@@ -38,24 +36,24 @@ class CommittedRows:
 
 
 class RowSink(Protocol):
-    """Where committed rows go."""
+    """Receiver of committed rows."""
 
     def put(self, rows: CommittedRows) -> None:
-        """Take the rows of a step over, without waiting for the device."""
+        """Accept the rows of a step without waiting for the device."""
         ...
 
 
 class ExtractDrafter:
-    """Hands a step's committed rows to a sink, then lets another drafter propose.
+    """Passes a step's committed rows to a sink, then calls another drafter.
 
-    The rows are the live ones of the context: positions ``start .. end - 1``. Rejected drafts
-    are not among them (tests/unit/drafters/test_extract_drafter.py).
+    The rows are the context's live rows, positions ``start .. end - 1``; rejected drafts are not
+    among them (tests/unit/drafters/test_extract_drafter.py).
 
-    It runs in eager steps: a captured one would copy to the same host memory at every replay.
+    It runs in eager mode only: a captured step would copy to the same host memory every time.
 
     Args:
-        inner: who proposes; ``NoDrafter`` for states of plain decoding.
-        sink: where the rows go.
+        inner: proposes drafts; ``NoDrafter`` for plain decoding.
+        sink: receives the rows.
     """
 
     def __init__(self, inner: Drafter, sink: RowSink) -> None:
@@ -66,7 +64,7 @@ class ExtractDrafter:
         self._sink = sink
 
     def propose(self, context: DraftContext) -> Drafts:
-        """The inner drafter's proposals."""
+        """The inner drafter's drafts."""
         live = context.catch_up()
         slots, positions = live.rows.slots, live.rows.positions
         self._sink.put(
@@ -83,13 +81,13 @@ class ExtractDrafter:
 
 
 def extracted_layers(spec: SpeculativeConfig, num_layers: int) -> tuple[int, ...]:
-    """The target's layers whose inputs are kept, ``num_layers`` being the stream's end.
+    """The target's layers whose inputs are kept; ``num_layers`` is the final norm's input.
 
     Raises:
-        ConfigError: the target has no such layer.
+        ConfigError: a layer does not exist.
     """
-    asked = spec.eagle_aux_hidden_state_layer_ids
-    layers = asked or (2, num_layers // 2, num_layers - 3)
+    requested = spec.eagle_aux_hidden_state_layer_ids
+    layers = requested or (2, num_layers // 2, num_layers - 3)
     if not all(0 <= layer <= num_layers for layer in layers):
         raise ConfigError(
             f"states of layers {layers} cannot be kept: the model has {num_layers} layers",

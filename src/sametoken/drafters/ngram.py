@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the same words before is likely to follow them again."""
+"""N-gram prompt lookup: drafts copied from an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class NgramDrafter:
     """Copies the continuation of an earlier occurrence of the sequence's last tokens.
 
     Args:
-        k: drafts per step at most.
+        k: most drafts per step.
         lookup_min: shortest suffix to match, in tokens.
         lookup_max: longest suffix to match, in tokens.
-        lookup: the kernel that searches.
+        lookup: the search kernel.
     """
 
     kv_caches: tuple[ModelCache, ...] = ()
@@ -36,6 +36,6 @@ class NgramDrafter:
         self._find = partial(lookup, min_length=lookup_min, max_length=lookup_max, k=k)
 
     def propose(self, context: DraftContext) -> Drafts:
-        """Drafts from each slot's own committed tokens; rows without a match get none."""
+        """Drafts from each slot's committed tokens; requests without a match get none."""
         draft_ids, count = context.search(self._find)
         return Drafts(draft_ids, torch.where(context.samples, count, 0))

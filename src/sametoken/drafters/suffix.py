@@ -1,4 +1,4 @@
-"""Suffix decoding: drafts as long as earlier continuations of the text's end agree on."""
+"""Suffix decoding: drafts as long as earlier continuations of the same suffix agree."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Search = Callable[..., tuple[Tensor, Tensor]]
 
 
 class SuffixDrafter:
-    """Copies what followed the longest match, in the slot's own text or in an earlier one.
+    """Copies the continuation of the longest match in the slot's text or in earlier texts.
 
     Args:
-        limits: how long a draft may be.
+        limits: bounds of matches and drafts.
         history: earlier texts; read only.
-        search: the kernel that searches.
+        search: the search kernel.
     """
 
     kv_caches: tuple[ModelCache, ...] = ()
@@ -41,6 +41,6 @@ class SuffixDrafter:
         self._find = partial(search, earlier=earlier, limits=limits)
 
     def propose(self, context: DraftContext) -> Drafts:
-        """Drafts from committed tokens; rows without a match get none."""
+        """Drafts from committed tokens; requests without a match get none."""
         draft_ids, count = context.search(self._find)
         return Drafts(draft_ids, torch.where(context.samples, count, 0))

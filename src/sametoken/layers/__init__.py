@@ -1,1 +1,1 @@
-"""Modules of a decoder layer, over explicit kernels."""
+"""Modules of a decoder layer, over explicit operations."""

@@ -1,9 +1,4 @@
-"""Causal self-attention over paged KV.
-
-Causal self-attention whose output passes a sigmoid gate.
-
-The Gated DeltaNet block: linear attention whose memory is one state per slot.
-"""
+"""Attention blocks: causal self-attention over paged KV, plain or gated, and Gated DeltaNet."""
 
 from __future__ import annotations
 
@@ -30,13 +25,13 @@ from sametoken.ops.model.recurrent.rule import (
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One attention block, or the heads of it that are on this rank.
+    """Causal self-attention over paged KV, or this rank's heads of it.
 
     Attributes:
         shape: head counts of this rank.
         qkv: fused projection to [q | k | v].
-        output: projection of the heads back to the hidden size.
-        qk_norm: per-head norm of q and k before RoPE, if the architecture has one.
+        output: projection of the heads to the hidden size.
+        qk_norm: per-head norm of q and k before RoPE, if any.
     """
 
     kernels: Kernels
@@ -51,7 +46,7 @@ class Attention:
     ) -> Tensor:
         """[T, in_features] -> [T, hidden]; writes the rows' KV before any row reads it.
 
-        With ``kept``, [R] int64, what those rows put out alone: [R, hidden].
+        With ``kept``, [R] int64, only those rows are returned: [R, hidden].
         """
         q = self.kernels.rope_and_cache(
             self.qkv(x), self.shape, self.rotary, rows, kv, self.qk_norm
@@ -68,12 +63,12 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class GatedAttention:
-    """One attention block with an output gate per element of every head.
+    """``Attention`` with a sigmoid gate on every output element of the heads.
 
     Attributes:
         shape: head counts of this rank.
         projection: fused projection to [gate | q | k | v].
-        output: projection of the heads back to the hidden size.
+        output: projection of the heads to the hidden size.
         qk_norm: per-head norm of q and k before RoPE.
     """
 
@@ -87,10 +82,7 @@ class GatedAttention:
     def __call__(
         self, x: Tensor, rows: AttentionRows, kv: LayerKV, kept: Tensor | None = None
     ) -> Tensor:
-        """[T, hidden] -> [T, hidden]; writes the rows' KV before any row reads it.
-
-        With ``kept``, [R] int64, what those rows put out alone: [R, hidden].
-        """
+        """[T, hidden] -> [T, hidden]; ``kept`` is as in ``Attention``."""
         shape = self.shape
         sizes = (shape.q_size, shape.q_size + 2 * shape.kv_size)
         gate, qkv = self.projection(x).split(sizes, dim=-1)
@@ -106,14 +98,14 @@ class GatedAttention:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """One Gated DeltaNet block, or the heads of it that are on this rank.
+    """Gated DeltaNet, linear attention with one state per slot, or this rank's heads of it.
 
     Attributes:
         projection: fused projection to [q | k | v | z | b | a].
-        params: weights of the convolution and of the gates, and the sizes of this rank.
-        norm_weight: [value_dim], of the norm of every value head's output, before the gate z.
-        eps: of that norm.
-        output: projection of the value heads back to the hidden size.
+        params: weights of the convolution and the gates, and this rank's sizes.
+        norm_weight: [value_dim], weight of the norm of each value head before the gate z.
+        eps: epsilon of that norm.
+        output: projection of the value heads to the hidden size.
     """
 
     kernels: Kernels
@@ -129,7 +121,7 @@ class GatedDeltaNet:
         Args:
             x: [T, hidden].
             step: the pass over the recurrent state.
-            memory: what the slots keep in this layer.
+            memory: the slots' state in this layer.
         """
         rule = self.params.rule
         sizes = (rule.conv_channels, rule.out_features, *rule.gate_sizes)

@@ -1,7 +1,4 @@
-"""The gated feed-forward block.
-
-The sparse mixture of experts, with an expert that serves every row.
-"""
+"""Feed-forward blocks: the gated MLP, and the sparse mixture of experts with a shared expert."""
 
 from __future__ import annotations
 
@@ -35,10 +32,10 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class DividedExperts:
-    """Every expert, its inner features divided among ranks.
+    """All experts, with their inner features divided among ranks.
 
-    A rank sums its part of a row's experts in fp32; those sums travel and are added in rank
-    order, rounded once, as ``RowParallelLinear`` does it.
+    A rank sums its part of a row's experts in fp32; the partial sums are gathered, added in rank
+    order and rounded once, as in ``RowParallelLinear``.
     """
 
     kernels: Kernels
@@ -58,14 +55,14 @@ class DividedExperts:
 
 @dataclass(frozen=True, slots=True)
 class SparseMoE:
-    """A router's choice of experts per row, their weighted sum, and a gated shared expert.
+    """MoE: the router's top-k experts per row, weighted, plus a gated shared expert.
 
     Attributes:
         router: projection to one logit per expert, whole on every rank.
-        experts: MLPs of which each row runs some, all of every one or this rank's part.
+        experts: the experts, whole or this rank's part of each.
         top_k: experts per row.
-        normalise: whether the weights of a row's experts are divided by their sum.
-        shared: the expert of every row.
+        normalise: whether a row's top-k weights are divided by their sum.
+        shared: the shared expert, which runs for every row.
         shared_gate: projection to the logit of the shared expert's gate, whole on every rank.
     """
 
@@ -86,6 +83,6 @@ class SparseMoE:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all experts and of the router."""
+        """Bytes of all experts, the router and the shared gate."""
         mlps = self.experts.nbytes + self.shared.nbytes
         return mlps + self.router.nbytes + self.shared_gate.nbytes

@@ -1,4 +1,4 @@
-"""Projections with an optional bias: whole, or split over ranks along their input."""
+"""Linear projections with an optional bias, whole or row-parallel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Projection(Protocol):
 
     @property
     def weight(self) -> Weight:
-        """What of the weight is on this rank."""
+        """This rank's part of the weight."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class Projection(Protocol):
 class Linear:
     """``x @ weight.T (+ bias)``: [T, in_features] -> [T, out_features].
 
-    Of a weight that is split over ranks along its output, this rank's part.
+    Column-parallel if the weight is this rank's part of the output features.
     """
 
     weight: Weight
@@ -53,10 +53,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class RowParallelLinear:
-    """``x @ weight.T (+ bias)`` of a weight that is split over ranks along its input.
+    """Row-parallel ``x @ weight.T (+ bias)``: the input features are divided among ranks.
 
-    The ranks' partial products travel in fp32 and are added in rank order, rounded once:
-    every rank gets the same bits, and a row's do not depend on the number of rows.
+    The fp32 partial products are gathered, added in rank order and rounded once: every rank gets
+    the same bits, and a row's bits do not depend on the number of rows.
 
     Attributes:
         weight: [out_features, in_features / size], this rank's columns.
@@ -69,11 +69,11 @@ class RowParallelLinear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in_features / size], this rank's, to the whole [T, out_features]."""
+        """This rank's [T, in_features / size] to the whole [T, out_features]."""
         partial = self.weight.matmul(x, out_dtype=torch.float32)
         return self.kernels.partial_sum(self.parallel.gather(partial), x.dtype, self.bias)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's part and the bias."""
+        """Bytes of this rank's weight and the bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)

@@ -1,4 +1,4 @@
-"""RMS norm, alone or after adding to the residual stream."""
+"""RMS norm, alone or fused with the residual add."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class RMSNorm:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual``, and that sum. May reuse the memory of both."""
+        """The norm of ``x + residual``, and that sum; may reuse the memory of both."""
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,7 +1,7 @@
-"""Tensor parallelism as a layer sees it: copies between ranks, in rank order.
+"""Tensor parallelism: copies between ranks, in rank order.
 
-Ranks only ever copy to each other. Every sum over ranks is ours, in one fixed order
-(``kernels.partial_sum``), so no algorithm of a communication library reaches a bit.
+Ranks only exchange copies. Sums over ranks are computed locally in a fixed order
+(``kernels.partial_sum``), so results do not depend on a communication library's algorithm.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import Tensor
 
 
 class TensorParallel(Protocol):
-    """This process among those that share one model.
+    """One of the ranks that share a model.
 
     All ranks make the same calls in the same order, with the same shapes and dtypes.
 
     Attributes:
-        rank: which part of every split weight is here; 0 decides.
-        size: how many parts there are.
+        rank: index of this rank's part of every split weight; rank 0 decides.
+        size: number of ranks.
     """
 
     rank: int
     size: int
 
     def gather(self, x: Tensor) -> Tensor:
-        """[...] of every rank, with its very bits, to [size, ...] in rank order."""
+        """[...] of every rank, bit for bit, to [size, ...] in rank order."""
         ...
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class TensorParallel(Protocol):
 
 
 class Alone:
-    """One process with the whole model: nothing is copied."""
+    """A single rank with the whole model; copies nothing."""
 
     rank = 0
     size = 1
@@ -53,7 +53,7 @@ SINGLE_RANK = Alone()
 
 
 def gather_columns(parallel: TensorParallel, x: Tensor) -> Tensor:
-    """[R, C] of every rank side by side, in rank order: [R, size * C], contiguous."""
+    """Concatenate [R, C] of every rank in rank order: [R, size * C], contiguous."""
     if parallel.size == 1:
         return x
     return torch.cat(parallel.gather(x).unbind(0), dim=1)

@@ -1,4 +1,4 @@
-"""Rotary tables: cos and sin of every position, computed once."""
+"""Rotary embedding tables: cos and sin of every position, computed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sametoken.ops.backend import RotaryTable
 
 DEFAULT_THETA = 10_000.0
 SCALED_TYPES = ("linear", "llama3", "yarn")
-#: What transformers' functions raise at parameters that are missing or of another kind.
+#: Errors that transformers' functions raise for missing or wrong parameters.
 _BAD_PARAMETERS = (
     ArithmeticError,
     AttributeError,
@@ -34,18 +34,17 @@ def rotary_table(
     """cos and sin of positions 0 .. max_positions - 1.
 
     Args:
-        rope: ``rope_type``, ``rope_theta`` and the type's own parameters, in transformers'
-            form; type "divided" divides the default frequencies by the numbers of
-            ``divisors``, one per frequency (GGUF's ``rope_freqs.weight``).
-        head_dim: elements of a head, of which ``rope["partial_rotary_factor"]`` are rotated;
-            without that key all of them.
+        rope: ``rope_type``, ``rope_theta`` and the type's parameters, in transformers' form;
+            type "divided" divides each default frequency by one of ``divisors`` (GGUF's
+            ``rope_freqs.weight``).
+        head_dim: elements of a head; ``rope["partial_rotary_factor"]`` of them are rotated,
+            without that key all.
         max_positions: rows of the table.
-        device: where the table lives.
+        device: where the table is.
 
     Raises:
-        UnsupportedError: the type's frequencies depend on the running length, or the type
-            is not known.
-        CheckpointError: the type lacks a parameter or has an impossible one.
+        UnsupportedError: the type is unknown, or its frequencies depend on the running length.
+        CheckpointError: a parameter of the type is missing or impossible.
     """
     inverse_frequencies, factor = _frequencies(rope, head_dim)
     if not (math.isfinite(factor) and inverse_frequencies.isfinite().all()):
@@ -59,7 +58,7 @@ def rotary_table(
 
 
 def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """[rotary_dim / 2] inverse frequencies and the factor on cos and sin."""
+    """[rotary_dim / 2] inverse frequencies, and the factor on cos and sin."""
     rope_type = rope["rope_type"]
     rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rotary_dim < 2 or rotary_dim % 2 or rotary_dim > head_dim:
@@ -94,7 +93,7 @@ def _frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]
 
 
 def _scaled(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """By transformers' own functions, so that the frequencies are equal to its."""
+    """Frequencies and factor from transformers' functions, for equal bits."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = SimpleNamespace(

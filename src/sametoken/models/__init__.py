@@ -1,1 +1,1 @@
-"""One file per architecture, a registry, and the checkpoint loaders."""
+"""Model families, one file each, their registry, draft heads, and checkpoint loading."""

@@ -1,4 +1,4 @@
-"""What the engine needs of a model."""
+"""The model interface: architecture, forward pass, logits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ModelConfig:
 
     Attributes:
         architecture: the Hugging Face class name, e.g. ``LlamaForCausalLM``.
-        rope: the rotary settings in transformers' form: ``rope_type``, ``rope_theta`` and
-            the type's own parameters.
+        rope: the rotary settings in transformers' form: ``rope_type``, ``rope_theta`` and the
+            type's parameters.
         eos_token_ids: from generation_config.json if present, else config.json.
-        extra: the whole config as a dict, for fields of one architecture alone.
+        extra: the whole config as a dict, for architecture-specific keys.
     """
 
     architecture: str
@@ -46,12 +46,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """What a forward pass leaves for logits and drafters.
+    """Hidden states of a forward pass, for logits and drafters.
 
     Attributes:
         last: [T, hidden], after the final norm.
-        auxiliary: [T, num_aux * hidden] in the dtype of ``last``: the residual stream at the
-            chosen layers side by side (EAGLE-3); [T, 0] when none were asked for.
+        auxiliary: [T, num_aux * hidden] in the dtype of ``last``: the concatenated residual
+            stream at the auxiliary layers (EAGLE-3); [T, 0] without any.
     """
 
     last: Tensor
@@ -59,18 +59,18 @@ class HiddenStates:
 
 
 class CausalLM(Protocol):
-    """A decoder whose forward pass runs flat rows over what its layers keep.
+    """A decoder whose forward pass runs rows of any requests over its layers' caches.
 
     Attributes:
         config: the architecture.
-        caches: what each layer keeps, on this rank.
+        caches: the cache declaration of each layer, on this rank.
     """
 
     config: ModelConfig
     caches: tuple[LayerCache, ...]
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
-        """[T] ids to hidden states; writes what the rows leave and reads their slots'."""
+        """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The decoder body that architectures share."""
+"""The decoder that all architectures share."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ from sametoken.ops.weight import UnquantizedWeight
 from sametoken.state.caches import ModelCache
 
 HEAD = "lm_head.weight"
-# Tables that old checkpoints carry although they follow from the config.
+# Tables in old checkpoints that are derived from the config.
 DERIVED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-#: The ``layer_types`` of a class that knows windows.
+#: The ``layer_types`` of a class with sliding windows.
 WINDOWED = frozenset((_FULL, _SLIDING))
 
 
 class Block(Protocol):
-    """A part of a layer: [T, hidden] and what else it needs to [T, hidden]."""
+    """A part of a layer: [T, hidden] and further arguments to [T, hidden]."""
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +61,7 @@ class Block(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer: norm, attention or what stands in its place, norm, MLP."""
+    """One layer: norm, attention or another token mixer, norm, MLP."""
 
     input_norm: RMSNorm
     attention: Block
@@ -77,29 +77,29 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers, final norm and head, as a ``CausalLM``.
 
-    Architectures derive from it and say what differs.
+    Architectures are subclasses.
 
     Args:
         config: the architecture.
-        weights: where tensors come from, and the kernels that run them.
+        weights: reader of the tensors, with the kernels that run them.
         max_positions: positions 0 .. max_positions - 1 can be run.
         aux_layers: layer indices i, 0 .. num_layers, whose input is kept in
-            ``HiddenStates.auxiliary``, in the given order: the residual stream that enters
-            decoder layer i, which is what layer i - 1 put out; i = num_layers is the stream
-            that enters the final norm. EAGLE-3 in SafeAILab's and vLLM's code counts so.
+            ``HiddenStates.auxiliary``, in this order: the residual stream that enters decoder
+            layer i, or for i = num_layers the final norm. SafeAILab's and vLLM's EAGLE-3 use the
+            same indices.
 
     Attributes:
         embedding: token embeddings, whole on every rank.
         head: the projection to logits, or this rank's rows of it; with tied embeddings and one
             rank the same object as ``embedding``.
-        caches: what each layer keeps, on this rank.
-        layer_types: those of a config's ``layer_types`` that the class runs.
-        unused_prefixes: beginnings of tensor names that the class has no use for.
+        caches: the cache declaration of each layer, on this rank.
+        layer_types: the supported values of a config's ``layer_types``.
+        unused_prefixes: prefixes of tensor names that the class does not use.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
         ConfigError: an auxiliary layer does not exist.
-        UnsupportedError: the config asks for arithmetic that is not implemented.
+        UnsupportedError: the config needs an operation that is not implemented.
     """
 
     layer_types: ClassVar[frozenset[str]] = frozenset((_FULL,))
@@ -146,12 +146,12 @@ class Decoder:
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
-        """What the names of all tensors but the head's begin with."""
+        """Prefix of all tensor names except the head's."""
         return "model"
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """What ranks must divide evenly beside the vocabulary, by its key in config.json."""
+        """Sizes that ranks must divide evenly, by key in config.json, besides the vocabulary."""
         return {
             "num_attention_heads": config.num_heads,
             "num_key_value_heads": config.num_kv_heads,
@@ -162,7 +162,7 @@ class Decoder:
     def caches_of(
         cls, config: ModelConfig, dtype: torch.dtype, location: str
     ) -> tuple[LayerCache, ...]:
-        """What each layer keeps, over all ranks; known before weights are.
+        """The cache declaration of each layer, over all ranks; known before weights are loaded.
 
         Raises:
             CheckpointError: a size is missing or impossible.
@@ -174,11 +174,11 @@ class Decoder:
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
-        """The norm of q and k of the attention block at ``prefix``; most have none."""
+        """The norm of q and k of the attention block at ``prefix``; None by default."""
         return None
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
-        """[T] ids to hidden states; writes what the rows leave and reads their slots'."""
+        """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
 
         def attend(index: int, x: Tensor) -> Tensor:
             return self._layers[index].attention(x, rows, cache.layers[index])
@@ -188,7 +188,7 @@ class Decoder:
     def _run_layers(
         self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> HiddenStates:
-        """[T] ids through all layers, ``attend`` being what mixes rows in the layer of an index."""
+        """[T] ids through all layers; ``attend`` runs the token mixer of the layer of an index."""
         residual = self.embedding.rows(token_ids)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
@@ -210,10 +210,10 @@ class Decoder:
         return self.head.matmul(hidden, out_dtype=torch.float32)
 
     def whole_head(self) -> UnquantizedWeight:
-        """The head with all its rows, for a rank that drafts by it.
+        """The head with all its rows, for the rank that drafts.
 
-        A rank with a part of it reads the whole from the checkpoint, unless that is tied to the
-        embedding; errors as in the class.
+        A rank with a part of the head reads all of it from the checkpoint, unless it is tied to
+        the embedding; errors as in the class.
         """
         if self._divided_from is None:
             return self.head
@@ -233,7 +233,7 @@ class Decoder:
         return self._final_norm if last else self._layers[index + 1].input_norm
 
     def _keep(self, auxiliary: Tensor, index: int, residual: Tensor) -> None:
-        """Copy the stream that enters a layer to its places, side by side, among those kept."""
+        """Copy the residual stream that enters a layer to its columns of ``auxiliary``."""
         width = residual.shape[1]
         for place, layer in enumerate(self._aux_layers):
             if layer == index:
@@ -248,7 +248,7 @@ class Decoder:
         attention, cache = f"{prefix}.self_attn", self._declared[index]
         assert isinstance(cache, PagedKV)
         if cache.window is not None and cache.window >= self._max_positions:
-            # A window that no row reaches the end of costs nothing.
+            # A window longer than any request is full attention.
             cache = replace(cache, window=None)
         qk_norm = self.load_qk_norm(config, weights, attention)
         return DecoderLayer(
@@ -284,16 +284,16 @@ def load_attention(
     in_features: int | None = None,
     cache: PagedKV | None = None,
 ) -> Attention:
-    """The attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
+    """Load the attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
 
     Args:
         config: head counts and whether projections have biases.
-        weights: where tensors come from.
-        prefix: what the block's tensor names begin with.
+        weights: reader of the tensors.
+        prefix: prefix of the block's tensor names.
         rotary: the model's table.
-        qk_norm: the norm of q and k, if there is one.
+        qk_norm: the norm of q and k, if any.
         in_features: width of the block's input; default the hidden size.
-        cache: what the layer keeps; default ``attention_cache``.
+        cache: the layer's cache declaration; default ``attention_cache``.
     """
     whole, shape = attention_shapes(config, weights, cache)
     qkv = weights.linear(
@@ -309,17 +309,17 @@ def load_attention(
 
 
 def attention_cache(config: ModelConfig, dtype: torch.dtype, window: int | None = None) -> PagedKV:
-    """What a layer of attention keeps, over all ranks."""
+    """The cache declaration of an attention layer, over all ranks."""
     return PagedKV(config.num_kv_heads, config.head_dim, config.head_dim, dtype, window)
 
 
 def attention_shapes(
     config: ModelConfig, weights: WeightReader, cache: PagedKV | None = None
 ) -> tuple[AttentionShape, AttentionShape]:
-    """Of an attention block as a whole, and on this rank.
+    """Shapes of an attention block: of all ranks, and of this rank.
 
     Raises:
-        UnsupportedError: the kernels cannot run it.
+        UnsupportedError: the kernels do not support it.
     """
     size, heads = weights.parallel.size, config.num_heads
     cache = cache or attention_cache(config, weights.dtype)
@@ -331,12 +331,12 @@ def attention_shapes(
 
 
 def load_mlp(config: ModelConfig, weights: WeightReader, prefix: str) -> GatedMLP:
-    """The MLP at ``prefix``, with gate and up fused."""
+    """Load the MLP at ``prefix``, with gate and up fused."""
     return load_gated_mlp(weights, prefix, config.hidden_size, config.intermediate_size)
 
 
 def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -> GatedMLP:
-    """The MLP at ``prefix``, of ``size`` elements between ``hidden`` and ``hidden``."""
+    """Load the gated MLP at ``prefix``: ``hidden`` to ``size`` to ``hidden``."""
     gate_up = weights.linear(
         hidden,
         Part(f"{prefix}.gate_proj", size, split=Split.ROWS),
@@ -347,7 +347,7 @@ def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -
 
 
 def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
-    """Of every layer how many positions a row sees at most; None: all.
+    """The sliding window of each layer, in positions; None: full attention.
 
     Raises:
         CheckpointError: the window is impossible, or layer types and layers differ in number.
@@ -355,9 +355,9 @@ def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
     settings = Settings(config.extra, location)
     types = settings.names("layer_types")
     if not types and _uses_windows(settings):
-        whole = settings.get("max_window_layers") and settings.integer("max_window_layers")
+        num_full = settings.get("max_window_layers") and settings.integer("max_window_layers")
         layers = range(config.num_layers)
-        types = tuple(_SLIDING if index >= (whole or 0) else _FULL for index in layers)
+        types = tuple(_SLIDING if index >= (num_full or 0) else _FULL for index in layers)
     if _SLIDING not in types:
         return [None] * config.num_layers
     if len(types) != config.num_layers:
@@ -374,21 +374,21 @@ def _uses_windows(settings: Settings) -> bool:
     return bool(settings.get("use_sliding_window", given))
 
 
-def require_supported(config: ModelConfig, known: frozenset[str], location: str) -> None:
-    """Refuse a config that asks for arithmetic which the decoder does not implement.
+def require_supported(config: ModelConfig, supported: frozenset[str], location: str) -> None:
+    """Refuse a config with operations that the decoder does not implement.
 
     Args:
         config: the architecture.
-        known: the ``layer_types`` that can be run.
+        supported: the ``layer_types`` that can be run.
         location: the checkpoint, for messages.
 
     Raises:
-        UnsupportedError: it does.
+        UnsupportedError: it has one; named by its key.
     """
     settings = Settings(config.extra, location)
-    windowed = _uses_windows(settings) and _SLIDING not in known
+    windowed = _uses_windows(settings) and _SLIDING not in supported
     if not _uses_windows(settings):
-        known -= {_SLIDING}
+        supported -= {_SLIDING}
     layer_types = set(settings.names("layer_types"))
     for unsupported, what in (
         (
@@ -397,7 +397,7 @@ def require_supported(config: ModelConfig, known: frozenset[str], location: str)
         ),
         (settings.get("mlp_bias"), "mlp_bias=true"),
         (windowed, f"sliding_window={short(settings.get('sliding_window'))}"),
-        (layer_types - known, f"layer_types={short(sorted(layer_types))}"),
+        (layer_types - supported, f"layer_types={short(sorted(layer_types))}"),
     ):
         if unsupported:
             raise UnsupportedError(f"{location}: {what} is not supported", "use another checkpoint")

@@ -1,7 +1,4 @@
-"""Llama 2 and 3, and whatever computes the same: SmolLM2.
-
-Mistral: Llama, of whose layers all or some may see no further back than a window.
-"""
+"""Llama 2 and 3 and equal architectures (SmolLM2), and Mistral: Llama with sliding windows."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ from sametoken.models.decoder import WINDOWED, Decoder
 
 
 class LlamaForCausalLM(Decoder):
-    """The shared decoder as it is."""
+    """The shared decoder."""
 
 
 class MistralForCausalLM(Decoder):
-    """The shared decoder, with windows."""
+    """The shared decoder with sliding windows in all or some layers."""
 
     layer_types = WINDOWED

@@ -1,7 +1,4 @@
-"""From a path to a model that runs.
-
-Host memory that loading needs for a moment goes back to the system at once.
-"""
+"""Load a model from a path."""
 
 from __future__ import annotations
 
@@ -28,34 +25,15 @@ from sametoken.models.load.weights import (
 from sametoken.models.registry import model_class, require_divisible
 from sametoken.ops.backend import Kernels
 
+LOAD_FORMATS = ("auto", "safetensors", "gguf", DUMMY)
 # glibc's mallopt(3): allocations above the threshold are mapped, and unmapped when freed.
 _M_MMAP_THRESHOLD = -3
 _WHILE_LOADING = 1 << 17
 _AFTERWARDS = 1 << 25
 
 
-@contextmanager
-def returned_at_once() -> Iterator[None]:
-    """Within, freed buffers are unmapped rather than kept; peak memory falls by a sixth.
-
-    Without glibc nothing changes.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        yield
-        return
-    mallopt(_M_MMAP_THRESHOLD, _WHILE_LOADING)
-    try:
-        yield
-    finally:
-        mallopt(_M_MMAP_THRESHOLD, _AFTERWARDS)
-
-
-LOAD_FORMATS = ("auto", "safetensors", "gguf", DUMMY)
-
-
 class Checkpoint(Protocol):
-    """Settings of a checkpoint, and a way to its tensors."""
+    """A checkpoint's config, and access to its tensors."""
 
     @property
     def config(self) -> ModelConfig:
@@ -63,21 +41,21 @@ class Checkpoint(Protocol):
         ...
 
     def open_tensors(self) -> TensorSource:
-        """The tensors, to be read one by one; errors as in ``load_model``."""
+        """Open the tensors for reading one by one; errors as in ``load_model``."""
         ...
 
 
 def open_checkpoint(path: str | Path, *, load_format: str = "auto") -> Checkpoint:
-    """Read the settings of a checkpoint.
+    """Read the config of a checkpoint.
 
     Args:
         path: a Hugging Face directory, a GGUF file, or a directory with one GGUF file.
         load_format: "auto", "safetensors", "gguf", or "dummy" for a directory with
-            config.json whose weights, if it has any, are not wanted.
+            config.json, whose weights are ignored.
 
     Raises:
         CheckpointError: the path or a setting is missing, malformed, or impossible.
-        UnsupportedError: a setting is sound but not implemented.
+        UnsupportedError: a setting is valid but not implemented.
         ConfigError: ``load_format`` does not fit the path.
     """
     path = Path(path)
@@ -108,7 +86,24 @@ def read_config(path: str | Path, *, load_format: str = "auto") -> ModelConfig:
     return open_checkpoint(path, load_format=load_format).config
 
 
-@returned_at_once()
+@contextmanager
+def low_mmap_threshold() -> Iterator[None]:
+    """Lower glibc's mmap threshold, so that freed buffers are unmapped: a sixth less peak memory.
+
+    Without glibc nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    mallopt(_M_MMAP_THRESHOLD, _WHILE_LOADING)
+    try:
+        yield
+    finally:
+        mallopt(_M_MMAP_THRESHOLD, _AFTERWARDS)
+
+
+@low_mmap_threshold()
 def load_model(
     path: str | Path,
     *,
@@ -120,20 +115,20 @@ def load_model(
     load_format: str = "auto",
     parallel: TensorParallel = SINGLE_RANK,
 ) -> Decoder:
-    """Load a checkpoint; memory peaks at its packed weights and one fused matrix.
+    """Load a checkpoint; memory peaks at its packed weights plus one fused matrix.
 
     Args:
         path: as in ``open_checkpoint``.
-        kernels: what packs and runs the weights.
+        kernels: the backend that packs and runs the weights.
         dtype: of weights and activations.
-        device: where the weights go.
+        device: of the weights.
         max_positions: positions 0 .. max_positions - 1 can be run.
         aux_layers: see ``Decoder``.
         load_format: as in ``open_checkpoint``; "dummy" makes random weights.
-        parallel: the ranks among which the weights are divided.
+        parallel: the ranks that divide the weights.
 
     Raises:
-        CheckpointError: something is missing, truncated, corrupt, of a wrong shape, or NaN.
+        CheckpointError: data is missing, truncated, corrupt, of a wrong shape, or NaN.
         UnsupportedError: the architecture, a setting or a dtype is not implemented.
         ConfigError: ``max_positions``, ``aux_layers`` or ``load_format`` is impossible, or the
             ranks cannot divide the model.

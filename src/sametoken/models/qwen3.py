@@ -9,7 +9,7 @@ from sametoken.ops.backend import QKNorm
 
 
 class Qwen3ForCausalLM(Decoder):
-    """The shared decoder with an RMS norm on every head of q and k, and with windows."""
+    """The shared decoder with sliding windows and an RMS norm on every head of q and k."""
 
     layer_types = WINDOWED
 

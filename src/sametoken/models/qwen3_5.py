@@ -1,10 +1,8 @@
-"""Qwen3.5, dense and mixture of experts; of a model that also sees, its text decoder.
+"""Qwen3-Next and Qwen3.5: hybrids of Gated DeltaNet and gated attention, dense or MoE.
 
-What hybrids of Gated DeltaNet and gated attention share (Qwen3-Next, Qwen3.5).
-
-Weights of a mixture of experts, stored by expert or all in one tensor.
-
-Qwen3-Next: projections into Gated DeltaNet are interleaved by key head.
+In order: config keys, layers with their tensor names, the shared decoder, the two classes, which
+differ in how the projection into Gated DeltaNet is stored. Of a vision-language checkpoint only
+the text decoder is loaded.
 """
 
 from __future__ import annotations
@@ -67,12 +65,170 @@ FULL, LINEAR = "full_attention", "linear_attention"
 TEXT_PREFIX = "model.language_model"
 
 
+def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
+    """The type of each layer, ``FULL`` or ``LINEAR``."""
+    settings = Settings(config.extra, location)
+    interval = settings.integer("full_attention_interval", 4)
+    implied = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(config.num_layers)]
+    types = settings.names("layer_types") or tuple(implied)
+    if len(types) != config.num_layers:
+        raise CheckpointError(
+            f"{location}: layer_types={short(types)} does not name {config.num_layers} layers",
+            "compare with the original checkpoint's",
+        )
+    return types
+
+
+def _is_sparse(config: ModelConfig, index: int) -> bool:
+    """Whether a layer's MLP is a mixture of experts."""
+    settings = Settings(config.extra, config.architecture)
+    step = settings.integer("decoder_sparse_step", 1)
+    dense = settings.get("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise CheckpointError(f"{settings.location}: mlp_only_layers is no list")
+    return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
+
+
+def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
+    """Sizes of the Gated DeltaNet layers (``linear_*`` keys).
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    settings = Settings(config.extra, location, "linear_")
+    key_heads = settings.integer("num_key_heads")
+    value_heads = settings.integer("num_value_heads")
+    key_dim = settings.integer("key_head_dim", most=MAX_HEAD_DIM)
+    value_dim = settings.integer("value_head_dim", most=MAX_HEAD_DIM)
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"{location}: {value_heads} value heads over {key_heads} key heads are not possible",
+            "compare with the original checkpoint's",
+        )
+    kernel = settings.integer("conv_kernel_dim")
+    return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel)
+
+
+def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
+    """Load the norm ``name`` over the hidden size."""
+    weight = _zero_centred(weights, f"{name}.weight", config.hidden_size)
+    return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
+
+
+def _zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
+    """A norm's weight, stored as its difference from 1; in fp32, as 1 + w rounds in 16 bits."""
+    return 1.0 + weights.vector(name, size).float()
+
+
+def load_gated_attention(
+    config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
+) -> GatedAttention:
+    """Load the attention block at ``prefix``, with gate, q, k, v fused; ranks divide its heads."""
+    whole, shape = attention_shapes(config, weights)
+    projection = weights.linear(
+        config.hidden_size,
+        Part(f"{prefix}.q_proj", 2 * whole.q_size, _gate_first(shape), Split.ROWS),
+        Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
+        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
+        bias=config.attention_bias,
+    )
+    output_part = Part(f"{prefix}.o_proj", config.hidden_size)
+    output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
+    qk_norm = QKNorm(
+        _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
+        _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
+        config.rms_norm_eps,
+    )
+    return GatedAttention(weights.kernels, shape, projection, output, rotary, qk_norm)
+
+
+def _gate_first(shape: AttentionShape) -> Tensor:
+    """Permutation of q_proj's rows: from [q | gate] per head to [gate | q] of all heads."""
+    row = torch.arange(2 * shape.q_size).view(shape.num_heads, 2, shape.head_dim)
+    permutation = torch.empty_like(row)
+    q, gate = row.view(2, shape.num_heads, shape.head_dim).flip(0)
+    permutation[:, 0], permutation[:, 1] = q, gate
+    return permutation.flatten()
+
+
+def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedDeltaParams:
+    """Load the convolution, and the gates in fp32; ranks divide them with their heads."""
+    heads, channels, rows = rule.num_value_heads, rule.conv_channels, Split.ROWS
+    conv = Part(f"{prefix}.conv1d.weight", channels, split=rows, output_sizes=rule.qkv_sizes)
+
+    def by_head(name: str) -> Tensor:
+        return weights.tensor(Part(f"{prefix}.{name}", heads, split=rows), dtype=torch.float32)
+
+    return GatedDeltaParams(
+        rule.divided(weights.parallel.size),
+        A_log=by_head("A_log"),
+        dt_bias=by_head("dt_bias"),
+        conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
+        conv_bias=None,
+    )
+
+
+def load_layer_mlp(config: ModelConfig, weights: WeightReader, prefix: str, index: int) -> Block:
+    """Load the MLP at ``prefix``, dense or MoE depending on the layer's index."""
+    load: Callable[[ModelConfig, WeightReader, str], Block]
+    load = load_sparse_moe if _is_sparse(config, index) else load_mlp
+    return load(config, weights, prefix)
+
+
+def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
+    """Load the MoE block at ``prefix``, never quantized; ranks divide every expert's features.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    weights = replace(weights, quantize_fp8=False)
+    settings = Settings(config.extra, weights.source.location)
+    num_experts = settings.integer("num_experts", most=MAX_EXPERTS)
+    top_k = settings.integer("num_experts_per_tok")
+    shared_size = settings.integer("shared_expert_intermediate_size")
+    hidden = config.hidden_size
+    return SparseMoE(
+        kernels=weights.kernels,
+        router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
+        experts=_load_experts(settings, weights, f"{prefix}.experts", hidden),
+        top_k=min(top_k, num_experts),
+        normalise=bool(settings.get("norm_topk_prob", True)),
+        shared=load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
+        shared_gate=weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
+    )
+
+
+def _load_experts(
+    settings: Settings, weights: WeightReader, prefix: str, hidden: int
+) -> Experts | DividedExperts:
+    experts = _packed_experts(settings, weights, prefix, hidden)
+    if weights.parallel.size == 1:
+        return experts
+    return DividedExperts(weights.kernels, weights.parallel, experts)
+
+
+def _packed_experts(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Experts:
+    """All experts, stored in one fused tensor each for gate_up and down, or one by one."""
+    count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
+    if f"{prefix}.gate_up_proj" in weights:
+        fused = Part(
+            f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, output_sizes=(size, size)
+        )
+        gate_up = weights.packed_stack(count, hidden, fused)
+        down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
+        down = weights.packed_stack(count, size, down_part)
+        return weights.kernels.pack_experts(gate_up, down)
+    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
+    return weights.kernels.pack_experts(
+        [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]
+    )
+
+
 class HybridDecoder(Decoder, ABC):
-    """A decoder in whose ``layer_types`` some layers are Gated DeltaNet.
+    """The shared decoder with Gated DeltaNet in the layers of type ``LINEAR``.
 
     Norm weights are stored as their difference from 1. Tensors of a multi-token-prediction
-    head and of a vision tower are left unread. Architectures say how the projection into a
-    Gated DeltaNet block is stored.
+    module and of a vision tower are not read.
     """
 
     layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
@@ -80,7 +236,7 @@ class HybridDecoder(Decoder, ABC):
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
-        """The decoder's own, or what it is called inside a model that also sees."""
+        """``model``, or ``TEXT_PREFIX`` in a vision-language checkpoint."""
         nested = f"{TEXT_PREFIX}.embed_tokens.weight" in weights
         return TEXT_PREFIX if nested else Decoder.tensor_prefix(weights)
 
@@ -89,23 +245,23 @@ class HybridDecoder(Decoder, ABC):
     def load_projection(
         rule: GatedDelta, weights: WeightReader, prefix: str, in_features: int
     ) -> Linear:
-        """The fused projection to [q | k | v | z | b | a] of the block at ``prefix``.
+        """Load the fused projection to [q | k | v | z | b | a] of the block at ``prefix``.
 
         Args:
-            rule: head counts of all ranks together, which divide them.
-            weights: where tensors come from.
-            prefix: what the block's tensor names begin with.
+            rule: sizes over all ranks.
+            weights: reader of the tensors.
+            prefix: prefix of the block's tensor names.
             in_features: width of the block's input.
         """
         ...
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
-        """As ``Decoder.divided_sizes``; value heads go with their key head."""
+        """As ``Decoder.divided_sizes``; value heads are divided with their key heads."""
         sizes = Decoder.divided_sizes(config)
         dense_size = sizes.pop("intermediate_size")
         settings = Settings(config.extra, config.architecture)
-        if LINEAR in _mixers(config, settings.location):
+        if LINEAR in _layer_types(config, settings.location):
             sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
         sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
         if not all(sparse):
@@ -122,17 +278,16 @@ class HybridDecoder(Decoder, ABC):
         """As ``Decoder.caches_of``."""
         attention = attention_cache(config, dtype)
         recurrent = Recurrent(gated_delta_rule(config, location), dtype)
-        kinds = _mixers(config, location)
-        return tuple(recurrent if kind == LINEAR else attention for kind in kinds)
+        types = _layer_types(config, location)
+        return tuple(recurrent if kind == LINEAR else attention for kind in types)
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
         """[T] ids to hidden states; advances the rows' slots and writes their KV."""
         step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
 
         def mix(index: int, x: Tensor) -> Tensor:
-            is_recurrent = isinstance(self.caches[index], Recurrent)
-            how = step if is_recurrent else rows
-            return self._layers[index].attention(x, how, cache.layers[index])
+            layer_rows = step if isinstance(self.caches[index], Recurrent) else rows
+            return self._layers[index].attention(x, layer_rows, cache.layers[index])
 
         hidden = self._run_layers(token_ids, mix)
         if step is not None:
@@ -171,166 +326,8 @@ class HybridDecoder(Decoder, ABC):
         )
 
 
-def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedDeltaParams:
-    """Weights of the convolution, and of the gates in fp32; ranks divide them with their heads."""
-    heads, channels, rows = rule.num_value_heads, rule.conv_channels, Split.ROWS
-    conv = Part(f"{prefix}.conv1d.weight", channels, split=rows, runs=rule.qkv_sizes)
-
-    def by_head(name: str) -> Tensor:
-        return weights.tensor(Part(f"{prefix}.{name}", heads, split=rows), dtype=torch.float32)
-
-    return GatedDeltaParams(
-        rule.divided(weights.parallel.size),
-        A_log=by_head("A_log"),
-        dt_bias=by_head("dt_bias"),
-        conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
-        conv_bias=None,
-    )
-
-
-def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
-    """The norm ``name`` over the hidden size."""
-    weight = _zero_centred(weights, f"{name}.weight", config.hidden_size)
-    return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
-
-
-def load_gated_attention(
-    config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
-) -> GatedAttention:
-    """The attention block at ``prefix``, with gate, q, k and v fused; ranks divide its heads."""
-    whole, shape = attention_shapes(config, weights)
-    projection = weights.linear(
-        config.hidden_size,
-        Part(f"{prefix}.q_proj", 2 * whole.q_size, _gate_first(shape), Split.ROWS),
-        Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
-        Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
-        bias=config.attention_bias,
-    )
-    output_part = Part(f"{prefix}.o_proj", config.hidden_size)
-    output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
-    qk_norm = QKNorm(
-        _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
-        _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
-        config.rms_norm_eps,
-    )
-    return GatedAttention(weights.kernels, shape, projection, output, rotary, qk_norm)
-
-
-def load_layer_mlp(config: ModelConfig, weights: WeightReader, prefix: str, index: int) -> Block:
-    """The MLP at ``prefix`` as the layer of that index has it: dense, or a mixture of experts."""
-    load: Callable[[ModelConfig, WeightReader, str], Block]
-    load = load_sparse_moe if _is_sparse(config, index) else load_mlp
-    return load(config, weights, prefix)
-
-
-def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
-    """Sizes of the config's Gated DeltaNet layers.
-
-    Raises:
-        CheckpointError: a size is missing or impossible.
-    """
-    settings = Settings(config.extra, location, "linear_")
-    key_heads = settings.integer("num_key_heads")
-    value_heads = settings.integer("num_value_heads")
-    key_dim = settings.integer("key_head_dim", most=MAX_HEAD_DIM)
-    value_dim = settings.integer("value_head_dim", most=MAX_HEAD_DIM)
-    if value_heads % key_heads:
-        raise CheckpointError(
-            f"{location}: {value_heads} value heads over {key_heads} key heads are not possible",
-            "compare with the original checkpoint's",
-        )
-    kernel = settings.integer("conv_kernel_dim")
-    return GatedDelta(key_heads, value_heads, key_dim, value_dim, kernel)
-
-
-def _mixers(config: ModelConfig, location: str) -> tuple[str, ...]:
-    """Every layer's kind, ``FULL`` or ``LINEAR``."""
-    settings = Settings(config.extra, location)
-    interval = settings.integer("full_attention_interval", 4)
-    implied = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(config.num_layers)]
-    types = settings.names("layer_types") or tuple(implied)
-    if len(types) != config.num_layers:
-        raise CheckpointError(
-            f"{location}: layer_types={short(types)} does not name {config.num_layers} layers",
-            "compare with the original checkpoint's",
-        )
-    return types
-
-
-def _is_sparse(config: ModelConfig, index: int) -> bool:
-    """Whether a layer's MLP is a mixture of experts."""
-    settings = Settings(config.extra, config.architecture)
-    step = settings.integer("decoder_sparse_step", 1)
-    dense = settings.get("mlp_only_layers", [])
-    if not isinstance(dense, list):
-        raise CheckpointError(f"{settings.location}: mlp_only_layers is no list")
-    return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
-
-
-def _zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
-    """A norm's weight, in fp32: 1 + w rounds in 16 bits."""
-    return 1.0 + weights.vector(name, size).float()
-
-
-def _gate_first(shape: AttentionShape) -> Tensor:
-    """Where the rows of q_proj go: from [q | gate] of each head to [gate | q] of all heads."""
-    row = torch.arange(2 * shape.q_size).view(shape.num_heads, 2, shape.head_dim)
-    places = torch.empty_like(row)
-    q, gate = row.view(2, shape.num_heads, shape.head_dim).flip(0)
-    places[:, 0], places[:, 1] = q, gate
-    return places.flatten()
-
-
-def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> SparseMoE:
-    """The mixture of experts at ``prefix``; ranks divide the inner features of every expert.
-
-    None of it is quantized.
-
-    Raises:
-        CheckpointError: a size is missing or impossible.
-    """
-    weights = replace(weights, quantize_fp8=False)
-    settings = Settings(config.extra, weights.source.location)
-    num_experts = settings.integer("num_experts", most=MAX_EXPERTS)
-    top_k = settings.integer("num_experts_per_tok")
-    shared_size = settings.integer("shared_expert_intermediate_size")
-    hidden = config.hidden_size
-    return SparseMoE(
-        kernels=weights.kernels,
-        router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
-        experts=_load_experts(settings, weights, f"{prefix}.experts", hidden),
-        top_k=min(top_k, num_experts),
-        normalise=bool(settings.get("norm_topk_prob", True)),
-        shared=load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
-        shared_gate=weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
-    )
-
-
-def _load_experts(
-    settings: Settings, weights: WeightReader, prefix: str, hidden: int
-) -> Experts | DividedExperts:
-    experts = _packed_experts(settings, weights, prefix, hidden)
-    if weights.parallel.size == 1:
-        return experts
-    return DividedExperts(weights.kernels, weights.parallel, experts)
-
-
-def _packed_experts(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Experts:
-    count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
-    if f"{prefix}.gate_up_proj" in weights:
-        fused = Part(f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, runs=(size, size))
-        gate_up = weights.packed_stack(count, hidden, fused)
-        down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
-        down = weights.packed_stack(count, size, down_part)
-        return weights.kernels.pack_experts(gate_up, down)
-    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
-    return weights.kernels.pack_experts(
-        [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]
-    )
-
-
 class Qwen3_5ForCausalLM(HybridDecoder):
-    """The shared hybrid with one tensor for each of ``in_proj_qkv``, ``_z``, ``_b`` and ``_a``."""
+    """Tensors ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``."""
 
     @staticmethod
     def load_projection(
@@ -341,7 +338,7 @@ class Qwen3_5ForCausalLM(HybridDecoder):
         qkv = f"{prefix}.in_proj_qkv"
         return weights.linear(
             in_features,
-            Part(qkv, rule.conv_channels, split=rows, runs=rule.qkv_sizes),
+            Part(qkv, rule.conv_channels, split=rows, output_sizes=rule.qkv_sizes),
             Part(f"{prefix}.in_proj_z", rule.out_features, split=rows),
             Part(f"{prefix}.in_proj_b", heads, split=rows),
             Part(f"{prefix}.in_proj_a", heads, split=rows),
@@ -349,7 +346,7 @@ class Qwen3_5ForCausalLM(HybridDecoder):
 
 
 class Qwen3NextForCausalLM(HybridDecoder):
-    """The shared hybrid with ``in_proj_qkvz`` and ``in_proj_ba``."""
+    """Tensors ``in_proj_qkvz`` and ``in_proj_ba``, with rows interleaved by key head."""
 
     @staticmethod
     def load_projection(
@@ -369,7 +366,7 @@ class Qwen3NextForCausalLM(HybridDecoder):
 
 
 def _regrouped(num_groups: int, sizes: tuple[int, ...]) -> Tensor:
-    """Where rows go: from parts of ``sizes`` in every group to each part of all groups."""
+    """Permutation of rows: from parts of ``sizes`` in each group to each part of all groups."""
     groups = torch.arange(num_groups * sum(sizes)).view(num_groups, sum(sizes))
     stored = torch.cat([part.flatten() for part in groups.split(sizes, dim=1)])
     return stored.argsort()

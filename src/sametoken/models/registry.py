@@ -1,7 +1,4 @@
-"""Which class runs which architecture.
-
-Which models several ranks can run together.
-"""
+"""The registry of architectures, and which models tensor parallelism can divide."""
 
 from __future__ import annotations
 
@@ -22,13 +19,15 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3_5MoeForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForCausalLM,
 }
+#: Sampling draws noise for groups of 4 token ids.
+_VOCABULARY_UNIT = 4
 
 
 def model_class(architecture: str) -> type[Decoder]:
     """The class for a Hugging Face architecture name.
 
     Raises:
-        UnsupportedError: no class runs it.
+        UnsupportedError: it is not registered.
     """
     if architecture not in ARCHITECTURES:
         raise UnsupportedError(
@@ -37,17 +36,13 @@ def model_class(architecture: str) -> type[Decoder]:
     return ARCHITECTURES[architecture]
 
 
-#: Sampling draws its noise for so many token ids at a time.
-_VOCABULARY_UNIT = 4
-
-
 def require_divisible(config: ModelConfig, size: int) -> None:
-    """Refuse a model whose heads, features or tokens ``size`` ranks cannot divide evenly.
+    """Refuse a model that ``size`` ranks cannot divide evenly by heads, features and tokens.
 
     Raises:
-        UnsupportedError: no class runs the architecture.
+        UnsupportedError: the architecture is not registered.
         CheckpointError: a size is missing or impossible.
-        ConfigError: a size does not divide; named by its key in config.json.
+        ConfigError: a size is not divisible; named by its key in config.json.
     """
     if size == 1:
         return

@@ -1,1 +1,1 @@
-"""The step and its graphs, streams, and results on their way to the host."""
+"""Running steps: launchers, CUDA graphs, logits processing, streams, and asynchronous output."""

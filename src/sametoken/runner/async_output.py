@@ -1,7 +1,4 @@
-"""Results on their way to the host: a ring of buffers that no two copies share.
-
-Log-probabilities as users receive them, from results that have reached the host.
-"""
+"""Asynchronous output: a ring of host buffers, and step results read from them."""
 
 from __future__ import annotations
 
@@ -31,17 +28,17 @@ from sametoken.types.structured_outputs import MaskFault
 
 
 def split_by_owner(
-    logprobs: TokenLogprobs, num_rows: int
+    logprobs: TokenLogprobs, num_requests: int
 ) -> list[tuple[PositionLogprobs, ...] | None]:
-    """Positions of each plan row, in order; None for plan rows that own none.
+    """Positions of each scheduled request, in order; None for requests without any.
 
-    The chosen token comes first, then the best ones that were asked for.
+    The chosen token comes first, then the requested top tokens.
 
     Args:
         logprobs: tensors (or arrays) in host memory.
-        num_rows: B, plan rows of the step.
+        num_requests: B, scheduled requests of the step.
     """
-    positions: list[list[PositionLogprobs]] = [[] for _ in range(num_rows)]
+    positions: list[list[PositionLogprobs]] = [[] for _ in range(num_requests)]
     columns = (
         logprobs.owner.tolist(),
         logprobs.chosen_ids.tolist(),
@@ -69,21 +66,21 @@ class HostBuffer:
     """Host memory of one step's result.
 
     Attributes:
-        rows: [max_num_seqs, NUM_COUNTS + k + 1] int64, as ``StepOps.deliver`` lays rows out, in
-            the plan's order; ``NOT_LANDED`` until they have landed.
-        first_place: where its rows begin among those of the ring.
-        logprobs, prompt_logprobs: candidates for requests that asked, in host memory.
-        lost: by row, why a grammar allows nothing any more, where the host knows.
+        rows: [max_num_seqs, NUM_COUNTS + k + 1] int64, in the layout of ``StepOps.deliver`` and
+            the plan's order; ``NOT_LANDED`` until the copy has landed.
+        first_place: index of its first row in the ring.
+        logprobs, prompt_logprobs: requested candidates, in host memory.
+        mask_faults: by request, why its grammar allows no token, where the host knows the cause.
     """
 
     rows: Tensor
     first_place: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
-    lost: dict[int, MaskFault] = field(default_factory=dict)
+    mask_faults: dict[int, MaskFault] = field(default_factory=dict)
 
     def keep(self, logprobs: TokenLogprobs | None, prompt_logprobs: TokenLogprobs | None) -> None:
-        """Enqueue the copy of candidates, if any request asked."""
+        """Enqueue the copy of candidates; None if none are requested."""
         self.logprobs, self.prompt_logprobs = _on_host(logprobs), _on_host(prompt_logprobs)
 
     def read(self, plan: StepPlan) -> StepResult:
@@ -91,42 +88,42 @@ class HostBuffer:
 
         Raises:
             InvariantError: the result has not landed.
-            StaleInputsError: it is another step's.
+            StaleInputsError: the buffer holds another step's result.
         """
         landed = self.rows[: len(plan.requests)].tolist()
         for row in landed:
             _require_result_of(plan.step_id, row[0])
-        logprobs = _by_row(self.logprobs, len(landed))
-        prompt_logprobs = _by_row(self.prompt_logprobs, len(landed))
-        rows = []
-        for b, (row, found) in enumerate(zip(plan.requests, landed, strict=True)):
-            _, num_drafts, num_proposed, num_accepted, fault, *tokens = found
-            emitted = tuple(tokens[: num_accepted + 1]) if row.samples else ()
+        logprobs = _by_request(self.logprobs, len(landed))
+        prompt_logprobs = _by_request(self.prompt_logprobs, len(landed))
+        results = []
+        for b, (scheduled, row) in enumerate(zip(plan.requests, landed, strict=True)):
+            _, num_drafts, num_proposed, num_accepted, fault, *tokens = row
+            emitted = tuple(tokens[: num_accepted + 1]) if scheduled.samples else ()
             chosen = logprobs[b]
-            rows.append(
+            results.append(
                 RequestResult(
                     num_drafts=num_drafts,
                     num_proposed=num_proposed,
                     num_accepted=num_accepted,
                     token_ids=emitted,
                     failed=fault != SOUND,
-                    mask_fault=_cause(fault, self.lost.get(b)),
+                    mask_fault=_cause(fault, self.mask_faults.get(b)),
                     logprobs=None if chosen is None else chosen[: len(emitted)],
                     prompt_logprobs=prompt_logprobs[b],
                 )
             )
-        return StepResult(plan.step_id, tuple(rows))
+        return StepResult(plan.step_id, tuple(results))
 
     def clear(self) -> None:
-        """Mark the buffer as holding nothing."""
+        """Mark the buffer as empty."""
         self.rows.fill_(NOT_LANDED)
         self.logprobs = self.prompt_logprobs = None
-        self.lost.clear()
+        self.mask_faults.clear()
 
 
-def _cause(fault: int, lost: MaskFault | None) -> MaskFault:
+def _cause(fault: int, known: MaskFault | None) -> MaskFault:
     mask_fault = MaskFault(max(fault - HAS_NAN, 0))
-    return lost if mask_fault and lost is not None else mask_fault
+    return known if mask_fault and known is not None else mask_fault
 
 
 def _on_host(candidates: TokenLogprobs | None) -> TokenLogprobs | None:
@@ -143,16 +140,18 @@ def _require_result_of(step_id: int, found: int) -> None:
         raise StaleInputsError(f"step {step_id} was answered with the result of step {found}")
 
 
-def _by_row(candidates: TokenLogprobs | None, num_rows: int) -> Logprobs:
-    return [None] * num_rows if candidates is None else split_by_owner(candidates, num_rows)
+def _by_request(candidates: TokenLogprobs | None, num_requests: int) -> Logprobs:
+    if candidates is None:
+        return [None] * num_requests
+    return split_by_owner(candidates, num_requests)
 
 
 @dataclass(slots=True)
 class OutputRing:
-    """Buffers for every step that may be in flight, and one more.
+    """Ring of buffers: one for every step that may be in flight, and one more.
 
     Attributes:
-        rows: [R, NUM_COUNTS + k + 1] int64, of all buffers.
+        rows: [R, NUM_COUNTS + k + 1] int64, all buffers.
     """
 
     rows: Tensor
@@ -167,34 +166,31 @@ class OutputRing:
         *,
         pinned: bool = False,
     ) -> OutputRing:
-        """``num_buffers`` buffers of the largest step's size.
-
-        Pinned, so that a GPU writes them by itself.
-        """
+        """Allocate buffers for the largest step; a GPU writes directly to pinned ones."""
         shape = (num_buffers * max_num_seqs, NUM_COUNTS + num_speculative_tokens + 1)
         rows = torch.full(shape, NOT_LANDED, dtype=torch.int64, pin_memory=pinned)
         firsts = range(0, shape[0], max_num_seqs)
         return cls(rows, deque(HostBuffer(rows[i : i + max_num_seqs], i) for i in firsts))
 
     def acquire(self) -> HostBuffer:
-        """A buffer that no copy in flight uses.
+        """A buffer without a copy in flight.
 
         Raises:
-            InvariantError: more steps are in flight than the ring was made for.
+            InvariantError: more steps are in flight than the ring has room for.
         """
         if not self.free:
             raise InvariantError("every output buffer has a copy in flight")
         return self.free.popleft()
 
     def release(self, buffer: HostBuffer) -> None:
-        """Give a read buffer back."""
+        """Return a buffer to the ring."""
         buffer.clear()
         self.free.append(buffer)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """A step's result in flight. Pending outputs are read in step order."""
+    """A step's result in flight; pending outputs are read in step order."""
 
     plan: StepPlan
     buffer: HostBuffer
@@ -209,5 +205,5 @@ class PendingOutput:
         return result
 
     def discard(self) -> None:
-        """Free the buffer unread, for a rank whose results nobody wants."""
+        """Free the buffer unread, on ranks whose results are not used."""
         self.ring.release(self.buffer)

@@ -1,8 +1,6 @@
-"""CUDA graphs of steps, cut at the logits: two for each shape that is captured.
+"""CUDA graphs of steps: two for each captured shape, split at the logits.
 
-Tensors over memory that a CUDA graph's pool owns: good until another graph of it runs.
-
-Layouts on their way to captured steps: a ring in host memory, counted on both sides.
+``LayoutRing`` feeds layouts to them; ``pool_tensors`` lets all shapes share one memory pool.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.step.types import LayoutTable, StepOps
-from sametoken.runner.logits_processing import Between
+from sametoken.runner.logits_processing import StepLogitsProcessor
 from sametoken.runner.runner import Launcher
 from sametoken.runner.step import ForwardOutput, Step
 from sametoken.types.layout import (
@@ -31,24 +29,24 @@ WARM_UP_RUNS = 2
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """The graphs of a step's halves and what they work on.
+    """The graphs of a step's two halves, with their static buffers.
 
     Attributes:
         forward, verify_and_propose: the halves.
-        layout: the memory that the first half fetches its layout to; owned here.
-        computed, tokens: what the halves leave, on loan: until the next launch, of any shape.
+        layout: device memory that the first half fetches its layout to; owned here.
+        output, tokens: outputs of the halves, pooled: valid until the next launch of any shape.
     """
 
     forward: torch.cuda.CUDAGraph
     verify_and_propose: torch.cuda.CUDAGraph
     layout: LayoutTable
-    computed: ForwardOutput
+    output: ForwardOutput
     tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """What capturing cost, in seconds and bytes of device memory."""
+    """The cost of capturing, in seconds and bytes of device memory."""
 
     num_graphs: int
     seconds: float
@@ -57,29 +55,28 @@ class CaptureReport:
 
 @dataclass(slots=True)
 class StepGraphs:
-    """``Launcher`` that replays graphs; nothing derived survives a replay.
+    """``Launcher`` that replays graphs; no derived input survives a replay.
 
     The first half fetches its layout from host memory and derives all inputs from the lengths
-    that are committed when it runs; the second delivers results to the host. A result carries the
-    id of the step whose layout was read, and the host refuses any other
-    (tests/gpu/test_graphs_gpu.py).
+    committed when it runs; the second delivers results to the host. A result carries the step id
+    of the layout that was read, and the host refuses any other (tests/gpu/test_graphs_gpu.py).
 
     Attributes:
-        step: the functions.
-        shapes: what is captured, in the order in which they are tried.
-        layouts: on their way to the device.
-        others: runs steps that fit no captured shape.
+        step: the functions to capture.
+        shapes: captured shapes, tried in this order.
+        layouts: ring of layouts for the device.
+        eager: runs steps that fit no captured shape.
     """
 
     step: Step
     shapes: tuple[StepShape, ...]
     layouts: LayoutRing
-    others: Launcher
+    eager: Launcher
     _captured: dict[StepShape, CapturedStep] = field(default_factory=dict)
 
     def capture_all(self) -> CaptureReport:
         """Capture every shape, the largest first, so that all share its memory."""
-        # What loading left in the allocator's cache must not count for or against the graphs.
+        # Cached free blocks from loading would distort the memory figures.
         torch.cuda.empty_cache()
         started, free = time.monotonic(), torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
@@ -88,52 +85,56 @@ class StepGraphs:
         used = free - torch.cuda.mem_get_info()[0]
         return CaptureReport(2 * len(self.shapes), time.monotonic() - started, used)
 
-    def run(self, layout: StepLayout, first_place: int, between: Between) -> None:
+    def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
         shape = self._fitting(layout.shape)
         if shape is None:
-            self.others.run(layout, first_place, between)
+            self.eager.run(layout, first_place, processor)
         else:
-            self._replay(shape, layout, first_place, between)
+            self._replay(shape, layout, first_place, processor)
 
     def _fitting(self, shape: StepShape) -> StepShape | None:
-        """The smallest captured shape that holds one; None if none does."""
+        """The smallest captured shape that holds ``shape``; None if none does."""
         return next((one for one in self.shapes if one.holds(shape)), None)
 
     def _replay(
-        self, shape: StepShape, layout: StepLayout, first_place: int, between: Between
+        self,
+        shape: StepShape,
+        layout: StepLayout,
+        first_place: int,
+        processor: StepLogitsProcessor,
     ) -> None:
         captured = self._captured[shape]
-        between.look()
+        processor.start_masks()
         self._write(shape, layout, first_place)
         captured.forward.replay()
-        between.process(captured.computed)
+        processor.process(captured.output)
         captured.verify_and_propose.replay()
-        between.score(captured.tokens)
+        processor.gather_logprobs(captured.tokens)
 
     def _write(self, shape: StepShape, layout: StepLayout, first_place: int = 0) -> None:
         self.layouts.write(layout.table(shape, self.step.sequences.reserved_slot, first_place))
 
     def _capture(self, shape: StepShape, pool: Any) -> CapturedStep:
-        """Warm up and capture on a layout that is all padding: the same code as a real one."""
+        """Warm up and capture on a layout of padding only: the code path of a real step."""
         layout = LayoutTable(self.layouts.memory(shape), shape)
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):
             for _ in range(WARM_UP_RUNS):
                 self._write(shape, NO_REQUESTS)
                 self.step.verify_and_propose(self._forward(layout))
-        torch.cuda.current_stream().wait_stream(aside)
-        # Where ranks are joined, a thread of the library looks after its own events meanwhile.
+        torch.cuda.current_stream().wait_stream(side_stream)
+        # With several ranks, NCCL's watchdog thread queries its events during capture.
         mode = "global" if self.step.parallel.size == 1 else "thread_local"
         forward, verify_and_propose = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, pool=pool, capture_error_mode=mode):
-            computed = self._forward(layout)
+            output = self._forward(layout)
         with torch.cuda.graph(verify_and_propose, pool=pool, capture_error_mode=mode):
-            tokens = self.step.verify_and_propose(computed).tokens
-        # Owned, the logits of every shape would be held; on loan, all share one memory.
+            tokens = self.step.verify_and_propose(output).tokens
+        # Owned outputs would keep the logits of every shape; pooled ones share one memory.
         return CapturedStep(
-            forward, verify_and_propose, layout, pool_tensors(computed), pool_tensors(tokens)
+            forward, verify_and_propose, layout, pool_tensors(output), pool_tensors(tokens)
         )
 
     def _forward(self, layout: LayoutTable) -> ForwardOutput:
@@ -147,7 +148,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Memory:
-    """Device memory as CUDA's array interface (version 3) describes it."""
+    """Non-owning view of device memory: the CUDA array interface, version 3."""
 
     def __init__(self, words: Tensor) -> None:
         size = words.element_size()
@@ -161,10 +162,10 @@ class _Memory:
 
 
 def pool_tensors(held: PoolTensors) -> PoolTensors:
-    """A tensor, or a frozen dataclass with its tensors, that does not keep its memory.
+    """Non-owning views of a tensor, or of a frozen dataclass's tensors.
 
-    While a tensor lives, its graph's pool gives its memory to no other capture. Of one that is
-    pool_tensors the pool disposes; what the graph leaves there is still read at the same address.
+    A live tensor keeps its block out of the graph pool for later captures. A view does not: the
+    pool may reuse the block, and the graph's output is still read at the same address.
     """
     if isinstance(held, Tensor) and held.numel():
         assert held.is_contiguous()
@@ -178,20 +179,19 @@ def pool_tensors(held: PoolTensors) -> PoolTensors:
 
 @dataclass(slots=True)
 class LayoutRing:
-    """The host writes a layout before each launch, and the launch fetches it by itself.
+    """Ring buffer of layouts: the host writes one before each launch, and the launch fetches it.
 
-    Host and device count launches alike, so the n-th launch reads the n-th layout. An entry is
-    written again after as many launches as the ring has entries; there must be as many of
-    them as launches can be in flight.
+    Host and device both count launches, so the n-th launch reads the n-th layout. The ring needs
+    one entry for every launch that can be in flight.
 
     Attributes:
-        entries: [N, E] int64 in host memory that the device reaches.
-        turn: [1] int64 on the device, launches that it has begun.
-        ops: fetch.
+        entries: [N, E] int64 in host memory that the device can read.
+        num_launches: [1] int64 on the device, launches begun.
+        ops: provides ``fetch``.
     """
 
     entries: Tensor
-    turn: Tensor
+    num_launches: Tensor
     ops: StepOps
     _written: int = 0
 
@@ -199,21 +199,21 @@ class LayoutRing:
     def allocate(
         cls, num_entries: int, largest: StepShape, ops: StepOps, device: torch.device
     ) -> LayoutRing:
-        """A ring for layouts of at most as many requests as ``largest`` has."""
+        """A ring for layouts of up to ``largest``'s number of requests."""
         shape, pinned = (num_entries, TABLE_ROWS * largest.table_width), device.type == "cuda"
         entries = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
         return cls(entries, torch.zeros(1, dtype=torch.int64, device=device), ops)
 
     def memory(self, shape: StepShape) -> Tensor:
         """[TABLE_ROWS, width] int64 on the device, for ``fetch``."""
-        return self.turn.new_empty(TABLE_ROWS, shape.table_width)
+        return self.num_launches.new_empty(TABLE_ROWS, shape.table_width)
 
     def write(self, table: list[list[int]]) -> None:
-        """The layout of the next launch, as ``StepLayout.table`` gives it."""
+        """Write the layout of the next launch, in the form of ``StepLayout.table``."""
         values = torch.tensor([*chain(*table)], dtype=torch.int64)
         self.entries[self._written % self.entries.shape[0], : values.numel()] = values
         self._written += 1
 
     def fetch(self, table: Tensor) -> None:
         """Read the next layout into device memory, in stream order; may be captured."""
-        self.ops.fetch(self.entries, self.turn, table)
+        self.ops.fetch(self.entries, self.num_launches, table)

@@ -1,12 +1,12 @@
-"""Between the halves of a step: what requests ask of their logits.
+"""Logits processing between the halves of a step: rules, grammar masks, log-probabilities.
 
-All of it is enqueued in stream order. The host waits for nothing, but where a request has a
-grammar: for the step before, whose tokens its mask depends on.
+All of it is enqueued in stream order. The host waits only for a grammar: its masks depend on the
+previous step's tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,9 +22,9 @@ from sametoken.ops.backend import (
 from sametoken.runner.async_output import HostBuffer
 from sametoken.runner.step import ForwardOutput
 from sametoken.sampling.grammar_masks import (
-    Look,
+    PendingMasks,
     SlotGrammars,
-    forbid,
+    apply_masks,
 )
 from sametoken.sampling.logprobs import (
     ScoredRows,
@@ -39,32 +39,32 @@ from sametoken.types.plan import Admission
 from sametoken.types.sampling_params import SamplingParams
 
 
-class Between(Protocol):
-    """What stands around the halves of one step."""
+class StepLogitsProcessor(Protocol):
+    """Hooks around the two halves of one step, in call order."""
 
-    def look(self) -> None:
-        """Before the first: send the host what it must know between the halves."""
+    def start_masks(self) -> None:
+        """Before the forward pass: start the copies that grammar masks depend on."""
         ...
 
-    def process(self, computed: ForwardOutput) -> None:
-        """Take what is to be reported of raw logits, then change them in place."""
+    def process(self, output: ForwardOutput) -> None:
+        """Keep raw logits for log-probabilities, then process the logits in place."""
         ...
 
-    def score(self, tokens: Tensor) -> None:
-        """Report the log-probabilities of the target's own tokens, [L]."""
+    def gather_logprobs(self, tokens: Tensor) -> None:
+        """Report the log-probabilities of the target's tokens, [L]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessing:
-    """What the requests in the slots ask of their logits, beside temperature and truncation.
+    """Logits processing of all slots, beyond temperature and truncation.
 
     Attributes:
-        sequences, model: score prompts.
+        sequences, model: for prompt log-probabilities.
         kernels: apply rules.
-        table: what each slot asks, on the device and on the host.
-        grammars: of the slots.
-        parallel: the ranks that share the model; grammars are for rank 0, which decides.
+        table: sampling parameters by slot.
+        grammars: grammars by slot.
+        parallel: the ranks that share the model; only rank 0, which decides, has grammars.
     """
 
     sequences: Sequences
@@ -75,71 +75,66 @@ class LogitsProcessing:
     parallel: TensorParallel = SINGLE_RANK
 
     def admit(self, admission: Admission) -> None:
-        """Take up a slot's parameters, replacing its former request's."""
+        """Set a slot's parameters, replacing those of its previous request."""
         self.table.admit(admission)
         grammar = admission.grammar if self.parallel.rank == 0 else None
         self.grammars.admit(replace(admission, grammar=grammar))
 
     def warm_up(self) -> None:
-        """Compile what applies rules, before a request waits for it. All slots must be free."""
-        everything = SamplingParams(
+        """Compile the rules kernel before any request needs it. All slots must be free."""
+        with_rules = SamplingParams(
             temperature=0.0, repetition_penalty=2.0, logit_bias={0: 1.0}, allowed_token_ids=(0,)
         )
         device = self.sequences.device
         row = torch.zeros(1, dtype=torch.int64, device=device)
         logits = torch.zeros(1, self.model.config.vocab_size, device=device)
-        for params in (everything, SamplingParams(temperature=0.0)):
+        for params in (with_rules, SamplingParams(temperature=0.0)):
             self.table.admit(Admission(0, (0,), 0, params))
             self.kernels.apply_rules(
                 logits, SampledRows(None, row, row, row, row), self.sequences, self.table.rules
             )
 
-    def of_step(self, layout: StepLayout, buffer: HostBuffer) -> Between:
-        """What the requests of a step ask.
-
-        Args:
-            layout: of the step.
-            buffer: of the step, for candidates.
-        """
+    def of_step(self, layout: StepLayout, buffer: HostBuffer) -> StepLogitsProcessor:
+        """The logits processor of one step; log-probabilities go to its ``buffer``."""
         return StepProcessing(self, layout, buffer)
 
 
 @dataclass(slots=True)
 class StepProcessing:
-    """``Between`` of one step."""
+    """``StepLogitsProcessor`` over the slots' parameters."""
 
-    asked: LogitsProcessing
+    processing: LogitsProcessing
     layout: StepLayout
     buffer: HostBuffer
-    _look: Look | None = None
+    _pending_masks: PendingMasks | None = None
     _scored: tuple[ScoredRows, Tensor] | None = None
     _prompt_logprobs: TokenLogprobs | None = None
 
-    def look(self) -> None:
-        """See ``Between``."""
+    def start_masks(self) -> None:
+        """See ``StepLogitsProcessor``."""
         rows = zip(self.layout.slots, self.layout.samples, self.layout.draft_limit, strict=True)
         windows = ((slot if samples else -1, limit) for slot, samples, limit in rows)
-        self._look = self.asked.grammars.look(windows)
+        self._pending_masks = self.processing.grammars.start_masks(windows)
 
-    def process(self, computed: ForwardOutput) -> None:
-        """See ``Between``."""
-        logits, rules = computed.logits, self.asked.table.rules
-        self._prompt_logprobs = self._score_prompt(computed)
+    def process(self, output: ForwardOutput) -> None:
+        """See ``StepLogitsProcessor``."""
+        logits, rules = output.logits, self.processing.table.rules
+        self._prompt_logprobs = self._score_prompt(output)
         self._scored = self._keep_raw(logits)
-        ruled = any(slot in rules.edits or slot in rules.counters for slot in self.layout.slots)
-        if not ruled and self._look is None:
+        has_rules = any(slot in rules.edits or slot in rules.counters for slot in self.layout.slots)
+        if not has_rules and self._pending_masks is None:
             return
-        # A row that holds NaN fails its request, wherever its masks would hide it.
+        # A row with NaN logits fails its request, even where a mask would hide the NaN.
         has_nan = logits.amax(dim=-1, keepdim=True).isnan()
-        if ruled:
-            rows = computed.x.sampled
-            self.asked.kernels.apply_rules(logits, rows, self.asked.sequences, rules)
-        if self._look is not None:
-            self._apply_masks(self._look, logits)
+        if has_rules:
+            rows = output.x.sampled
+            self.processing.kernels.apply_rules(logits, rows, self.processing.sequences, rules)
+        if self._pending_masks is not None:
+            self._apply_masks(self._pending_masks, logits)
         logits[:, :1].masked_fill_(has_nan, torch.nan)
 
-    def score(self, tokens: Tensor) -> None:
-        """See ``Between``."""
+    def gather_logprobs(self, tokens: Tensor) -> None:
+        """See ``StepLogitsProcessor``."""
         logprobs = None
         if self._scored is not None:
             scored, raw = self._scored
@@ -147,35 +142,44 @@ class StepProcessing:
         self.buffer.keep(logprobs, self._prompt_logprobs)
 
     def _keep_raw(self, logits: Tensor) -> tuple[ScoredRows, Tensor] | None:
-        asked = self.asked.table.num_logprobs
-        scored = _scored_rows(asked, tuple(self.layout.windows()), logits.device)
+        requested = self.processing.table.num_logprobs
+        scored = _scored_rows(requested, self.layout.windows(), logits.device)
         return None if scored is None else (scored, logits.index_select(0, scored.index))
 
-    def _apply_masks(self, look: Look, logits: Tensor) -> None:
-        """Forbid what grammars do; the device computes the logits while the host makes masks."""
-        for place, masks, lost in look.masks(logits.shape[1]):
+    def _apply_masks(self, pending: PendingMasks, logits: Tensor) -> None:
+        """Apply grammar masks; the host makes them while the device computes the logits."""
+        for place, masks, fault in pending.masks(logits.shape[1]):
             start = self.layout.window_starts[place]
-            forbid(logits[start : start + masks.shape[0]], masks)
-            if lost:
-                self.buffer.lost[place] = lost
+            apply_masks(logits[start : start + masks.shape[0]], masks)
+            if fault:
+                self.buffer.mask_faults[place] = fault
 
-    def _score_prompt(self, computed: ForwardOutput) -> TokenLogprobs | None:
+    def _score_prompt(self, output: ForwardOutput) -> TokenLogprobs | None:
         """Score prompt token p + 1 by the row at p; the last prompt row predicts output."""
-        layout, asked, at = self.layout, self.asked, computed.x.rows
+        layout, processing, at = self.layout, self.processing, output.x.rows
         counts = (n - s for n, s in zip(layout.num_query, layout.samples, strict=True))
-        windows = tuple(zip(layout.slots, layout.row_starts, counts, strict=False))
-        scored = _scored_rows(asked.table.num_prompt_logprobs, windows, at.slots.device)
+        chunks = zip(layout.slots, layout.row_starts, counts, strict=False)
+        scored = _scored_rows(processing.table.num_prompt_logprobs, chunks, at.slots.device)
         if scored is None:
             return None
         slots, positions = at.slots[scored.index], at.positions[scored.index]
-        following = asked.sequences.token_ids[slots, positions + 1]
-        return score_prompt(scored, computed.hidden.last, following, asked.model.compute_logits)
+        following = processing.sequences.token_ids[slots, positions + 1]
+        return score_prompt(scored, output.hidden.last, following, processing.model.compute_logits)
 
 
 def _scored_rows(
-    asked: Mapping[int, int], windows: Sequence[tuple[int, int, int]], device: torch.device
+    requested: Mapping[int, int], rows: Iterable[tuple[int, int, int]], device: torch.device
 ) -> ScoredRows | None:
-    """The rows of those who asked; None, at no cost, if nobody did."""
-    if not any(slot in asked and count for slot, _, count in windows):
+    """The rows with log-probabilities requested; None if there are none.
+
+    Args:
+        requested: number of top tokens by slot.
+        rows: slot, first row and number of rows of each request.
+        device: where the logits are.
+    """
+    if not requested:
         return None
-    return ScoredRows.of(asked, windows, device)
+    rows = tuple(rows)
+    if not any(slot in requested and count for slot, _, count in rows):
+        return None
+    return ScoredRows.of(requested, rows, device)

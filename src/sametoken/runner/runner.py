@@ -1,4 +1,4 @@
-"""From plans to steps on the device, in the order they are submitted."""
+"""``StepRunner`` applies plans and launches their steps in submission order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 from sametoken.ops.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.logits_processing import (
-    Between,
     LogitsProcessing,
+    StepLogitsProcessor,
 )
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
@@ -30,7 +30,7 @@ from sametoken.types.plan import StepPlan
 
 
 class Runner(Protocol):
-    """Runs plans on the device in the order they are submitted."""
+    """Runs plans on the device in submission order."""
 
     def submit(self, plan: StepPlan) -> PendingOutput:
         """Enqueue a step; its result is read later from the returned output."""
@@ -38,65 +38,65 @@ class Runner(Protocol):
 
 
 class Launcher(Protocol):
-    """Runs the two halves of a step, and in between what its requests ask of their logits."""
+    """Runs the two halves of a step with logits processing in between."""
 
-    def run(self, layout: StepLayout, first_place: int, between: Between) -> None:
+    def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """Enqueue a step.
 
         Args:
-            layout: where its rows lie.
-            first_place: where its results begin among the host's.
-            between: what its requests ask.
+            layout: the rows of the step.
+            first_place: index of its first result row on the host.
+            processor: its logits processing.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EagerLauncher:
-    """Calls the functions of a step one by one: the CPU's way, and that of large steps on a GPU.
+    """Eager mode: the CPU's steps, and steps too large for a captured graph.
 
     Attributes:
-        step: the functions.
-        row_multiple: rows, and requests, are padded to a multiple of it; 1 pads nothing.
+        step: the step's functions.
+        row_multiple: rows and requests are padded to a multiple of it; 1 pads nothing.
     """
 
     step: Step
     row_multiple: int = 1
 
-    def run(self, layout: StepLayout, first_place: int, between: Between) -> None:
+    def run(self, layout: StepLayout, first_place: int, processor: StepLogitsProcessor) -> None:
         """See ``Launcher.run``."""
-        sequences, shape = self.step.sequences, self._padded(layout.shape)
-        columns = layout.table(shape, sequences.reserved_slot, first_place)
-        table = LayoutTable(upload(columns, sequences.device), shape)
-        between.look()
-        computed = self.step.forward(table)
-        between.process(computed)
-        between.score(self.step.verify_and_propose(computed).tokens)
+        table = self._upload(layout, self._padded(layout.shape), first_place)
+        processor.start_masks()
+        output = self.step.forward(table)
+        processor.process(output)
+        processor.gather_logprobs(self.step.verify_and_propose(output).tokens)
 
     def warm_up(self, num_rows: int) -> None:
-        """Compile what steps of this size need, by one that is all padding."""
+        """Compile the kernels for steps of this size by running one of padding only."""
+        window = self.step.sequences.num_speculative_tokens + 1
+        shape = StepShape(2, num_rows, 1, 1, window, num_rows)
+        self.step.verify_and_propose(self.step.forward(self._upload(NO_REQUESTS, shape, 0)))
+
+    def _upload(self, layout: StepLayout, shape: StepShape, first_place: int) -> LayoutTable:
         sequences = self.step.sequences
-        shape = StepShape(2, num_rows, 1, 1, sequences.num_speculative_tokens + 1, num_rows)
-        table = NO_REQUESTS.table(shape, sequences.reserved_slot, 0)
-        self.step.verify_and_propose(
-            self.step.forward(LayoutTable(upload(table, sequences.device), shape))
-        )
+        table = layout.table(shape, sequences.reserved_slot, first_place)
+        return LayoutTable(upload(table, sequences.device), shape)
 
     def _padded(self, shape: StepShape) -> StepShape:
-        return shape if self.row_multiple == 1 else padded(shape, self.row_multiple)
+        return padded(shape, self.row_multiple)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRunner:
-    """Runs plans on the device in the order they are submitted.
+    """``Runner`` of the engine: applies a plan, then launches its step.
 
     Attributes:
-        step: the functions of a step.
-        processing: what requests ask of their logits.
+        step: the step's functions.
+        processing: logits processing of the slots.
         launcher: runs the step.
-        swap: KV of preempted requests.
-        stream: what the work is enqueued on.
-        ring: host memory for results.
+        swap: host memory for preempted requests' blocks.
+        stream: the stream that work is enqueued on.
+        ring: host buffers for results.
         history: texts of earlier requests, for drafters that read them.
     """
 
@@ -115,16 +115,16 @@ class StepRunner:
         return PendingOutput(plan, buffer, landed, self.ring)
 
     def _run(self, plan: StepPlan, buffer: HostBuffer) -> None:
-        self._take_up(plan)
+        self._apply(plan)
         if not plan.requests:
             return
-        slots = [row.slot for row in plan.requests]
+        slots = [scheduled.slot for scheduled in plan.requests]
         layout = StepLayout.of(plan, self.step.ops.known_drafts(self.step.sequences, slots))
-        between = self.processing.of_step(layout, buffer)
-        self.launcher.run(layout, buffer.first_place, between)
+        processor = self.processing.of_step(layout, buffer)
+        self.launcher.run(layout, buffer.first_place, processor)
 
-    def _take_up(self, plan: StepPlan) -> None:
-        """Apply what a plan changes before its rows run, in the order of its fields."""
+    def _apply(self, plan: StepPlan) -> None:
+        """Apply a plan's state changes before its rows run, in the order of its fields."""
         sequences = self.step.sequences
         self.swap.move_out(plan)
         for admission in plan.admissions:

@@ -1,10 +1,7 @@
-"""One step: the same functions on every device, called one by one or captured in two graphs.
+"""One step: the same functions on every device, run eagerly or captured in two graphs.
 
-Synthetic acceptance: drafts accepted by chance at given rates, to measure times alone.
-
-The target's logits are computed and its tokens chosen as ever, so that a step takes the time
-it takes; but which drafts are accepted is drawn (``StepOps.verify``), and what is emitted means
-nothing.
+Synthetic acceptance, for timing only: a step computes logits and chooses tokens as usual, but
+``StepOps.verify`` draws which drafts are accepted, so the emitted text is meaningless.
 """
 
 from __future__ import annotations
@@ -33,11 +30,11 @@ from sametoken.state.sequences import Sequences
 
 
 def conditional_rates(unconditional: Sequence[float], device: torch.device) -> Tensor:
-    """[k] fp32: how often draft i is accepted if all before it are. Made once, on start-up.
+    """[k] fp32: acceptance rate of draft i given that all earlier drafts are accepted.
 
     Args:
-        unconditional: k rates from 0 to 1, none above the one before it: how often draft i
-            and all before it are accepted (``SpeculativeConfig.synthetic_rates``).
+        unconditional: k non-increasing rates from 0 to 1: how often drafts 1..i are all
+            accepted (``SpeculativeConfig.synthetic_rates``).
         device: where steps run.
     """
     before = (1.0, *unconditional)
@@ -49,12 +46,12 @@ def conditional_rates(unconditional: Sequence[float], device: torch.device) -> T
 
 @dataclass(frozen=True, slots=True)
 class ForwardOutput:
-    """What the first half of a step leaves for the second.
+    """Output of a step's first half, input of the second.
 
     Attributes:
         x: the step's inputs.
-        hidden: of all T rows.
-        logits: [L, V] fp32, of the sampled rows; may be changed in place.
+        hidden: hidden states of all T rows.
+        logits: [L, V] fp32 of the sampled rows; may be changed in place.
     """
 
     x: StepInputs
@@ -64,16 +61,16 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step in two halves, cut at the logits: what requests ask of them is done in between.
+    """A step in two halves, split at the logits for logits processing.
 
     Attributes:
-        sequences: the device's truth.
-        model, kv: the target and its KV memory.
+        sequences: device state of the slots.
+        model, kv: the target and its cache.
         kernels, ops: operations of models and of steps.
         table: sampling parameters by slot.
-        drafter: makes drafts.
-        results: [R, NUM_COUNTS + k + 1] int64, the host's memory for results.
-        chances: of synthetic acceptance; None: drafts are verified.
+        drafter: proposes drafts.
+        results: [R, NUM_COUNTS + k + 1] int64, host memory for results.
+        chances: synthetic acceptance; None: drafts are verified.
         parallel: the ranks that share the model.
     """
 
@@ -89,22 +86,22 @@ class Step:
     parallel: TensorParallel = SINGLE_RANK
 
     def forward(self, layout: LayoutTable) -> ForwardOutput:
-        """One pass over all rows of the step, and the logits of those that are sampled."""
+        """Run all rows of the step and compute the logits of the sampled ones."""
         x = self.ops.prepare_inputs(self.sequences, layout)
         hidden = self.model.forward(x.token_ids, x.rows, self.kv)
         sampled = self.kernels.take_rows(hidden.last, x.sampled.index)
         return ForwardOutput(x, hidden, self.model.compute_logits(sampled))
 
-    def verify_and_propose(self, computed: ForwardOutput) -> VerifyResult:
+    def verify_and_propose(self, output: ForwardOutput) -> VerifyResult:
         """Verify, commit, deliver the result to the host, propose."""
-        x, sequences = computed.x, self.sequences
-        verdict = self._verify(computed)
-        lengths = self.ops.commit(sequences, x, verdict.num_accepted, verdict.next_token)
-        # The result leaves before drafting, so that the host waits for the verdict alone.
-        self.ops.deliver(x, verdict, self.results)
+        x, sequences = output.x, self.sequences
+        verified = self._verify(output)
+        lengths = self.ops.commit(sequences, x, verified.num_accepted, verified.next_token)
+        # Delivered before drafting, so that the host does not wait for the drafter.
+        self.ops.deliver(x, verified, self.results)
         context = DraftContext(
             x=x,
-            hidden=computed.hidden,
+            hidden=output.hidden,
             end=lengths.num_computed,
             num_tokens=lengths.num_tokens,
             sequences=sequences,
@@ -113,16 +110,16 @@ class Step:
         )
         drafts = self.drafter.propose(context)
         self.ops.publish(sequences, x, drafts.draft_ids, drafts.num_drafts)
-        return verdict
+        return verified
 
-    def _verify(self, computed: ForwardOutput) -> VerifyResult:
-        """Judge the windows; of several ranks, rank 0 decides for all."""
-        x, logits, table = computed.x, computed.logits, self.table
+    def _verify(self, output: ForwardOutput) -> VerifyResult:
+        """Verify the windows; with several ranks, rank 0's result is broadcast."""
+        x, logits, table = output.x, output.logits, self.table
         self.kernels.truncate(logits, x.sampled.slots, table.truncation)
         keys = self.kernels.token_keys(logits, table.temperature, table.seed, x.sampled)
-        verdict = self.ops.verify(keys, x, self.chances)
+        verified = self.ops.verify(keys, x, self.chances)
         if self.parallel.size == 1:
-            return verdict
-        decided = torch.stack((verdict.num_accepted, verdict.next_token))
+            return verified
+        decided = torch.stack((verified.num_accepted, verified.next_token))
         num_accepted, next_token = self.parallel.broadcast(decided).unbind(0)
-        return replace(verdict, num_accepted=num_accepted, next_token=next_token)
+        return replace(verified, num_accepted=num_accepted, next_token=next_token)

@@ -1,8 +1,7 @@
 """Streams: work enqueued in order, results waited for later.
 
-On a CPU a stream decides how far the "device" may run ahead of the host's reads. The
-immediate stream runs work at once; the lagging stream leaves it in the queue, so that the
-host plans against results that do not exist yet, exactly as on an asynchronous device.
+On a CPU the immediate stream runs work at once; the lagging stream queues it, so that the host
+plans without the results, as with an asynchronous device.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 Work = Callable[[], None]
 
-#: Between two looks at the device, far below the time of a step.
+#: Polling interval, far below the time of a step.
 _POLL_S = 2e-5
 
 
@@ -24,7 +23,7 @@ class Event(Protocol):
     """The end of one piece of enqueued work."""
 
     def wait(self) -> None:
-        """Return once the work, and all work before it, is done."""
+        """Return once the work and all earlier work is done."""
         ...
 
 
@@ -60,11 +59,11 @@ class _QueuedEvent:
 
 
 class LaggingStream:
-    """Runs work as late as it may: when it is waited for.
+    """Runs work as late as possible: when it is waited for.
 
     Args:
-        progress: called with the queue's length after each submit; says how many of the
-            oldest pieces the device gets done by itself at that moment (default none).
+        progress: called with the queue's length after each submit; returns how many of the
+            oldest pieces of work to run at that moment (default none).
     """
 
     def __init__(self, progress: Callable[[int], int] = lambda queued: 0) -> None:
@@ -99,8 +98,7 @@ class WatchedCudaStream:
     """The current CUDA stream, where kernels may wait for other processes.
 
     Args:
-        check: called now and then while the end of work is waited for; raises if the end will
-            never come.
+        check: called periodically during a wait; raises if the work can never finish.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:

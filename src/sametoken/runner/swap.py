@@ -1,4 +1,4 @@
-"""Blocks of preempted requests in host memory."""
+"""Swap space: blocks of preempted requests in host memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sametoken.types.plan import (
 
 
 class SwapStore:
-    """Moves a slot's blocks out of and back into every cache, in stream order.
+    """Swaps a slot's blocks out of and into every cache, in stream order.
 
-    What is kept by slot stays: a preempted request keeps its slot.
+    State kept by slot is not moved: a preempted request keeps its slot.
     """
 
     def __init__(self, caches: tuple[ModelCache, ...]) -> None:
@@ -24,7 +24,7 @@ class SwapStore:
         self._saved: dict[str, list[Tensor]] = {}
 
     def move_out(self, plan: StepPlan) -> None:
-        """Apply a plan's swap-outs, then forget the blocks of requests that ended meanwhile."""
+        """Apply a plan's swap-outs, then drop the blocks of requests that have ended."""
         for swap in plan.swap_outs:
             self._save(swap)
         for key in plan.discarded_swaps:

@@ -1,1 +1,1 @@
-"""What requests ask of their logits: masks, log-probabilities, and their limits."""
+"""Grammar masks, log-probabilities, and checks on a request's logits options."""

@@ -1,4 +1,4 @@
-"""What a request may ask of logits processing; checked before it reaches a slot."""
+"""Checks on a request's logits options before it is admitted to a slot."""
 
 from __future__ import annotations
 

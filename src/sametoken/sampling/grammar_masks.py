@@ -1,7 +1,7 @@
-"""Grammar masks: every window row knows the text that its own drafts would make.
+"""Grammar masks: each row of a window is masked for the text with all earlier drafts accepted.
 
-A matcher moves over committed tokens alone. Each step first takes up what the steps before
-have committed, then tries the window's drafts on a copy, so a rejected draft leaves no trace
+A matcher accepts committed tokens only. Each step first accepts the newly committed tokens, then
+tries the window's drafts on a copy, so a rejected draft leaves no trace
 (tests/e2e/test_structured_outputs.py).
 """
 
@@ -25,47 +25,47 @@ from sametoken.types.structured_outputs import (
     Matcher,
 )
 
-#: Seconds that a request's masks may take beyond the seconds that each of them may. Of 150,000
-#: tokens an ordinary mask takes 1 ms, and the costliest of JSON's 8 ms.
+#: Time budget of a request: a credit, and an allowance added per mask. With 150,000 tokens an
+#: ordinary mask takes 1 ms, and JSON's costliest 8 ms.
 MASK_CREDIT_S = 0.5
 MASK_SECONDS = 0.005
 
 _logger = logging.getLogger("sametoken")
 _FORBIDDEN = float("-inf")
-_EVERYTHING, _NOTHING = -1, 0
+_ALL_ALLOWED, _NONE_ALLOWED = -1, 0
 _WORD_BITS = 32
 
-# Rows are independent, so a bounded number at a time costs no bits and saves memory.
-_ROWS_AT_A_TIME = 16
+# Rows are independent, so chunking changes no bits and bounds memory.
+_ROWS_PER_CHUNK = 16
 
 
 class SlowGrammarError(Exception):
-    """A request's masks took longer than they may."""
+    """A request's masks exceeded their time budget."""
 
 
 @dataclass(slots=True)
 class MaskBudget:
-    """What one request's masks may still take.
+    """Time budget of one request's masks.
 
     Attributes:
-        credit_s: seconds left; each mask brings some, up to ``MASK_CREDIT_S`` in all.
+        credit_s: seconds left; each mask adds some, up to ``MASK_CREDIT_S`` in total.
     """
 
     credit_s: float = MASK_CREDIT_S
 
     def add_mask(self) -> None:
-        """One more mask is about to be made."""
+        """Add the allowance of one mask."""
         self.credit_s = min(MASK_CREDIT_S, self.credit_s + MASK_SECONDS)
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Count what the block takes, by this thread's own clock: a busy machine costs nothing.
+        """Charge the block's CPU time on this thread, which other load does not inflate.
 
-        A call cannot be stopped; but what a matcher takes grows token by token, so the first
-        call that goes beyond the budget is only a little beyond.
+        A call cannot be interrupted, but a matcher's cost grows token by token, so the first
+        call over budget is only slightly over.
 
         Raises:
-            SlowGrammarError: it was too much.
+            SlowGrammarError: the budget is spent.
         """
         began = time.thread_time()
         yield
@@ -76,7 +76,7 @@ class MaskBudget:
 
 @dataclass(frozen=True, slots=True)
 class BudgetedMatcher:
-    """A matcher whose copies all draw on one budget."""
+    """A matcher whose copies share one budget."""
 
     inner: Matcher
     budget: MaskBudget
@@ -100,55 +100,55 @@ class BudgetedMatcher:
 
 @dataclass(slots=True)
 class Cursor:
-    """One request's place in its grammar.
+    """One request's position in its grammar.
 
     Attributes:
         matcher: has accepted the output below ``position``.
-        position: committed tokens, prompt included, that it has seen.
-        lost: why the matcher says nothing any more, if so.
+        position: committed tokens seen, prompt included.
+        fault: why the matcher is no longer used, if so.
     """
 
     matcher: Matcher
     position: int
-    lost: MaskFault = MaskFault.NONE
+    fault: MaskFault = MaskFault.NONE
 
     def advance(self, newest: list[int], num_tokens: int, masks: Tensor, drafts: list[int]) -> None:
-        """Take up committed tokens, then write the masks of a window.
+        """Accept committed tokens, then write the masks of a window.
 
         Args:
             newest, num_tokens: as in ``catch_up``.
-            masks, drafts: as in ``fill``; nothing is allowed once the cursor is lost.
+            masks, drafts: as in ``fill``; no token is allowed after a fault.
         """
         try:
             self.catch_up(newest, num_tokens)
-            if not self.lost:
+            if not self.fault:
                 self.fill(masks, drafts)
         except SlowGrammarError:
-            self.lost = MaskFault.SLOW
+            self.fault = MaskFault.SLOW
         except RuntimeError:
-            # A defect of the grammar library costs its own request, not the engine.
+            # An error in the grammar library fails its request, not the engine.
             _logger.exception("the matcher of a grammar failed")
-            self.lost = MaskFault.BROKEN
-        if self.lost:
-            masks.fill_(_NOTHING)
+            self.fault = MaskFault.BROKEN
+        if self.fault:
+            masks.fill_(_NONE_ALLOWED)
 
     def catch_up(self, newest: list[int], num_tokens: int) -> None:
-        """Take up committed tokens.
+        """Accept committed tokens.
 
         Args:
-            newest: the last committed tokens, all that were not seen among them.
-            num_tokens: how many are committed.
+            newest: the last committed tokens, including all that are unseen.
+            num_tokens: number of committed tokens.
         """
         for token_id in newest[len(newest) - (num_tokens - self.position) :]:
-            if not self.lost and not self.matcher.accept(token_id):
-                self.lost = MaskFault.BROKEN
+            if not self.fault and not self.matcher.accept(token_id):
+                self.fault = MaskFault.BROKEN
         self.position = num_tokens
 
     def fill(self, masks: Tensor, drafts: list[int]) -> None:
-        """Write the masks of a window. Its drafts are tried on a copy of the matcher.
+        """Write the masks of a window; drafts are tried on a copy of the matcher.
 
-        A draft that the grammar refuses cannot be accepted, so the rows after it decide
-        nothing and stay as they are.
+        A draft outside the grammar cannot be accepted, so later rows are never used and stay
+        unmasked.
 
         Args:
             masks: [d + 1, ceil(V / 32)] int32, every bit set; written.
@@ -163,10 +163,10 @@ class Cursor:
 
 
 class SlotGrammars:
-    """Cursors of the slots whose requests have a grammar.
+    """Cursors by slot, for requests with a grammar.
 
     Args:
-        sequences: committed tokens; read only.
+        sequences: device state, read only.
     """
 
     def __init__(self, sequences: Sequences) -> None:
@@ -174,20 +174,20 @@ class SlotGrammars:
         self._cursors: dict[int, Cursor] = {}
 
     def admit(self, admission: Admission) -> None:
-        """Replace the slot's former cursor."""
+        """Replace the slot's cursor."""
         self._cursors.pop(admission.slot, None)
         if admission.grammar is not None:
             matcher = BudgetedMatcher(admission.grammar.new_matcher(), MaskBudget())
             self._cursors[admission.slot] = Cursor(matcher, len(admission.prompt_token_ids))
 
-    def look(self, windows: Iterable[tuple[int, int]]) -> Look | None:
-        """Enqueue the copy of what masks depend on: committed tokens and published drafts.
+    def start_masks(self, windows: Iterable[tuple[int, int]]) -> PendingMasks | None:
+        """Enqueue the copy that masks depend on: committed tokens and published drafts.
 
-        Before the step that judges the windows, so that the host may work beside its forward
-        pass. None, at no cost, if no window has a grammar.
+        Called before the forward pass, so that the host makes masks while it runs. None, at no
+        cost, if no window has a grammar.
 
         Args:
-            windows: slot and draft limit of each window; -1 in place of a slot for none.
+            windows: slot and draft limit of each request; slot -1 for a request without a window.
         """
         places = [
             (place, slot, limit)
@@ -199,25 +199,26 @@ class SlotGrammars:
         sequences = self._sequences
         _, slots, limits = upload(places, sequences.device).unbind(1)
         num_tokens, num_drafts = sequences.num_tokens[slots], sequences.num_drafts[slots]
-        # A step commits at most k + 1 tokens, so as many are read of each slot.
+        # A step commits at most k + 1 tokens, so that many are read per slot.
         reach = torch.arange(sequences.num_speculative_tokens, -1, -1, device=sequences.device)
         where = (num_tokens[:, None] - 1 - reach).clamp(min=0)
         newest = sequences.token_ids[slots[:, None], where]
         counts = torch.stack((num_tokens, torch.minimum(num_drafts, limits)), dim=1)
         values = torch.cat((counts, newest, sequences.draft_ids[slots]), dim=1)
         cursors = [(place, self._cursors[slot]) for place, slot, _ in places]
-        return Look(tuple(cursors), HostCopy.of(values), sequences.num_speculative_tokens + 1)
+        num_newest = sequences.num_speculative_tokens + 1
+        return PendingMasks(tuple(cursors), HostCopy.of(values), num_newest)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What the masks of some windows depend on, on its way to the host.
+class PendingMasks:
+    """Masks of a step's windows, whose inputs are being copied to the host.
 
     Attributes:
-        cursors: place among the windows, and cursor, of those with a grammar.
+        cursors: index among the windows, and cursor, of those with a grammar.
         values: [cursors, 2 + newest + k] int64: ``num_tokens``, number of drafts, the newest
             committed tokens, the drafts.
-        num_newest: committed tokens that were read of each.
+        num_newest: committed tokens read per slot.
     """
 
     cursors: tuple[tuple[int, Cursor], ...]
@@ -225,24 +226,24 @@ class Look:
     num_newest: int
 
     def masks(self, vocab_size: int) -> Iterator[tuple[int, Tensor, MaskFault]]:
-        """Advance the cursors: place, masks of the window in host memory, why it is lost."""
+        """Advance the cursors: window index, its masks in host memory, fault of its cursor."""
         rows = self.values.rows()
         for (place, cursor), (num_tokens, num_drafts, *ids) in zip(self.cursors, rows, strict=True):
             newest, drafts = ids[: self.num_newest], ids[self.num_newest :][:num_drafts]
-            masks = _permissive(num_drafts + 1, vocab_size)
+            masks = _all_allowed(num_drafts + 1, vocab_size)
             cursor.advance(newest, num_tokens, masks, drafts)
-            yield place, masks, cursor.lost
+            yield place, masks, cursor.fault
 
 
-def _permissive(num_rows: int, vocab_size: int) -> Tensor:
-    """[num_rows, words] int32 in host memory, every bit set; pinned where it may travel."""
+def _all_allowed(num_rows: int, vocab_size: int) -> Tensor:
+    """[num_rows, words] int32 in host memory, every bit set; pinned if there is a GPU."""
     words = -(-vocab_size // _WORD_BITS)
     pinned = torch.cuda.is_available()
-    return torch.full((num_rows, words), _EVERYTHING, dtype=torch.int32, pin_memory=pinned)
+    return torch.full((num_rows, words), _ALL_ALLOWED, dtype=torch.int32, pin_memory=pinned)
 
 
-def forbid(window: Tensor, masks: Tensor) -> None:
-    """Write -inf where a bit is not set.
+def apply_masks(window: Tensor, masks: Tensor) -> None:
+    """Write -inf where a mask bit is not set.
 
     Args:
         window: [rows, V] fp32, written.
@@ -250,8 +251,8 @@ def forbid(window: Tensor, masks: Tensor) -> None:
     """
     words = to_device(masks, window.device)
     bits = torch.arange(_WORD_BITS, dtype=torch.int32, device=window.device)
-    for first in range(0, window.shape[0], _ROWS_AT_A_TIME):
-        rows = slice(first, first + _ROWS_AT_A_TIME)
+    for first in range(0, window.shape[0], _ROWS_PER_CHUNK):
+        rows = slice(first, first + _ROWS_PER_CHUNK)
         allowed = (words[rows, :, None] >> bits) & 1
         forbidden = allowed.flatten(1)[:, : window.shape[1]] == 0
         window[rows].masked_fill_(forbidden, _FORBIDDEN)

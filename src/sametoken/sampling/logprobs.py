@@ -1,7 +1,4 @@
-"""Log-probabilities, ranks and best candidates of positions.
-
-Log-probabilities between the device and the host.
-"""
+"""Log-probabilities, ranks and top tokens of positions, as device tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +11,21 @@ from torch import Tensor
 from sametoken.state.upload import upload
 
 _ID_MASK = 0xFFFFFFFF
-# Bounds the logits held at once while a prompt is scored: 64 rows of 150k are 38 MB.
-_ROWS_AT_A_TIME = 64
-# Of output the logits are there; scoring 256 rows of 150k takes another 620 MB.
-_ROWS_TOGETHER = 256
+# Bounds the logits in memory while a prompt is scored: 64 rows of 150k are 38 MB.
+_PROMPT_ROWS_PER_CHUNK = 64
+# Output logits exist already; scoring 256 rows of 150k takes another 620 MB.
+_ROWS_PER_CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """The rows of a step that are scored. R rows, perhaps none.
+    """R rows of a step with log-probabilities requested; R may be 0.
 
     Attributes:
-        index: [R] int64, which logits rows (or flat rows) they are, ascending.
-        owner: [R] int64, the plan row of each.
-        num_top: [R] int64, best candidates asked for, 0..width.
-        width: the most that any of them asks for.
+        index: [R] int64, indices of logits rows (or of rows), ascending.
+        owner: [R] int64, the scheduled request of each.
+        num_top: [R] int64, top tokens requested, 0..width.
+        width: the largest ``num_top``.
     """
 
     index: Tensor
@@ -38,20 +35,23 @@ class ScoredRows:
 
     @classmethod
     def of(
-        cls, asked: Mapping[int, int], windows: Iterable[tuple[int, int, int]], device: torch.device
+        cls,
+        requested: Mapping[int, int],
+        rows: Iterable[tuple[int, int, int]],
+        device: torch.device,
     ) -> ScoredRows:
-        """From what the host knows alone: nothing is read of the device.
+        """From host values only: no device read.
 
         Args:
-            asked: best candidates asked for, by slot, for the slots that asked.
-            windows: slot, first row and number of rows of each plan row. Rows that turn out
-                dead are scored like others; the host drops what was not emitted.
+            requested: number of top tokens by slot.
+            rows: slot, first row and number of rows of each scheduled request. Dead rows are
+                scored too; the host drops positions that were not emitted.
             device: where the rows' logits are.
         """
         columns = [
-            (row, owner, asked[slot])
-            for owner, (slot, first, count) in enumerate(windows)
-            if slot in asked
+            (row, owner, requested[slot])
+            for owner, (slot, first, count) in enumerate(rows)
+            if slot in requested
             for row in range(first, first + count)
         ]
         index, owners, num_top = upload(columns, device).view(-1, 3).t().contiguous().unbind(0)
@@ -64,14 +64,14 @@ def score_tokens(
 ) -> TokenLogprobs:
     """Score chosen tokens against raw logits, as vLLM's ``raw_logprobs`` does.
 
-    Equal logits rank by token id, lowest first, in ranks and among the best alike.
+    Ties rank by token id, lowest first, in ``chosen_ranks`` and in the top tokens.
 
     Args:
-        logits: [R, V] fp32 as the model computed them.
+        logits: [R, V] fp32, the model's unprocessed output.
         chosen: [R] int64, the tokens to score.
         owner: [R] int64, ascending.
-        num_top: [R] int64, best candidates asked for, 0..width.
-        width: N of the result, cut to V.
+        num_top: [R] int64, top tokens requested, 0..width.
+        width: N of the result, at most V.
     """
     width = min(width, logits.shape[1])
     logprobs = logits.log_softmax(dim=-1)
@@ -90,18 +90,18 @@ def score_tokens(
 
 
 def score_rows(scored: ScoredRows, raw: Tensor, chosen: Tensor) -> TokenLogprobs:
-    """Score the tokens chosen at rows, a bounded number of rows at a time.
+    """Score chosen tokens in chunks of rows.
 
     Args:
-        scored: logits rows; one at least.
-        raw: [R, V] fp32, their logits as the model computed them.
+        scored: logits rows, at least one.
+        raw: [R, V] fp32, their unprocessed logits.
         chosen: [R] int64.
     """
     parts = []
-    for first in range(0, chosen.shape[0], _ROWS_TOGETHER):
-        some = slice(first, first + _ROWS_TOGETHER)
-        owner, num_top = scored.owner[some], scored.num_top[some]
-        parts.append(score_tokens(raw[some], chosen[some], owner, num_top, scored.width))
+    for first in range(0, chosen.shape[0], _ROWS_PER_CHUNK):
+        chunk = slice(first, first + _ROWS_PER_CHUNK)
+        owner, num_top = scored.owner[chunk], scored.num_top[chunk]
+        parts.append(score_tokens(raw[chunk], chosen[chunk], owner, num_top, scored.width))
     return concatenate(parts)
 
 
@@ -111,25 +111,25 @@ def score_prompt(
     following: Tensor,
     compute_logits: Callable[[Tensor], Tensor],
 ) -> TokenLogprobs:
-    """Score the tokens that follow rows of a prompt, a bounded number of rows at a time.
+    """Score the tokens that follow rows of a prompt, in chunks of rows.
 
     Args:
-        scored: flat rows; one at least.
+        scored: rows, at least one.
         hidden: [T, hidden], after the final norm.
         following: [R] int64, the token after each row.
         compute_logits: [L, hidden] to [L, V] fp32.
     """
     parts = []
-    for first in range(0, following.shape[0], _ROWS_AT_A_TIME):
-        some = slice(first, first + _ROWS_AT_A_TIME)
-        logits = compute_logits(hidden[scored.index[some]])
-        owner, num_top = scored.owner[some], scored.num_top[some]
-        parts.append(score_tokens(logits, following[some], owner, num_top, scored.width))
+    for first in range(0, following.shape[0], _PROMPT_ROWS_PER_CHUNK):
+        chunk = slice(first, first + _PROMPT_ROWS_PER_CHUNK)
+        logits = compute_logits(hidden[scored.index[chunk]])
+        owner, num_top = scored.owner[chunk], scored.num_top[chunk]
+        parts.append(score_tokens(logits, following[chunk], owner, num_top, scored.width))
     return concatenate(parts)
 
 
 def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:
-    """Positions of several scorings of equal width, in order."""
+    """Concatenate parts of equal width, in order."""
     if len(parts) == 1:
         return parts[0]
     names = [f.name for f in fields(TokenLogprobs)]
@@ -137,9 +137,9 @@ def concatenate(parts: list[TokenLogprobs]) -> TokenLogprobs:
 
 
 def _order_keys(logits: Tensor) -> Tensor:
-    """[R, V] int64, distinct within a row: by logit, then by lowest token id.
+    """[R, V] int64 sort keys, distinct within a row: by logit, then by lowest token id.
 
-    ``topk`` breaks ties as it likes, which would let the answer depend on its width.
+    ``topk`` breaks ties arbitrarily, so with plain logits the result could depend on its width.
     """
     bits = (logits + 0.0).view(torch.int32)
     ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
@@ -149,14 +149,14 @@ def _order_keys(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Candidates of R positions, to be turned into ``PositionLogprobs`` by the host.
+    """Candidates of R positions; the host turns them into ``PositionLogprobs``.
 
     Attributes:
-        owner: [R] int64, the plan row of each position; ascending.
+        owner: [R] int64, the scheduled request of each position; ascending.
         chosen_ids, chosen_logprobs, chosen_ranks: [R] int64, fp32, int64 (rank from 1).
-        top_ids, top_logprobs: [R, N] int64, fp32, best first; N is the most that any
-            request of the step asked for.
-        num_top: [R] int64, how many of the N the position's request asked for.
+        top_ids, top_logprobs: [R, N] int64, fp32, best first; N is the largest
+            number requested in the step.
+        num_top: [R] int64, number requested for the position.
     """
 
     owner: Tensor

@@ -1,1 +1,1 @@
-"""The device's truth: token ids and lengths, KV memory, and a step's inputs."""
+"""Device state: tokens and lengths, caches, sampling parameters, and host-device copies."""

@@ -1,4 +1,4 @@
-"""What the layers of one model keep: paged by block, recurrent state by slot."""
+"""Cache memory of one model: paged by block, recurrent state by slot."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from sametoken.ops.model.recurrent.rule import (
 
 @dataclass(frozen=True, slots=True)
 class ModelCache:
-    """Memory of all layers. The last block is reserved, and so is the last slot.
+    """Cache memory of all layers.
 
-    Padding rows and unassigned table entries point there.
+    The last block and the last slot are reserved: padding rows and unassigned block table
+    entries point to them.
 
     Attributes:
-        layers: what each layer has of it, in the order of the model's declarations.
-        blocks: tensors [n, num_blocks + 1, ...], each of n layers that declare the same.
+        layers: each layer's view of the memory, in the order of the model's declarations.
+        blocks: tensors [n, num_blocks + 1, ...], one for each group of n equal declarations.
         slots: tensors [n, max_num_seqs + 1, ...], likewise.
         reserved_block: the block that no request owns.
-        folded: how far recurrent layers are folded; None without any.
+        folded: the positions that recurrent layers have folded; None without such layers.
     """
 
     layers: tuple[LayerKV | LayerLatent | LayerMemory, ...]
@@ -51,19 +52,19 @@ class ModelCache:
         num_drafts: int,
         device: torch.device,
     ) -> ModelCache:
-        """Room for what layers declare; slots start at position 0.
+        """Allocate memory for the layers' declarations; slots start at position 0.
 
         Args:
-            caches: what each layer keeps.
+            caches: the declaration of each layer.
             num_blocks: without the reserved one.
-            block_size: tokens of a block.
+            block_size: tokens per block.
             max_num_seqs: slots, without the reserved one.
-            num_drafts: k, pending rows of a slot.
+            num_drafts: k, pending rows per slot.
             device: where the memory is.
         """
         alike: dict[LayerCache, list[int]] = {}
         for index, cache in enumerate(caches):
-            # A window changes what is read, not what is kept.
+            # A sliding window changes which KV is read, not which is stored.
             kept = replace(cache, window=None) if isinstance(cache, PagedKV) else cache
             alike.setdefault(kept, []).append(index)
         layers, blocks, slots = {}, [], []

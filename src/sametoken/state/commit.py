@@ -1,7 +1,7 @@
-"""What the host writes to ``Sequences``: a slot's new request, its blocks.
+"""Host writes to ``Sequences``: a slot's new request and its blocks.
 
-With ``StepOps.commit`` and ``publish``, what a step does, this is all that writes them
-(tests/architecture/test_single_writer.py). Imported by ``runner.runner`` alone.
+Together with ``StepOps.commit`` and ``publish`` these are the only writers
+(tests/architecture/test_single_writer.py). Imported by ``runner.runner`` only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from sametoken.types.plan import (
 
 
 def admit(sequences: Sequences, admission: Admission) -> None:
-    """Give a slot to a request: its prompt is committed, its cached prefix computed."""
+    """Assign a slot to a request: its prompt is committed, its cached prefix computed."""
     slot, prompt = admission.slot, admission.prompt_token_ids
     sequences.token_ids[slot, : len(prompt)] = upload(prompt, sequences.device)
-    # ``fill_`` takes its value along with the launch; assignment would wait for a copy.
+    # ``fill_`` passes the value as a launch argument; assignment would wait for a copy.
     sequences.prompt_len[slot].fill_(len(prompt))
     sequences.num_tokens[slot].fill_(len(prompt))
     sequences.num_computed[slot].fill_(admission.num_cached)
@@ -26,7 +26,7 @@ def admit(sequences: Sequences, admission: Admission) -> None:
 
 
 def assign_blocks(sequences: Sequences, assignment: BlockAssignment) -> None:
-    """Extend (or after a swap-in, replace) part of a slot's block table."""
+    """Extend part of a slot's block table, or replace it after a swap-in."""
     first = assignment.first_index
     last = first + len(assignment.block_ids)
     blocks = upload(assignment.block_ids, sequences.device)

@@ -1,4 +1,4 @@
-"""Values that the host waits for while the device works on."""
+"""Asynchronous copies to the host, waited for by event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sametoken.state.upload import to_host
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """An integer matrix on its way to host memory, in stream order."""
+    """An integer matrix being copied to host memory in stream order."""
 
     _tensor: Tensor
     _landed: torch.cuda.Event | None
@@ -27,7 +27,7 @@ class HostCopy:
         return cls(copy, landed)
 
     def rows(self) -> list[list[int]]:
-        """Its rows, once the copy has landed; work enqueued after it is not waited for."""
+        """Wait for the copy, not for work enqueued after it, and return the rows."""
         if self._landed is not None:
             self._landed.synchronize()
         rows: list[list[int]] = self._tensor.tolist()

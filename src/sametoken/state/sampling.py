@@ -1,4 +1,4 @@
-"""Sampling parameters by slot. Constant while a request runs: nothing here counts tokens."""
+"""Sampling parameters by slot, constant while a request runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sametoken.types.plan import Admission
 
 T = TypeVar("T")
 
-#: Below this a temperature is greedy, as in vLLM: dividing by it would overflow fp32.
+#: Lower temperatures are greedy, as in vLLM: dividing by them would overflow fp32.
 GREEDY_TEMPERATURE = 1e-5
 
 
@@ -31,8 +31,8 @@ class SamplingTable:
         top_k: [S] int64, 0 keeps all.
         top_p, min_p: [S] fp64; 1 and 0 keep all.
         rules: masks, biases and penalties of the slots that have any.
-        num_logprobs, num_prompt_logprobs: on the host: candidates asked for, by slot, for the
-            slots that asked.
+        num_logprobs, num_prompt_logprobs: on the host: number of top tokens by slot, only
+            where log-probabilities are requested.
     """
 
     temperature: Tensor
@@ -46,7 +46,7 @@ class SamplingTable:
 
     @classmethod
     def allocate(cls, max_num_seqs: int, device: torch.device) -> SamplingTable:
-        """Slots that are greedy and ask for nothing."""
+        """Greedy slots without options."""
 
         def full(value: float, dtype: torch.dtype) -> Tensor:
             return torch.full((max_num_seqs + 1,), value, dtype=dtype, device=device)
@@ -70,15 +70,15 @@ class SamplingTable:
 
     @property
     def truncation(self) -> Truncation:
-        """What says which tokens are too unlikely; the table's own tensors."""
+        """Top-k, top-p and min-p parameters; views of the table's tensors."""
         return Truncation(self.temperature, self.top_k, self.top_p, self.min_p)
 
     def admit(self, admission: Admission) -> None:
-        """Take up a request's parameters, replacing everything of the slot's former one.
+        """Set a slot's parameters, replacing all of its previous request's.
 
         Raises:
-            InvariantError: the request samples but its seed was not resolved, or its masks
-                forbid every token.
+            InvariantError: the request samples without a resolved seed, or its masks forbid
+                every token.
         """
         slot, params = admission.slot, admission.params
         greedy = params.temperature < GREEDY_TEMPERATURE
@@ -104,13 +104,13 @@ def _replace(by_slot: dict[int, T], slot: int, value: T | None) -> None:
 def _admit_edits(rules: LogitsRules, admission: Admission) -> None:
     edits = _edits_of(admission)
     row = None if edits is None else upload(edits.pack(), rules.edit_addresses.device)
-    # The former row's memory is used again in stream order, after the steps that read it.
+    # The old row's memory is reused in stream order, after the steps that read it.
     _replace(rules.edits, admission.slot, row)
     rules.edit_addresses[admission.slot].fill_(0 if row is None else row.data_ptr())
 
 
 def _edits_of(admission: Admission) -> Edits | None:
-    """What a request masks and biases; None if nothing."""
+    """A request's masks and biases; None if it has none."""
     params, words = admission.params, admission.bad_words_token_ids
     min_tokens = params.min_tokens if admission.stop_token_ids else 0
     if params.allowed_token_ids is None and not (params.logit_bias or words or min_tokens):
@@ -130,8 +130,8 @@ def _admit_penalties(rules: LogitsRules, admission: Admission) -> None:
     slot, params = admission.slot, admission.params
     rules.counters.pop(slot, None)
     if params.has_penalties:
-        taken = set(rules.counters.values())
-        rules.counters[slot] = next(number for number in count() if number not in taken)
+        used = set(rules.counters.values())
+        rules.counters[slot] = next(number for number in count() if number not in used)
     rules.counter_of[slot].fill_(rules.counters.get(slot, -1))
     rules.repetition[slot].fill_(params.repetition_penalty)
     rules.frequency[slot].fill_(params.frequency_penalty)

@@ -1,8 +1,7 @@
-"""Per-slot facts on the device. ``commit.py`` and ``StepOps.commit`` alone write them.
+"""Device state by slot, written only by ``commit.py`` and ``StepOps.commit`` and ``publish``.
 
-Texts of earlier requests, kept when their slots are taken up again. Drafters may read them.
-
-What is drafted never decides what is emitted, so other requests' texts change no token.
+Also the texts of earlier requests, for drafters. Drafts never decide emitted tokens, so reading
+other requests' texts changes no output.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 class Sequences:
     """Committed tokens, lengths, drafts and block tables of all slots.
 
-    There are S = max_num_seqs + 1 slots; the last is reserved for padding rows.
+    There are S = max_num_seqs + 1 slots; the last one is reserved for padding rows.
 
     Attributes:
         token_ids: [S, max_len] int64, committed tokens below ``num_tokens``; undefined above.
@@ -25,7 +24,7 @@ class Sequences:
         num_computed: [S] int64, positions whose KV exists; num_tokens - 1 when decoding.
         prompt_len: [S] int64.
         draft_ids: [S, k] int64, drafts for the next window.
-        num_drafts: [S] int64, how many of them count.
+        num_drafts: [S] int64, number of valid drafts.
         block_table: [S, max_blocks] int64, KV blocks by position; entries not yet assigned
             hold the reserved block, which no request owns.
         block_size: tokens per block.
@@ -71,12 +70,12 @@ class Sequences:
 
     @property
     def device(self) -> torch.device:
-        """Where all of it lives."""
+        """The device of all tensors."""
         return self.num_tokens.device
 
     @property
     def reserved_slot(self) -> int:
-        """The slot of padding rows; no request ever owns it."""
+        """The slot of padding rows, never owned by a request."""
         return self.num_tokens.shape[0] - 1
 
     @property
@@ -87,11 +86,11 @@ class Sequences:
 
 @dataclass(slots=True, eq=False)
 class TokenHistory:
-    """The last R texts, the oldest replaced first. Written in stream order, by ``keep`` alone.
+    """Ring buffer of the last R texts, written in stream order by ``keep`` only.
 
     Attributes:
         texts: [R, W] int64 token ids; undefined at ``lengths`` and above.
-        lengths: [R] int64, tokens of each; 0 for texts not yet written.
+        lengths: [R] int64, tokens of each; 0 for unused rows.
     """
 
     texts: Tensor
@@ -106,7 +105,7 @@ class TokenHistory:
         return cls(texts, texts.new_zeros(num_texts))
 
     def keep(self, sequences: Sequences, slot: int) -> None:
-        """Keep the text of a slot that is about to be another request's, prompt and output."""
+        """Save a slot's prompt and output before another request takes the slot."""
         num_texts, longest = self.texts.shape
         if not num_texts:
             return
@@ -119,5 +118,5 @@ class TokenHistory:
         self._used.add(slot)
 
 
-#: For drafters that read no other request's text.
+#: For drafters that do not read other requests' texts.
 NO_HISTORY = TokenHistory.allocate(0, 1, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Values on their way to the device and back, without waiting for either."""
+"""Non-blocking copies to the device and back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Values = Sequence[int] | Sequence[Sequence[int]]
 def upload(values: Values, device: torch.device) -> Tensor:
     """An int64 tensor of ``values`` on ``device``.
 
-    To a GPU it travels through pinned memory of its own, which the allocator keeps from
-    reuse until the copy has been made.
+    For a GPU it is staged in pinned memory, which the caching allocator does not reuse until the
+    copy is done.
     """
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int64)
@@ -23,7 +23,7 @@ def upload(values: Values, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory. From a GPU it lands in stream order, in pinned memory."""
+    """A copy in host memory; from a GPU it is made in stream order, into pinned memory."""
     if tensor.device.type == "cpu":
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -31,5 +31,5 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """What ``to_host`` saved, back on the device in stream order."""
+    """Copy a result of ``to_host`` back to the device in stream order."""
     return tensor.to(device, non_blocking=True)

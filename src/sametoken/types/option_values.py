@@ -124,9 +124,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
-#: Methods that match text, and methods that may follow one of them in a cascade.
+#: Methods that match text, methods with a draft head, methods that a cascade may fall back to.
 LOOKUPS = ("ngram", "suffix")
-CASCADED = ("draft_model", "eagle", "eagle3", "mtp")
+HEADS = ("eagle", "eagle3", "mtp")
+CASCADED = ("draft_model", *HEADS)
 
 _SUFFIX_LIMITS = {
     "suffix_decoding_max_tree_depth": (1, 64),

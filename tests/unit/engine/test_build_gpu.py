@@ -99,7 +99,7 @@ def test_an_eager_engine_captures_nothing():
 class Replays(StepGraphs):
     """Notes the shape that is replayed."""
 
-    def _replay(self, shape, layout, first_place, between):
+    def _replay(self, shape, layout, first_place, processor):
         self.layouts.append(shape)
 
 

@@ -175,7 +175,7 @@ def test_tied_embeddings_of_a_nested_decoder_are_compared(checkpoint):
         ({"num_experts_per_tok": None}, "num_experts_per_tok=None"),
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
         ({"linear_conv_kernel_dim": 4}, r"conv1d\.weight .* has shape \[56, 1, 3\]"),
-        ({"num_experts": 4}, r"has shape \[3, 16\], the config wants \[4, 16\]"),
+        ({"num_experts": 4}, r"has shape \[3, 16\], the config expects \[4, 16\]"),
         ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "cannot be rotated in pairs"),
     ],
 )

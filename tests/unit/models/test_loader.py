@@ -162,7 +162,7 @@ def test_missing_tensor_is_named(checkpoint):
 
 def test_unexpected_shape_names_tensor_found_and_wanted(checkpoint):
     change_config(checkpoint, num_key_value_heads=4)
-    wanted = r"k_proj\.weight .* has shape \[16, 32\], the config wants \[32, 32\]"
+    wanted = r"k_proj\.weight .* has shape \[16, 32\], the config expects \[32, 32\]"
     with pytest.raises(CheckpointError, match=wanted):
         load(checkpoint)
 

@@ -170,7 +170,7 @@ def test_a_checkpoint_without_the_module_is_refused(tmp_path, kind):
     write_checkpoint(tmp_path, config, without_mtp(hybrid_tensors(config)))
     with pytest.raises(CheckpointError, match=r"holds no multi-token-prediction module") as caught:
         MTPCheckpoint(tmp_path)
-    assert "as it was published" in caught.value.remedy
+    assert "use the published checkpoint" in caught.value.remedy
 
 
 def test_a_config_without_the_module_is_refused(tmp_path):
@@ -184,7 +184,7 @@ def test_a_config_without_the_module_is_refused(tmp_path):
     [
         ("qwen3_5", {"mtp_num_hidden_layers": 2}, "of 2 layers"),
         ("qwen3_next", {"num_nextn_predict_layers": 3}, "of 3 layers"),
-        ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "embedding of its own"),
+        ("qwen3_5", {"mtp_use_dedicated_embeddings": True}, "its own embedding"),
     ],
 )
 def test_other_forms_of_the_module_are_refused(tmp_path, kind, changes, message):

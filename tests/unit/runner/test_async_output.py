@@ -60,7 +60,7 @@ def test_a_poisoned_row_says_why():
     plan = replace(PLAN, requests=(PLAN.requests[0],) * 4)
     faults = (SOUND, HAS_NAN, NO_TOKEN, NO_TOKEN)
     buffer = buffer_of(*([7, 3, 3, 0, fault, 10] for fault in faults))
-    buffer.lost = {0: MaskFault.SLOW, 1: MaskFault.SLOW, 3: MaskFault.SLOW}
+    buffer.mask_faults = {0: MaskFault.SLOW, 1: MaskFault.SLOW, 3: MaskFault.SLOW}
     rows = buffer.read(plan).requests
     assert [row.failed for row in rows] == [False, True, True, True]
     assert [row.mask_fault for row in rows] == [
@@ -76,10 +76,10 @@ def test_reading_before_the_copy_landed_raises():
     with pytest.raises(InvariantError, match="in flight"):
         buffer.read(PLAN)
     land(buffer, *[[7, 0, 0, 0, 0, 10]] * 3)
-    buffer.lost[0] = MaskFault.SLOW
+    buffer.mask_faults[0] = MaskFault.SLOW
     buffer.read(PLAN)
     buffer.clear()
-    assert not buffer.lost
+    assert not buffer.mask_faults
     with pytest.raises(InvariantError, match="in flight"):
         buffer.read(PLAN)
 

@@ -42,7 +42,7 @@ def test_launches_read_their_own_layouts_however_far_the_host_is_ahead(in_flight
                 ring.fetch(memory)
                 assert memory.tolist() == table
             read = len(written)
-    assert ring.turn.item() == 11
+    assert ring.num_launches.item() == 11
 
 
 @each_op

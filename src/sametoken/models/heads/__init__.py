@@ -1,1 +1,1 @@
-"""Draft heads: EAGLE, EAGLE-3, and multi-token prediction."""
+"""Draft heads: EAGLE, EAGLE-3 and multi-token prediction (MTP)."""

@@ -1,15 +1,13 @@
-"""What EAGLE heads of every version are to their drafter.
-
-What EAGLE checkpoints of every version and layout have in common.
-"""
+"""The interface of draft heads, and the parts that their checkpoints share."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +25,7 @@ from sametoken.models.load.huggingface import (
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import (
     Part,
+    TensorSource,
     WeightReader,
 )
 from sametoken.ops.backend import AttentionRows, Kernels
@@ -37,14 +36,25 @@ from sametoken.ops.weight import (
 )
 from sametoken.state.caches import ModelCache
 
+LAYER = "layers.0"
+# Tensors of the target that some heads contain and none uses.
+UNUSED_TENSORS = (*DERIVED_TENSORS, "verifier_lm_head.weight", "verifier_norm.weight")
+_ANOTHER_HEAD = "use a head that was trained for this target"
+_RENAMED = (
+    ("model.", ""),
+    ("midlayer.", f"{LAYER}."),
+    ("transformer.", f"{LAYER}."),
+    ("fusion_fc.", "fc."),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class HeadStates:
-    """What a pass of the head leaves, [T, hidden] each.
+    """Outputs of a head's forward pass, [T, hidden] each.
 
     Attributes:
-        last: what logits are made from.
-        feedback: what the row at the next position takes as its hidden state.
+        last: input of the lm_head.
+        feedback: hidden-state input of the row at the next position.
     """
 
     last: Tensor
@@ -52,11 +62,11 @@ class HeadStates:
 
 
 class EagleHead(Protocol):
-    """A draft head: row p holds the token at p + 1 and a state of p, and predicts p + 2."""
+    """A draft head: row p takes the token at p + 1 and a state of p, and predicts p + 2."""
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
-        """What each of its layers keeps."""
+        """The cache declaration of each layer."""
         ...
 
     @property
@@ -65,7 +75,7 @@ class EagleHead(Protocol):
         ...
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """What rows of the target's forward pass give to the head.
+        """The head's hidden-state input from rows of the target's forward pass.
 
         Args:
             hidden: the target's hidden states of T rows.
@@ -84,50 +94,60 @@ class EagleHead(Protocol):
         cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
-        """Run rows over paged KV, writing theirs.
+        """Run rows over paged KV and write their KV.
 
         Args:
-            token_ids: [T] int64; of a row at position p, the token at p + 1.
-            hidden: [T, hidden]; of a row at position p, the target's state at p or the
-                head's own ``feedback`` of p - 1. Its memory may be reused.
-            rows: where the rows stand.
-            cache: what the head keeps.
-            kept: [R] int64, the rows whose states are wanted; the others are run for their KV
-                alone. None: all.
+            token_ids: [T] int64; for a row at position p, the token at p + 1.
+            hidden: [T, hidden]; for a row at position p, the target's state at p or the head's
+                ``feedback`` of p - 1. Its memory may be reused.
+            rows: slots and positions of the rows.
+            cache: the head's cache.
+            kept: [R] int64, the rows to return; the others are run only for their KV. None: all.
         """
         ...
 
     def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V'] fp32 over the tokens that it can propose."""
+        """[R, hidden] to [R, V'] fp32 over the tokens that the head can propose."""
         ...
 
 
-LAYER = "layers.0"
-# Tensors of the target that some heads carry and none reads.
-UNUSED_TENSORS = (*DERIVED_TENSORS, "verifier_lm_head.weight", "verifier_norm.weight")
-
-_ANOTHER_HEAD = "use a head that was trained for this target"
-_RENAMED = (
-    ("model.", ""),
-    ("midlayer.", f"{LAYER}."),
-    ("transformer.", f"{LAYER}."),
-    ("fusion_fc.", "fc."),
-)
+Head = TypeVar("Head", bound=EagleHead)
 
 
 class SharedWeights(Protocol):
-    """What a head may take from its target: two packed weights [V, hidden]."""
+    """The target's weights that a head may share: embedding and lm_head, [V, hidden]."""
 
     embedding: UnquantizedWeight
 
     def whole_head(self) -> UnquantizedWeight:
-        """All rows of the target's lm_head; reads them if this rank does not hold them."""
+        """All rows of the target's lm_head; read from disk if this rank has only a part."""
         ...
 
 
-class HeadCheckpoint(Protocol):
-    """A head on disk, its config read and its weights not."""
+class HeadCheckpoint(ABC, Generic[Head]):
+    """A head on disk, with its config read and its weights not.
 
+    Args:
+        directory: the checkpoint.
+        load_format: "auto", or "dummy" for random weights.
+
+    Attributes:
+        unused_tensors: endings of tensor names that are not read.
+        optional_tensors: optional tensors that a dummy head has.
+
+    Raises:
+        CheckpointError: config.json is missing, malformed, or lacks a key.
+        UnsupportedError: another kind of drafter, or a feature that is not implemented.
+    """
+
+    unused_tensors: ClassVar[tuple[str, ...]] = UNUSED_TENSORS
+    optional_tensors: tuple[str, ...] = ()
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        self._directory = directory
+        self._is_dummy = load_format == DUMMY
+
+    @abstractmethod
     def require_fit(self, target: ModelConfig) -> None:
         """Refuse a head that was trained for another target.
 
@@ -136,13 +156,28 @@ class HeadCheckpoint(Protocol):
         """
         ...
 
+    @abstractmethod
     def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The target's layers whose inputs the head reads, in its order.
 
         Raises:
-            DrafterMismatchError: the target has no such layer.
+            DrafterMismatchError: a layer does not exist.
         """
         ...
+
+    @abstractmethod
+    def _build(
+        self,
+        reader: WeightReader,
+        shared: SharedWeights,
+        max_positions: int,
+        token_ids: Tensor | None,
+    ) -> Head:
+        """Read all tensors of the head; arguments as in ``load``."""
+        ...
+
+    def _open_tensors(self) -> TensorSource:
+        return HeadSource(self._directory)
 
     def load(
         self,
@@ -154,33 +189,40 @@ class HeadCheckpoint(Protocol):
         max_positions: int,
         token_ids: Tensor | None = None,
         quantize_fp8: bool = False,
-    ) -> EagleHead:
-        """Read the weights; what the head lacks of embedding and lm_head is the target's.
+    ) -> Head:
+        """Read the weights; an embedding or lm_head that the head lacks is the target's.
 
         Args:
             shared: the target's weights.
             kernels: the backend that runs the head.
-            dtype: what every weight is converted to.
-            device: where every weight goes.
+            dtype: dtype of every weight.
+            device: device of every weight.
             max_positions: rows of the rotary table.
-            token_ids: [V'] int64, ascending, on the device: all that the head is to propose, if
-                it has no such list of its own.
-            quantize_fp8: whether all projections but those of a mixture of experts become fp8.
+            token_ids: [V'] int64, ascending, on the device: the only tokens to propose, for a
+                head without a token map of its own.
+            quantize_fp8: whether projections become fp8, except in a mixture of experts.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape than the config wants.
-            UnsupportedError: pickled weights only, or tensors that the head has no use for.
-            DrafterMismatchError: the weights to share do not fit the head.
+            CheckpointError: a tensor is missing or differs in shape from the config.
+            UnsupportedError: only pickled weights, or tensors that the head does not use.
+            DrafterMismatchError: the shared weights do not fit the head.
         """
-        ...
+        if self._is_dummy:
+            reader = dummy_reader(self._directory, kernels, dtype, device, self.optional_tensors)
+        else:
+            reader = WeightReader(self._open_tensors(), kernels, dtype, device)
+        reader = replace(reader, quantize_fp8=quantize_fp8)
+        head = self._build(reader, shared, max_positions, token_ids)
+        reader.require_all_read(allowed=self.unused_tensors)
+        return head
 
 
 def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
-    """The decoder layer's sizes: those of ``speculators`` are nested, SafeAILab's are not.
+    """The decoder layer's sizes, nested in ``speculators`` configs, at the top in SafeAILab's.
 
     Raises:
         CheckpointError: a key is missing or impossible.
-        UnsupportedError: the layer needs arithmetic that is not implemented.
+        UnsupportedError: the layer needs an operation that is not implemented.
     """
     nested = config.get("transformer_layer_config", config)
     if not isinstance(nested, dict):
@@ -200,14 +242,14 @@ def read_layer_config(config: Mapping[str, Any], location: Path) -> ModelConfig:
 
 
 def refuse(location: Path, *features: tuple[object, str]) -> None:
-    """Refuse a head by the first of its features that is there.
+    """Refuse a head with any of these features.
 
     Args:
         location: the file, for messages.
-        features: whether the head has it, and its name.
+        features: whether the head has a feature, and its name.
 
     Raises:
-        UnsupportedError: the head has one.
+        UnsupportedError: the head has one; the first is named.
     """
     for found, what in features:
         if found:
@@ -215,7 +257,7 @@ def refuse(location: Path, *features: tuple[object, str]) -> None:
 
 
 def require_sizes(vocab_size: int, hidden_size: int, target: ModelConfig) -> None:
-    """Refuse a head that expects a target of another vocabulary or hidden size.
+    """Refuse a head trained for another vocabulary or hidden size.
 
     Raises:
         DrafterMismatchError: one of the two differs.
@@ -232,7 +274,7 @@ def require_sizes(vocab_size: int, hidden_size: int, target: ModelConfig) -> Non
 
 
 def require_layers(ids: tuple[int, ...], num_target_layers: int) -> None:
-    """Refuse a head that reads layers which the target does not have.
+    """Refuse a head that reads layers beyond the target's.
 
     Raises:
         DrafterMismatchError: an id is not in 0 .. ``num_target_layers``.
@@ -256,21 +298,21 @@ def own_or_shared(
     rows: int,
     hidden_size: int,
     share: Callable[[], UnquantizedWeight],
-    places: Tensor | None = None,
+    permutation: Tensor | None = None,
 ) -> UnquantizedWeight:
-    """The [rows, hidden_size] weight ``name`` if the head has it, else what ``share`` returns.
+    """The head's [rows, hidden_size] weight ``name`` if it exists, else the result of ``share``.
 
-    ``places`` is that of ``Part``, for a weight of the head's own.
+    ``permutation`` is as in ``Part``, for the head's own weight.
 
     Raises:
-        DrafterMismatchError: the head has none, and the target's is of another shape.
+        DrafterMismatchError: the head has none, and the target's has another shape.
     """
     if f"{name}.weight" in reader:
-        return reader.packed(hidden_size, Part(f"{name}.weight", rows, places))
+        return reader.packed(hidden_size, Part(f"{name}.weight", rows, permutation))
     shared = share()
     if (shared.out_features, shared.in_features) != (rows, hidden_size):
         raise DrafterMismatchError(
-            f"the EAGLE head has no {name} of its own and wants one of {rows} x {hidden_size}, "
+            f"the EAGLE head has no {name} of its own and expects one of {rows} x {hidden_size}, "
             f"the target's is {shared.out_features} x {shared.in_features}",
             _ANOTHER_HEAD,
         )
@@ -280,39 +322,14 @@ def own_or_shared(
 def load_lm_head(
     reader: WeightReader, whole: UnquantizedWeight, token_ids: Tensor | None
 ) -> Weight:
-    """The projection to the logits of the given tokens, or of all; ``whole`` stays as it is."""
+    """The projection to the logits of ``token_ids``, or of all tokens; ``whole`` is unchanged."""
     if token_ids is not None:
         whole = reader.kernels.pack(whole.rows(token_ids))
     return reader.projection(whole)
 
 
-def open_head(
-    directory: Path,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    load_format: str,
-    quantize_fp8: bool,
-    optional: Collection[str] = (),
-) -> WeightReader:
-    """A reader of a head's tensors, or under "dummy" of random ones.
-
-    Args:
-        directory: the head's.
-        kernels, dtype, device, quantize_fp8: as in ``HeadCheckpoint.load``.
-        load_format: "auto" or "dummy".
-        optional: what a dummy head holds among the tensors that heads may share or lack.
-    """
-    if load_format == DUMMY:
-        reader = dummy_reader(directory, kernels, dtype, device, optional)
-    else:
-        reader = WeightReader(HeadSource(directory), kernels, dtype, device)
-    return replace(reader, quantize_fp8=quantize_fp8)
-
-
 class HeadSource:
-    """A head's floating tensors under one set of names, whatever its layout."""
+    """A head's floating-point tensors under the same names in either checkpoint layout."""
 
     def __init__(self, directory: Path) -> None:
         self._source = SafetensorsSource(directory)
@@ -321,7 +338,7 @@ class HeadSource:
         self._names = {new: old for new, old in names.items() if new not in ("d2t", "t2d")}
 
     def names(self) -> Collection[str]:
-        """Every tensor's name: ``layers.0.*``, ``fc.*`` and so on."""
+        """Every tensor's name, e.g. ``layers.0.*`` and ``fc.*``."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:

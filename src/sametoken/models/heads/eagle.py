@@ -1,32 +1,30 @@
-"""The first EAGLE draft head (Li et al., arXiv:2401.15077), which EAGLE-2 uses unchanged.
+"""The EAGLE-1 draft head (Li et al., arXiv:2401.15077), which EAGLE-2 uses unchanged.
 
-Row p holds the token at p + 1 and the target's last hidden state at p, and predicts the
-token at p + 2. Facts taken from the reference (SafeAILab/EAGLE ``eagle/model/cnets1.py``)
-and from vLLM (``vllm/model_executor/models/llama_eagle.py``):
+Row p takes the token at p + 1 and the target's last hidden state at p, and predicts the token at
+p + 2. From the reference (SafeAILab/EAGLE ``eagle/model/cnets1.py``) and vLLM
+(``vllm/model_executor/models/llama_eagle.py``):
 
-- ``fc`` maps ``[embedding | hidden]``, 2h wide, to h, in drafted rows too. It has a bias
-  or none: published heads differ, and so do the names of the setting.
-- The target's state is the one after its final norm, from which it makes its logits
+- ``fc`` maps ``[embedding | hidden]``, 2h wide, to h, in drafted rows too.
+- The target's state is the one after its final norm, the input of its lm_head
   (``ea_model.py`` takes ``base_model.model(...)[0]``, ``ge_data`` ``hidden_states[-1]``).
-- Llama layers follow, of which the first has no ``input_layernorm``. There is no final
-  norm: the residual stream is what logits are made from and what the next row takes.
-- Logits come from the target's own ``lm_head``.
+- Llama layers follow; the first has no ``input_layernorm``. There is no final norm: the residual
+  stream is the input of the lm_head and of the next row.
+- The ``lm_head`` is the target's.
 - RoPE positions of rows need only be consistent: row p gets position p.
 
-Checkpoints of the first EAGLE in the two layouts that the field publishes.
+Two checkpoint layouts are published:
 
-SafeAILab: config.json is that of a Llama of ``num_hidden_layers`` layers, mostly one, with
-``bias`` for ``fc``; tensors are ``fc.weight``, maybe ``fc.bias``, ``layers.<i>.*`` without
-``layers.0.input_layernorm`` and mostly ``embed_tokens.weight`` (``eagle/model/cnets1.py``;
-the published heads hold ``pytorch_model.bin``).
+- SafeAILab: config.json describes a Llama of ``num_hidden_layers`` layers, usually one, with
+  ``bias`` for ``fc``; tensors are ``fc.weight``, sometimes ``fc.bias``, ``layers.<i>.*`` without
+  ``layers.0.input_layernorm`` and usually ``embed_tokens.weight`` (``eagle/model/cnets1.py``;
+  the published heads are ``pytorch_model.bin``).
+- ``speculators`` (vllm-project): config.json has ``"speculators_model_type": "eagle"``, the
+  layer's config under ``transformer_layer_config``, ``fusion_bias`` and ``layernorms``; tensors
+  are ``transformer.*``, always one layer regardless of ``num_hidden_layers``, and ``fusion_fc.*``
+  (``convert/eagle/eagle_converter.py`` of its first releases).
 
-``speculators`` (vllm-project): config.json has ``"speculators_model_type": "eagle"``, the
-layer's config under ``transformer_layer_config``, ``fusion_bias`` and ``layernorms``; the
-one layer is ``transformer.*`` whatever ``num_hidden_layers`` says, the rest ``fusion_fc.*``
-(``models/heads/base.py`` and ``convert/eagle/eagle_converter.py`` of its first releases).
-
-Whether ``fc`` has a bias is read from the tensors: trainers write one though the config
-says nothing (sgl-project/sglang#5773, vllm-project/vllm#22323).
+``fc`` has a bias if the tensors include one: some trainers write one without a config key
+(sgl-project/sglang#5773, vllm-project/vllm#22323).
 """
 
 from __future__ import annotations
@@ -50,12 +48,11 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import load_attention, load_mlp
 from sametoken.models.heads.base import (
-    UNUSED_TENSORS,
+    HeadCheckpoint,
     HeadStates,
     SharedWeights,
     load_lm_head,
     load_norm,
-    open_head,
     own_or_shared,
     read_layer_config,
     refuse,
@@ -84,152 +81,12 @@ class Eagle1Config:
     """A head's architecture.
 
     Attributes:
-        layer: sizes of its decoder layers and how many there are; hidden size and
-            vocabulary are the target's.
-        fc_bias: whether ``fc`` must have a bias; it may have one in any case.
+        layer: sizes and number of its decoder layers; hidden size and vocabulary are the target's.
+        fc_bias: whether ``fc`` must have a bias; it may have one anyway.
     """
 
     layer: ModelConfig
     fc_bias: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle1Layer:
-    """One decoder layer; ``input_norm`` is None in the first."""
-
-    input_norm: RMSNorm | None
-    attention: Attention
-    post_attention_norm: RMSNorm
-    mlp: GatedMLP
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle1Head:
-    """The head's weights and its forward pass, as an ``EagleHead``.
-
-    Attributes:
-        embedding: [V, hidden], the target's own unless the head has one.
-        lm_head: [V', hidden], likewise; V' is V, or as many as ``token_ids`` has.
-        token_ids: [V'] int64, ascending, all that it proposes; None: every token.
-    """
-
-    kernels: Kernels
-    embedding: UnquantizedWeight
-    fc: Linear
-    layers: tuple[Eagle1Layer, ...]
-    lm_head: Weight
-    token_ids: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrices between embedding and lm_head."""
-        layers = (layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
-        return self.fc.nbytes + sum(layers)
-
-    @property
-    def caches(self) -> tuple[PagedKV, ...]:
-        """KV of every layer, in the dtype of its weights."""
-        first = self.layers[0]
-        shape, dtype = first.attention.shape, first.post_attention_norm.weight.dtype
-        cache = PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype)
-        return (cache,) * len(self.layers)
-
-    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's states after its final norm; ``forward`` only reads them."""
-        return self.kernels.take_rows(hidden.last, rows)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        rows: AttentionRows,
-        cache: ModelCache,
-        kept: Tensor | None = None,
-    ) -> HeadStates:
-        """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
-        embedded = self.embedding.rows(token_ids)
-        residual = self.fc(torch.cat((embedded, hidden), dim=1))
-        for index, layer in enumerate(self.layers):
-            x = residual if layer.input_norm is None else layer.input_norm(residual)
-            # A row's output in a layer is the next one's KV.
-            wanted = kept if index + 1 == len(self.layers) else None
-            attended = layer.attention(x, rows, cache.kv(index), wanted)
-            x, residual = layer.post_attention_norm.add(
-                attended, self.kernels.take_rows(residual, wanted)
-            )
-            residual = residual + layer.mlp(x)
-        return HeadStates(residual, residual)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, V'] fp32."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
-
-
-class Eagle1Checkpoint:
-    """A directory that holds a head of the first EAGLE, as a ``HeadCheckpoint``.
-
-    Args:
-        directory: the head's.
-        load_format: "auto", or "dummy" for random weights.
-
-    Raises:
-        CheckpointError: config.json is missing, malformed, or lacks a key.
-        UnsupportedError: another kind of drafter, or a feature that is not implemented.
-    """
-
-    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
-        self._directory = directory
-        self._load_format = load_format
-        location = directory / "config.json"
-        self.config = _head_config(read_json_object(location), location)
-
-    def require_fit(self, target: ModelConfig) -> None:
-        """Refuse a head for a target of another vocabulary or hidden size."""
-        require_sizes(self.config.layer.vocab_size, self.config.layer.hidden_size, target)
-
-    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """None: the head reads what the target makes its logits from."""
-        return ()
-
-    def load(
-        self,
-        shared: SharedWeights,
-        *,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_positions: int,
-        token_ids: Tensor | None = None,
-        quantize_fp8: bool = False,
-    ) -> Eagle1Head:
-        """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
-        reader = open_head(
-            self._directory,
-            kernels,
-            dtype,
-            device,
-            load_format=self._load_format,
-            quantize_fp8=quantize_fp8,
-        )
-        layer = self.config.layer
-        vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
-        rotary = rotary_table(
-            layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=device
-        )
-        fc_bias = self.config.fc_bias or "fc.bias" in reader
-        whole = own_or_shared(reader, "lm_head", vocab_size, hidden_size, shared.whole_head)
-        head = Eagle1Head(
-            kernels=kernels,
-            embedding=own_or_shared(
-                reader, "embed_tokens", vocab_size, hidden_size, lambda: shared.embedding
-            ),
-            fc=reader.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
-            layers=tuple(_load_layer(reader, layer, i, rotary) for i in range(layer.num_layers)),
-            lm_head=load_lm_head(reader, whole, token_ids),
-            token_ids=token_ids,
-        )
-        reader.require_all_read(allowed=UNUSED_TENSORS)
-        return head
 
 
 def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
@@ -251,6 +108,16 @@ def _head_config(config: Mapping[str, Any], location: Path) -> Eagle1Config:
     return Eagle1Config(layer, fc_bias=bool(config.get("fusion_bias", config.get("bias", False))))
 
 
+@dataclass(frozen=True, slots=True)
+class Eagle1Layer:
+    """One decoder layer; ``input_norm`` is None in the first."""
+
+    input_norm: RMSNorm | None
+    attention: Attention
+    post_attention_norm: RMSNorm
+    mlp: GatedMLP
+
+
 def _load_layer(
     reader: WeightReader, layer: ModelConfig, index: int, rotary: RotaryTable
 ) -> Eagle1Layer:
@@ -261,3 +128,107 @@ def _load_layer(
         load_norm(reader, f"{prefix}.post_attention_layernorm", layer),
         load_mlp(layer, reader, f"{prefix}.mlp"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle1Head:
+    """The head's weights and its forward pass, as an ``EagleHead``.
+
+    Attributes:
+        embedding: [V, hidden], the target's unless the head has its own.
+        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
+        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
+    """
+
+    kernels: Kernels
+    embedding: UnquantizedWeight
+    fc: Linear
+    layers: tuple[Eagle1Layer, ...]
+    lm_head: Weight
+    token_ids: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices except embedding and lm_head."""
+        layers = (layer.attention.nbytes + layer.mlp.nbytes for layer in self.layers)
+        return self.fc.nbytes + sum(layers)
+
+    @property
+    def caches(self) -> tuple[PagedKV, ...]:
+        """KV of each layer, in the dtype of its weights."""
+        first = self.layers[0]
+        shape, dtype = first.attention.shape, first.post_attention_norm.weight.dtype
+        cache = PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype)
+        return (cache,) * len(self.layers)
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's states after its final norm; ``forward`` does not write to them."""
+        return self.kernels.take_rows(hidden.last, rows)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: Tensor | None = None,
+    ) -> HeadStates:
+        """Run rows over paged KV; see ``EagleHead.forward``."""
+        embedded = self.embedding.rows(token_ids)
+        residual = self.fc(torch.cat((embedded, hidden), dim=1))
+        for index, layer in enumerate(self.layers):
+            x = residual if layer.input_norm is None else layer.input_norm(residual)
+            # Only the last layer may drop rows: an earlier one's outputs become the next one's KV.
+            wanted = kept if index + 1 == len(self.layers) else None
+            attended = layer.attention(x, rows, cache.kv(index), wanted)
+            x, residual = layer.post_attention_norm.add(
+                attended, self.kernels.take_rows(residual, wanted)
+            )
+            residual = residual + layer.mlp(x)
+        return HeadStates(residual, residual)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, V'] fp32."""
+        return self.lm_head.matmul(last, out_dtype=torch.float32)
+
+
+class Eagle1Checkpoint(HeadCheckpoint[Eagle1Head]):
+    """A directory with a head of the first EAGLE."""
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        super().__init__(directory, load_format=load_format)
+        location = directory / "config.json"
+        self.config = _head_config(read_json_object(location), location)
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse a target of another vocabulary or hidden size."""
+        require_sizes(self.config.layer.vocab_size, self.config.layer.hidden_size, target)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """None: the head reads the target's last hidden state."""
+        return ()
+
+    def _build(
+        self,
+        reader: WeightReader,
+        shared: SharedWeights,
+        max_positions: int,
+        token_ids: Tensor | None,
+    ) -> Eagle1Head:
+        layer = self.config.layer
+        vocab_size, hidden_size = layer.vocab_size, layer.hidden_size
+        rotary = rotary_table(
+            layer.rope, head_dim=layer.head_dim, max_positions=max_positions, device=reader.device
+        )
+        fc_bias = self.config.fc_bias or "fc.bias" in reader
+        whole = own_or_shared(reader, "lm_head", vocab_size, hidden_size, shared.whole_head)
+        return Eagle1Head(
+            kernels=reader.kernels,
+            embedding=own_or_shared(
+                reader, "embed_tokens", vocab_size, hidden_size, lambda: shared.embedding
+            ),
+            fc=reader.linear(2 * hidden_size, Part("fc", hidden_size), bias=fc_bias),
+            layers=tuple(_load_layer(reader, layer, i, rotary) for i in range(layer.num_layers)),
+            lm_head=load_lm_head(reader, whole, token_ids),
+            token_ids=token_ids,
+        )

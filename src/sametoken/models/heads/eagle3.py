@@ -1,40 +1,38 @@
 """The EAGLE-3 draft head (Li et al., arXiv:2503.01840): one decoder layer over target states.
 
-Row p holds the token at p + 1 and the target's hidden states at p, and predicts the token
-at p + 2. Facts taken from the reference (SafeAILab/EAGLE ``eagle/model/cnets.py``), from
-vLLM (``vllm/model_executor/models/llama_eagle3.py``) and from the library that trains most
-published heads (vllm-project/speculators ``models/eagle3/model_definitions.py``):
+Row p takes the token at p + 1 and the target's hidden states at p, and predicts the token at
+p + 2. From the reference (SafeAILab/EAGLE ``eagle/model/cnets.py``), vLLM
+(``vllm/model_executor/models/llama_eagle3.py``) and the library that trains most published heads
+(vllm-project/speculators ``models/eagle3/model_definitions.py``):
 
-- ``fc`` maps the concatenated auxiliary states [T, 3h] to h, once; drafted rows take the
-  head's own state instead and skip ``fc``.
-- Attention reads ``[input_layernorm(embedding) | hidden_norm(hidden)]``, 2h wide. The
-  residual is ``hidden`` before its norm, or after it under ``norm_before_residual``.
-- The state fed to the next row is the residual stream before the final norm; under
-  ``norm_output`` (EAGLE 3.1) it is the one after it.
-- ``norm_before_fc`` norms the concatenation as a whole, ``fc_norm`` each part by itself.
+- ``fc`` maps the concatenated auxiliary states [T, 3h] to h, once; drafted rows take the head's
+  own state instead and skip ``fc``.
+- Attention reads ``[input_layernorm(embedding) | hidden_norm(hidden)]``, 2h wide. The residual is
+  ``hidden`` before its norm, or after it with ``norm_before_residual``.
+- The next row takes the residual stream before the final norm; with ``norm_output`` (EAGLE 3.1)
+  the one after it.
+- ``norm_before_fc`` normalizes the whole concatenation, ``fc_norm`` each part.
 - ``lm_head`` covers the draft vocabulary; draft id d is target id ``d + d2t[d]``.
-- RoPE positions of rows need only be consistent: vLLM gives row p position p.
+- RoPE positions of rows need only be consistent: row p gets position p, as in vLLM.
 
-EAGLE-3 checkpoints in the two layouts that the field publishes.
+Two checkpoint layouts are published:
 
-SafeAILab (also SpecForge, SGLang, TensorRT Model Optimizer): config.json is that of a
-one-layer Llama with ``draft_vocab_size`` and, where it differs, ``target_hidden_size``;
-tensors are ``midlayer.*``, ``fc.weight``, ``norm.weight``, ``lm_head.weight``, ``d2t``
-[draft vocabulary] int64, ``t2d`` [vocabulary] bool and seldom ``embed_tokens.weight``
-(SafeAILab/EAGLE ``eagle/model/cnets.py``; the published heads hold ``pytorch_model.bin``).
+- SafeAILab (also SpecForge, SGLang, TensorRT Model Optimizer): config.json describes a one-layer
+  Llama with ``draft_vocab_size`` and, where it differs, ``target_hidden_size``; tensors are
+  ``midlayer.*``, ``fc.weight``, ``norm.weight``, ``lm_head.weight``, ``d2t`` [draft vocabulary]
+  int64, ``t2d`` [vocabulary] bool and rarely ``embed_tokens.weight`` (``eagle/model/cnets.py``;
+  the published heads are ``pytorch_model.bin``).
+- ``speculators`` (vllm-project): config.json has ``speculators_model_type``, the layer's config
+  under ``transformer_layer_config`` and flags beside it; tensors are ``layers.0.*``,
+  ``embed_tokens.weight`` and the rest as above (``models/eagle3/{config,core}.py``).
+  ``norm_before_residual`` defaults to true, as in vLLM
+  (``transformers_utils/configs/speculators/algos.py``).
 
-``speculators`` (vllm-project): config.json has ``speculators_model_type``, the layer's
-config under ``transformer_layer_config`` and flags beside it; tensors are ``layers.0.*``,
-``embed_tokens.weight`` and the rest as above (``models/eagle3/{config,core}.py``).
-``norm_before_residual`` is true if missing, as vLLM reads it
-(``transformers_utils/configs/speculators/algos.py``).
-
-Auxiliary layer ids: a number i at the top of the config means the input of target layer i,
-as vLLM captures it (``hidden_states + residual`` before the layer; the same index names it
-in ``load_model(aux_layers=...)``). Under ``eagle_config``, or with
-``"eagle_aux_layer_semantics": "sglang"``, it means the output of layer i, so that SGLang
-adds 1 (``set_eagle3_layers_to_capture``; vLLM ``eagle3_utils.py``). The default of both is
-(2, n // 2, n - 3) in the first meaning.
+Auxiliary layer ids: at the top of the config, i means the input of target layer i, as in vLLM
+(``hidden_states + residual`` before the layer) and in ``load_model(aux_layers=...)``. Under
+``eagle_config``, or with ``"eagle_aux_layer_semantics": "sglang"``, i means the output of layer i,
+so that SGLang adds 1 (``set_eagle3_layers_to_capture``; vLLM ``eagle3_utils.py``). Both default to
+(2, n // 2, n - 3) as inputs.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
@@ -59,12 +56,11 @@ from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import load_attention, load_mlp
 from sametoken.models.heads.base import (
     LAYER,
-    UNUSED_TENSORS,
+    HeadCheckpoint,
     HeadStates,
     SharedWeights,
     load_lm_head,
     load_norm,
-    open_head,
     own_or_shared,
     read_layer_config,
     refuse,
@@ -102,10 +98,10 @@ class Eagle3Config:
 
     Attributes:
         layer: sizes of its decoder layer; ``layer.vocab_size`` is the target's vocabulary.
-        draft_vocab_size: tokens the head can propose.
+        draft_vocab_size: number of tokens that the head can propose.
         target_hidden_size: width of one auxiliary state.
-        aux_layer_ids: decoder layers of the target whose input it reads, or None for the
-            default; the number of target layers stands for the input of the final norm.
+        aux_layer_ids: target layers whose inputs it reads, None for the default; the number of
+            target layers means the input of the final norm.
     """
 
     layer: ModelConfig
@@ -119,180 +115,13 @@ class Eagle3Config:
 
     @property
     def num_aux(self) -> int:
-        """How many of the target's states are concatenated."""
+        """Number of the target's states that are concatenated."""
         return 3 if self.aux_layer_ids is None else len(self.aux_layer_ids)
 
     @property
     def has_token_map(self) -> bool:
-        """Whether it proposes fewer tokens than the target has, by ``d2t``."""
+        """Whether ``d2t`` limits it to a part of the target's vocabulary."""
         return self.draft_vocab_size != self.layer.vocab_size
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3Head:
-    """The head's weights and its forward pass, as an ``EagleHead``.
-
-    Attributes:
-        embedding: [V, hidden], the target's own unless the head has one.
-        aux_norms: one over the whole concatenation, one per part, or none.
-        lm_head: [draft vocabulary, hidden], rows in the order of ``token_ids``.
-        token_ids: [draft vocabulary] int64, ascending ids of the target's vocabulary, or None
-            where both are one.
-    """
-
-    config: Eagle3Config
-    kernels: Kernels
-    embedding: UnquantizedWeight
-    aux_norms: tuple[RMSNorm, ...]
-    fc: Linear
-    input_layernorm: RMSNorm
-    hidden_norm: RMSNorm
-    attention: Attention
-    post_attention_layernorm: RMSNorm
-    mlp: GatedMLP
-    norm: RMSNorm
-    lm_head: Weight
-    token_ids: Tensor | None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrices between embedding and lm_head."""
-        return self.fc.nbytes + self.attention.nbytes + self.mlp.nbytes
-
-    @property
-    def caches(self) -> tuple[PagedKV, ...]:
-        """KV of the one layer, in the dtype of its weights."""
-        shape, dtype = self.attention.shape, self.norm.weight.dtype
-        return (PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype),)
-
-    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's auxiliary states, combined."""
-        return self.combine(self.kernels.take_rows(hidden.auxiliary, rows))
-
-    def combine(self, auxiliary: Tensor) -> Tensor:
-        """[T, num_aux * target_hidden] of the target to [T, hidden], in memory of its own."""
-        if self.aux_norms:
-            parts = auxiliary.chunk(len(self.aux_norms), dim=1)
-            pairs = zip(self.aux_norms, parts, strict=True)
-            auxiliary = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=1)
-        return self.fc(auxiliary)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        rows: AttentionRows,
-        cache: ModelCache,
-        kept: Tensor | None = None,
-    ) -> HeadStates:
-        """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
-        both = self.kernels.embed_beside(
-            token_ids, self.embedding, self.input_layernorm, hidden, self.hidden_norm
-        )
-        attended = self.attention(both, rows, cache.kv(0), kept)
-        residual = hidden
-        if self.config.norm_before_residual:
-            residual = both[:, hidden.shape[1] :].contiguous()
-        residual = self.kernels.take_rows(residual, kept)
-        x, residual = self.post_attention_layernorm.add(attended, residual)
-        last, residual = self.norm.add(self.mlp(x), residual)
-        return HeadStates(last, last if self.config.norm_output else residual)
-
-    def compute_logits(self, last: Tensor) -> Tensor:
-        """[R, hidden] to [R, draft vocabulary] fp32."""
-        return self.lm_head.matmul(last, out_dtype=torch.float32)
-
-
-class Eagle3Checkpoint:
-    """A directory that holds an EAGLE-3 head, as a ``HeadCheckpoint``.
-
-    Args:
-        directory: the head's.
-        load_format: "auto", or "dummy" for random weights and offsets ``d2t`` of zero.
-
-    Raises:
-        CheckpointError: config.json is missing, malformed, or lacks a key.
-        UnsupportedError: another kind of drafter, or a feature that is not implemented.
-    """
-
-    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
-        self._directory = directory
-        self._load_format = load_format
-        location = directory / "config.json"
-        self.config = _head_config(read_json_object(location), location)
-
-    def require_fit(self, target: ModelConfig) -> None:
-        """Refuse a head for a target of another vocabulary, hidden size or depth."""
-        config = self.config
-        require_sizes(config.layer.vocab_size, config.target_hidden_size, target)
-        self.aux_layers(target.num_layers)
-
-    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Layers of the target, in the order in which ``fc`` reads their inputs."""
-        n, ids = num_target_layers, self.config.aux_layer_ids
-        if ids is None:
-            ids = (2, n // 2, n - 3)
-        require_layers(ids, n)
-        return ids
-
-    def load(
-        self,
-        shared: SharedWeights,
-        *,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_positions: int,
-        token_ids: Tensor | None = None,
-        quantize_fp8: bool = False,
-    ) -> Eagle3Head:
-        """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
-        config, layer = self.config, self.config.layer
-        hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
-        own_head = ("lm_head.weight",) if config.has_token_map else ()
-        reader = open_head(
-            self._directory,
-            kernels,
-            dtype,
-            device,
-            load_format=self._load_format,
-            quantize_fp8=quantize_fp8,
-            optional=own_head,
-        )
-        own_ids, places = self._token_ids(), None
-        if own_ids is not None:
-            assert token_ids is None
-            places, own_ids = _ranks(own_ids), own_ids.sort().values.to(device)
-        whole = own_or_shared(
-            reader, "lm_head", draft_vocab_size, hidden_size, shared.whole_head, places
-        )
-        head = Eagle3Head(
-            config=config,
-            kernels=kernels,
-            embedding=own_or_shared(
-                reader, "embed_tokens", layer.vocab_size, hidden_size, lambda: shared.embedding
-            ),
-            aux_norms=_aux_norms(reader, config),
-            fc=reader.linear(config.num_aux * config.target_hidden_size, Part("fc", hidden_size)),
-            input_layernorm=load_norm(reader, f"{LAYER}.input_layernorm", layer),
-            hidden_norm=load_norm(reader, f"{LAYER}.hidden_norm", layer),
-            attention=_attention(reader, layer, max_positions),
-            post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
-            mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
-            norm=load_norm(reader, "norm", layer),
-            lm_head=load_lm_head(reader, whole, token_ids),
-            token_ids=own_ids if token_ids is None else token_ids,
-        )
-        reader.require_all_read(allowed=UNUSED_TENSORS)
-        return head
-
-    def _token_ids(self) -> Tensor | None:
-        """[draft vocabulary] target ids in the file's order; None if both vocabularies are one."""
-        if not self.config.has_token_map:
-            return None
-        if self._load_format == DUMMY:
-            return torch.arange(self.config.draft_vocab_size)
-        return _mapped_ids(self._directory, self.config)
 
 
 def _head_config(config: Mapping[str, Any], location: Path) -> Eagle3Config:
@@ -341,6 +170,80 @@ def _aux_layer_ids(
     return tuple(i + of_outputs for i in ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Eagle3Head:
+    """The head's weights and its forward pass, as an ``EagleHead``.
+
+    Attributes:
+        embedding: [V, hidden], the target's unless the head has its own.
+        aux_norms: one over the whole concatenation, one per part, or none.
+        lm_head: [draft vocabulary, hidden], rows in the order of ``token_ids``.
+        token_ids: [draft vocabulary] int64, ascending target ids; None: all of them.
+    """
+
+    config: Eagle3Config
+    kernels: Kernels
+    embedding: UnquantizedWeight
+    aux_norms: tuple[RMSNorm, ...]
+    fc: Linear
+    input_layernorm: RMSNorm
+    hidden_norm: RMSNorm
+    attention: Attention
+    post_attention_layernorm: RMSNorm
+    mlp: GatedMLP
+    norm: RMSNorm
+    lm_head: Weight
+    token_ids: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices except embedding and lm_head."""
+        return self.fc.nbytes + self.attention.nbytes + self.mlp.nbytes
+
+    @property
+    def caches(self) -> tuple[PagedKV, ...]:
+        """KV of the one layer, in the dtype of its weights."""
+        shape, dtype = self.attention.shape, self.norm.weight.dtype
+        return (PagedKV(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype),)
+
+    def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
+        """The target's auxiliary states, mapped to the head's hidden size."""
+        return self.combine(self.kernels.take_rows(hidden.auxiliary, rows))
+
+    def combine(self, auxiliary: Tensor) -> Tensor:
+        """[T, num_aux * target_hidden] to [T, hidden], in new memory."""
+        if self.aux_norms:
+            parts = auxiliary.chunk(len(self.aux_norms), dim=1)
+            pairs = zip(self.aux_norms, parts, strict=True)
+            auxiliary = torch.cat([norm(part.contiguous()) for norm, part in pairs], dim=1)
+        return self.fc(auxiliary)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        rows: AttentionRows,
+        cache: ModelCache,
+        kept: Tensor | None = None,
+    ) -> HeadStates:
+        """Run rows over paged KV; see ``EagleHead.forward``."""
+        both = self.kernels.embed_beside(
+            token_ids, self.embedding, self.input_layernorm, hidden, self.hidden_norm
+        )
+        attended = self.attention(both, rows, cache.kv(0), kept)
+        residual = hidden
+        if self.config.norm_before_residual:
+            residual = both[:, hidden.shape[1] :].contiguous()
+        residual = self.kernels.take_rows(residual, kept)
+        x, residual = self.post_attention_layernorm.add(attended, residual)
+        last, residual = self.norm.add(self.mlp(x), residual)
+        return HeadStates(last, last if self.config.norm_output else residual)
+
+    def compute_logits(self, last: Tensor) -> Tensor:
+        """[R, hidden] to [R, draft vocabulary] fp32."""
+        return self.lm_head.matmul(last, out_dtype=torch.float32)
+
+
 def _aux_norms(reader: WeightReader, config: Eagle3Config) -> tuple[RMSNorm, ...]:
     part, eps = config.target_hidden_size, config.layer.rms_norm_eps
     if config.norm_before_fc:
@@ -364,9 +267,71 @@ def _attention(reader: WeightReader, layer: ModelConfig, max_positions: int) -> 
     return load_attention(layer, reader, prefix, rotary, qk_norm, in_features=2 * layer.hidden_size)
 
 
-def _ranks(token_ids: Tensor) -> Tensor:
-    """[draft vocabulary] int64: where each id stands once they are sorted."""
-    return token_ids.argsort(stable=True).argsort()
+class Eagle3Checkpoint(HeadCheckpoint[Eagle3Head]):
+    """A directory with an EAGLE-3 head; a dummy's offsets ``d2t`` are zero."""
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        super().__init__(directory, load_format=load_format)
+        location = directory / "config.json"
+        self.config = _head_config(read_json_object(location), location)
+        if self.config.has_token_map:
+            self.optional_tensors = ("lm_head.weight",)
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse a target of another vocabulary, hidden size or depth."""
+        config = self.config
+        require_sizes(config.layer.vocab_size, config.target_hidden_size, target)
+        self.aux_layers(target.num_layers)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """Layers of the target, in the order of ``fc``'s input."""
+        n, ids = num_target_layers, self.config.aux_layer_ids
+        if ids is None:
+            ids = (2, n // 2, n - 3)
+        require_layers(ids, n)
+        return ids
+
+    def _build(
+        self,
+        reader: WeightReader,
+        shared: SharedWeights,
+        max_positions: int,
+        token_ids: Tensor | None,
+    ) -> Eagle3Head:
+        config, layer = self.config, self.config.layer
+        hidden_size, draft_vocab_size = layer.hidden_size, config.draft_vocab_size
+        own_ids, permutation = self._token_ids(), None
+        if own_ids is not None:
+            assert token_ids is None
+            permutation, own_ids = _ranks(own_ids), own_ids.sort().values.to(reader.device)
+        whole = own_or_shared(
+            reader, "lm_head", draft_vocab_size, hidden_size, shared.whole_head, permutation
+        )
+        return Eagle3Head(
+            config=config,
+            kernels=reader.kernels,
+            embedding=own_or_shared(
+                reader, "embed_tokens", layer.vocab_size, hidden_size, lambda: shared.embedding
+            ),
+            aux_norms=_aux_norms(reader, config),
+            fc=reader.linear(config.num_aux * config.target_hidden_size, Part("fc", hidden_size)),
+            input_layernorm=load_norm(reader, f"{LAYER}.input_layernorm", layer),
+            hidden_norm=load_norm(reader, f"{LAYER}.hidden_norm", layer),
+            attention=_attention(reader, layer, max_positions),
+            post_attention_layernorm=load_norm(reader, f"{LAYER}.post_attention_layernorm", layer),
+            mlp=load_mlp(layer, reader, f"{LAYER}.mlp"),
+            norm=load_norm(reader, "norm", layer),
+            lm_head=load_lm_head(reader, whole, token_ids),
+            token_ids=own_ids if token_ids is None else token_ids,
+        )
+
+    def _token_ids(self) -> Tensor | None:
+        """[draft vocabulary] target ids in the file's order; None without a token map."""
+        if not self.config.has_token_map:
+            return None
+        if self._is_dummy:
+            return torch.arange(self.config.draft_vocab_size)
+        return _mapped_ids(self._directory, self.config)
 
 
 def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
@@ -389,3 +354,8 @@ def _mapped_ids(directory: Path, config: Eagle3Config) -> Tensor:
             "check that config and weights belong together",
         )
     return token_ids
+
+
+def _ranks(token_ids: Tensor) -> Tensor:
+    """[draft vocabulary] int64: index of each id in sorted order."""
+    return token_ids.argsort(stable=True).argsort()

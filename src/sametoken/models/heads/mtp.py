@@ -1,41 +1,37 @@
-"""The multi-token-prediction module (MTP, NextN) of Qwen3-Next and Qwen3.5.
+"""The multi-token-prediction (MTP, NextN) module of Qwen3-Next and Qwen3.5.
 
-Row p holds the token at p + 1 and the target's last hidden state at p, and predicts the
-token at p + 2. Facts taken from vLLM (``vllm/model_executor/models/qwen3_next_mtp.py``,
-``qwen3_5_mtp.py``) and SGLang (``python/sglang/srt/models/qwen3_5_mtp.py``):
+Row p takes the token at p + 1 and the target's last hidden state at p, and predicts the token at
+p + 2. From vLLM (``vllm/model_executor/models/qwen3_next_mtp.py``, ``qwen3_5_mtp.py``) and SGLang
+(``python/sglang/srt/models/qwen3_5_mtp.py``):
 
-- ``fc`` maps ``[pre_fc_norm_embedding(embedding) | pre_fc_norm_hidden(hidden)]``, 2h wide,
-  to h, without a bias, in drafted rows too.
-- The target's state is the one after its final norm. The next row takes the module's own
-  state after ``norm``, which logits are made from as well. Acceptance falls with states
-  from before those norms (measured in ggml-org/llama.cpp#24025 and ROCm/ATOM#1764).
-- One layer of gated full attention follows, with an MLP as the target's layer 0 has it.
-  One trained layer serves every further draft.
-- Norm weights are stored as their difference from 1, as the target's are.
+- ``fc`` maps ``[pre_fc_norm_embedding(embedding) | pre_fc_norm_hidden(hidden)]``, 2h wide, to h,
+  without a bias, in drafted rows too.
+- The target's state is the one after its final norm. The next row and the lm_head take the
+  module's state after ``norm``. Acceptance falls with states from before those norms (measured
+  in ggml-org/llama.cpp#24025 and ROCm/ATOM#1764).
+- One layer of gated full attention follows, with the MLP type of the target's layer 0. The same
+  layer runs for every further draft.
+- Norm weights are stored as their difference from 1, like the target's.
 - Embedding and lm_head are the target's.
 
-The multi-token-prediction module out of its target's own checkpoint.
+The target's own checkpoint contains the module as ``mtp.*``, beside ``model.*`` or
+``model.language_model.*``: ``mtp.fc``, ``mtp.pre_fc_norm_embedding``, ``mtp.pre_fc_norm_hidden``,
+``mtp.layers.0.*`` and ``mtp.norm``. transformers ignores these tensors
+(``_keys_to_ignore_on_load_unexpected``) and drops them when it saves.
 
-Published checkpoints of Qwen3-Next and Qwen3.5 hold it as ``mtp.*`` at the top level, beside
-``model.*`` or ``model.language_model.*``: ``mtp.fc``, ``mtp.pre_fc_norm_embedding``,
-``mtp.pre_fc_norm_hidden``, ``mtp.layers.0.*`` and ``mtp.norm``. transformers does not know
-these tensors (``_keys_to_ignore_on_load_unexpected``) and leaves them out when it saves.
-
-Configs of Qwen3.5 count its layers in ``mtp_num_hidden_layers`` and say in
-``mtp_use_dedicated_embeddings`` whether it has an embedding of its own; vLLM reads the
-count of Qwen3-Next from ``num_nextn_predict_layers``. No count means one.
+Config keys: ``mtp_num_hidden_layers`` and ``mtp_use_dedicated_embeddings`` (Qwen3.5), and
+``num_nextn_predict_layers``, which vLLM reads for Qwen3-Next. Without a count there is one layer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 
 import torch
 from torch import Tensor
 
-from sametoken.config import DUMMY
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
@@ -43,12 +39,12 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer, attention_cache
 from sametoken.models.heads.base import (
+    HeadCheckpoint,
     HeadStates,
     SharedWeights,
     load_lm_head,
     require_sizes,
 )
-from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import SafetensorsSource
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import (
@@ -74,16 +70,52 @@ from sametoken.ops.weight import (
 )
 from sametoken.state.caches import ModelCache
 
+PREFIX = "mtp"
+_ANOTHER_METHOD = "another speculative method"
+
+
+def _require_form(config: ModelConfig, directory: Path) -> None:
+    """Refuse anything except one layer over the target's embedding."""
+    architecture = config.architecture
+    if not issubclass(ARCHITECTURES.get(architecture, object), HybridDecoder):
+        raise UnsupportedError(
+            f"{directory}: method 'mtp' does not run with {architecture}",
+            f"use a Qwen3.5 or Qwen3-Next checkpoint, or {_ANOTHER_METHOD}",
+        )
+    settings = Settings(config.extra, str(directory))
+    num_layers = settings.get("mtp_num_hidden_layers", settings.get("num_nextn_predict_layers", 1))
+    if num_layers == 0:
+        raise _without_module(directory)
+    if num_layers != 1:
+        raise UnsupportedError(
+            f"{directory}: a multi-token-prediction module of {short(num_layers)} layers "
+            "is not supported",
+            f"use {_ANOTHER_METHOD}",
+        )
+    if settings.get("mtp_use_dedicated_embeddings"):
+        raise UnsupportedError(
+            f"{directory}: a multi-token-prediction module with its own embedding is not supported",
+            f"use {_ANOTHER_METHOD}",
+        )
+
+
+def _without_module(directory: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{directory} holds no multi-token-prediction module ({PREFIX}.*): it was trained without "
+        "one, or a conversion dropped it",
+        f"use the published checkpoint, or {_ANOTHER_METHOD}",
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class MTPHead:
     """The module's weights and its forward pass, as an ``EagleHead``.
 
     Attributes:
-        embedding: [V, hidden], the target's own.
-        lm_head: [V', hidden], likewise; V' is V, or as many as ``token_ids`` has.
+        embedding: [V, hidden], the target's.
+        lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
         caches: KV of the one layer.
-        token_ids: [V'] int64, ascending, all that it proposes; None: every token.
+        token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
     """
 
     kernels: Kernels
@@ -99,11 +131,11 @@ class MTPHead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the matrices between embedding and lm_head."""
+        """Bytes of all matrices except embedding and lm_head."""
         return self.fc.nbytes + self.layer.nbytes
 
     def target_states(self, hidden: HiddenStates, rows: Tensor | None) -> Tensor:
-        """The target's states after its final norm; ``forward`` only reads them."""
+        """The target's states after its final norm; ``forward`` does not write to them."""
         return self.kernels.take_rows(hidden.last, rows)
 
     def forward(
@@ -114,7 +146,7 @@ class MTPHead:
         cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
-        """Run rows over paged KV, writing theirs; arguments as in ``EagleHead``."""
+        """Run rows over paged KV; see ``EagleHead.forward``."""
         both = self.kernels.embed_beside(
             token_ids, self.embedding, self.embedding_norm, hidden, self.hidden_norm
         )
@@ -132,75 +164,6 @@ class MTPHead:
         return self.lm_head.matmul(last, out_dtype=torch.float32)
 
 
-PREFIX = "mtp"
-_ANOTHER_METHOD = "another speculative method"
-
-
-class MTPCheckpoint:
-    """The module in the target's directory, as a ``HeadCheckpoint``.
-
-    Args:
-        directory: the target's.
-        load_format: "auto", or "dummy" for random weights.
-
-    Raises:
-        CheckpointError: no config, or a checkpoint without the module's weights.
-        UnsupportedError: an architecture without such a module, or a form that is not run.
-    """
-
-    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
-        self._directory = directory
-        self._is_dummy = load_format == DUMMY
-        self.config = read_config(directory, load_format=load_format)
-        _require_form(self.config, directory)
-        if not self._is_dummy and f"{PREFIX}.fc.weight" not in self._open_tensors().names():
-            raise _without_module(directory)
-
-    def require_fit(self, target: ModelConfig) -> None:
-        """Refuse another target than the one whose checkpoint this is."""
-        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
-
-    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """None: the module reads what the target makes its logits from."""
-        return ()
-
-    def load(
-        self,
-        shared: SharedWeights,
-        *,
-        kernels: Kernels,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_positions: int,
-        token_ids: Tensor | None = None,
-        quantize_fp8: bool = False,
-    ) -> MTPHead:
-        """Read the weights; arguments and errors as in ``HeadCheckpoint``."""
-        config = self.config
-        if self._is_dummy:
-            reader = dummy_reader(self._directory, kernels, dtype, device)
-        else:
-            reader = WeightReader(self._open_tensors(), kernels, dtype, device)
-        reader = replace(reader, quantize_fp8=quantize_fp8)
-        head = MTPHead(
-            kernels=kernels,
-            embedding=shared.embedding,
-            embedding_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
-            hidden_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
-            fc=reader.linear(2 * config.hidden_size, Part(f"{PREFIX}.fc", config.hidden_size)),
-            layer=_load_layer(config, reader, max_positions),
-            norm=load_norm(config, reader, f"{PREFIX}.norm"),
-            lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
-            caches=(attention_cache(config, dtype),),
-            token_ids=token_ids,
-        )
-        reader.require_all_read(allowed=DERIVED_TENSORS)
-        return head
-
-    def _open_tensors(self) -> SafetensorsSource:
-        return SafetensorsSource(self._directory, prefix=f"{PREFIX}.")
-
-
 def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -> DecoderLayer:
     prefix = f"{PREFIX}.layers.0"
     rotary = rotary_table(
@@ -214,34 +177,51 @@ def _load_layer(config: ModelConfig, reader: WeightReader, max_positions: int) -
     )
 
 
-def _require_form(config: ModelConfig, directory: Path) -> None:
-    """Refuse what is no module of one layer over the target's embedding."""
-    architecture = config.architecture
-    if not issubclass(ARCHITECTURES.get(architecture, object), HybridDecoder):
-        raise UnsupportedError(
-            f"{directory}: method 'mtp' does not run with {architecture}",
-            f"use a Qwen3.5 or Qwen3-Next checkpoint, or {_ANOTHER_METHOD}",
-        )
-    settings = Settings(config.extra, str(directory))
-    num_layers = settings.get("mtp_num_hidden_layers", settings.get("num_nextn_predict_layers", 1))
-    if num_layers == 0:
-        raise _without_module(directory)
-    if num_layers != 1:
-        raise UnsupportedError(
-            f"{directory}: a multi-token-prediction module of {short(num_layers)} layers "
-            "is not run",
-            f"use {_ANOTHER_METHOD}",
-        )
-    if settings.get("mtp_use_dedicated_embeddings"):
-        raise UnsupportedError(
-            f"{directory}: a multi-token-prediction module with an embedding of its own is not run",
-            f"use {_ANOTHER_METHOD}",
+class MTPCheckpoint(HeadCheckpoint[MTPHead]):
+    """The module in the target's directory.
+
+    Raises:
+        CheckpointError: no config, or a checkpoint without the module's weights.
+        UnsupportedError: an architecture without an MTP module, or an unsupported form of it.
+    """
+
+    unused_tensors = DERIVED_TENSORS
+
+    def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
+        super().__init__(directory, load_format=load_format)
+        self.config = read_config(directory, load_format=load_format)
+        _require_form(self.config, directory)
+        if not self._is_dummy and f"{PREFIX}.fc.weight" not in self._open_tensors().names():
+            raise _without_module(directory)
+
+    def require_fit(self, target: ModelConfig) -> None:
+        """Refuse a target of another vocabulary or hidden size."""
+        require_sizes(self.config.vocab_size, self.config.hidden_size, target)
+
+    def aux_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """None: the module reads the target's last hidden state."""
+        return ()
+
+    def _build(
+        self,
+        reader: WeightReader,
+        shared: SharedWeights,
+        max_positions: int,
+        token_ids: Tensor | None,
+    ) -> MTPHead:
+        config = self.config
+        return MTPHead(
+            kernels=reader.kernels,
+            embedding=shared.embedding,
+            embedding_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
+            hidden_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
+            fc=reader.linear(2 * config.hidden_size, Part(f"{PREFIX}.fc", config.hidden_size)),
+            layer=_load_layer(config, reader, max_positions),
+            norm=load_norm(config, reader, f"{PREFIX}.norm"),
+            lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
+            caches=(attention_cache(config, reader.dtype),),
+            token_ids=token_ids,
         )
 
-
-def _without_module(directory: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{directory} holds no multi-token-prediction module ({PREFIX}.*): it was trained without "
-        "one, or lost it when it was converted",
-        f"use the checkpoint as it was published, or {_ANOTHER_METHOD}",
-    )
+    def _open_tensors(self) -> SafetensorsSource:
+        return SafetensorsSource(self._directory, prefix=f"{PREFIX}.")

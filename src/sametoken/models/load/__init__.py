@@ -1,1 +1,1 @@
-"""Checkpoints on disk: formats, settings, tensors to packed weights."""
+"""Checkpoint formats, their settings, and reading tensors into packed weights."""

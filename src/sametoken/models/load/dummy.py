@@ -1,9 +1,8 @@
-"""Random weights of the shapes that a config asks for, made where they are used.
+"""Random weights in the shapes of a config, made on the device, for timing only.
 
-They need config.json alone, and serve to measure times: what such a model says means nothing.
-It says one token over and over: the embedding outweighs all that layers add to it, and the
-head holds the embedding's values, so a token is its own likeliest successor. Prompt lookup
-then finds its drafts and has them accepted, which random text would never allow.
+They need only config.json. Such a model repeats one token: the embedding outweighs what the
+layers add, and the head has the embedding's values, so each token is its own likeliest successor.
+Prompt lookup then finds matches and has them accepted, unlike in random text.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from sametoken.models.load.weights import (
 )
 from sametoken.ops.backend import Kernels
 
-#: Of tokens' vectors, in the embedding and in the head, which share their values.
+#: Standard deviation in the embedding and the head, which share their values.
 VOCABULARY_SCALE = 1.0
-#: Of everything else: hundreds of layers of any known width add less than the embedding is.
+#: Elsewhere: hundreds of layers of any usual width add less than the embedding.
 SCALE = 1e-3
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 class DummySource:
-    """Tensors that come to be when their shape is declared, as a ``TensorSource``.
+    """A ``TensorSource`` of random tensors, which exist once their shape is declared.
 
-    Values are a function of the tensor's name, its shape and the kind of device: about 1
-    for the weights of norms, else about 0. Embedding and head count as one name.
+    Values depend only on the tensor's name and shape and the device type, with mean 1 for norm
+    weights, else 0. Embedding and head count as one name.
 
     Args:
         location: the checkpoint, for messages.
         device: where tensors are made, chunk by chunk.
-        optional: tensors that the checkpoint is to hold among those that it could do without.
+        optional: optional tensors that exist.
     """
 
     def __init__(self, location: str, device: torch.device, optional: Collection[str] = ()) -> None:
@@ -52,19 +51,19 @@ class DummySource:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
-        """Let the tensor exist from now on."""
+        """Make the tensor exist."""
         self._shapes[name] = shape
 
     def names(self) -> Collection[str]:
-        """The optional tensors and those that are declared."""
+        """The optional and the declared tensors."""
         return {*self._optional, *self._shapes}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that was declared."""
+        """The declared shape."""
         return self._shapes[name]
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """Rows of the tensor in fp32, on the device they are meant for."""
+        """Rows of the tensor in fp32, on the target device."""
         rows, *row_shape = self._shapes[name]
         centre = 1.0 if not row_shape and not name.endswith("bias") else 0.0
         in_vocabulary = name.endswith(_VOCABULARY)
@@ -79,7 +78,7 @@ class DummySource:
 
 @dataclass(frozen=True, slots=True)
 class DummyReader(WeightReader):
-    """Declares every tensor that it is asked for, in the shape that is asked for."""
+    """Declares every requested tensor in the requested shape."""
 
     source: DummySource
 
@@ -89,7 +88,7 @@ class DummyReader(WeightReader):
 
 @dataclass(frozen=True, slots=True)
 class ShapeReader(DummyReader):
-    """Tensors of the shapes that are asked for, on a device whose tensors have no memory."""
+    """Shapes only, on the "meta" device."""
 
     def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
         self._read.add(part.name)
@@ -103,9 +102,9 @@ def dummy_reader(
     optional: Collection[str] = (),
     parallel: TensorParallel = SINGLE_RANK,
 ) -> WeightReader:
-    """A reader of random weights, or of shapes alone on the device "meta".
+    """A reader of random weights, or of shapes only on the device "meta".
 
-    ``optional`` is that of ``DummySource``. Every rank takes its share of the same weights.
+    ``optional`` is as in ``DummySource``. Every rank reads its share of the same weights.
     """
     source = DummySource(f"{directory} (dummy weights)", device, optional)
     reader = ShapeReader if device.type == "meta" else DummyReader

@@ -1,4 +1,4 @@
-"""GGUF checkpoints: metadata to ``ModelConfig``, tensors to Hugging Face names and order."""
+"""GGUF checkpoints: metadata as ``ModelConfig``, tensors in Hugging Face names and order."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ AGAIN = "download or convert the file again"
 class _Architecture:
     """A GGUF architecture's Hugging Face class, and whether q and k rows are interleaved.
 
-    llama.cpp rotates element 2j with 2j + 1 in llama files, so its converter reorders the
-    rows of q and k; the kernels here rotate j with j + head_dim / 2.
+    llama.cpp rotates element 2j with 2j + 1 in llama files, so its converter reorders the rows
+    of q and k; our kernels rotate j with j + head_dim / 2.
     """
 
     name: str
@@ -71,7 +71,7 @@ _HUGGING_FACE_NAMES = {
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<stem>\w+)\.(?P<ending>weight|bias)")
 _INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 
-# Metadata that would change the arithmetic; a file that sets one is refused by name.
+# Metadata for operations that are not implemented; a file that sets one is refused by name.
 _REFUSED = (
     "attention.sliding_window",
     "attention.scale",
@@ -87,7 +87,7 @@ _REFUSED = (
     "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_attn_factor",
 )
-# By general.file_type: all F32, mostly F16; the rest is quantized or BF16.
+# By general.file_type: all F32, mostly F16; other types are quantized or BF16.
 _DTYPES = {"0": torch.float32, "1": torch.float16}
 
 
@@ -161,10 +161,7 @@ def _model_config(file: GGUFFile, settings: Settings, architecture: str) -> Mode
 
 
 def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
-    """Rope settings in transformers' form.
-
-    Llama 3's scaling comes as divisors of the frequencies, in a tensor of its own.
-    """
+    """Rope settings in transformers' form; Llama 3's scaling is a tensor of frequency divisors."""
     rope: dict[str, Any] = {"rope_theta": settings.number("rope.freq_base", DEFAULT_THETA)}
     scaling = settings.get("rope.scaling.type", "none")
     if ROPE_FREQUENCIES in file.tensors:
@@ -191,7 +188,7 @@ def _rope(file: GGUFFile, settings: Settings) -> dict[str, Any]:
 
 
 def _end_ids(vocabulary: Settings, vocab_size: int) -> tuple[int, ...]:
-    """Ids that end a text, a turn or a message, as llama.cpp stops at all three."""
+    """Ids that end a text, a turn or a message; llama.cpp stops at all three."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     ids = (i for name in names for i in vocabulary.token_ids(name, vocab_size))
     return tuple(dict.fromkeys(ids))
@@ -212,7 +209,7 @@ class GGUFSource:
         self._interleaved_head_dim = interleaved_head_dim
 
     def names(self) -> Collection[str]:
-        """Hugging Face names; tensors without one keep the file's name."""
+        """Hugging Face names; tensors without one keep the file's names."""
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -234,7 +231,7 @@ class GGUFSource:
             yield _half_split(chunk, head_dim) if interleaved and head_dim else chunk
 
     def _rows(self, tensor: GGUFTensor, step: int) -> Iterator[Tensor]:
-        """[step, row] tensors. Read, not mapped: mapped pages count as memory."""
+        """[step, row] tensors; read rather than mapped, as mapped pages count as memory."""
         with open_regular(self._path) as file:
             file.seek(tensor.offset)
             for first in range(0, tensor.num_rows, step):
@@ -259,7 +256,7 @@ def _dequantized(raw: np.ndarray, tensor: GGUFTensor, location: str) -> Tensor:
 
 
 def _half_split(rows: Tensor, head_dim: int) -> Tensor:
-    """Per head, rows 0 2 4 .. then 1 3 5 ..: [n * head_dim, ...] of whole heads."""
+    """De-interleave [n * head_dim, ...] rows: per head, rows 0 2 4 .., then 1 3 5 .."""
     pairs = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
 

@@ -1,7 +1,7 @@
-"""The GGUF container: metadata and tensor directory, every length checked against the file.
+"""The GGUF container: metadata and tensor directory, with every length checked.
 
-gguf's own reader makes several numpy views per vocabulary entry: seconds of time and
-hundreds of megabytes, and it follows a corrupt array length without end.
+gguf's reader makes several numpy views per vocabulary entry, which takes seconds and hundreds of
+megabytes, and does not bound a corrupt array length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
-#: Bytes and values of a header: three times those of a vocabulary of 260,000 tokens, or more.
+#: Limits of a header: at least three times what a vocabulary of 260,000 tokens needs.
 MAX_HEADER_BYTES = 2**27
 MAX_VALUES = 2**22
 
@@ -47,9 +47,9 @@ class GGUFTensor:
     """One entry of the tensor directory.
 
     Attributes:
-        shape: outermost dimension first, as PyTorch has it.
+        shape: outermost dimension first, as in PyTorch.
         type: the ggml type of the data.
-        offset: of the data's first byte in the file.
+        offset: file offset of the data.
         row_bytes: bytes of one row, along the innermost dimension.
     """
 
@@ -71,7 +71,7 @@ class GGUFFile:
 
     Attributes:
         metadata: values as int, float, bool, str, or lists of them.
-        tensors: by the names of the file.
+        tensors: by name in the file.
     """
 
     path: Path
@@ -80,7 +80,7 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Parse the header of a GGUF file and check that the data it names is there.
+    """Parse the header of a GGUF file and check that the file contains its data.
 
     Raises:
         CheckpointError: unreadable, not GGUF, of an unknown version, corrupt, or truncated.
@@ -100,7 +100,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _Cursor:
-    """Walks the header; a length that points beyond it raises ValueError."""
+    """Parses the header; a length beyond its end raises ValueError."""
 
     def __init__(self, data: mmap.mmap, position: int) -> None:
         self.data = data
@@ -133,7 +133,7 @@ class _Cursor:
         return self.array(value_type, 1)[0]
 
     def count(self, length: int) -> None:
-        """Note that so many more values follow."""
+        """Count ``length`` more values."""
         self.num_values += length
         if self.num_values > MAX_VALUES:
             raise ValueError(f"its header has more than {MAX_VALUES} values")

@@ -1,4 +1,4 @@
-"""Hugging Face directories: config.json, generation_config.json and safetensors files."""
+"""Hugging Face checkpoints: config.json, generation_config.json and safetensors files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sametoken.models.load.weights import rows_per_chunk
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth")
-#: Of a file's name, on any system.
+#: Longest file name on any system.
 MAX_NAME_BYTES = 255
 AGAIN = "download the checkpoint again"
 
@@ -46,7 +46,7 @@ _HYBRID = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-# What transformers assumes of a key that config.json leaves out.
+# transformers' defaults for keys that config.json omits.
 _IMPLIED: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
     "Qwen3ForCausalLM": {
@@ -62,7 +62,7 @@ _IMPLIED: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeForCausalLM": _HYBRID | {"num_key_value_heads": 2},
     "Qwen3_5MoeForConditionalGeneration": _HYBRID | {"num_key_value_heads": 2},
 }
-# What a model that also sees says once for itself and its text decoder.
+# Top-level keys of a vision-language config that apply to its text decoder too.
 _COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
 PARTIAL_ROTARY = frozenset(
     name for name, keys in _IMPLIED.items() if keys.items() >= _HYBRID.items()
@@ -97,11 +97,11 @@ class HuggingFaceCheckpoint:
 
 
 def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelConfig:
-    """The architecture that a config.json in transformers' form describes.
+    """The architecture of a config.json in transformers' form.
 
     Args:
-        given: the file's object.
-        generation: that of generation_config.json, empty if there is none.
+        given: the config.
+        generation: generation_config.json, empty if there is none.
 
     Raises:
         CheckpointError: a key is missing or impossible.
@@ -151,7 +151,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
 
 
 def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
-    """Rope settings, from ``rope_parameters`` or from ``rope_scaling`` and ``rope_theta``."""
+    """Rope settings from ``rope_parameters``, or from ``rope_scaling`` and ``rope_theta``."""
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{settings.location}: the rope settings are not an object", AGAIN)
@@ -200,7 +200,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a checkpoint's JSON file.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, or holds something else.
+        CheckpointError: the file is missing, unreadable, or not a JSON object.
     """
     try:
         value = read_json(path)
@@ -216,10 +216,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_generation_config(directory: Path) -> Settings:
-    """What generation_config.json says; nothing where there is none.
+    """The settings of generation_config.json; empty without the file.
 
     Raises:
-        CheckpointError: it is there and is no JSON object.
+        CheckpointError: the file is not a JSON object.
     """
     path = directory / "generation_config.json"
     return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
@@ -230,10 +230,11 @@ class SafetensorsSource:
 
     Args:
         directory: the checkpoint's.
-        prefix: only tensors whose names begin so are there.
+        prefix: only tensors with this prefix are listed.
 
     Raises:
-        CheckpointError: no weights, only pickled ones, a shard missing, or a file truncated.
+        CheckpointError: no weights, a shard missing, or a file truncated.
+        UnsupportedError: only pickled weights.
     """
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
@@ -249,7 +250,7 @@ class SafetensorsSource:
                     )
 
     def names(self) -> Collection[str]:
-        """Names as they stand in the files."""
+        """Names in the files."""
         return self._files.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -261,7 +262,7 @@ class SafetensorsSource:
         """A whole tensor of integers.
 
         Raises:
-            CheckpointError: it is of another dtype, or cannot be read.
+            CheckpointError: it has another dtype, or cannot be read.
         """
         with _opened(self._files[name]) as file:
             dtype = file.get_slice(name).get_dtype()
@@ -273,7 +274,7 @@ class SafetensorsSource:
             return tensor
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """Rows of the tensor. The file is mapped only meanwhile: mapped pages count as memory."""
+        """Rows of the tensor; mapped only while read, as mapped pages count as memory."""
         with _opened(self._files[name]) as file:
             tensor = file.get_slice(name)
             shape, dtype = tensor.get_shape(), tensor.get_dtype()
@@ -306,7 +307,7 @@ def _safetensors_files(directory: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    """The files that a weight map names, all of them in its own folder."""
+    """The files of a weight map, all in its own folder."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map", AGAIN)
@@ -324,7 +325,7 @@ def _shards(index: Path) -> list[Path]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name leads nowhere but into the folder it is used in, on any system."""
+    """Whether a name stays within its folder, on any system."""
     is_one = name == PurePosixPath(name).name == PureWindowsPath(name).name
     fits = len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
     return is_one and fits and name not in ("", "..") and "\0" not in name
@@ -332,7 +333,7 @@ def _is_plain(name: str) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; what is wrong with it is told by its name."""
+    """Open a safetensors file; errors name the file."""
     try:
         open_regular(path).close()
         with safe_open(path, framework="pt") as file:

@@ -10,23 +10,23 @@ from typing import Any
 
 from sametoken.errors import CheckpointError
 
-# Times what any model has, so that a damaged file sizes neither a table nor a loop.
+# Several times any known model's sizes, so that a corrupt file cannot size a table or a loop.
 MAX_HEAD_DIM = 2048
 MAX_LAYERS = 1024
 MAX_EXPERTS = 4096
-#: Of everything else that is counted: tokens of a vocabulary, features of a row.
+#: Of other counts: tokens of a vocabulary, features of a row.
 MAX_COUNT = 2**22
-#: What a file may claim: no more positions are run than were asked for and fit.
+#: Of positions, which allocate nothing: a request is limited by max_model_len and memory.
 MAX_CLAIM = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings by key; a key that is absent or null takes the default, if there is one.
+    """Settings by key; an absent or null key takes the default, if there is one.
 
     Attributes:
         location: the file, for messages.
-        prefix: what every key begins with.
+        prefix: prefix of every key.
 
     Raises:
         CheckpointError: a value is missing or impossible, from every method.
@@ -37,12 +37,12 @@ class Settings:
     prefix: str = ""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it stands."""
+        """The raw value."""
         value = self.values.get(self.prefix + key)
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None, most: int = MAX_COUNT) -> int:
-        """A number of things: 1 to ``most``."""
+        """A count from 1 to ``most``."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._bad(key, value, "a positive integer")
@@ -51,7 +51,7 @@ class Settings:
         return value
 
     def positions(self, key: str, default: int | None = None) -> int:
-        """A length in tokens, however long."""
+        """A length in tokens, without a limit."""
         return self.integer(key, default, MAX_CLAIM)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -64,21 +64,21 @@ class Settings:
         return float(value)
 
     def names(self, key: str) -> tuple[str, ...]:
-        """A list of words, or none."""
+        """A list of strings, empty by default."""
         value = self.get(key, [])
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self._bad(key, value, "a list of words")
         return tuple(value)
 
     def nested(self, key: str) -> dict[str, Any]:
-        """An object, empty if there is none."""
+        """An object, empty by default."""
         value = self.get(key) or {}
         if not isinstance(value, dict):
             raise self._bad(key, value, "an object")
         return value
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """Ids below ``vocab_size`` given as one number, as a list, or not at all."""
+        """Ids below ``vocab_size``, from one number, a list, or an absent key."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
@@ -96,10 +96,10 @@ NO_SETTINGS = Settings({}, "")
 
 
 def require_head_counts(num_heads: int, num_kv_heads: int, head_dim: int, location: str) -> None:
-    """Refuse heads that cannot be grouped or rotated.
+    """Refuse attention heads that cannot be grouped or rotated.
 
     Raises:
-        CheckpointError: the counts do not divide, or the head size is odd or absurd.
+        CheckpointError: the counts do not divide, or the head size is odd or too large.
     """
     possible = head_dim <= MAX_HEAD_DIM and num_heads * head_dim <= MAX_COUNT
     if num_heads % num_kv_heads or head_dim % 2 or not possible:

@@ -1,4 +1,4 @@
-"""From a checkpoint's tensors to packed weights, a few rows at a time."""
+"""Streaming weight loader: a checkpoint's tensors to packed weights, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class TensorSource(Protocol):
     location: str
 
     def names(self) -> Collection[str]:
-        """Every tensor's name; those without a Hugging Face name keep their own."""
+        """Every tensor's name; tensors without a Hugging Face name keep the file's."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor that exists."""
+        """The shape of an existing tensor."""
         ...
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """The tensor in order, as tensors of whole rows, of any floating dtype, on any device.
+        """The tensor in order, in chunks of whole rows, of any floating dtype, on any device.
 
         Raises:
             CheckpointError: the data cannot be read.
@@ -52,7 +52,7 @@ class TensorSource(Protocol):
 
 
 class Split(Enum):
-    """What of a tensor each of several ranks holds: all, or an equal run of rows or columns."""
+    """A rank's share of a tensor: all of it, or an equal range of rows or columns."""
 
     WHOLE = "whole"
     ROWS = "rows"
@@ -64,42 +64,42 @@ class Part:
     """A tensor that becomes rows of a fused weight.
 
     Attributes:
-        rows: of the whole tensor, as the checkpoint has it.
-        places: int64, a permutation on the host: row i of this rank's share becomes row
-            ``places[i]`` of the weight's part. None: row i.
-        split: how ranks divide the tensor among them.
-        runs: numbers of adjacent rows, ``rows`` together, of which ranks divide each by
-            itself; (): all rows are one run.
+        rows: rows of the whole tensor in the checkpoint.
+        permutation: int64, a permutation on the host: row i of this rank's share becomes row
+            ``permutation[i]`` of the weight's part. None: row i.
+        split: how ranks divide the tensor.
+        output_sizes: sizes of adjacent row ranges, ``rows`` in total, each divided separately
+            among ranks; (): all rows are one range.
     """
 
     name: str
     rows: int
-    places: Tensor | None = None
+    permutation: Tensor | None = None
     split: Split = Split.WHOLE
-    runs: tuple[int, ...] = ()
+    output_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank holds of a tensor; of a vector only rows count.
+    """One rank's part of a tensor; a vector has only rows.
 
     Attributes:
-        rows: runs of the tensor's rows, which the share has one after the other.
-        columns: the same of each.
-        places: that of ``Part``.
+        rows: ranges of the tensor's rows, consecutive in the share.
+        columns: range of the tensor's columns.
+        permutation: as in ``Part``.
     """
 
     rows: tuple[range, ...]
     columns: range
-    places: Tensor | None
+    permutation: Tensor | None
 
     @property
     def num_rows(self) -> int:
-        """Rows of all runs."""
+        """Number of rows of the share."""
         return sum(len(run) for run in self.rows)
 
     def copy(self, destination: Tensor, chunk: Tensor, first: int) -> None:
-        """Copy what the share has of a chunk whose row 0 is the tensor's row ``first``."""
+        """Copy the share's rows of a chunk whose row 0 is the tensor's row ``first``."""
         offset = 0
         for run in self.rows:
             begin = max(run.start, first)
@@ -110,14 +110,14 @@ class Share:
             offset += len(run)
 
     def _put(self, destination: Tensor, row: int, wanted: Tensor) -> None:
-        """Copy whole rows of the tensor to the share's rows from ``row`` on."""
+        """Copy rows of the tensor to the share's rows from ``row`` on."""
         if wanted.dim() > 1:
             wanted = wanted[:, self.columns.start : self.columns.stop]
         rows = slice(row, row + wanted.shape[0])
-        if self.places is None:
+        if self.permutation is None:
             destination[rows].copy_(wanted)
         else:
-            destination[self.places[rows].to(destination.device)] = wanted.to(destination)
+            destination[self.permutation[rows].to(destination.device)] = wanted.to(destination)
 
 
 def _of_rank(whole: range, parallel: TensorParallel) -> range:
@@ -126,23 +126,23 @@ def _of_rank(whole: range, parallel: TensorParallel) -> range:
 
 
 def _adjacent(counts: tuple[int, ...]) -> tuple[range, ...]:
-    """Ranges of so many numbers each, one after the other from 0 on."""
+    """Consecutive ranges of the given sizes, starting at 0."""
     ends = tuple(accumulate(counts))
     return tuple(range(end - count, end) for count, end in zip(counts, ends, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads tensors, checks them, and packs them for one backend of kernels.
+    """Reads tensors, checks them, and packs them for one backend.
 
-    Shapes that callers give are the checkpoint's; of a split tensor this rank's share is
-    read, and the shape of what is returned is the share's.
+    Callers pass the checkpoint's shapes; for a split tensor, this rank's share is read and
+    returned.
 
     Attributes:
-        dtype: what every weight is converted to.
-        device: where every weight goes.
-        parallel: the ranks that divide split tensors among them.
-        quantize_fp8: whether projections become fp8: of draft heads, never of a target.
+        dtype: dtype of every weight.
+        device: device of every weight.
+        parallel: the ranks that divide split tensors.
+        quantize_fp8: whether projections become fp8; for draft heads, never for a target.
     """
 
     source: TensorSource
@@ -157,20 +157,17 @@ class WeightReader:
         return name in self.source.names()
 
     def vector(self, name: str, size: int) -> Tensor:
-        """A [size] tensor such as a norm's weight."""
+        """A [size] tensor, e.g. a norm's weight."""
         return self.tensor(Part(name, size))
 
     def tensor(
         self, part: Part, row_shape: tuple[int, ...] = (), dtype: torch.dtype | None = None
     ) -> Tensor:
-        """A [part.rows, *row_shape] tensor as it is, in ``dtype``, by default the reader's."""
+        """An unpacked [part.rows, *row_shape] tensor in ``dtype``, by default the reader's."""
         return self._filled((part,), row_shape, dtype)
 
     def packed_stack(self, count: int, in_features: int, part: Part) -> list[Weight]:
-        """Each matrix of a [count, part.rows, in_features] tensor, packed by itself.
-
-        Ranks divide every matrix as ``part`` says.
-        """
+        """Pack each matrix of a [count, part.rows, in_features] tensor; ``part`` is one matrix."""
         self._require_shape(part.name, (count, part.rows, in_features))
         share = self._share(part, (in_features,))
         packed: list[Weight] = []
@@ -184,7 +181,7 @@ class WeightReader:
         return packed
 
     def packed(self, in_features: int, *parts: Part) -> UnquantizedWeight:
-        """The parts stacked into one [sum of rows, in_features] weight.
+        """Stack the parts into one packed [sum of rows, in_features] weight.
 
         Raises:
             CheckpointError: a part is missing, of another shape, unreadable, or not finite.
@@ -193,11 +190,11 @@ class WeightReader:
         return self.kernels.pack(self._filled(parts, (in_features,)))
 
     def projection(self, weight: UnquantizedWeight) -> Weight:
-        """The form in which the reader's projections are kept; may be a copy in fp8."""
+        """The weight in the reader's format for projections; an fp8 copy if quantized."""
         return weight.quantize_fp8() if self.quantize_fp8 else weight
 
     def linear(self, in_features: int, *parts: Part, bias: bool = False) -> Linear:
-        """A projection fused of ``parts``, named without their ``.weight`` and ``.bias``."""
+        """A fused projection; names of ``parts`` are without ``.weight`` and ``.bias``."""
         weights = (replace(part, name=f"{part.name}.weight") for part in parts)
         weight = self.projection(self.packed(in_features, *weights))
         if not bias:
@@ -206,7 +203,7 @@ class WeightReader:
         return Linear(weight, self._filled(biases))
 
     def row_parallel(self, in_features: int, part: Part, *, bias: bool = False) -> Projection:
-        """A projection whose input the ranks divide among them; its output is whole."""
+        """A row-parallel projection: ranks divide its input, its output is whole."""
         if self.parallel.size == 1:
             return self.linear(in_features, part, bias=bias)
         split = replace(part, name=f"{part.name}.weight", split=Split.COLUMNS)
@@ -232,11 +229,11 @@ class WeightReader:
         self._read.add(copy)
 
     def require_all_read(self, *, allowed: tuple[str, ...], unused: tuple[str, ...] = ()) -> None:
-        """Refuse a checkpoint that holds tensors which the model has no use for.
+        """Refuse a checkpoint with tensors that were not read.
 
         Args:
-            allowed: endings of names that may stay unread.
-            unused: beginnings of names that may stay unread.
+            allowed: suffixes of names that may stay unread.
+            unused: prefixes of names that may stay unread.
 
         Raises:
             UnsupportedError: the model would silently differ from the one that was trained.
@@ -258,7 +255,7 @@ class WeightReader:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """This rank's shares of the parts, one after the other."""
-        # Checked first: a config at odds with the file must not decide what is allocated.
+        # Checked before allocating: a config may contradict the file.
         for part in parts:
             self._require_shape(part.name, (part.rows, *row_shape))
         shares = tuple(self._share(part, row_shape) for part in parts)
@@ -282,13 +279,13 @@ class WeightReader:
 
     def _share(self, part: Part, row_shape: tuple[int, ...]) -> Share:
         """This rank's share of a [part.rows, *row_shape] tensor."""
-        rows = _adjacent(part.runs or (part.rows,))
+        rows = _adjacent(part.output_sizes or (part.rows,))
         columns = range(row_shape[0] if row_shape else 1)
         if part.split is Split.ROWS:
             rows = tuple(_of_rank(run, self.parallel) for run in rows)
         elif part.split is Split.COLUMNS:
             columns = _of_rank(columns, self.parallel)
-        return Share(rows, columns, part.places)
+        return Share(rows, columns, part.permutation)
 
     def _require_shape(self, name: str, wanted: tuple[int, ...]) -> None:
         if name not in self:
@@ -300,12 +297,12 @@ class WeightReader:
         if found != wanted:
             raise CheckpointError(
                 f"tensor {name} of {self.source.location} has shape {list(found)}, "
-                f"the config wants {list(wanted)}",
+                f"the config expects {list(wanted)}",
                 "check that config and weights belong together",
             )
 
     def _fill(self, destination: Tensor, part: Part, share: Share) -> None:
-        """Copy a tensor chunk by chunk, so that no second copy of it ever exists."""
+        """Copy a tensor in chunks, so that no second copy of it exists in memory."""
         first = 0
         for chunk in self.source.chunks(part.name):
             share.copy(destination, chunk, first)
@@ -324,5 +321,5 @@ class WeightReader:
 
 
 def rows_per_chunk(row_elements: int, multiple_of: int = 1) -> int:
-    """How many rows of ``row_elements`` to read at once: at least ``multiple_of``."""
+    """Number of rows of ``row_elements`` to read at once: a multiple of ``multiple_of``."""
     return max(CHUNK_ELEMENTS // (row_elements * multiple_of), 1) * multiple_of

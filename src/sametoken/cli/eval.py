@@ -16,7 +16,7 @@ from sametoken.config import DEFAULT_MODEL, MODEL_HELP, option
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sametoken.bench.accuracy import Evaluation
+    from sametoken.bench.accuracy import EvalSettings, Evaluation
     from sametoken.llm import LLM
 
 BELOW = 1
@@ -24,7 +24,7 @@ BELOW = 1
 
 @dataclass(frozen=True, slots=True)
 class _Questions:
-    """What is asked; the fields of ``sametoken.bench.accuracy.Asked``."""
+    """Options that are fields of ``sametoken.bench.accuracy.EvalSettings``."""
 
     path: Path | None = option(None, "gsm8k: JSON lines with question and answer")
     limit: int | None = option(None, "questions of each task at most")
@@ -65,36 +65,41 @@ def evaluate(
     """
     from rich.console import Console
 
-    from sametoken.bench.accuracy import Asked, require_harness
+    from sametoken.bench.accuracy import EvalSettings, require_harness
     from sametoken.llm import LLM
 
     require_harness()
     questions = {parameter.name: options.pop(parameter.name) for parameter in _QUESTIONS}
-    asked = Asked(tuple(task.split(",")), **questions)
+    settings = EvalSettings(tuple(task.split(",")), **questions)
     if compare_plain and options["speculative_config"] is None:
         raise ConfigError("there is no speculation to compare", "give speculative_config")
     status = Console(stderr=True, highlight=False, soft_wrap=True)
     llm = LLM(model, announce=lambda text: status.print(text, markup=False), **options)
-    found = _found(llm, asked, metric, min_score, compare_plain=compare_plain)
+    found = _found(llm, settings, metric, min_score, compare_plain=compare_plain)
     typer.echo(json.dumps(found) if json_output else "\n".join(_lines(found)))
     if not found["passed"]:
         raise typer.Exit(BELOW)
 
 
 def _found(
-    llm: LLM, asked: Any, metric: str | None, min_score: float | None, *, compare_plain: bool
+    llm: LLM,
+    settings: EvalSettings,
+    metric: str | None,
+    min_score: float | None,
+    *,
+    compare_plain: bool,
 ) -> dict[str, Any]:
-    """Scores, what was compared, and whether all is as it should be."""
+    """Evaluate, and collect scores, comparisons and whether all checks passed."""
     from sametoken.bench.accuracy import evaluate as run
 
-    evaluation = run(llm, asked)
+    evaluation = run(llm, settings)
     speculation = llm.speculation_metrics
     scores = {name: evaluation.score(name, metric) for name in evaluation.scores}
-    differ = _differ(evaluation, run(llm, asked, plain=True)) if compare_plain else None
+    differ = _differ(evaluation, run(llm, settings, plain=True)) if compare_plain else None
     high = min_score is None or all(score >= min_score for _, score in scores.values())
     return {
         "model": str(llm.resolved.model_path),
-        "asked": dataclasses.asdict(asked) | {"path": asked.path and str(asked.path)},
+        "asked": dataclasses.asdict(settings) | {"path": settings.path and str(settings.path)},
         "scores": evaluation.scores,
         "main": {task: {"metric": name, "score": score} for task, (name, score) in scores.items()},
         "min_score": min_score,

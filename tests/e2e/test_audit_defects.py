@@ -47,7 +47,7 @@ TWIN_ASKS = asks_of({f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}, MA
 
 def audited(core, k: int):
     """An engine of the bench with what an audit reads of its settings."""
-    config = SimpleNamespace(num_drafts=k)
+    config = SimpleNamespace(num_speculative_tokens=k)
     model = SimpleNamespace(eos_token_ids=())
     core.resolved = SimpleNamespace(
         steps_in_flight=core.resolved.steps_in_flight, config=config, model=model

@@ -1,7 +1,7 @@
 """One side of ``drafters.py``: our engine with a drafter, or llama.cpp.
 
-A process as that of ``sides.py``: the first line in is the side, a line per request follows.
-llama.cpp's runs in an interpreter that has the package llama-cpp-python and nothing of ours.
+The process protocol is that of ``sides.py``: the first input line is the side, then one line per
+request. llama.cpp runs in an interpreter with the package llama-cpp-python and without ours.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LLAMA_CONTEXT = 4096
 
 @dataclass(frozen=True, slots=True)
 class DrafterSide(Side):
-    """What a process runs.
+    """One side to run.
 
     Attributes:
-        label: how it is called.
-        spec: the speculative config of a side of ours; None decodes plainly.
+        label: its name.
+        spec: our speculative config; None is plain decoding.
     """
 
     label: str = ""
@@ -42,7 +42,7 @@ class DrafterSide(Side):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: decoding is what comes after the first step that gave tokens."""
+    """One answer; decoding excludes the first step that emitted tokens."""
 
     token_ids: list[int]
     decode_tokens: int
@@ -52,7 +52,7 @@ class Answer:
 
 
 class Ours:
-    """Our engine, which stops at the end of the text as the other side does."""
+    """Our engine, which stops at the end-of-text token as the other side does."""
 
     def __init__(self, side: DrafterSide) -> None:
         self._model = SametokenModel(side, ignore_eos=False)
@@ -88,7 +88,7 @@ class Llama:
         begun = time.perf_counter()
         token_ids: list[int] = []
         first_at = 0.0
-        # Reset: the prompt of the request before is not gone on from.
+        # Reset, so that no prompt prefix is reused.
         for token_id in self._model.generate(prompt, top_k=1, temp=0.0, reset=True):
             token_ids.append(token_id)
             first_at = first_at or time.perf_counter()
@@ -104,7 +104,7 @@ def main() -> None:
     if side.engine == LLAMA:
         model: Ours | Llama = Llama(side)
     else:
-        # Before torch: the package sets how long OpenMP threads spin.
+        # Before torch, because the package sets OpenMP's spin count.
         import sametoken.llm  # noqa: F401, I001
         import torch
 

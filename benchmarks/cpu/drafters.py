@@ -1,14 +1,14 @@
 """Drafters on the CPU beside plain decoding and llama.cpp: SmolLM2-135M, real prompts, greedy.
 
-Every side loads the same GGUF file in a process of its own and answers each prompt in turn
-with the others, one request at a time:
+Every side loads the same GGUF file in a separate process. The sides answer each prompt in turn,
+one request at a time:
 
     python benchmarks/cpu/drafters.py [--prompts 20] [--max-tokens 128] [--json PATH]
         [--llama-python PATH]
 
-``--llama-python`` is an interpreter that has the package llama-cpp-python, which is compiled for
-the processor at hand when it is installed; without it that side is left out. Exits with 1 if a
-drafter changed a token of ours.
+``--llama-python`` is an interpreter with the package llama-cpp-python, which is compiled for this
+processor when it is installed; without it that side is left out. Exits with 1 if a drafter
+changed one of our tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Measured:
-    """A side's process, what it said of itself, and an answer per prompt."""
+    """A side's process, its facts, and one answer per prompt."""
 
     worker: Worker
     facts: dict[str, Any]
@@ -74,7 +74,7 @@ class Measured:
 
 
 def sides(model: str, head: str, options: argparse.Namespace) -> list[DrafterSide]:
-    """Plain decoding first; llama.cpp last, where there is one."""
+    """List the sides: plain decoding first, llama.cpp last if available."""
     eagle = {"method": "eagle3", "model": head}
     specs: dict[str, dict[str, Any] | None] = {"plain": None}
     specs[f"n-gram {LOOKUP_DRAFTS}"] = {
@@ -109,15 +109,15 @@ def read_prompts(model: str, limit: int) -> list[Prompt]:
 
 
 def run(options: argparse.Namespace, console: Console) -> Results:
-    """All measurements, as the JSON that is stored."""
+    """Run all measurements; return the results as JSON values."""
     model = resolve_model(DEFAULT_MODEL, console.print)
-    asked = SpeculativeConfig("eagle3", HEAD_DRAFTS[0], options.head)
-    spec, _ = resolve_drafter(asked, model, console.print)
+    config = SpeculativeConfig("eagle3", HEAD_DRAFTS[0], options.head)
+    spec, _ = resolve_drafter(config, model, console.print)
     head = str(spec.model if spec else "")
     prompts = read_prompts(str(model), options.prompts)
     environment = describe(options)
     if options.llama_python:
-        # Where an interpreter lies says something of one machine alone.
+        # The interpreter's directory is specific to this machine.
         name = Path(options.llama_python).name
         environment["command"] = environment["command"].replace(options.llama_python, name)
     with ExitStack() as stack:
@@ -125,9 +125,9 @@ def run(options: argparse.Namespace, console: Console) -> Results:
         for side in sides(str(model), options.head, options):
             python = options.llama_python if side.engine == LLAMA else sys.executable
             worker = stack.enter_context(start(side, (python, str(WORKER))))
-            # One loads at a time, and warms up, while nothing is measured.
+            # Sides load and warm up one at a time, before any measurement.
             measured.append(Measured(worker, worker.read()))
-            worker.ask(prompt=prompts[0].token_ids, max_tokens=WARM_UP_TOKENS)
+            worker.request(prompt=prompts[0].token_ids, max_tokens=WARM_UP_TOKENS)
         take_turns(measured, prompts, options, console)
     weights = (Path(head) / HEAD_FILES[-1]).read_bytes()
     return environment | {
@@ -141,8 +141,8 @@ def run(options: argparse.Namespace, console: Console) -> Results:
 def take_turns(
     measured: list[Measured], prompts: list[Prompt], options: argparse.Namespace, console: Console
 ) -> None:
-    """Every side answers a prompt before any side answers the next."""
-    # A bar that moved by itself would be one more process on the cores.
+    """Let every side answer a prompt before any side answers the next."""
+    # No automatic refresh: its thread would disturb the measurement.
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("requests", total=len(prompts) * len(measured))
         for prompt in prompts:
@@ -155,7 +155,7 @@ def take_turns(
 
 
 def as_json(one: Measured, plain: Measured, prompts: list[Prompt]) -> dict[str, Any]:
-    """A side's figures by data set, and the speed-ups over plain decoding."""
+    """Return a side's figures by data set, with speed-ups over plain decoding."""
     found, base = by_dataset(one, prompts), by_dataset(plain, prompts)
     for name, figure in found.items():
         for rate in ("decode", "request"):
@@ -190,7 +190,7 @@ def by_dataset(one: Measured, prompts: list[Prompt]) -> dict[str, dict[str, Any]
 
 
 def totals(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rates over all answers together, so that a long one weighs as its tokens do."""
+    """Compute rates over all answers together, weighted by tokens."""
     decode_seconds = sum(answer["decode_seconds"] for answer in answers)
     seconds = sum(answer["seconds"] for answer in answers)
     num_tokens = sum(len(answer["token_ids"]) for answer in answers)
@@ -219,16 +219,27 @@ def speculation_of(answers: list[dict[str, Any]]) -> SpeculationMetrics:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompts", type=int, default=20, help="of each data set, from the first")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--prompts", type=int, default=20, help="number of prompts per data set")
+    parser.add_argument("--max-tokens", type=int, default=128, help="maximum tokens per answer")
     parser.add_argument("--head", default=HEAD_NAME, help="path or short name")
-    parser.add_argument("--cascade-drafts", type=int, default=3, help="of the head, in a cascade")
-    parser.add_argument("--cascade-match", type=int, default=4, help="shortest that goes first")
-    parser.add_argument("--llama-python", help="an interpreter that has llama-cpp-python")
     parser.add_argument(
-        "--trials", type=int, default=MAX_TRIALS, help="of an answer, until others leave the cores"
+        "--cascade-drafts", type=int, default=3, help="drafts of the head in a cascade"
     )
-    parser.add_argument("--json", type=Path, help="raw results; the tables go beside it as .md")
+    parser.add_argument(
+        "--cascade-match", type=int, default=4, help="shortest match that goes first"
+    )
+    parser.add_argument("--llama-python", help="interpreter with llama-cpp-python")
+    parser.add_argument(
+        "--trials",
+        type=int,
+        default=MAX_TRIALS,
+        help="maximum runs per answer while other processes use the cores",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file for the raw results; the tables are written beside it as .md",
+    )
     parser.set_defaults(repeats=1)
     measure(parser.parse_args(), run, report)
 

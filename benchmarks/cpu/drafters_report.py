@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def report(results: Results, console: Console) -> bool:
-    """Print everything; True if no drafter changed a token of ours."""
+    """Print the report; return whether no drafter changed one of our tokens."""
     counts = ", ".join(f"{count} of {name}" for name, count in results["prompts"].items())
     console.print(
         f"SmolLM2-135M-Instruct, greedy, one request at a time, at most {results['max_tokens']} "
@@ -69,7 +69,7 @@ def acceptance_table(results: Results) -> Table:
 
 
 def compare_tokens(results: Results) -> tuple[bool, list[str]]:
-    """Whether drafters left our tokens as they were, and all comparisons in words."""
+    """Return whether drafters changed none of our tokens, and the comparisons as text."""
     total = sum(results["prompts"].values())
     lines = [
         f"FAILED: {side['name']} changed tokens of the prompts {side['other_than_plain']}"
@@ -82,7 +82,7 @@ def compare_tokens(results: Results) -> tuple[bool, list[str]]:
 
 
 def beside_llama(results: Results) -> Iterator[str]:
-    """The best of the head's sides against llama.cpp, or that it was left out."""
+    """Compare the fastest side with a head with llama.cpp, if it ran."""
     total = sum(results["prompts"].values())
     drafting = [s for s in results["sides"] if (s["speculative"] or {}).get("model")]
     theirs = [side for side in results["sides"] if side["engine"] != "sametoken"]

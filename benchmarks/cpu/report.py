@@ -17,7 +17,7 @@ SHOWN_POSITIONS = 8
 
 
 def report(results: Results, console: Console) -> bool:
-    """Print everything; True if speculation changed no token of ours."""
+    """Print the report; return whether speculation changed none of our tokens."""
     same, verdicts = compare_tokens(results)
     console.print(
         f"SmolLM2-135M-Instruct, greedy, {results['max_tokens']} new tokens, {results['threads']} "
@@ -39,7 +39,7 @@ def report(results: Results, console: Console) -> bool:
 
 
 def chosen(results: Results, title: str) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each side with its answer to a prompt; of two lengths of spinning the faster."""
+    """Yield each side with its answer to a prompt, at the faster of two spin counts."""
     fastest: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     for side in results["sides"]:
         answer, known = side["prompts"][title], fastest.get(side["name"])
@@ -112,7 +112,7 @@ def step_table(results: Results) -> Table:
 
 
 def limits(results: Results) -> Iterator[str]:
-    """How near plain decoding comes to reading the weights once per step."""
+    """Compare plain decoding with the time to read the weights once per step."""
     rates = results["bandwidth_gb_s"]
     best = max(rates.values())
     yield "Reading 1 GiB in large pages: " + ", ".join(
@@ -140,7 +140,7 @@ def limits(results: Results) -> Iterator[str]:
 
 
 def compare_tokens(results: Results) -> tuple[bool, list[str]]:
-    """Whether speculation left our tokens as they were, and all comparisons in words."""
+    """Return whether speculation changed none of our tokens, and the comparisons as text."""
     same, lines = True, []
     names = {side["name"]: side for side in results["sides"]}
     pairs = [
@@ -175,7 +175,7 @@ def _first_difference(left: list[int], right: list[int]) -> int | None:
 
 
 def quietness(results: Results) -> Iterator[str]:
-    """How much other processes disturbed."""
+    """Report the disturbance by other processes."""
     shares = [
         sample["others_cores"]
         for side in results["sides"]
@@ -186,7 +186,7 @@ def quietness(results: Results) -> Iterator[str]:
 
 
 def disturbance(results: Results, shares: list[float]) -> Iterator[str]:
-    """In words: the load, and cores that others used while each request ran."""
+    """Report the load, and the cores that others used while each request ran."""
     mean, most = sum(shares) / len(shares), max(shares)
     disturbed = sum(share > MAX_OTHERS for share in shares)
     yield (

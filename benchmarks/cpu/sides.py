@@ -1,6 +1,6 @@
 """One side of ``whole_requests.py``: a process that loads a model and answers requests on stdin.
 
-Lines of JSON go both ways. The first line in is the ``Side``; a line per request follows.
+Input and output are JSON lines. The first input line is the ``Side``, then one line per request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-#: One event per step that gave tokens: seconds since the request, and the tokens given.
+#: One event per step that emitted tokens: seconds since the request, and the tokens.
 Events = list[tuple[float, list[int]]]
 BANDWIDTH_BYTES = 1 << 30
 BANDWIDTH_PASSES = 12
@@ -32,12 +32,12 @@ OTHER_KERNELS = (
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What a process runs.
+    """One side to run.
 
     Attributes:
         engine: "sametoken", "transformers", or "machine", which measures the hardware.
-        num_drafts: drafts per step at most; 0 is plain decoding.
-        spin: GOMP_SPINCOUNT that the process starts with; None leaves libgomp's default.
+        num_drafts: maximum drafts per step; 0 is plain decoding.
+        spin: GOMP_SPINCOUNT of the process; None is libgomp's default.
     """
 
     engine: str
@@ -49,7 +49,7 @@ class Side:
 
     @property
     def speculative(self) -> dict[str, Any] | None:
-        """The speculative config of a side of ours."""
+        """Our speculative config."""
         if not self.num_drafts:
             return None
         lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -65,7 +65,7 @@ class Side:
 
 
 def rss(field: str) -> int:
-    """Bytes of VmRSS or VmHWM of this process."""
+    """Read VmRSS or VmHWM of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
@@ -73,7 +73,7 @@ def rss(field: str) -> int:
 
 
 def others_seconds() -> float:
-    """CPU seconds that everything but this process has used since the machine started."""
+    """Read the CPU seconds that all other processes have used since boot."""
     busy = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle = busy[3] + busy[4]
     own = time.process_time()
@@ -81,18 +81,18 @@ def others_seconds() -> float:
 
 
 class SametokenModel:
-    """Our engine, token ids in and out as on the other side.
+    """Our engine, with token ids in and out.
 
     Args:
-        side: what to run.
-        ignore_eos: go on after the end-of-text token, as far as a request wants.
+        side: the side to run.
+        ignore_eos: ignore the end-of-text token.
     """
 
     def __init__(self, side: Side, *, ignore_eos: bool = True) -> None:
         from sametoken.llm import LLM
         from sametoken.types.sampling_params import SamplingParams
 
-        # A repeat would find its prompt in the prefix cache and skip the prefill.
+        # With the prefix cache, a repeat would skip its prefill.
         options = {
             "speculative_config": side.speculative,
             "dtype": side.dtype,
@@ -138,14 +138,14 @@ class TransformersModel:
         config = AutoConfig.from_pretrained(
             path.parent, gguf_file=path.name, trust_remote_code=False
         )
-        # What from_pretrained(gguf_file=...) does, less its demand for the accelerate package.
+        # As from_pretrained(gguf_file=...), without its requirement of the accelerate package.
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=self._model)
         self._model.load_state_dict(parsed["tensors"], strict=False)
         self._model.tie_weights()
         self._torch, self._configure = torch, GenerationConfig
         self._num_drafts = side.num_drafts or None
-        # generate takes from the model's own configs what it is given as None.
+        # generate replaces None by values of the model's configs.
         self._model.config.eos_token_id = None
         self._model.generation_config = GenerationConfig()
         self.weights_bytes = sum(p.numel() * p.itemsize for p in self._model.parameters())
@@ -171,7 +171,7 @@ class TransformersModel:
 
 
 class _Recorder:
-    """A streamer for ``generate``, which puts the prompt first."""
+    """A streamer for ``generate``; its first event is the prompt."""
 
     def __init__(self, start: float) -> None:
         self.events: Events = []
@@ -185,7 +185,7 @@ class _Recorder:
 
 
 def read_bandwidth() -> dict[str, float]:
-    """GB/s at which all threads read 1 GiB in large pages, by method: the best of passes."""
+    """Measure GB/s at which all threads read 1 GiB in large pages: best pass by method."""
     import torch
 
     from sametoken.ops.native.backend import PanelWeight
@@ -214,9 +214,9 @@ def read_bandwidth() -> dict[str, float]:
 
 
 class Profile:
-    """Times inside the engine, by patching its classes.
+    """Profile of the engine by patching its classes.
 
-    A plain step nests: a step of the engine, the runner's part of it, the kernels.
+    Times of a plain step nest: engine step, runner step, kernels.
     """
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ def _product_label(args: Any) -> tuple[str, int]:
 
 
 def tokenizer_bytes(side: Side) -> int:
-    """Memory of the tokenizer, which the sides do without."""
+    """Measure the memory of the tokenizer, which the sides do not load."""
     from sametoken.text.tokenizer import load_tokenizer
 
     before = rss("VmRSS")
@@ -267,7 +267,7 @@ def tokenizer_bytes(side: Side) -> int:
 
 
 def kv_bytes_per_token(side: Side) -> int:
-    """Bytes of one token's keys and values over all layers, in the side's dtype."""
+    """Compute the KV bytes of one token over all layers, in the side's dtype."""
     import torch
 
     from sametoken.models.loader import read_config
@@ -278,7 +278,7 @@ def kv_bytes_per_token(side: Side) -> int:
 
 
 def profile(side: Side, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-    """Parts of one plain decoding step: means over the fastest of some requests."""
+    """Profile a plain decoding step: means over the fastest of several requests."""
     model, record = SametokenModel(side), Profile()
     model.run(prompt, 8)
     record.patch()
@@ -315,7 +315,7 @@ def profile_request(
     }
 
 
-def _say(value: Any) -> None:
+def _print_json(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
@@ -324,13 +324,13 @@ def measure(side: Side) -> None:
     imported = rss("VmRSS")
     model = SametokenModel(side) if side.engine == "sametoken" else TransformersModel(side)
     loaded_peak = rss("VmHWM")
-    _say({"weights_bytes": model.weights_bytes})
+    _print_json({"weights_bytes": model.weights_bytes})
     for line in sys.stdin:
         request = json.loads(line)
         others, begun = others_seconds(), time.perf_counter()
         events, speculation = model.run(request["prompt"], request["max_tokens"])
         wall = time.perf_counter() - begun
-        _say(
+        _print_json(
             {
                 "events": events,
                 "speculation": speculation,
@@ -344,7 +344,7 @@ def measure(side: Side) -> None:
 
 
 def measure_machine(side: Side) -> None:
-    """The machine's speed, and what else the report needs, as asked on stdin."""
+    """Answer requests on stdin for the machine's rates and sizes."""
     answers: dict[str, Callable[..., dict[str, Any]]] = {
         "bandwidth": read_bandwidth,
         "tokenizer": lambda: {"bytes": tokenizer_bytes(side)},
@@ -353,13 +353,13 @@ def measure_machine(side: Side) -> None:
     }
     for line in sys.stdin:
         request = json.loads(line)
-        _say(answers[request.pop("what")](**request))
+        _print_json(answers[request.pop("what")](**request))
 
 
 def main() -> None:
     side = Side(**json.loads(sys.stdin.readline()))
     if side.engine != "transformers":
-        # Before torch: the package sets how long OpenMP threads spin.
+        # Before torch, because the package sets OpenMP's spin count.
         import sametoken.llm  # noqa: F401
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast  # noqa: F401

@@ -1,13 +1,13 @@
 """sametoken beside transformers on the CPU: SmolLM2-135M, two real prompts, greedy.
 
-Every side loads the same GGUF file in a process of its own and answers in turns with the
-others; medians over the repeats. The machine's read bandwidth, measured in the same run,
-says how fast a step could be:
+Every side loads the same GGUF file in a separate process, and the sides answer in turn; figures
+are medians over the repeats. The read bandwidth measured in the same run bounds the speed of a
+step:
 
     python benchmarks/cpu/whole_requests.py [--threads 2] [--max-tokens 128] [--repeats 3]
         [--json PATH]
 
-Exits with 1 if speculation changed a token of ours.
+Exits with 1 if speculation changed one of our tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SPIN_VARIABLE = "GOMP_SPINCOUNT"
 
 
 def sides(model: str, threads: int) -> list[Side]:
-    """All sides, ours and theirs in turns; theirs with either length of spinning."""
+    """List all sides, ours and theirs alternating; theirs with both spin counts."""
     ours = [Side("sametoken", model, "bfloat16", threads, drafts) for drafts in (0, *NGRAM_DRAFTS)]
     ours += [
         Side("sametoken", model, "float32", threads, drafts) for drafts in (0, NGRAM_DRAFTS[-1])
@@ -68,7 +68,7 @@ def sides(model: str, threads: int) -> list[Side]:
 
 
 class Worker:
-    """A side's process, asked one line at a time."""
+    """A side's process; one request at a time."""
 
     def __init__(self, side: Side, process: subprocess.Popen[str]) -> None:
         self.side, self._process = side, process
@@ -87,20 +87,20 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def ask(self, **request: Any) -> dict[str, Any]:
+    def request(self, **request: Any) -> dict[str, Any]:
         self._send(request)
         return self.read()
 
 
 @contextmanager
 def start(side: Side, command: Sequence[str] = (sys.executable, str(WORKER))) -> Iterator[Worker]:
-    """A side's process, which has nothing of this one's settings for threads."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_", "KMP_"))}
-    kept |= {"OMP_NUM_THREADS": str(side.threads), "TQDM_DISABLE": "1"}
+    """Start a side's process, without this process's OpenMP settings."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_", "KMP_"))}
+    environ |= {"OMP_NUM_THREADS": str(side.threads), "TQDM_DISABLE": "1"}
     if side.spin is not None:
-        kept[SPIN_VARIABLE] = side.spin
+        environ[SPIN_VARIABLE] = side.spin
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([*command], env=kept, text=True, **pipes) as process:
+    with subprocess.Popen([*command], env=environ, text=True, **pipes) as process:
         try:
             yield Worker(side, process)
         finally:
@@ -109,7 +109,7 @@ def start(side: Side, command: Sequence[str] = (sys.executable, str(WORKER))) ->
 
 @dataclass(slots=True)
 class Measured:
-    """A side and what it answered, by prompt, one answer per repeat."""
+    """A side and its answers by prompt, one per repeat."""
 
     worker: Worker
     weights_bytes: int = 0
@@ -142,7 +142,7 @@ def ids_of(answer: Mapping[str, Any]) -> list[int]:
 
 
 def summarise(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the repeats, and every repeat's own figures."""
+    """Compute medians over the repeats, and the figures of every repeat."""
     samples = [rates(answer) for answer in answers]
     events = answers[0]["events"]
     ids = ids_of(answers[0])
@@ -170,12 +170,12 @@ def rates(answer: Mapping[str, Any]) -> dict[str, float]:
 
 
 def best_bandwidth(machine: Worker, so_far: Mapping[str, float]) -> dict[str, float]:
-    found = machine.ask(what="bandwidth")
+    found = machine.request(what="bandwidth")
     return {name: max(rate, so_far.get(name, 0.0)) for name, rate in found.items()}
 
 
 def run(options: argparse.Namespace, console: Console) -> Results:
-    """All measurements, as the JSON that is stored."""
+    """Run all measurements; return the results as JSON values."""
     model = str(resolve_model(DEFAULT_MODEL, console.print))
     tokenizer = load_tokenizer(Path(model))
     prompts = {
@@ -192,19 +192,19 @@ def run(options: argparse.Namespace, console: Console) -> Results:
     environment = describe(options)
     with ExitStack() as stack:
         machine = stack.enter_context(start(Side("machine", model, "bfloat16", options.threads)))
-        tokenizer_bytes = machine.ask(what="tokenizer")["bytes"]
-        kv_bytes_per_token = machine.ask(what="kv")["bytes_per_token"]
+        tokenizer_bytes = machine.request(what="tokenizer")["bytes"]
+        kv_bytes_per_token = machine.request(what="kv")["bytes_per_token"]
         bandwidth = best_bandwidth(machine, {})
         question = prompts["A question"]
-        parts = machine.ask(what="profile", prompt=question, max_tokens=options.max_tokens)
+        parts = machine.request(what="profile", prompt=question, max_tokens=options.max_tokens)
         measured = []
         for side in sides(model, options.threads):
             worker = stack.enter_context(start(side))
-            # One loads at a time, and warms up, while nothing is measured.
+            # Sides load and warm up one at a time, before any measurement.
             loaded = worker.read()
             measured.append(Measured(worker, loaded["weights_bytes"]))
             for prompt in prompts.values():
-                worker.ask(prompt=prompt, max_tokens=WARM_UP_TOKENS)
+                worker.request(prompt=prompt, max_tokens=WARM_UP_TOKENS)
         take_turns(measured, prompts, options, console)
         bandwidth = best_bandwidth(machine, bandwidth)
     return environment | {
@@ -223,8 +223,8 @@ def take_turns(
     options: argparse.Namespace,
     console: Console,
 ) -> None:
-    """Every side answers a prompt before any side answers the next."""
-    # A bar that moved by itself would be one more process on the cores.
+    """Let every side answer a prompt before any side answers the next."""
+    # No automatic refresh: its thread would disturb the measurement.
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("requests", total=options.repeats * len(prompts) * len(measured))
         for _ in range(options.repeats):
@@ -240,18 +240,18 @@ def take_turns(
 def quiet_answer(
     worker: Worker, prompt: list[int], max_tokens: int, max_trials: int = MAX_TRIALS
 ) -> dict[str, Any]:
-    """An answer during which others left the cores alone; after some trials, the last."""
+    """Answer again while other processes used the cores, up to ``max_trials`` times."""
     for trial in range(max_trials):
         if trial:
             time.sleep(PAUSE_SECONDS)
-        answer = worker.ask(prompt=prompt, max_tokens=max_tokens)
+        answer = worker.request(prompt=prompt, max_tokens=max_tokens)
         if answer["others_cores"] <= MAX_OTHERS:
             break
     return answer | {"trials": trial + 1}
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
-    """When, where and with what."""
+    """Return date, machine, versions and options."""
     cpu = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -278,7 +278,7 @@ def measure(
     run: Callable[[argparse.Namespace, Console], Results],
     report: Callable[[Results, Console], bool],
 ) -> NoReturn:
-    """Run, report and store; the exit status is 1 if a token of ours changed."""
+    """Run, report and store; exit with 1 if one of our tokens changed."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
@@ -296,7 +296,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="raw results; the tables go beside it as .md")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file for the raw results; the tables are written beside it as .md",
+    )
     measure(parser.parse_args(), run, report)
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2 in Hugging Face form from its GGUF file, and prompts, so that both engines read the same.
+"""Convert SmolLM2's GGUF file to a Hugging Face checkpoint and write prompts, for both engines.
 
     python benchmarks/cross_check/checkpoint.py MODEL.gguf OUTDIR PROMPTS.jsonl [--num-each 20]
 
@@ -28,7 +28,7 @@ DATASETS = ("gsm8k", "humaneval", "mt-bench")
 
 
 def config_json(config: ModelConfig) -> dict:
-    """What transformers calls the settings; a plain Llama has no others."""
+    """Return the transformers config; only plain Llama is supported."""
     if config.architecture != "LlamaForCausalLM":
         raise SystemExit(f"only Llama is written, not {config.architecture}")
     return {
@@ -88,14 +88,14 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--num-each", type=int, default=20, help="prompts of a data set")
-    asked = parser.parse_args()
-    tokenizer = load_tokenizer(asked.model)
-    write_checkpoint(asked.model, asked.checkpoint, tokenizer)
-    ends = list(open_checkpoint(asked.model).config.eos_token_ids)
-    lines = list(prompt_lines(tokenizer, ends, asked.num_each))
-    asked.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{asked.checkpoint}, {len(lines)} prompts")
+    parser.add_argument("--num-each", type=int, default=20, help="prompts per data set")
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(args.model)
+    write_checkpoint(args.model, args.checkpoint, tokenizer)
+    ends = list(open_checkpoint(args.model).config.eos_token_ids)
+    lines = list(prompt_lines(tokenizer, ends, args.num_each))
+    args.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"{args.checkpoint}, {len(lines)} prompts")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Our side of the cross-check: the prompts answered greedily, with the head and without.
+"""Our side of the cross-check: greedy answers to the prompts, with and without the head.
 
     python benchmarks/cross_check/our_side.py MODEL PROMPTS.jsonl OUTDIR [--head smollm2-eagle3]
 
 Writes ours_plain.json and ours_eagle3.json. Settings are those of vLLM's side: bf16, no prefix
-cache, as many requests and rows at once.
+cache, the same maximum of requests and rows.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from sametoken.types.outputs import (
 )
 
 
-def engine(asked: argparse.Namespace, head: str | None) -> LLM:
+def engine(args: argparse.Namespace, head: str | None) -> LLM:
     speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": NUM_DRAFTS}
     started = time.perf_counter()
     llm = LLM(
-        asked.model,
-        device=asked.device,
-        dtype=asked.dtype,
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
         skip_tokenizer_init=True,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
@@ -71,7 +71,7 @@ def params(prompt: Prompt, max_tokens: int, logprobs: int | None = None) -> Samp
 
 
 def steps_of(output: CompletionOutput) -> list[list[int]]:
-    """The answer cut into what each step emitted; the end cuts the last one short."""
+    """Split an answer into the tokens of each step; the last step may be truncated."""
     steps, first = [], 0
     for _, num_accepted in output.windows:
         steps.append(list(output.token_ids[first : first + num_accepted + 1]))
@@ -80,11 +80,11 @@ def steps_of(output: CompletionOutput) -> list[list[int]]:
 
 
 def answer(llm: LLM, batches: list[list[Prompt]], max_tokens: int):
-    """[request][step] tokens and the speculation counters of these requests."""
+    """Return tokens [request][step] and the speculation counters of these requests."""
     steps, counters = [], SpeculationMetrics()
     for batch in batches:
-        asked = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in batch]
-        for output in llm.generate(asked, [params(prompt, max_tokens) for prompt in batch]):
+        inputs = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in batch]
+        for output in llm.generate(inputs, [params(prompt, max_tokens) for prompt in batch]):
             steps.append(steps_of(output.outputs[0]))
             counters += output.metrics.speculation
     offered = counters.offered_per_position
@@ -100,10 +100,10 @@ def measure(llm: LLM, prompts: list[Prompt], max_tokens: int) -> dict[str, Pass]
 
 
 def probe(llm: LLM, prompts: list[Prompt], max_tokens: int):
-    """Answers and the likeliest tokens of each of their positions."""
-    asked = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
-    wanted = [params(prompt, max_tokens, NUM_CANDIDATES) for prompt in prompts]
-    outputs = [one.outputs[0] for one in llm.generate(asked, wanted)]
+    """Return the answers and the most likely tokens of each position."""
+    inputs = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
+    sampling = [params(prompt, max_tokens, NUM_CANDIDATES) for prompt in prompts]
+    outputs = [one.outputs[0] for one in llm.generate(inputs, sampling)]
     candidates = [
         [
             sorted(((t, one.logprob) for t, one in position.items()), key=lambda pair: -pair[1])
@@ -127,26 +127,26 @@ def main() -> None:
     parser.add_argument("--gate", type=Path, help="directory in which parties wait for each other")
     parser.add_argument("--parties", type=int, default=1)
     parser.add_argument("--patience", type=float, default=150, help="seconds to wait for them")
-    asked = parser.parse_args()
-    prompts = read_prompts(asked.prompts)[: asked.num_prompts]
-    engines = {"plain": engine(asked, None), "eagle3": engine(asked, asked.head)}
+    args = parser.parse_args()
+    prompts = read_prompts(args.prompts)[: args.num_prompts]
+    engines = {"plain": engine(args, None), "eagle3": engine(args, args.head)}
     for llm in engines.values():
-        answer(llm, [prompts, prompts[:1]], min(24, asked.max_tokens))
+        answer(llm, [prompts, prompts[:1]], min(24, args.max_tokens))
     print("warm", flush=True)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    settings = {"device": gpu, "torch": torch.__version__, "max_tokens": asked.max_tokens}
+    settings = {"device": gpu, "torch": torch.__version__, "max_tokens": args.max_tokens}
     sides = {}
-    with alone(asked.gate, "ours", asked.parties, asked.patience):
+    with alone(args.gate, "ours", args.parties, args.patience):
         for name, llm in engines.items():
-            passes = measure(llm, prompts, asked.max_tokens)
+            passes = measure(llm, prompts, args.max_tokens)
             sides[name] = Side("sametoken", passes, [], [], settings)
-            write_side(asked.out / f"ours_{name}.json", sides[name])
+            write_side(args.out / f"ours_{name}.json", sides[name])
             for one in passes.values():
                 num_tokens = sum(map(len, one.tokens))
                 print(f"ours_{name}, {one.name}: {num_tokens} tokens, {one.seconds} s", flush=True)
-    probed, candidates = probe(engines["plain"], prompts, asked.max_tokens)
+    probed, candidates = probe(engines["plain"], prompts, args.max_tokens)
     probed_side = replace(sides["plain"], probed=probed, candidates=candidates)
-    write_side(asked.out / "ours_plain.json", probed_side)
+    write_side(args.out / "ours_plain.json", probed_side)
 
 
 if __name__ == "__main__":

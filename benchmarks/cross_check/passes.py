@@ -1,6 +1,6 @@
-"""What both sides of the cross-check share: settings, prompts, and what a pass over them gave.
+"""Shared parts of the cross-check's sides: settings, prompts, and the results of a pass.
 
-Nothing here imports an engine: vLLM's side runs without ours, and ours without vLLM.
+Imports no engine: vLLM's side runs without ours, and ours without vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KV_CACHE_BYTES = 2 << 30
 NUM_CANDIDATES = 5
 ONE_BY_ONE, TOGETHER = "one at a time", "all at once"
 
-#: [position][rank]: the likeliest tokens of an answer's position, (token id, log-probability).
+#: [position][rank]: the most likely tokens at a position, (token id, log-probability).
 Candidates = list[list[tuple[int, float]]]
 
 
@@ -37,14 +37,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Pass:
-    """One way to ask all prompts.
+    """One way to run all prompts.
 
     Attributes:
         name: ``ONE_BY_ONE`` or ``TOGETHER``.
-        steps: [request][step], the tokens that the step emitted; the first step ends the prompt.
-        seconds: of each repeat, from the first request to the last token; steps are the first's.
-        repeats_differ: requests that a repeat answered otherwise than the first.
-        counters: num_drafts, num_accepted_tokens and so on, as the engine itself counts them.
+        steps: emitted tokens [request][step] of the first repeat; the first step is the prefill.
+        seconds: of each repeat, from the first request to the last token.
+        repeats_differ: requests whose answer differs between repeats.
+        counters: the engine's counters: num_drafts, num_accepted_tokens and so on.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Side:
     Attributes:
         engine: name and version.
         passes: by name.
-        probed: the answers of one more pass that asked for ``candidates``; empty without one.
-        candidates: [request], those of ``probed``.
-        settings: whatever else a reader may want to know.
+        probed: the answers of a further pass with ``candidates``; empty without one.
+        candidates: the candidates of ``probed``, by request.
+        settings: further settings for the report.
     """
 
     engine: str
@@ -92,7 +92,7 @@ def read_side(path: Path) -> Side:
 
 
 def repeated(name: str, run, num_repeats: int) -> Pass:
-    """Run a pass several times; ``run()`` gives its steps and the counters of that run."""
+    """Run a pass several times; ``run()`` returns its steps and counters."""
     seconds, every = [], []
     for _ in range(num_repeats):
         started = time.perf_counter()
@@ -106,7 +106,7 @@ def repeated(name: str, run, num_repeats: int) -> Pass:
 
 @contextmanager
 def alone(gate: Path | None, name: str, parties: int, patience: float) -> Iterator[None]:
-    """Wait until all parties are up, at most ``patience`` seconds, then measure one by one."""
+    """Wait at most ``patience`` seconds until all parties are up, then take the lock."""
     if gate is None:
         yield
         return

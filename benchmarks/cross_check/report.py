@@ -1,14 +1,14 @@
-"""Both sides of the cross-check beside each other: acceptance, tokens, times.
+"""The report of the cross-check: acceptance, tokens and times of both sides.
 
     python benchmarks/cross_check/report.py DIR PROMPTS.jsonl
 
-DIR holds what the sides wrote: ours_plain.json, ours_eagle3.json, vllm_plain.json and
-vllm_eagle3.json; what is missing is left out. Exits with 1 if the acceptance lengths are further
-apart than 2 %, if our drafts changed a token of ours, or if answers part where neither engine
-sees a near tie.
+DIR holds the sides' results: ours_plain.json, ours_eagle3.json, vllm_plain.json and
+vllm_eagle3.json; missing ones are left out. Exits with 1 if the acceptance lengths differ by more
+than 2 %, if our drafts changed one of our tokens, or if answers diverge where neither engine has a
+near tie.
 
-Acceptance is counted from the tokens that came out, alike for both: a step counts if it had room
-for all its drafts and was not its request's last, since engines end answers in different ways.
+Acceptance is counted from the emitted tokens in the same way for both: a step counts if it had
+room for all its drafts and was not its request's last, because engines end answers differently.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from passes import NUM_DRAFTS, ONE_BY_ONE, TOGETHER, Pass, Side, read_prompts, r
 
 NAMES = ("ours_plain", "ours_eagle3", "vllm_plain", "vllm_eagle3")
 TOLERANCE = 0.02
-# In nats. bf16 logits between 16 and 32 are 1/8 apart, and each engine rounds its own way.
+# In nats. bf16 logits between 16 and 32 are 1/8 apart, and the engines round differently.
 NEAR_TIE = 0.25
 EDGES = (0.05, 0.125, NEAR_TIE, 0.5)
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Where two answers to one request part.
+class Divergence:
+    """The first divergence of two answers to one request.
 
     Attributes:
         position: index in the answer.
         one, other: the tokens there; None past an answer's end.
-        margins: by engine, how far it ranks its own choice above the other's there, in nats;
-            engines that were not probed at this very prefix are missing.
+        margins: by engine, its log-probability difference between the two tokens, in nats;
+            engines that were not probed at this prefix are missing.
     """
 
     request: str
@@ -48,12 +48,12 @@ class Parting:
 
     @property
     def margin(self) -> float | None:
-        """The narrowest margin: an engine that sees a near tie may well choose otherwise."""
+        """The smallest margin: a near tie in either engine explains the divergence."""
         return min(self.margins.values(), default=None)
 
 
 def drafted(one: Pass, max_tokens: int) -> list[list[int]]:
-    """[request] tokens emitted by each step that counts; the last step never does."""
+    """Return the emitted tokens [request][step] of the steps that count; the last never does."""
     every = []
     for steps in one.steps:
         counted, first = [], 0
@@ -82,7 +82,7 @@ def first_difference(one: list[int], other: list[int]) -> int | None:
 
 
 def margin_at(side: Side, request: int, prefix: list[int], pair: tuple) -> float | None:
-    """How far the side ranks one token of the pair over the other after the prefix.
+    """Return the difference of the pair's log-probabilities after the prefix.
 
     A token that is not among the candidates counts as the last of them: a lower bound.
     """
@@ -97,7 +97,9 @@ def margin_at(side: Side, request: int, prefix: list[int], pair: tuple) -> float
     return abs(known.get(pair[0], least) - known.get(pair[1], least))
 
 
-def partings(names: list[str], one: Pass, other: Pass, probed: dict[str, Side]) -> list[Parting]:
+def divergences(
+    names: list[str], one: Pass, other: Pass, probed: dict[str, Side]
+) -> list[Divergence]:
     found = []
     for request, (mine, theirs) in enumerate(zip(one.tokens, other.tokens, strict=True)):
         position = first_difference(mine, theirs)
@@ -106,12 +108,12 @@ def partings(names: list[str], one: Pass, other: Pass, probed: dict[str, Side]) 
         pair = tuple(t[position] if position < len(t) else None for t in (mine, theirs))
         every = {n: margin_at(s, request, mine[:position], pair) for n, s in probed.items()}
         margins = {name: margin for name, margin in every.items() if margin is not None}
-        found.append(Parting(names[request], position, *pair, margins))
+        found.append(Divergence(names[request], position, *pair, margins))
     return found
 
 
 def in_common(one: Pass, other: Pass, max_tokens: int) -> tuple[list[int], list[int]]:
-    """Emitted tokens of both sides' steps that lie before their answers part."""
+    """Return the emitted tokens of both sides' steps before their answers diverge."""
     kept: tuple[list[int], list[int]] = ([], [])
     for request, (mine, theirs) in enumerate(zip(one.tokens, other.tokens, strict=True)):
         end = first_difference(mine, theirs)
@@ -120,15 +122,15 @@ def in_common(one: Pass, other: Pass, max_tokens: int) -> tuple[list[int], list[
             first = len(steps[0])
             for emitted in drafted(side, max_tokens)[request]:
                 first += emitted
-                # The step after the last shared token has judged drafts of the same context,
-                # but its length is where the answers part.
+                # The step after the last shared token verified drafts of the same context, but
+                # its length includes the divergence.
                 if end is None or first <= end:
                     counted.append(emitted)
     return kept
 
 
 def noise(one: Side, other: Side) -> list[float]:
-    """How far the two likeliest tokens' log-probabilities lie apart after equal prefixes."""
+    """Return the differences of the two best log-probabilities after equal prefixes, sorted."""
     apart = []
     for request, (mine, theirs) in enumerate(zip(one.probed, other.probed, strict=True)):
         end = first_difference(mine, theirs)
@@ -141,10 +143,10 @@ def noise(one: Side, other: Side) -> list[float]:
 
 
 class Report:
-    """Prints sections; remembers what failed.
+    """The sections of the report, and the failures.
 
     Args:
-        sides: by name, those that there are.
+        sides: the available sides by name.
         requests: names, in order.
     """
 
@@ -218,13 +220,13 @@ class Report:
         heads = " | ".join(f"to {edge}" for edge in EDGES)
         yield f"| answers | differ | first at (median) | margin {heads} | above | unknown |"
         yield "|---|---|---|" + "---|" * (len(EDGES) + 2)
-        shown: list[tuple[str, Parting]] = []
+        shown: list[tuple[str, Divergence]] = []
         for title, one, other in self._pairs():
-            found = partings(self.requests, one, other, self.probed)
+            found = divergences(self.requests, one, other, self.probed)
             yield self._row(title, one, found)
-            self._judge(title, found)
+            self._check(title, found)
             if "ours" in title and "vllm" in title:
-                shown += [(title, parting) for parting in found]
+                shown += [(title, divergence) for divergence in found]
         yield ""
         for title, p in shown:
             margins = ", ".join(f"{n} {m:.3f}" for n, m in p.margins.items()) or "unknown"
@@ -248,7 +250,7 @@ class Report:
             if a is not None and b is not None:
                 yield f"{', '.join(mine)}; {', '.join(theirs)}", a, b
 
-    def _row(self, title: str, one: Pass, found: list[Parting]) -> str:
+    def _row(self, title: str, one: Pass, found: list[Divergence]) -> str:
         first = median(p.position for p in found) if found else "-"
         margins = [p.margin for p in found if p.margin is not None]
         lows = (-1.0, *EDGES)
@@ -260,7 +262,7 @@ class Report:
         cells = " | ".join(map(str, counts))
         return f"| {title} | {len(found)} of {len(one.tokens)} | {first} | {cells} |"
 
-    def _judge(self, title: str, found: list[Parting]) -> None:
+    def _check(self, title: str, found: list[Divergence]) -> None:
         if "vllm" not in title and found:
             self.failures.append(f"{title}: {len(found)} answers differ")
         wide = [p for p in found if p.margin is not None and p.margin > NEAR_TIE]
@@ -272,12 +274,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("prompts", type=Path)
-    asked = parser.parse_args()
-    paths = {name: asked.directory / f"{name}.json" for name in NAMES}
+    args = parser.parse_args()
+    paths = {name: args.directory / f"{name}.json" for name in NAMES}
     sides = {name: read_side(path) for name, path in paths.items() if path.is_file()}
     if not sides:
-        sys.exit(f"{asked.directory} holds no results")
-    report = Report(sides, [prompt.request for prompt in read_prompts(asked.prompts)])
+        sys.exit(f"{args.directory} holds no results")
+    report = Report(sides, [prompt.request for prompt in read_prompts(args.prompts)])
     for line in report.lines():
         print(line)
     sys.exit(bool(report.failures))

@@ -3,12 +3,12 @@
 #
 #   benchmarks/cross_check/run.sh MODEL.gguf OUTDIR [VLLM_PATH]
 #
-# MODEL is SmolLM2's GGUF file. VLLM_PATH: folders for PYTHONPATH in which vLLM and what its server
-# imports lie; nothing if it is installed. Every engine starts at once, and each is measured alone
-# when all are up: the same prompts, 20 each of GSM8K, HumanEval and MT-Bench, greedily, one at a
-# time and all at once, with 4 drafts a step and without. Then `sametoken audit` asks vLLM's server
-# with the head, once beside vLLM's server without, once beside this engine.
-# MAX_TOKENS (128): of an answer; NUM_EACH (20): prompts of a set; LIMIT (220): seconds for each
+# MODEL is SmolLM2's GGUF file. VLLM_PATH: folders for PYTHONPATH with vLLM and the imports of its
+# server; empty if it is installed. All engines start at once, and each is measured alone when all
+# are up: the same prompts, 20 each of GSM8K, HumanEval and MT-Bench, greedily, one at a time and
+# all at once, with 4 drafts per step and without. Then `sametoken audit` checks vLLM's server with
+# the head, once against vLLM's server without it, once against this engine.
+# MAX_TOKENS (128): per answer; NUM_EACH (20): prompts per data set; LIMIT (220): seconds for each
 # engine; OURS: more options for our side. PYTHON and VLLM_PYTHON name interpreters.
 # OUTDIR gets the report, the raw answers, both verdicts and the logs. About 4 minutes on an H200.
 # Exit status: 0 if the sides agree, 1 if they do not, 2 for wrong arguments.
@@ -38,12 +38,12 @@ rm -f "$out"/{ours,vllm}_{plain,eagle3}.json
 trap 'stop_servers; rm -rf "$work"' EXIT
 say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
 ours() { PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}" timeout "$@"; }
-# why LOG: the lines of a log that tell why something failed.
+# why LOG: the error lines of a log.
 why() {
     grep -nE 'Error|error:|assert' "$1" | tail -6 | cut -c1-240
     tail -3 "$1" | cut -c1-240
 }
-# of_vllm NAME RUNNER: sets `settings` for env; caches are its own, RUNNER "" is vLLM's choice.
+# of_vllm NAME RUNNER: sets `settings` for env, with separate caches; RUNNER "" is vLLM's default.
 of_vllm() {
     settings=(PYTHONPATH="$vllm_path" VLLM_CACHE_ROOT="$work/cache/$1"
         TRITON_CACHE_DIR="$work/cache/$1/triton" VLLM_NO_USAGE_STATS=1 VLLM_HOST_IP=127.0.0.1
@@ -51,8 +51,8 @@ of_vllm() {
         NCCL_SOCKET_IFNAME=lo)
     [ -n "$2" ] && settings+=(VLLM_USE_V2_MODEL_RUNNER="$2")
 }
-# offline NAME OPTION...: one vLLM engine answers the prompts. Where its newer runner fails, the
-# older one is tried.
+# offline NAME OPTION...: one vLLM engine answers the prompts; if its newer runner fails, the older
+# one is tried.
 offline() {
     local name=$1 runner settings status
     shift
@@ -102,7 +102,7 @@ server() {
     done
     touch "$gate/ready.$name"
 }
-# audit NAME OPTION...: a verdict as JSON; a status of 1 says that answers differ.
+# audit NAME OPTION...: a verdict as JSON; status 1 means that answers differ.
 audit() {
     local name=$1 status
     shift

@@ -1,9 +1,9 @@
-"""vLLM's side of the cross-check: the prompts answered greedily, with our head or without.
+"""vLLM's side of the cross-check: greedy answers to the prompts, with and without our head.
 
     python benchmarks/cross_check/vllm_side.py CHECKPOINT PROMPTS.jsonl OUT.json [--head DIR]
 
-Needs vLLM and nothing of this package. Every step's tokens are kept, so that acceptance can be
-counted from what came out, whatever the engine's counters say.
+Needs vLLM and nothing of this package. Every step's tokens are recorded, so that acceptance can be
+counted from the output, independent of the engine's counters.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Engine:
         self._names = map(str, count())
 
     def answer(self, prompts: list[Prompt], max_tokens: int) -> list[list[list[int]]]:
-        """[request][step] tokens, all prompts at once."""
+        """Answer all prompts at once; return tokens [request][step]."""
         from vllm import SamplingParams
 
         engine, steps = self.llm.llm_engine, {}
@@ -84,7 +84,7 @@ class Engine:
         return [own for _, own in steps.values()]
 
     def counters(self) -> dict:
-        """Speculation counters since the start; a number, or a list by position."""
+        """Return the speculation counters since the start; numbers, or lists by position."""
         return {
             metric.name.removeprefix(COUNTERS): _value(metric)
             for metric in self.llm.get_metrics()
@@ -92,7 +92,7 @@ class Engine:
         }
 
     def probe(self, prompts: list[Prompt], max_tokens: int):
-        """Answers and the likeliest tokens of each of their positions."""
+        """Return the answers and the most likely tokens of each position."""
         from vllm import SamplingParams
 
         params = [
@@ -105,8 +105,8 @@ class Engine:
             )
             for prompt in prompts
         ]
-        asked = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
-        outputs = [one.outputs[0] for one in self.llm.generate(asked, params, use_tqdm=False)]
+        inputs = [{"prompt_token_ids": prompt.prompt_token_ids} for prompt in prompts]
+        outputs = [one.outputs[0] for one in self.llm.generate(inputs, params, use_tqdm=False)]
         tokens = [list(output.token_ids) for output in outputs]
         return tokens, [[_ranked(position) for position in o.logprobs] for o in outputs]
 
@@ -159,23 +159,23 @@ def main() -> None:
     parser.add_argument("--gate", type=Path, help="directory in which parties wait for each other")
     parser.add_argument("--parties", type=int, default=1)
     parser.add_argument("--patience", type=float, default=150, help="seconds to wait for them")
-    asked = parser.parse_args()
-    prompts = read_prompts(asked.prompts)
-    engine = Engine(asked.checkpoint, asked.head)
+    args = parser.parse_args()
+    prompts = read_prompts(args.prompts)
+    engine = Engine(args.checkpoint, args.head)
     print("up", flush=True)
     for batch in (prompts, prompts[:1]):
         engine.answer(batch, 24)
     print("warm", flush=True)
-    with alone(asked.gate, asked.output.stem, asked.parties, asked.patience):
-        side = measure(engine, prompts, asked.max_tokens)
-    write_side(asked.output, side)
+    with alone(args.gate, args.output.stem, args.parties, args.patience):
+        side = measure(engine, prompts, args.max_tokens)
+    write_side(args.output, side)
     for name, one in side.passes.items():
         num_tokens = sum(map(len, one.tokens))
-        print(f"{asked.output.stem}, {name}: {num_tokens} tokens, {one.seconds} s, {one.counters}")
-    if not asked.head:
-        # After the times are safe on disk: a failure here costs the margins alone.
-        probed, candidates = engine.probe(prompts, asked.max_tokens)
-        write_side(asked.output, replace(side, probed=probed, candidates=candidates))
+        print(f"{args.output.stem}, {name}: {num_tokens} tokens, {one.seconds} s, {one.counters}")
+    if not args.head:
+        # The times are already on disk: a failure here loses only the margins.
+        probed, candidates = engine.probe(prompts, args.max_tokens)
+        write_side(args.output, replace(side, probed=probed, candidates=candidates))
 
 
 if __name__ == "__main__":

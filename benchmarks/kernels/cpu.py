@@ -1,9 +1,9 @@
-"""Times of the native CPU kernels at SmolLM2-135M's shapes, against torch's own.
+"""Times of the native CPU kernels at SmolLM2-135M's shapes, beside torch's.
 
-All operations of a step run in a model's order, each layer with weights and KV of its own,
-so that caches see what a real step shows them. The time of a call is the best of several
-passes, the time of an operation the mean over its layers. Then Gated DeltaNet between its
-projections at Qwen3.5-9B's shape, against the same rows in PyTorch:
+All operations of a step run in the model's order, and each layer has separate weights and KV, so
+that caches behave as in a real step. The time of a call is the best of several passes, the time of
+an operation the mean over its layers. Then Gated DeltaNet between its projections at Qwen3.5-9B's
+shape, beside the same rows in PyTorch:
 
     python benchmarks/kernels/cpu.py [--rows 1,4,8] [--context 500] [--threads 2]
 """
@@ -189,7 +189,7 @@ def table(model: Model, rows: int, passes: int) -> None:
 
 
 def gated_delta(kernels: Kernels, rows: int) -> Callable[[int], object]:
-    """A layer's pass over so many committed rows of a slot."""
+    """Prepare a layer's pass over committed rows of a slot."""
     rule = RECURRENT.rule
     heads, channels = rule.num_value_heads, rule.conv_channels
     conv = torch.randn(rule.conv_kernel, channels).bfloat16()
@@ -203,7 +203,7 @@ def gated_delta(kernels: Kernels, rows: int) -> Callable[[int], object]:
         device=torch.device("cpu"),
     )
     assert cache.folded is not None
-    # Not from position 0 on: there no state would be read.
+    # Not from position 0, where no state is read.
     cache.folded.position.fill_(1)
     qkv, a, b = (
         torch.randn(rows, channels + 2 * heads).bfloat16().split((channels, heads, heads), 1)

@@ -117,7 +117,7 @@ class Chain:
         self.temperature = torch.zeros(batch + 1, device=device)
         self.seeds = torch.arange(batch + 1, device=device)
         self.staged = self.stage()
-        # What stands in for a kernel that is left out.
+        # Replacements for the output of a kernel that is left out.
         rows = self.rows
         self.blank = {
             "qkv": normal(rows, SHAPE.q_size + 2 * SHAPE.kv_size),
@@ -145,7 +145,7 @@ class Chain:
         return attention(q, SHAPE, rows, kv, config=config)
 
     def step(self, choices: Choices, without: str = "") -> torch.Tensor:
-        """Launch the step; its logits. ``without``: a kernel to leave out."""
+        """Launch the step and return its logits; ``without`` is a kernel to leave out."""
         blank = self.blank.get
 
         def multiply(role: str, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class Chain:
         return logits
 
     def milliseconds(self, choices: Choices, without: str = "") -> float:
-        """Median time of a step in a graph."""
+        """Measure the median time of a step in a graph."""
         self.step(choices, without)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

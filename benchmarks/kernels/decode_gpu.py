@@ -80,11 +80,11 @@ from sametoken.ops.model.gemm.tuning import (
 SMALL_KERNELS = (
     "stage", "embedding", "add_rms_norm", "rope_and_cache", "attention", "keys", "verify",
 )  # fmt: skip
-#: Bytes of each weight row asked into L2 before the kernel in front has finished.
+#: Bytes of each weight row prefetched into L2 before the previous kernel has finished.
 PREFETCHES = (0, 1024, 2048, 4096)
-#: What suits one product depends on when its neighbours start.
+#: The best choice of a product depends on when its neighbours start.
 ROUNDS = 2
-#: A candidate must beat the best so far by this factor, which noise does not.
+#: A candidate must beat the best so far by this factor, which exceeds the noise.
 GAIN = 0.998
 
 
@@ -131,7 +131,7 @@ class Tuner:
         return time.time() > self.deadline
 
     def agrees(self, key: str, choice: Choice) -> bool:
-        """Whether the choice gives canonical bits; in attention's case, the step's own."""
+        """Return whether a choice keeps the canonical bits; for attention, those of the step."""
         if key == "attention":
             return torch.equal(self.chain.step(self.best | {key: choice}), self.logits)
         shape = ROLES[key]
@@ -202,7 +202,7 @@ def run_case(
 
 
 def tune_head(table: TuningTable, row_counts: list[int]) -> TuningTable:
-    """The products of an EAGLE-3 head that the target does not have."""
+    """Tune the products of an EAGLE-3 head that the target does not have."""
     print(f"\n{HEADER}")
     for shape in SHAPES["eagle3"]:
         for rows, config in tune_shape(shape, row_counts).items():
@@ -211,7 +211,7 @@ def tune_head(table: TuningTable, row_counts: list[int]) -> TuningTable:
 
 
 def compile_share(index: int, cases: list[tuple[int, int]], variants: str) -> None:
-    """Compile one share of all kernels into Triton's cache; run in its own process."""
+    """Compile one share of all kernels into Triton's cache, in a separate process."""
     jobs: dict[tuple, tuple[TritonConfig, GemmShape]] = {}
     for shape in ROLES.values() if variants != "attention" else ():
         for batch, window in cases:
@@ -232,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", choices=("all", "attention", "gemm"), default="all")
     parser.add_argument("--cases", default="1x1,1x4,8x1,8x4,64x1,64x4")
-    parser.add_argument("--seconds", type=float, default=20, help="of tuning per case")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds of tuning per case")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()

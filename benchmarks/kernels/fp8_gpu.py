@@ -1,12 +1,12 @@
-"""Time products in fp8 on the GPU at hand, next to bf16 at its tuned choice.
+"""Time products in fp8 on this GPU, beside bf16 at its tuned choice.
 
     python benchmarks/kernels/fp8_gpu.py [--rows 1,4,8,32,64,256] [--only 4096x12288,248320x4096]
 
-Times hold the rounding of the activations, which is also shown alone. Weights come from memory:
-a CUDA graph walks over copies worth several times the L2. A line has the fastest kernels first,
-and the default marked ``*``; a kernel whose rows differ from the first one's in one bit is
-marked ``!``. Labels: rows x features of a tile, w warps, s stages, t weights by tensor
-descriptors, tt activations too, p bytes of a weight's row asked for early.
+Times include the quantization of the activations, which is also shown alone. Weights are read
+from memory: a CUDA graph runs over copies that exceed L2 several times. A line has the fastest
+kernels first, and the default marked ``*``; a kernel whose rows differ from the first one's in one
+bit is marked ``!``. Labels: rows x features of a tile, w warps, s stages, t weights by tensor
+descriptors, tt activations too, p bytes of a weight's row prefetched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sametoken.ops.model.gemm.tuning import (
     load_table,
 )
 
-#: Of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), and their projections to logits.
+#: Weights of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), with their lm_head.
 SHAPES = [
     GemmShape(4096, 4096),
     GemmShape(4096, 8192),
@@ -70,7 +70,7 @@ def label(config: TritonConfig) -> str:
 
 
 def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
-    """The default first."""
+    """List the candidates, the default first."""
     default = default_config(shape, rows, pdl=True)
     size = default.block_rows
     if rows > 64:
@@ -85,7 +85,7 @@ def candidates(shape: GemmShape, rows: int) -> list[TritonConfig]:
 
 
 def narrow(size: int) -> list[TritonConfig]:
-    """Few programs, each with much in flight; the deepest need more than 99 KiB."""
+    """List configs for few programs with deep pipelines; the deepest need more than 99 KiB."""
     stages = {16: (6, 9, 14, 20), 32: (6, 8, 12, 16), 64: (4, 6, 9, 12)}[size]
     return [
         *(tiles(size, 64, 4, depth) for depth in stages),
@@ -100,7 +100,7 @@ def narrow(size: int) -> list[TritonConfig]:
 
 
 def gated(size: int) -> list[TritonConfig]:
-    """A turn reads as many rows of up as of gate."""
+    """List configs of gated products; an iteration reads equal numbers of up and gate rows."""
     return [
         *(tiles(size, 64, 4, depth) for depth in (3, 4, 5, 8)),
         *(tiles(size, 64, 4, 4, prefetch_bytes=early) for early in (1024, 4096)),
@@ -140,7 +140,7 @@ def many_rows(shape: GemmShape) -> list[TritonConfig]:
 
 
 def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
-    """Compile one share of all kernels into Triton's cache; run in its own process."""
+    """Compile one share of all kernels into Triton's cache, in a separate process."""
     table = load_table(torch.cuda.get_device_name())
     jobs: dict[tuple, Callable[[], object]] = {}
     for shape in shapes:
@@ -168,7 +168,7 @@ def copies(num_bytes: int) -> int:
 
 
 def measure(shape: GemmShape, row_counts: list[int]) -> None:
-    """A line for each number of rows."""
+    """Print one line per number of rows."""
     scale, num_elements = shape.in_features**-0.5, shape.out_features * shape.in_features
     matrices = [
         normal(shape.out_features, shape.in_features, scale=scale)
@@ -196,7 +196,7 @@ def measure(shape: GemmShape, row_counts: list[int]) -> None:
 def timed(
     shape: GemmShape, x: torch.Tensor, weights: list[Fp8Weight], expected: torch.Tensor
 ) -> list[tuple[float, str]]:
-    """Microseconds and labels of the fastest candidates, and of the default and wrong ones."""
+    """Return microseconds and labels of the fastest, default and wrong candidates."""
     times: list[tuple[float, str]] = []
     for index, config in enumerate(candidates(shape, x.shape[0])):
 
@@ -215,8 +215,10 @@ def timed(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="row counts, with commas")
-    parser.add_argument("--only", default="", help="weights, with commas; default: all")
+    parser.add_argument(
+        "--rows", default=",".join(map(str, ROWS)), help="comma-separated row counts"
+    )
+    parser.add_argument("--only", default="", help="comma-separated weights; default: all")
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()
     rows = [int(count) for count in options.rows.split(",")]

@@ -3,11 +3,11 @@
     python benchmarks/kernels/gated_delta_gpu.py [--json FILE]
 
 Qwen3.5-9B's shape: 32 value heads over 16 key heads, states of 128 x 128. A graph runs the
-operation over the states of at least 24 layers, more where few slots would let them stay in L2:
-the rule alone, and with the preparation of its rows. Windows (w) fold all drafts of the window
-before, as if every one were accepted, or so many as the last number says. GB/s counts one read
-and one write of the states; 100 % is a copy of 4 GiB on the same machine. For comparison a
-kernel in such a chain that does no more than read the same states and write them.
+operation over the states of at least 24 layers, more if few slots would keep them in L2: the rule
+alone, and with the preparation of its rows. Windows (w) fold all drafts of the previous window,
+as if all were accepted, or the number given last. GB/s counts one read and one write of the
+states; 100 % is a copy of 4 GiB on the same machine. For comparison, a kernel in the same chain
+only reads and writes the states.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ CASES = (
 
 
 def seconds(launch: Callable[[], object]) -> float:
-    """Of one replay of a graph of ``launch``, the least of several."""
+    """Time one replay of a graph of ``launch``, the best of several."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -115,9 +115,9 @@ def seconds(launch: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a copy of 4 GiB, reads and writes together; warms up the clocks.
+    """Measure bytes per second of a copy of 4 GiB, reads plus writes; warms up the clocks.
 
-    By a kernel: in a graph, the driver's own copy takes half as long again.
+    It uses a kernel, because in a graph the driver's copy takes 1.5 times as long.
     """
     source = torch.ones(1 << 30, device="cuda")
     target = torch.empty_like(source)
@@ -130,7 +130,7 @@ def copy_bandwidth() -> float:
 
 @triton.jit
 def _copy_kernel(states, FLOATS: tl.constexpr, PDL: tl.constexpr):
-    """Read some of the states early, as the rule does, and write them back."""
+    """Prefetch some of the states, as the rule does, and write them back."""
     gdc_launch_dependents(PDL)
     at = states + tl.program_id(0).to(tl.int64) * FLOATS + tl.arange(0, FLOATS)
     values = tl.load(at, cache_modifier=".cg")
@@ -139,7 +139,7 @@ def _copy_kernel(states, FLOATS: tl.constexpr, PDL: tl.constexpr):
 
 
 def copy_in_place(states: torch.Tensor) -> None:
-    """In pieces of 4 KiB, the fastest of several sizes."""
+    """Copy in pieces of 4 KiB, the fastest of several sizes."""
     grid = (states.numel() // 1024,)
     _copy_kernel[grid](states, 1024, num_warps=1, **pdl_options(states))
 
@@ -179,7 +179,7 @@ class Layers:
         self.reset()
 
     def reset(self) -> Layers:
-        """The same memory again, and a plan of the pass, which every replay finds again."""
+        """Restore the memory and the plan of the pass, so that all replays are equal."""
         generator = torch.Generator("cuda").manual_seed(0)
         states, *raw_rows = self.cache.slots
         states.zero_()
@@ -194,14 +194,14 @@ class Layers:
         return self.cache.layers[layer]
 
     def whole(self, tile: RuleTile) -> torch.Tensor:
-        """Every layer prepares its rows and runs them."""
+        """Prepare and run the rows of every layer."""
         for layer in range(self.case.layers):
             memory = self.memory(layer)
             out = advance(self.runs, self.params, self.raw, memory, tile)
         return out
 
     def rule(self, tile: RuleTile) -> torch.Tensor:
-        """Every layer runs rows that are prepared once."""
+        """Run rows of every layer that are prepared once."""
         prepared = prepare(self.runs, self.params, self.raw, self.memory(0))
         for layer in range(self.case.layers):
             memory = self.memory(layer)
@@ -214,7 +214,7 @@ class Layers:
 
 
 def require_equal_rule(layers: Layers) -> None:
-    """Refuse to time a tile that computes something else."""
+    """Require that a tile computes the same result."""
     expected = layers.reset().whole(TILES[0]).float()
     assert expected.isfinite().all()
     for tile in TILES[1:]:
@@ -228,7 +228,7 @@ def name_of(tile: RuleTile) -> str:
 
 
 def measured() -> dict[str, dict[str, float]]:
-    """Seconds per layer by what ran and case."""
+    """Measure seconds per layer, by operation and case."""
     table: dict[str, dict[str, float]] = {}
     require_equal_rule(Layers(Case("check", 2, 4, 3)))
     for case in CASES:
@@ -250,7 +250,7 @@ def measured() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e9:.0f} GB/s")

@@ -1,10 +1,10 @@
-"""Choose GEMM kernels on the GPU at hand: check bits, time, print, and write the table.
+"""Choose GEMM kernels on this GPU: check bits, time, print, and write the table.
 
     python benchmarks/kernels/gemm_gpu.py --out tuned.json [--only qwen3] [--rows 1,4,64]
 
-Every time is of one product inside a CUDA graph that walks over copies of the weight worth
-several times the L2, so weights come from memory. A candidate whose rows differ from the
-canonical kernel's in one bit is shown with ``!`` and never chosen.
+Every time is of one product inside a CUDA graph over copies of the weight that exceed L2 several
+times, so weights are read from memory. A candidate whose rows differ from the canonical kernel's
+in one bit is shown with ``!`` and never chosen.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ HEADER = """\
 T = TritonConfig
 #: Weights first.
 F = functools.partial(TritonConfig, pdl=True, tma_rows=False, weights_first=True)
-#: Bytes in flight are what a narrow weight lacks: about 1 us of latency at 4.6 TB/s is 4.6 MB,
-#: and its few programs need deep pipelines for that. Wide weights share a multiprocessor.
+#: Narrow weights have too few bytes in flight: 1 us of latency at 4.6 TB/s is 4.6 MB, so their few
+#: programs need deep pipelines. Programs of wide weights share a multiprocessor.
 UP_TO_16 = [
     F(16, 64, 128, 4, 3),
     F(16, 64, 128, 4, 5),
@@ -180,7 +180,7 @@ def candidates(shape: GemmShape, rows: int) -> list[GemmConfig]:
 
 
 def fits(config: TritonConfig, shape: GemmShape) -> bool:
-    """Whether a program's tiles fit shared memory and its sums the registers."""
+    """Return whether a program's tiles fit shared memory and its sums the registers."""
     gated = shape.epilogue == "silu_mul"
     sums = config.block_rows * config.block_features
     rows, weights = config.block_rows, config.block_features * (1 + gated)
@@ -195,7 +195,7 @@ def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 
 def compile_share(index: int, shapes: list[GemmShape], rows: list[int]) -> None:
-    """Compile one share of all kernels into Triton's cache; run in its own process."""
+    """Compile one share of all kernels into Triton's cache, in a separate process."""
     jobs: dict[tuple, tuple[GemmConfig, GemmShape]] = {}
     for shape in shapes:
         for count in rows:
@@ -289,8 +289,8 @@ def tune_shape(shape: GemmShape, row_counts: list[int]) -> dict[int, GemmConfig]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     folder = os.environ.get("OUT", ".")
-    parser.add_argument("--out", type=Path, default=None, help="where the JSON table goes")
-    parser.add_argument("--only", default="", help="models, with commas; default: all")
+    parser.add_argument("--out", type=Path, default=None, help="file for the JSON table")
+    parser.add_argument("--only", default="", help="comma-separated models; default: all")
     parser.add_argument("--rows", default=",".join(map(str, ROW_BUCKETS)))
     parser.add_argument("--compile", type=int, default=None, help="share to compile, then exit")
     options = parser.parse_args()

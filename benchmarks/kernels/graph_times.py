@@ -1,4 +1,4 @@
-"""How long one call takes inside a CUDA graph of many, one for each operand."""
+"""Time of one call inside a CUDA graph with one call per operand."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Operand = TypeVar("Operand")
 def microseconds(
     call: Callable[[Operand], object], operands: Sequence[Operand], replays: int = 5
 ) -> float:
-    """Time of one call, from the best of some replays of a graph over all operands.
+    """Time one call: the best of several replays of a graph over all operands.
 
-    Operands worth several times the L2 come from memory each time.
+    Operands larger than L2 in sum are read from memory each time.
     """
     call(operands[0])
     torch.cuda.synchronize()

@@ -1,8 +1,8 @@
-"""Microseconds per launch of the small kernels inside a CUDA graph, for one GPU.
+"""Microseconds per launch of the small kernels inside a CUDA graph.
 
     python benchmarks/kernels/small_kernels_gpu.py [--no-overlap] [--json FILE]
 
-Each figure is one launch in a chain of equal launches, so it holds the gap between two
+Each figure is one launch in a chain of equal launches, so it includes the gap between two
 dependent kernels. Operands up to the size of L2 stay there, as most do in a real step.
 """
 
@@ -79,7 +79,7 @@ TRUNCATIONS = (
 )
 
 
-#: Of every request. Their penalties see half of MAX_LEN tokens.
+#: Options of every request. Penalties cover half of MAX_LEN tokens.
 RULES = {
     "bad words": SamplingParams(temperature=0.0),
     "100 biases": SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(range(100), 0.1)),
@@ -94,8 +94,8 @@ def truncation_of(temperature: torch.Tensor, top_k: int, top_p: float) -> Trunca
 
 
 def microseconds(launch: Callable[[], object]) -> float:
-    """Of one launch, in a graph of LAUNCHES of them."""
-    # On the stream that fills the inputs: another one would read ids that are not there yet.
+    """Time one launch in a graph of LAUNCHES launches."""
+    # On the stream that fills the inputs: another one could read ids before they are written.
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -139,7 +139,7 @@ def layer_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], 
 
 
 def step_launches(model: Model, rows: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """The kernels that run once a step, with k = 3 where the rows allow windows."""
+    """Yield the kernels that run once per step, with k = 3 if the rows allow windows."""
     k = 3 if rows >= 4 else 0
     batch = rows // (k + 1)
     sequences = Sequences.allocate(
@@ -213,15 +213,17 @@ def measured(model: Model) -> dict[str, dict[int, float]]:
                 except OutOfResources as error:
                     print(f"{model.name}, {rows} rows: {name} does not fit: {error}", flush=True)
                 except torch.AcceleratorError as error:
-                    # The context is lost with it, so nothing more can be timed.
+                    # The error destroys the CUDA context, so nothing more can be timed.
                     raise SystemExit(f"{model.name}, {rows} rows: {name} failed: {error}") from None
     return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-overlap", action="store_true", help="no dependent launches")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="disable programmatic dependent launch"
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     if options.no_overlap:
         pdl.supports_pdl = lambda tensor: False

@@ -3,19 +3,19 @@
 #
 #   benchmarks/law/gpu_checks.sh MODEL.gguf PROMPTS.jsonl [OUTDIR]
 #
-# MODEL.gguf is SmolLM2's file under its own name, for the perplexity on record goes by the name;
-# PROMPTS.jsonl is what same_prompts.py wrote. OUTDIR, by default a new folder, gets the logs.
+# MODEL.gguf is SmolLM2's file under its original name, by which the recorded perplexity is found;
+# PROMPTS.jsonl is the output of same_prompts.py. OUTDIR, by default a new folder, gets the logs.
 # ONLY="same perplexity" runs some parts alone:
 #   same        speculation changes no token of real prompts
 #   perplexity  beside transformers
-#   law1..law8  the same tokens with any drafter, in graphs or not, in any company
+#   law1..law8  the same tokens with any drafter, in graphs or not, in any batch
 #   attention gemm small  kernels beside their references; small has the graphs too
 #   hybrid      models with recurrent layers
-#   bits numerics engines  logits by bits and beside fp32, chats of several turns, other engines
+#   bits numerics engines  logits bit by bit and beside fp32, multi-turn chats, other engines
 #   states      hidden states, grammars, draft heads in fp8
 #   sanitizer   memcheck and racecheck
-# PYTHON names the interpreter. Exit status: 0 if every part that ran went well,
-# 1 if one did not, 2 for wrong arguments, 3 without a GPU.
+# PYTHON names the interpreter. Exit status: 0 if every part that ran passed, 1 if one failed,
+# 2 for wrong arguments, 3 without a GPU.
 set -u
 if [ $# -lt 2 ] || [ ! -f "$1" ] || [ ! -f "$2" ]; then
     sed -n '2,7s/^# \{0,1\}//p' "$0"
@@ -37,13 +37,13 @@ for name in $only; do
         *) echo "no part is called $name: $parts"; exit 2 ;;
     esac
 done
-# Without a GPU the tests would be skipped, which is no failure.
+# Without a GPU the tests would be skipped and count as passed.
 if ! "$PYTHON" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
     echo "torch finds no CUDA device"
     exit 3
 fi
 
-# part NAME SECONDS COMMAND...: its status, its time, and the last line that it printed.
+# part NAME SECONDS COMMAND...: prints status, time and the last line of output.
 part() {
     local name=$1 limit=$2 start=$SECONDS status
     shift 2
@@ -59,10 +59,10 @@ tests() {
     part "$name" "$limit" "$PYTHON" -m pytest --durations=5 "$@"
 }
 
-# These report times: each has the GPU to itself.
+# These report times: each runs alone on the GPU.
 part same 240 "$PYTHON" benchmarks/law/same_tokens_gpu.py "$model" "$prompts" --json "$out/same.json"
 part perplexity 120 "$PYTHON" benchmarks/law/perplexity_gpu.py "$model" --transformers float32
-# The others do not: together, each in a process. The law is cut by model, drafter and graphs.
+# The others run in parallel processes. The law is split by model, drafter and graphs.
 law=tests/gpu/test_law_gpu.py
 some="(plain or ngram or suffix)"
 tests law1 590 $law -k "Llama and $some and not eager" &

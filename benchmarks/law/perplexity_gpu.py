@@ -3,10 +3,10 @@
     python benchmarks/law/perplexity_gpu.py MODEL.gguf [--transformers float32] [--json PATH]
 
 The text is the first 100 test questions with their answers (``data/gsm8k_test_100.jsonl``),
-in windows of 1024 tokens that are scored each by itself. Ours are ``prompt_logprobs`` of the
-engine. The other side is the number in ``data/gsm8k_perplexity.json``, which transformers gave
-in fp32 on a CPU with the same file's weights (``--record`` makes it anew) and, if asked for,
-transformers on this machine. Exits with 1 if ours is further off than that.
+in separately scored windows of 1024 tokens. Ours are the engine's ``prompt_logprobs``. The other
+side is the number in ``data/gsm8k_perplexity.json``, which transformers computed in fp32 on a CPU
+from the same file (``--record`` computes it again) and, with ``--transformers``, transformers on
+this machine. Exits with 1 if ours is outside the tolerance.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOLERANCE = 0.005
 
 
 def read_windows(model: Path) -> list[list[int]]:
-    """The text in token ids, cut into windows; the rest at its end is left out."""
+    """Split the token ids of the text into windows; an incomplete one is left out."""
     rows = [json.loads(line) for line in TEXT.read_text(encoding="utf-8").splitlines()]
     text = "\n\n".join(f"{row['question']}\n{row['answer']}" for row in rows)
     token_ids = build_gguf_tokenizer(read_gguf(model).metadata).encode(text).ids
@@ -46,7 +46,7 @@ def perplexity(logprobs: list[float]) -> float:
 
 
 def ours(model: Path, windows: list[list[int]], device: str, dtype: str) -> float:
-    """By ``prompt_logprobs``; a window's first token has no predecessor and is not scored."""
+    """Compute our perplexity; a window's first token has no predecessor and is not scored."""
     config = EngineConfig.from_options(
         model=str(model),
         device=device,
@@ -69,11 +69,11 @@ def ours(model: Path, windows: list[list[int]], device: str, dtype: str) -> floa
 
 @torch.inference_mode()
 def theirs(model: Path, windows: list[list[int]], device: str, dtype: str) -> float:
-    """By transformers on the same weights; log-probabilities in fp32."""
+    """Compute transformers' perplexity on the same weights; log-probabilities in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    # What from_pretrained(gguf_file=...) does, less its demand for the accelerate package.
+    # As from_pretrained(gguf_file=...), without its requirement of the accelerate package.
     config = AutoConfig.from_pretrained(model.parent, gguf_file=model.name, trust_remote_code=False)
     loaded = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     parsed = load_gguf_checkpoint(str(model), return_tensors=True, model_to_load=loaded)
@@ -89,7 +89,7 @@ def theirs(model: Path, windows: list[list[int]], device: str, dtype: str) -> fl
 
 
 def record(model: Path, windows: list[list[int]]) -> None:
-    """Write down what transformers gives in fp32 on a CPU."""
+    """Record transformers' perplexity in fp32 on a CPU."""
     import transformers
 
     RECORD.write_text(
@@ -109,12 +109,12 @@ def record(model: Path, windows: list[list[int]]) -> None:
     )
 
 
-def compared(model: Path, windows: list[list[int]], device: str, asked: argparse.Namespace):
-    """Ours and each other side, as (side, perplexity, ratio of ours to it)."""
+def compared(model: Path, windows: list[list[int]], device: str, args: argparse.Namespace):
+    """Yield (side, perplexity, ratio of ours to it), ours first."""
     started = time.perf_counter()
-    found = ours(model, windows, device, asked.dtype)
+    found = ours(model, windows, device, args.dtype)
     seconds = time.perf_counter() - started
-    yield f"ours, {asked.dtype}, {device}, {seconds:.1f} s", found, 1.0
+    yield f"ours, {args.dtype}, {device}, {seconds:.1f} s", found, 1.0
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     if (recorded["num_windows"], recorded["model"]) == (len(windows), model.name):
         yield (
@@ -122,9 +122,9 @@ def compared(model: Path, windows: list[list[int]], device: str, asked: argparse
             recorded["perplexity"],
             found / recorded["perplexity"],
         )
-    if asked.transformers:
-        other = theirs(model, windows, device, asked.transformers)
-        yield f"transformers, {asked.transformers}, {device}", other, found / other
+    if args.transformers:
+        other = theirs(model, windows, device, args.transformers)
+        yield f"transformers, {args.transformers}, {device}", other, found / other
 
 
 def main() -> None:
@@ -136,18 +136,18 @@ def main() -> None:
     parser.add_argument("--transformers", choices=("bfloat16", "float32"))
     parser.add_argument("--record", action="store_true", help="only write the recorded number")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    windows = read_windows(asked.model)[: asked.num_windows]
-    if asked.record:
-        record(asked.model, windows)
+    args = parser.parse_args()
+    windows = read_windows(args.model)[: args.num_windows]
+    if args.record:
+        record(args.model, windows)
         return
-    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for row in compared(asked.model, windows, device, asked):
+    for row in compared(args.model, windows, device, args):
         rows.append(row)
         print(f"{row[0]}: perplexity {row[1]:.4f}, ours over it {row[2]:.5f}", flush=True)
-        if asked.json:
-            asked.json.write_text(json.dumps({"windows": len(windows), "rows": rows}) + "\n")
+        if args.json:
+            args.json.write_text(json.dumps({"windows": len(windows), "rows": rows}) + "\n")
     if len(rows) == 1:
         sys.exit("nothing to compare with: other weights or windows than recorded")
     sys.exit(int(any(abs(ratio - 1) > TOLERANCE for _, _, ratio in rows)))

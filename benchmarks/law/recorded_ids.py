@@ -1,4 +1,4 @@
-"""Token ids of 300 requests of every kind, kept before the code is rebuilt and compared after.
+"""Token ids of 300 requests of every kind, recorded before a change of the code and compared after.
 
     python benchmarks/law/recorded_ids.py FILE            compare; exit status 1 if any differ
     python benchmarks/law/recorded_ids.py FILE --record   write FILE
@@ -6,7 +6,7 @@
 Thirty requests, greedy and sampled, penalised, biased, masked, stopped, grammar-bound and with
 log-probabilities, go to each of ten engines on the CPU: SmolLM2 and the hybrid of the repository,
 plain and with every kind of drafter, one with so few KV blocks that requests are swapped out. Ids
-are those of one machine and dtype: compare on the machine that recorded.
+depend on machine and dtype: compare on the machine that recorded them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def kinds() -> list[dict[str, Any]]:
-    """Sampling parameters of ten kinds."""
+    """Return sampling parameters of ten kinds."""
     digits = StructuredOutputs(regex="[0-9]{1,8}( apples| pears)")
     person = StructuredOutputs(json_schema='{"type":"object","properties":{"a":{"type":"string"}}}')
     return [
@@ -82,7 +82,7 @@ def kinds() -> list[dict[str, Any]]:
 
 
 def record(options: dict[str, Any]) -> list[list[list[int]]]:
-    """Ids [completion][token] of thirty requests."""
+    """Return ids [completion][token] of thirty requests."""
     llm = LLM(**{"model": "smollm2", "device": "cpu", "max_model_len": 1024, **options})
     names = ("gsm8k", "humaneval", "mt-bench")
     items = [item for name in names for item in islice(load_dataset(name), 10)]

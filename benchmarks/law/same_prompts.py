@@ -1,11 +1,11 @@
-"""The prompts of ``same_tokens_gpu.py``'s recorded run: 100 questions and 97 edits of code.
+"""The prompts of ``same_tokens_gpu.py``'s recorded run: 100 questions and 97 code edits.
 
     python benchmarks/law/same_prompts.py DATASETS_DIR OUT.jsonl [--model smollm2]
 
 DATASETS_DIR holds gsm8k_test.jsonl (openai/grade-school-math, MIT) and exercism_python.jsonl
-(exercism/python, MIT: a row for each exercise, its ``solution`` among the fields), or has them
-in a folder below. The edits are of the first 100 solutions of 201 to 1499 characters; there
-are 97. Each line of OUT is the token ids of a prompt in the model's chat format.
+(exercism/python, MIT: one row per exercise, with the field ``solution``), possibly in a
+subfolder. The edits use those of the first 100 solutions with 201 to 1499 characters: 97. Each
+line of OUT is the token ids of a prompt in the model's chat format.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("datasets", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--model", default="smollm2", help="whose tokenizer and chat template")
-    asked = parser.parse_args()
-    tokenizer = load_tokenizer(resolve_model(asked.model, print))
+    parser.add_argument(
+        "--model", default="smollm2", help="model of the tokenizer and chat template"
+    )
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(resolve_model(args.model, print))
     lines = []
-    for text in texts(asked.datasets):
+    for text in texts(args.datasets):
         messages = [{"role": "user", "content": text}]
         chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         lines.append(json.dumps(tokenizer.encode(chat, add_special_tokens=False)))
-    asked.output.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    args.output.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     print(f"{len(lines)} prompts")
 
 

@@ -1,12 +1,12 @@
-"""Does speculation change a token? Real prompts on a GPU, with and without, at any concurrency.
+"""Does speculation change a token? Real prompts on a GPU, with and without drafts.
 
     python benchmarks/law/same_tokens_gpu.py MODEL PROMPTS.jsonl [--max-tokens 192] [--json PATH]
 
-MODEL is a checkpoint or a GGUF file; each line of PROMPTS is a list of token ids. Every prompt
-is answered greedily and at temperature 0.8 with a seed of its own: plainly at concurrency 64,
-plainly again in another order (then over blocks of the first time, that are cached), plainly
-one at a time (the first 40), and with n-gram drafts at 64 and one at a time. Prints how many
-requests differ; exits with 1 if any does.
+MODEL is a checkpoint or a GGUF file; each line of PROMPTS is a list of token ids. Every prompt is
+answered greedily and at temperature 0.8 with a distinct seed: plain at concurrency 64, plain
+again in another order (with blocks of the first run in the prefix cache), plain one at a time
+(the first 40), and with n-gram drafts at concurrency 64 and one at a time. Prints the number of
+requests that differ; exits with 1 if any does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams
 
-TRUTH = "plain, together"
+REFERENCE = "plain, together"
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -43,7 +43,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Row:
-    """A pass as it is reported; ``differ`` counts requests that are not those of the truth."""
+    """A pass in the report; ``differ`` counts requests that differ from the reference."""
 
     name: str
     temperature: float
@@ -75,46 +75,46 @@ def answer(core: EngineCore, prompts, temperature: float, max_tokens: int, order
     return Answers(tokens, len(order) * max_tokens / seconds, offered, accepted)
 
 
-def engine(asked: argparse.Namespace, prompts, concurrency: int, *, drafts: bool) -> EngineCore:
-    ngram = {"method": "ngram", "num_speculative_tokens": asked.k, "prompt_lookup_max": 4}
+def engine(args: argparse.Namespace, prompts, concurrency: int, *, drafts: bool) -> EngineCore:
+    ngram = {"method": "ngram", "num_speculative_tokens": args.k, "prompt_lookup_max": 4}
     return build_engine(
         EngineConfig.from_options(
-            model=asked.model,
-            device=asked.device,
+            model=args.model,
+            device=args.device,
             dtype="bfloat16",
             skip_tokenizer_init=True,
             max_num_seqs=concurrency,
-            max_model_len=max(map(len, prompts)) + asked.max_tokens,
+            max_model_len=max(map(len, prompts)) + args.max_tokens,
             kv_cache_memory_bytes=4 * 2**30,
             speculative_config=ngram if drafts else None,
         )
     )
 
 
-def passes(asked: argparse.Namespace, prompts):
-    """(name, temperature, answers), the truth's first."""
+def passes(args: argparse.Namespace, prompts):
+    """Yield (name, temperature, answers), the reference first."""
     everyone = list(range(len(prompts)))
     shuffled = random.Random(0).sample(everyone, len(everyone))
-    first = everyone[: asked.alone]
+    first = everyone[: args.alone]
     cases = (
-        (asked.concurrency, False, ((TRUTH, everyone), ("plain, together again", shuffled))),
+        (args.concurrency, False, ((REFERENCE, everyone), ("plain, together again", shuffled))),
         (1, False, (("plain, one at a time", first),)),
-        (asked.concurrency, True, (("n-gram, together", shuffled),)),
+        (args.concurrency, True, (("n-gram, together", shuffled),)),
         (1, True, (("n-gram, one at a time", first),)),
     )
     for concurrency, drafts, orders in cases:
-        core = engine(asked, prompts, concurrency, drafts=drafts)
+        core = engine(args, prompts, concurrency, drafts=drafts)
         for name, order in orders:
             for temperature in TEMPERATURES:
-                yield name, temperature, answer(core, prompts, temperature, asked.max_tokens, order)
+                yield name, temperature, answer(core, prompts, temperature, args.max_tokens, order)
         del core
         torch.cuda.empty_cache()
 
 
-def compare(asked: argparse.Namespace, prompts) -> list[Row]:
+def compare(args: argparse.Namespace, prompts) -> list[Row]:
     truth: dict[float, dict[int, list[int]]] = {}
     rows = []
-    for name, temperature, found in passes(asked, prompts):
+    for name, temperature, found in passes(args, prompts):
         right = truth.setdefault(temperature, found.tokens)
         rows.append(
             Row(
@@ -147,21 +147,23 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--max-tokens", type=int, default=192)
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--alone", type=int, default=40, help="prompts that are asked one by one")
+    parser.add_argument(
+        "--alone", type=int, default=40, help="number of prompts that run one at a time"
+    )
     parser.add_argument("--num-prompts", type=int, help="fewer than all")
     parser.add_argument("--k", type=int, default=5, help="drafts per step")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    lines = asked.prompts.read_text().splitlines()[: asked.num_prompts]
+    args = parser.parse_args()
+    lines = args.prompts.read_text().splitlines()[: args.num_prompts]
     started = time.perf_counter()
-    rows = compare(asked, [json.loads(line) for line in lines])
+    rows = compare(args, [json.loads(line) for line in lines])
     show(rows)
     print(f"{time.perf_counter() - started:.0f} s in all")
-    if asked.json:
+    if args.json:
         chip = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         record = {"device": chip, "torch": torch.__version__, "argv": sys.argv[1:]}
-        asked.json.write_text(json.dumps(record | {"rows": [asdict(row) for row in rows]}) + "\n")
+        args.json.write_text(json.dumps(record | {"rows": [asdict(row) for row in rows]}) + "\n")
     sys.exit(int(any(row.differ for row in rows)))
 
 

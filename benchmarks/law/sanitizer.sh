@@ -38,11 +38,11 @@ run() {
     local environment=$1 how=$2 part=$3
     local command=("$python" benchmarks/law/sanitizer_gpu.py "$part")
     if [ "$how" != none ]; then
-        # torch checks every call itself, and probes for some that a driver may not have.
+        # torch checks every call, and probes for calls that a driver may lack.
         local options=(--tool "$how" --error-exitcode 1 --target-processes application-only
             --report-api-errors no --print-limit 20)
         [ "$how" = memcheck ] && options+=(--padding 32)
-        # Only our kernels use shared memory in ways worth a look; torch's are left out for speed.
+        # Only our kernels are checked; torch's are left out for speed.
         [ "$how" = racecheck ] && options+=(--kernel-name-exclude kns=at6native)
         command=("$tool" "${options[@]}" "${command[@]}")
     fi
@@ -50,8 +50,8 @@ run() {
     env $environment timeout "${SANITIZER_SECONDS:-240}" "${command[@]}" >> "$log" 2>&1
 }
 
-# Compiles every kernel, so that the watched runs do not wait for it; and without a tool in the
-# way, tells whether the run itself is sound.
+# Compiles every kernel, so that the runs under a tool do not wait for it, and shows whether the
+# run passes without a tool.
 failed=0
 for part in $parts; do
     if ! run X=0 none "$part"; then
@@ -62,8 +62,8 @@ for part in $parts; do
 done
 for how in ${@:-memcheck racecheck}; do
     for part in $parts; do
-        # Graphs need torch's allocator, which hands out parts of large blocks: an access just
-        # outside a tensor is seen in the eager run alone, where every tensor is a block.
+        # Graphs need torch's allocator, which splits large blocks: an access just outside a
+        # tensor is detected only in the eager run, where every tensor is a block.
         environment=X=0
         [ "${part%graph}" = "$part" ] && environment=PYTORCH_NO_CUDA_MEMORY_CACHING=1
         start=$SECONDS

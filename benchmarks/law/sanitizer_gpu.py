@@ -1,12 +1,12 @@
-"""A short run of everything that touches a GPU's memory, to be watched by compute-sanitizer.
+"""Short runs of everything that accesses GPU memory, for compute-sanitizer.
 
     python benchmarks/law/sanitizer_gpu.py PART [--device cpu]
 
-``sanitizer.sh`` runs it under the tools. eager and graph: a tiny Llama with dummy weights
-answers a few requests with n-gram drafts, which repeat and are accepted, and with an EAGLE-3
-head, and must give the tokens of plain decoding. hybrid-eager and hybrid-graph: likewise a tiny
-Qwen3-Next with experts, and its MTP module. kernels: matrix products in forms that so small a
-model does not choose. Few launches, for each is watched.
+``sanitizer.sh`` runs it under the tools. eager and graph: a tiny Llama with dummy weights answers
+a few requests with n-gram drafts, some of which are accepted, and with an EAGLE-3 head, and must
+emit the tokens of plain decoding. hybrid-eager and hybrid-graph: the same for a tiny Qwen3-Next
+with experts and its MTP module. kernels: matrix products with tiles that small models do not
+select. Launches are few, because the tools make each one slow.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ HYBRID = TARGET | {
     "shared_expert_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-# Recurrent rows run as long ones from 128 on.
+# From 128 rows on, recurrent rows run without an early launch (PDL).
 DENSE_CHUNK, HYBRID_CHUNK = 64, 128
-# Around the edges of chunks and of KV blocks, which are of 16.
+# Around the edges of chunks and of KV blocks, which have 16 tokens.
 PROMPT_LENGTHS = (1, 66, 143)
 MAX_TOKENS = 10
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -78,7 +78,7 @@ def write_config(folder: Path, config: dict) -> str:
 
 
 def answers(target: str, speculation: dict | None, device: str, *, eager: bool, chunk: int):
-    """Tokens by request, and how many drafts were accepted."""
+    """Return tokens by request, and the number of accepted drafts."""
     core = build_engine(
         EngineConfig.from_options(
             model=target,
@@ -140,7 +140,7 @@ def require_equal(
 
 
 def run_kernels() -> None:
-    """Loads through tensor descriptors, early starts and prefetches, at odd row counts."""
+    """Run loads through tensor descriptors, PDL and prefetches, at odd row counts."""
     from sametoken.ops.model.gemm.triton import product
     from sametoken.ops.model.gemm.tuning import (
         CANONICAL,
@@ -168,11 +168,11 @@ def main() -> None:
     parts |= {"hybrid-eager": run_hybrids, "hybrid-graph": run_hybrids}
     parser.add_argument("part", choices=(*parts, "kernels"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    asked = parser.parse_args()
-    if asked.part == "kernels":
+    args = parser.parse_args()
+    if args.part == "kernels":
         run_kernels()
     else:
-        parts[asked.part](asked.device, eager=asked.part.endswith("eager"))
+        parts[args.part](args.device, eager=args.part.endswith("eager"))
 
 
 if __name__ == "__main__":

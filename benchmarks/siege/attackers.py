@@ -1,4 +1,4 @@
-"""Who besieges a server beside the crowd: a bomber, half-openers, and one who ends the engine."""
+"""The attackers of a siege beside the crowd: bomber, half-openers, and engine killer."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from connections import Connection, Head, LostError, fetch, request
 from crowd import StatsCollector
 from server import PATIENCE_S, Server
 
-#: What an answer to a bomb may be. 499 is never sent.
+#: Allowed statuses of an answer to a bomb. 499 is never sent.
 REFUSALS = {400, 404, 405, 408, 411, 413, 422, 431, 429, 503}
 AGAIN_LATER = {429, 503}
 _MUTATIONS_PER_BOMB = 10
-#: Bytes that a half-opener sends one by one, a second apart.
+#: Number of bytes that a half-opener sends one by one, a second apart.
 _NUM_DRIPS = 10
-#: After an engine process is ready again, requests may still learn of its death.
+#: Requests may still report an engine's death this long after the next one is ready.
 _ECHO_S = 2.0
 
 
 @dataclass
 class Times:
-    """When the engine process was ended, and when the next one was ready; monotonic seconds."""
+    """Intervals from the kill of an engine process until the next is ready; monotonic seconds."""
 
     windows: list[list[float]] = field(default_factory=list)
 
     def covers(self, began: float, ended: float) -> bool:
-        """Whether a stretch of time meets one without an engine process."""
+        """Return whether an interval overlaps one without an engine process."""
         return any(began <= end and start <= ended for start, end in self.windows)
 
     def since(self, began: float) -> bool:
-        """Whether the engine process was away at any time since then."""
+        """Return whether the engine process was missing at any time since then."""
         return self.covers(began, time.monotonic())
 
 
 class Bomber:
-    """Sends one hostile request after the other, and holds the answers to their budget.
+    """Sends hostile requests in sequence and checks status and time of the answers.
 
     Args:
-        address: of the server.
-        chance: what comes next.
-        tally: told what became of them.
-        budget_s: for an answer.
-        pause_s: after a bomb.
+        address: address of the server.
+        chance: random generator.
+        tally: collects the outcomes.
+        budget_s: time limit of an answer.
+        pause_s: pause after a bomb.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Bomber:
         self._budget_s, self._pause_s = budget_s, pause_s
 
     async def run(self) -> None:
-        """Go on until cancelled."""
+        """Run until cancelled."""
         for name, path, content in bombs(self._chance, _MUTATIONS_PER_BOMB):
             await self._throw(name, path, content)
             await asyncio.sleep(0.02 if name == "mutation" else self._pause_s)
@@ -90,13 +90,13 @@ class Bomber:
 
 
 def _shown(content: bytes) -> str:
-    """Both ends of a body; what is wrong with it may be in between."""
+    """Return both ends of a body."""
     text = content.decode(errors="replace")
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def fault_of(head: Head, body: bytes) -> str:
-    """What is wrong with an answer to a hostile request; an empty text for nothing."""
+    """Return what is wrong with an answer to a hostile request, or ""."""
     if head.status == 200:
         return _fault_of_success(head, body)
     if head.status not in REFUSALS:
@@ -120,17 +120,17 @@ def _fault_of_success(head: Head, body: bytes) -> str:
         return "a stream without an end"
     errors = [json.loads(event.removeprefix(b"data: ")).get("error") for event in events]
     defects = [error for error in errors if error and error["type"] == "server_error"]
-    return f"an event says {defects[0]}" if defects else ""
+    return f"error event {defects[0]}" if defects else ""
 
 
 class HalfOpener:
-    """Opens connections and leaves requests half sent, for the server to close.
+    """Opens connections and sends incomplete requests, which the server has to close.
 
     Args:
-        address: of the server.
-        chance: what is sent.
-        tally: told what became of them.
-        budget_s: in which the server has to close.
+        address: address of the server.
+        chance: random generator.
+        tally: collects the outcomes.
+        budget_s: time in which the server has to close.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class HalfOpener:
         self._budget_s = budget_s
 
     async def run(self) -> None:
-        """Go on until cancelled."""
+        """Run until cancelled."""
         while True:
             kind = self._chance.choice(("half a head", "half a body", "a byte short", "in drips"))
             try:
@@ -176,7 +176,7 @@ class HalfOpener:
             connection.close()
 
     async def _wait(self, connection: Connection, drips: bytes, kind: str) -> None:
-        """Until the server closes; a byte now and then, so that the connection is never idle."""
+        """Wait until the server closes, sending single bytes so that the connection is not idle."""
         ended = asyncio.create_task(connection.ended())
         try:
             for drip in drips if kind == "in drips" else b"":
@@ -191,12 +191,12 @@ class HalfOpener:
 
 
 class Killer:
-    """Ends the engine process now and then, and waits for the next one.
+    """Kills the engine process and waits for the next one.
 
     Args:
-        address, server: of what is besieged.
-        times: told when.
-        tally: told of a server that does not come back.
+        address, server: the server under siege.
+        times: collects the intervals without an engine.
+        tally: collects failures to restart.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Killer:
         self.num_kills = 0
 
     async def kill(self) -> None:
-        """End the engine process, if there is one."""
+        """Kill the engine process, if there is one."""
         window = [time.monotonic(), float("inf")]
         self._times.windows.append(window)
         if not await asyncio.to_thread(self._server.kill_engine):
@@ -224,7 +224,7 @@ class Killer:
 
     async def _until_back(self) -> None:
         async with asyncio.timeout(PATIENCE_S):
-            # It is some milliseconds before the server knows.
+            # The server notices after some milliseconds.
             await self._until_ready(False)
             await self._until_ready(True)
 

@@ -1,4 +1,4 @@
-"""Bodies that nobody should send: bombs, and valid bodies with something wrong in them."""
+"""Hostile request bodies: bombs, and mutations of valid bodies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 @dataclass(frozen=True)
 class Raw:
-    """JSON text as it stands, where no value of Python's would give it."""
+    """Verbatim JSON text that no Python value serializes to."""
 
     text: str
 
@@ -74,7 +74,7 @@ _MESSAGES = [
     {"role": "assistant", "content": None, "tool_calls": [_CALL]},
     {"role": "tool", "content": "other", "tool_call_id": "call_1"},
 ]
-#: Bodies that are right, with as many fields as go together.
+#: Valid bodies with as many fields as are compatible.
 VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {"prompt": "the inner", "logprobs": 2, "echo": True, **_SAMPLING}),
     (COMPLETIONS, {"prompt": [[1, 2, 3], [4, 5]], "max_tokens": 2}),
@@ -109,7 +109,7 @@ VALID: tuple[tuple[str, dict[str, Any]], ...] = (
     (TOKENIZE, {"messages": _MESSAGES, "tools": [_TOOL], "add_generation_prompt": False}),
     (DETOKENIZE, {"tokens": [1, 2, 3]}),
 )
-#: What stands where something else belongs.
+#: Replacement values for mutations.
 ODD: tuple[Any, ...] = (
     None,
     True,
@@ -151,7 +151,7 @@ ODD: tuple[Any, ...] = (
 
 
 def dump(value: Any) -> str:
-    """JSON text, in which ``Raw`` stands as it is."""
+    """Serialize to JSON, with ``Raw`` verbatim."""
     if isinstance(value, Raw):
         return value.text
     if isinstance(value, dict):
@@ -166,7 +166,7 @@ def _braced(members: Iterable[str]) -> str:
 
 
 def mutate(chance: random.Random, value: Any) -> Any:
-    """The value with something else at one place, at any depth."""
+    """Replace the value at one place, at any depth."""
     if isinstance(value, dict) and value and chance.random() < 0.95:
         key = chance.choice(list(value))
         changed = dict(value)
@@ -176,7 +176,7 @@ def mutate(chance: random.Random, value: Any) -> Any:
         elif change < 0.1:
             changed[chance.choice(("", "unheard_of", "__class__", "a" * 10_000, key + " "))] = 1
         elif change < 0.15:
-            # Twice, with another value: parsers differ in which of them stands.
+            # A duplicate key with another value: parsers differ in which one wins.
             more = f"{json.dumps(key)}:{dump(chance.choice(ODD))}"
             return Raw(_braced((dump(value)[1:-1], more)))
         else:
@@ -191,7 +191,7 @@ def mutate(chance: random.Random, value: Any) -> Any:
 
 
 def mutation(chance: random.Random) -> tuple[str, bytes]:
-    """The path and the body of a valid request with one to three things wrong, or cut short."""
+    """Return path and body of a valid request with one to three mutations, or truncated."""
     path, body = chance.choice(VALID)
     changed: Any = body
     for _ in range(chance.choice((1, 1, 2, 3))):
@@ -229,7 +229,7 @@ def _tools(arguments: str) -> tuple[str, dict[str, Any]]:
 
 
 AMBIGUOUS = 'root ::= root root root | "a" | "b" | ""'
-#: What has taken a server down, or any like it; by what it aims at.
+#: Requests that have brought down this server or similar ones, by target.
 BOMBS: dict[str, Callable[[], tuple[str, Any]]] = {
     "900 properties": lambda: _schema(type="object", properties=_properties(900)),
     "1,400 properties, all required": lambda: _schema(
@@ -311,7 +311,7 @@ BOMBS: dict[str, Callable[[], tuple[str, Any]]] = {
 
 
 def bombs(chance: random.Random, mutations_per_bomb: int) -> Iterator[tuple[str, str, bytes]]:
-    """Without end: a name, a path and a body; each bomb once a round, mutations in between."""
+    """Yield (name, path, body) endlessly: each bomb once per round, with mutations between."""
     while True:
         names = list(BOMBS)
         chance.shuffle(names)

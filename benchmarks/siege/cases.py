@@ -1,4 +1,4 @@
-"""What a siege asks: requests of all kinds whose answers are known, and some that are none."""
+"""The requests of a siege: all kinds with known answers, and malformed ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sametoken.types.outputs import CompletionOutput
 from sametoken.types.structured_outputs import StructuredOutputs
 
 NUM_CASES = 96
-#: The last cases, which are long.
+#: The number of long cases, which come last.
 NUM_LONG = 8
 LONG_TOKENS = 160
 WORDS = ("the", "inner", "other", "either", "a", "their", "thin")
@@ -38,7 +38,7 @@ MALFORMED = (
     (CHAT, b'{"messages": [{"role": "user", "content": "the"}], "top_p": 2}'),
     ("/v1/nothing", b"{}"),
 )
-#: Forms of an answer: the field of a request, and what it says.
+#: Structured outputs: the field of a request and its value.
 FORMS: tuple[tuple[str, Any], ...] = (
     ("guided_choice", ["the inner", "the other", "a"]),
     ("guided_regex", "[a-f]{2,6}( the)?"),
@@ -56,8 +56,8 @@ FORMS: tuple[tuple[str, Any], ...] = (
 
 
 @dataclass
-class Said:
-    """One completion, or as much of it as has come."""
+class Completion:
+    """One completion, or the part received so far."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -65,8 +65,8 @@ class Said:
     finish_reason: str | None = None
 
     @classmethod
-    def of(cls, output: CompletionOutput) -> Said:
-        """What an engine said."""
+    def of(cls, output: CompletionOutput) -> Completion:
+        """Convert an engine's output."""
         token_ids = list(output.token_ids)
         logprobs = [
             max(candidates[token_id].logprob, MIN_LOGPROB)
@@ -74,8 +74,8 @@ class Said:
         ]
         return cls(token_ids, output.text, logprobs, output.finish_reason)
 
-    def begins(self, other: Said) -> bool:
-        """Whether the other one may be its continuation."""
+    def begins(self, other: Completion) -> bool:
+        """Return whether this is a prefix of the other one."""
         return (
             other.token_ids[: len(self.token_ids)] == self.token_ids
             and other.logprobs[: len(self.logprobs)] == self.logprobs
@@ -85,44 +85,44 @@ class Said:
 
 @dataclass(frozen=True)
 class Case:
-    """A request without ``stream``, and the completions that it has to get."""
+    """A request without ``stream``, and its expected completions."""
 
     path: str
     body: dict[str, Any]
-    said: tuple[Said, ...]
+    completions: tuple[Completion, ...]
 
     @cached_property
     def whole_content(self) -> bytes:
-        """The body."""
+        """The request's body."""
         return json.dumps(self.body).encode()
 
     @cached_property
     def stream_content(self) -> bytes:
-        """The body that asks for events."""
+        """The body of the streamed request."""
         return json.dumps(self.body | {"stream": True}).encode()
 
     @property
     def name(self) -> str:
-        """What it asks, in short."""
+        """A short description."""
         return f"{self.path} {self.whole_content.decode()}"[:300]
 
 
 @dataclass
 class Answer:
-    """As much of an answer as its client has stayed for."""
+    """An answer, or the part received before the client left."""
 
-    said: dict[int, Said] = field(default_factory=dict)
+    completions: dict[int, Completion] = field(default_factory=dict)
     is_whole: bool = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether a token has come."""
-        return any(one.token_ids for one in self.said.values())
+        """Whether a token has arrived."""
+        return any(one.token_ids for one in self.completions.values())
 
     def take(self, message: dict[str, Any]) -> None:
         """Add a whole answer or an event."""
         for choice in message["choices"]:
-            one = self.said.setdefault(choice["index"], Said())
+            one = self.completions.setdefault(choice["index"], Completion())
             text = choice.get("message") or choice.get("delta") or choice
             one.text += text.get("content") or text.get("text") or ""
             one.token_ids += choice.get("token_ids") or ()
@@ -130,44 +130,47 @@ class Answer:
             one.finish_reason = choice.get("finish_reason") or one.finish_reason
 
     def begins(self, case: Case) -> bool:
-        """Whether it is the beginning of what the case has to get."""
-        num = len(case.said)
-        return all(index < num and one.begins(case.said[index]) for index, one in self.said.items())
+        """Return whether this is a prefix of the expected completions."""
+        num = len(case.completions)
+        return all(
+            index < num and one.begins(case.completions[index])
+            for index, one in self.completions.items()
+        )
 
     def equals(self, case: Case) -> bool:
-        """Whether it is what the case has to get."""
-        return self.said == dict(enumerate(case.said))
+        """Return whether this equals the expected completions."""
+        return self.completions == dict(enumerate(case.completions))
 
 
 def _logprobs(found: dict[str, Any]) -> list[float]:
-    """Those of the tokens that were chosen, in the form of either endpoint."""
+    """Return the chosen tokens' log-probabilities, in either endpoint's format."""
     if "content" in found:
         return [one["logprob"] for one in found["content"] or ()]
     return found.get("token_logprobs") or []
 
 
 def make_cases(llm: LLM, max_tokens: int, seed: int = 0) -> list[Case]:
-    """Requests that repeat themselves, so that drafts are accepted, and a plain engine's answers.
+    """Make repetitive requests, so that drafts are accepted, with a plain engine's answers.
 
-    The last ones are long.
+    The last ``NUM_LONG`` cases are long.
     """
     chance = random.Random(seed)
     cases = []
     for i in range(NUM_CASES):
-        asked = _ask(llm, chance, chance.choice((COMPLETIONS, CHAT)))
+        inputs = _inputs(llm, chance, chance.choice((COMPLETIONS, CHAT)))
         params = _sampling(chance, i, chance.randint(1, max_tokens))
-        for name, value in _more(llm, chance, asked, params):
+        for name, value in _more(llm, chance, inputs, params):
             params[name] = value
-        cases.append(_make_case(llm, chance, asked, params))
+        cases.append(_make_case(llm, chance, inputs, params))
     for i in range(NUM_LONG):
-        asked = _ask(llm, chance, COMPLETIONS if i % 2 else CHAT)
+        inputs = _inputs(llm, chance, COMPLETIONS if i % 2 else CHAT)
         params = _sampling(chance, i, LONG_TOKENS) | {"ignore_eos": True}
-        cases.append(_make_case(llm, chance, asked, params))
+        cases.append(_make_case(llm, chance, inputs, params))
     return cases
 
 
-def _ask(llm: LLM, chance: random.Random, path: str) -> dict[str, Any]:
-    """A prompt or a conversation."""
+def _inputs(llm: LLM, chance: random.Random, path: str) -> dict[str, Any]:
+    """Draw a prompt or a conversation."""
     if path == COMPLETIONS:
         phrase = chance.choices(range(llm.resolved.model.vocab_size), k=chance.randint(2, 9))
         return {"prompt": phrase * chance.randint(1, 4)}
@@ -176,7 +179,7 @@ def _ask(llm: LLM, chance: random.Random, path: str) -> dict[str, Any]:
 
 
 def _sampling(chance: random.Random, seed: int, max_tokens: int) -> dict[str, Any]:
-    """Greedy or sampled, with one of the ways to cut."""
+    """Draw greedy or sampled parameters, with at most one truncation."""
     params: dict[str, Any] = {
         "seed": seed,
         "max_tokens": max_tokens,
@@ -188,32 +191,32 @@ def _sampling(chance: random.Random, seed: int, max_tokens: int) -> dict[str, An
 
 
 def _make_case(
-    llm: LLM, chance: random.Random, asked: dict[str, Any], params: dict[str, Any]
+    llm: LLM, chance: random.Random, inputs: dict[str, Any], params: dict[str, Any]
 ) -> Case:
-    path = CHAT if "messages" in asked else COMPLETIONS
+    path = CHAT if "messages" in inputs else COMPLETIONS
     fields = params | {"return_token_ids": True}
     if "logprobs" in fields and path == CHAT:
         fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
     max_drafts = chance.choice((None, None, 0, 2))
     if max_drafts is not None:
         fields["speculative"] = {"num_speculative_tokens": max_drafts}
-    said = tuple(Said.of(output) for output in _generate(llm, asked, params))
-    return Case(path, asked | fields, said)
+    completions = tuple(Completion.of(output) for output in _generate(llm, inputs, params))
+    return Case(path, inputs | fields, completions)
 
 
 def _more(
-    llm: LLM, chance: random.Random, asked: dict[str, Any], params: dict[str, Any]
+    llm: LLM, chance: random.Random, inputs: dict[str, Any], params: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Further fields, none of them in most requests."""
+    """Yield further fields; most requests have none."""
     vocab_size = llm.resolved.model.vocab_size
     if chance.random() < 0.2:
         yield chance.choice(FORMS)
-        # Room to come to an end, so that forms are seen whole.
+        # Room to complete the structured output.
         yield "max_tokens", params["max_tokens"] + 12
         return
     if chance.random() < 0.2:
-        # A piece of what it would say otherwise, so that it is met.
-        text = _generate(llm, asked, params)[0].text
+        # A piece of the answer without it, so that the stop string occurs.
+        text = _generate(llm, inputs, params)[0].text
         start = chance.randrange(max(1, len(text) - 1))
         yield "stop", [text[start : start + 2] or "the", "inner the inner"]
     if chance.random() < 0.2:
@@ -234,9 +237,9 @@ def _more(
 
 
 def _generate(
-    llm: LLM, asked: dict[str, Any], given: dict[str, Any]
+    llm: LLM, inputs: dict[str, Any], given: dict[str, Any]
 ) -> tuple[CompletionOutput, ...]:
-    """What the engine says to a request's fields."""
+    """Run a request's fields on the engine."""
     params = dict(given)
     for name, _ in FORMS:
         if name in params:
@@ -246,8 +249,8 @@ def _generate(
     if "logit_bias" in params:
         params["logit_bias"] = {int(key): bias for key, bias in params["logit_bias"].items()}
     sampling = SamplingParams(**params)
-    if "messages" in asked:
-        (output,) = llm.chat(asked["messages"], sampling)
+    if "messages" in inputs:
+        (output,) = llm.chat(inputs["messages"], sampling)
     else:
-        (output,) = llm.generate({"prompt_token_ids": asked["prompt"]}, sampling)
+        (output,) = llm.generate({"prompt_token_ids": inputs["prompt"]}, sampling)
     return output.outputs

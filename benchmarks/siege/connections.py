@@ -1,4 +1,4 @@
-"""A lean client of HTTP/1.1: one connection, requests as bytes, answers as they come."""
+"""A minimal HTTP/1.1 client: one connection, requests as bytes, streamed answers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class StaleError(LostError):
 
 @dataclass(frozen=True)
 class Head:
-    """How an answer begins; names of headers in lower case."""
+    """Status and headers of an answer; header names in lower case."""
 
     status: int
     headers: dict[str, str]
 
     @property
     def retry_after(self) -> str | None:
-        """When the client may come again."""
+        """The ``Retry-After`` header."""
         return self.headers.get("retry-after")
 
 
 def request(method: str, path: str, content: bytes = b"") -> bytes:
-    """A whole request."""
+    """Build a complete request."""
     return _head(method, path, len(content)) + content
 
 
@@ -50,7 +50,7 @@ def _head(method: str, path: str, length: int) -> bytes:
 
 
 class Connection:
-    """A connection to the server; not for two tasks at once."""
+    """A connection to the server, for one task at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -65,7 +65,7 @@ class Connection:
             raise LostError(f"no connection: {error}") from error
 
     def write(self, data: bytes) -> None:
-        """Send bytes; what cannot be sent shows when the answer is read."""
+        """Send bytes; errors appear when the answer is read."""
         self._writer.write(data)
 
     async def flush(self) -> None:
@@ -74,21 +74,21 @@ class Connection:
             await self._writer.drain()
 
     def close(self) -> None:
-        """Leave."""
+        """Abort the connection."""
         self._writer.transport.abort()
 
     async def ended(self) -> bytes:
-        """All that the server says until it closes the connection."""
+        """Read until the server closes the connection."""
         try:
             return await self._reader.read()
         except OSError:
             return b""
 
     async def head(self) -> Head:
-        """The beginning of the next answer.
+        """Read the head of the next answer.
 
         Raises:
-            LostError: none comes.
+            LostError: there is none.
         """
         try:
             text = await self._reader.readuntil(b"\r\n\r\n")
@@ -103,10 +103,10 @@ class Connection:
         return Head(int(first.split(" ", 2)[1]), headers)
 
     async def pieces(self, head: Head) -> AsyncIterator[bytes]:
-        """The body as it comes.
+        """Stream the body.
 
         Raises:
-            LostError: it ends too soon.
+            LostError: the body is incomplete.
         """
         try:
             if "content-length" in head.headers:
@@ -119,11 +119,11 @@ class Connection:
             raise LostError(f"the answer was cut off: {error!r}") from error
 
     async def body(self, head: Head) -> bytes:
-        """The whole body."""
+        """Read the whole body."""
         return b"".join([piece async for piece in self.pieces(head)])
 
     async def events(self, head: Head) -> AsyncIterator[dict[str, Any] | None]:
-        """The events of a stream, and None for the last one, ``[DONE]``."""
+        """Yield the events of a stream, and None for ``[DONE]``."""
         rest = b""
         async for piece in self.pieces(head):
             *events, rest = (rest + piece).split(b"\n\n")
@@ -133,7 +133,7 @@ class Connection:
 
 
 async def fetch(address: tuple[str, int], method: str, path: str, content: bytes = b"") -> Any:
-    """The head and the body of an answer, on a connection of its own.
+    """Send one request on a new connection and return head and body of the answer.
 
     Raises:
         LostError: there is no answer.

@@ -1,4 +1,4 @@
-"""The crowd of a siege: clients with requests of known answers, of whom many do not stay."""
+"""The crowd of a siege: clients with known expected answers, many of which disconnect early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cases import MALFORMED, Answer, Case
 from connections import Connection, Head, LostError, StaleError, request
 from server import PATIENCE_S
 
-#: What clients do, and how often.
+#: Behaviours of clients and their weights.
 FATES = {
     "whole": 27,
     "stream": 27,
@@ -27,16 +27,16 @@ FATES = {
     "half": 6,
     "malformed": 6,
 }
-#: Codes of answers that say that the engine process has died.
+#: Error codes that report the death of the engine process.
 ENGINE_CODES = ("engine_dead", "engine_restarting")
 _MOST_NAMED = 20
 
 
 class TurnedAwayError(Exception):
-    """The server asked to come again later.
+    """The server rejected a request for now.
 
     Args:
-        code: of the error.
+        code: error code.
         retry_after_s: seconds.
     """
 
@@ -52,19 +52,19 @@ class WrongError(Exception):
 
 @dataclass
 class StatsCollector:
-    """What became of the requests of all clients.
+    """Outcomes of the requests of all clients.
 
     Attributes:
         sent: requests by kind of client.
-        fates: the crowd's requests by what became of them.
+        fates: the crowd's requests by outcome.
         statuses: answers by kind of client and status.
         outcomes: the bomber's requests by name and status.
-        thrown: begin, seconds and name of each of them, to find who is to blame.
-        wrong: completed answers that differ from the offline one.
-        no_beginning: answers cut short that are not the beginning of it.
-        lost: by kind of client, requests without an answer, or with one that none should get.
-        sent_again: requests that were turned away, by why; each was answered in the end.
-        slowest_s: by kind of client, and the request that took it.
+        thrown: start, seconds and name of each bomb, to find the cause of delays.
+        wrong: complete answers that differ from the offline one.
+        no_beginning: partial answers that are not a prefix of the offline one.
+        lost: by kind of client, requests without a valid answer.
+        sent_again: rejected requests by reason; each was answered in the end.
+        slowest_s: by kind of client, the longest time and its request.
     """
 
     sent: Counter = field(default_factory=Counter)
@@ -78,26 +78,26 @@ class StatsCollector:
     sent_again: Counter = field(default_factory=Counter)
     slowest_s: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def judge(self, case: Case, answer: Answer) -> None:
-        """Hold an answer, or the beginning of one, against the offline one."""
+    def check(self, case: Case, answer: Answer) -> None:
+        """Compare a complete or partial answer with the offline one."""
         if not answer.begins(case):
-            self._name(self.no_beginning, f"{case.name}: {answer.said}")
+            self._name(self.no_beginning, f"{case.name}: {answer.completions}")
         if answer.is_whole and not answer.equals(case):
-            self._name(self.wrong, f"{case.name}: {answer.said} and not {case.said}")
+            self._name(self.wrong, f"{case.name}: {answer.completions} and not {case.completions}")
 
     def lose(self, kind: str, what: str) -> None:
-        """Note a request that came to nothing."""
+        """Record a lost request."""
         self._name(self.lost[kind], what)
 
     def summary(self) -> str:
-        """How far it is, in a line."""
+        """Return the progress as one line."""
         lost = {kind: len(names) for kind, names in self.lost.items()}
         faults = {"wrong": len(self.wrong), "no beginning": len(self.no_beginning), **lost}
         return f"sent {dict(self.sent)}, faults {faults}, sent again {dict(self.sent_again)}"
 
     @contextlib.contextmanager
     def timed(self, kind: str, name: str) -> Iterator[None]:
-        """Note how long the block takes."""
+        """Time the block."""
         began = time.monotonic()
         yield
         seconds = time.monotonic() - began
@@ -106,19 +106,19 @@ class StatsCollector:
 
     @staticmethod
     def _name(names: list[str], name: str) -> None:
-        # The first ones are told in full; a defect may have thousands.
+        # Only the first ones are kept in full.
         names.append(name[:1000] if len(names) < _MOST_NAMED else "and another")
 
 
 class Client:
-    """One of the crowd: a connection, kept as long as the server and the client like.
+    """One client of the crowd, with a persistent connection.
 
     Args:
-        address: of the server.
-        cases: what to ask.
-        chance: its fates.
-        tally: told what became of its requests.
-        may_restart: whether the engine process may have been ended since a time.
+        address: address of the server.
+        cases: the requests.
+        chance: random generator.
+        tally: collects the outcomes.
+        may_restart: returns whether the engine process may have been killed since a time.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Client:
         }
 
     async def visit(self) -> int:
-        """Send a request, or several, and do as fate has it; how many were sent."""
+        """Send one or several requests with a random behaviour; return their number."""
         fate = self._chance.choices(list(FATES), list(FATES.values()))[0]
         self._collector.sent["crowd"] += 1
         if fate == "malformed":
@@ -171,11 +171,11 @@ class Client:
                 await work
         except (LostError, WrongError, TimeoutError, ValueError, KeyError) as error:
             self.leave()
-            # An answer that cannot be read is as good as none.
+            # An unreadable answer counts as lost.
             self._collector.lose("crowd", f"{fate}: {error!r}")
 
     async def _until_answered(self, fate: str, case: Case) -> None:
-        """One request, sent again while the server says so."""
+        """Send one request, and retry while the server rejects it for now."""
         while True:
             began, answer = time.monotonic(), Answer()
             try:
@@ -183,32 +183,32 @@ class Client:
                     became = await self._fates[fate](case, answer)
             except TurnedAwayError as error:
                 self.leave()
-                self._collector.judge(case, answer)
+                self._collector.check(case, answer)
                 await self._come_again(error, began)
                 continue
             self._collector.fates[became] += 1
-            self._collector.judge(case, answer)
+            self._collector.check(case, answer)
             return
 
     async def _come_again(self, error: TurnedAwayError, began: float) -> None:
-        """Wait for a while, if the server had a reason.
+        """Wait before a retry.
 
         Raises:
-            WrongError: it says that the engine died, which nobody has killed.
+            WrongError: the server reports a dead engine that was not killed.
         """
         if error.code in ENGINE_CODES and not self._may_restart(began):
-            raise WrongError(f"the engine died by itself: {error}")
+            raise WrongError(f"the engine died without a kill: {error}")
         self._collector.sent_again[error.code] += 1
         await asyncio.sleep(min(error.retry_after_s, 1.0) * (0.5 + self._chance.random()))
 
     @contextlib.asynccontextmanager
     async def _sent(self, content: bytes, path: str) -> AsyncIterator[tuple[Connection, Head]]:
-        """A request on a connection that may have been closed meanwhile, and its answer's head."""
+        """Send a request, reconnecting if the connection was closed, and read the head."""
         try:
             head = await self._send(request("POST", path, content))
             yield self._connection, head
         except BaseException:
-            # What is unread of the answer is no answer to the next request.
+            # Unread bytes must not be taken for the next answer.
             self.leave()
             raise
         if head.headers.get("connection") == "close":
@@ -240,7 +240,7 @@ class Client:
     async def stream(
         self, case: Case, answer: Answer, *, pause_s: float = 0.0, patience: int | None = None
     ) -> str:
-        """Read events, with random pauses, to the end or until patience is at its end."""
+        """Read events with random pauses, to the end or up to ``patience`` events."""
         num_events = 0
         async with self._sent(case.stream_content, case.path) as (connection, head):
             self._note(head)
@@ -270,7 +270,7 @@ class Client:
         return await self.stream(case, answer, patience=self._chance.randint(1, 8))
 
     async def _vanish(self, case: Case, answer: Answer) -> str:
-        """Leave after a while, whatever has come by then; often that is nothing."""
+        """Disconnect after a short time, often before the first token."""
         read = self._chance.choice((self._ask, self.stream))
         reading = asyncio.create_task(read(case, answer))
         await asyncio.wait((reading,), timeout=0.05 * self._chance.random())
@@ -294,7 +294,7 @@ class Client:
         return "sent in pieces"
 
     async def _pipeline(self, cases: list[Case]) -> None:
-        """Send several requests at once, and read the answers in order."""
+        """Pipeline several requests and read the answers in order."""
         self.leave()
         left = list(cases)
         while left:
@@ -308,17 +308,17 @@ class Client:
                     head, answer = await connection.head(), Answer()
                     self._take_whole(head, await connection.body(head), answer)
                     self._collector.fates["pipelined"] += 1
-                    self._collector.judge(left.pop(0), answer)
+                    self._collector.check(left.pop(0), answer)
             except TurnedAwayError as error:
                 await self._come_again(error, began)
             except StaleError:
-                # A server may close after any answer; what follows is sent again.
+                # A server may close after any answer; the rest is sent again.
                 self._collector.sent_again["pipeline closed"] += 1
             finally:
                 connection.close()
 
     async def _send_half(self) -> None:
-        """A request that ends too soon, in its head or its body."""
+        """Send a request that is truncated in its head or its body."""
         case = self._chance.choice(self._cases)
         data = request("POST", case.path, case.whole_content)
         connection = await Connection.open(self._address)
@@ -341,7 +341,7 @@ class Client:
 
 
 def refusal(head: Head, body: bytes) -> Exception:
-    """What an answer other than 200 to a right request is."""
+    """Classify an answer other than 200 to a valid request."""
     if head.status in (429, 503) and head.retry_after is not None:
         error = json.loads(body)["error"]
         return TurnedAwayError(error["code"] or str(head.status), float(head.retry_after))
@@ -349,8 +349,8 @@ def refusal(head: Head, body: bytes) -> Exception:
 
 
 def event_error(event: dict) -> Exception:
-    """What an error event in the stream of a right request is."""
+    """Classify an error event in the stream of a valid request."""
     error = event["error"]
     if error["type"] in ("service_unavailable_error", "rate_limit_error"):
         return TurnedAwayError(error["code"], 1.0)
-    return WrongError(f"an event says {event}")
+    return WrongError(f"error event {event}")

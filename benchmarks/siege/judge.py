@@ -1,4 +1,4 @@
-"""What came of a siege, held against what is allowed."""
+"""The results of a siege and their limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from attackers import Times
 from crowd import ENGINE_CODES, StatsCollector
 
-#: Gauges that must be 0 once nobody asks any more.
+#: Gauges that must be 0 without requests.
 LEFT = (
     "num_requests_running",
     "num_requests_waiting",
@@ -25,24 +25,24 @@ COUNTED = (RESTARTS, FAILED, DIFFERENCES, AUDITS, ACCEPTED)
 HELD = ("mib", "threads", "descriptors")
 _NUM_SAMPLES_SHOWN = 120
 _NUM_WORST = 5
-#: A bomb may be felt a little after its answer.
+#: A bomb may delay others until this long after its answer.
 _ECHO_S = 0.5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is too much.
+    """Upper limits.
 
     Attributes:
-        health_s: the neighbour's slowest look at ``/health``.
-        gap_s: its slowest gap between two events of a stream.
-        bomb_s: an answer to a hostile request.
-        half_open_s: a connection with half a request.
-        growth_mib: of the most that a process held, from the first half of the time to the last
-            quarter. Not of medians: an engine that was killed begins anew, and is small.
-        peak_mib: of a process.
-        growth_count: of threads and of descriptors, likewise.
-        log_bytes: per request.
+        health_s: the neighbour's slowest request to ``/health``.
+        gap_s: its longest gap between two events of a stream.
+        bomb_s: time of an answer to a hostile request.
+        half_open_s: lifetime of a connection with an incomplete request.
+        growth_mib: growth of a process's maximum memory, from the first half to the last quarter.
+            Maxima and not medians, because a restarted engine begins small.
+        peak_mib: peak memory of a process.
+        growth_count: growth of threads and of descriptors, likewise.
+        log_bytes: bytes of log per request.
     """
 
     health_s: float = 1.0
@@ -57,20 +57,20 @@ class Limits:
 
 @dataclass
 class Besieged:
-    """What came of a siege.
+    """The results of a siege.
 
     Attributes:
-        limits: what is too much.
+        limits: upper limits.
         seconds: from the first request to the crowd's last.
-        tally: what became of the requests.
-        times: when there was no engine process.
-        num_kills: of engine processes.
-        samples: what the processes held, every second.
-        neighbour: what it saw: "health", "waits" and "ends" of ``neighbour.Neighbour``.
+        tally: outcomes of the requests.
+        times: intervals without an engine process.
+        num_kills: killed engine processes.
+        samples: memory, threads and descriptors of the processes, every second.
+        neighbour: "health", "waits" and "ends" of ``neighbour.Neighbour``.
         left: gauges at the end, which should be 0.
         counted: counters at the end.
-        num_met: streams that SIGTERM met in flight.
-        exit_code: of the server after SIGTERM; None: it did not end.
+        num_met: streams in flight at SIGTERM.
+        exit_code: exit code of the server after SIGTERM; None if it did not exit.
         num_tracebacks, log_bytes: of the server's log.
     """
 
@@ -94,7 +94,7 @@ class Besieged:
         return all(one["passed"] for one in self.criteria().values())
 
     def criteria(self) -> dict[str, dict[str, Any]]:
-        """By name: the value found, the most that is allowed, and whether that holds."""
+        """Return by name: the value, its limit, and whether the limit holds."""
         tally, limits, seen = self.tally, self.limits, self.seen()
         num_sent = tally.sent.total()
         values = {
@@ -128,7 +128,7 @@ class Besieged:
         }
 
     def growth(self) -> dict[str, float]:
-        """Of the most that the processes held, from the first half to the last quarter."""
+        """Compute the growth of the maxima from the first half to the last quarter."""
         quarter = len(self.samples) // 4
         early, late = self.samples[: 2 * quarter], self.samples[-quarter:]
         return {
@@ -138,12 +138,12 @@ class Besieged:
         }
 
     def peaks(self) -> dict[str, float]:
-        """The most that the processes held."""
+        """Return the maxima of all samples."""
         names = [name for name in self.samples[0] if name.endswith(HELD)]
         return {name: max(sample[name] for sample in self.samples) for name in names}
 
     def seen(self) -> dict[str, Any]:
-        """The neighbour's times, and what it was told; faults are those without a reason."""
+        """Summarize the neighbour's latencies and results; faults are unexpected results."""
         health, waits = self.neighbour["health"], self.neighbour["waits"]
         calm = [one for one in waits if not self.times.covers(one[0], one[0] + one[1])]
         gaps = [seconds for _, seconds, number in calm if number]
@@ -172,7 +172,7 @@ class Besieged:
         }
 
     def _worst(self, waits: list[tuple[float, float]]) -> list[dict[str, Any]]:
-        """The longest waits, and what the bomber had under way, or had just had, by then."""
+        """Return the longest waits, with the bombs in flight or just answered."""
         worst = sorted(waits, key=lambda one: -one[1])[:_NUM_WORST]
         return [
             {
@@ -189,7 +189,7 @@ class Besieged:
         ]
 
     def report(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """Return all figures as JSON values."""
         every = max(1, len(self.samples) // _NUM_SAMPLES_SHOWN)
         begin = self.samples[0]["at_s"]
         tally = self.tally
@@ -224,7 +224,7 @@ class Besieged:
 
 
 def _shown(names: Sequence[str]) -> list[str]:
-    """The first ones; of thousands a report needs no more."""
+    """Return the first names."""
     return list(names[:20])
 
 

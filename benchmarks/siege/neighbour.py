@@ -1,10 +1,10 @@
-"""The neighbour of a siege: a polite client in a process of its own, timed all the while.
+"""The neighbour of a siege: a well-behaved client in another process, which measures latencies.
 
-    python benchmarks/siege/neighbour.py < asked.json > seen.json
+    python benchmarks/siege/neighbour.py < job.json > seen.json
 
-It asks ``/health`` every 50 ms on one connection, and reads one stream after the other on
-another. ``asked.json`` is one line: the address, and requests with the token ids that they have
-to get. The end of its input ends it. Times are those of the system's monotonic clock.
+It requests ``/health`` every 50 ms on one connection, and streams completions on another.
+``job.json`` is one line: the address, and requests with their expected token ids. It stops at the
+end of its input. Times are those of the system's monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class Neighbour:
-    """Asks until it is told to stop.
+    """Sends requests until the input ends.
 
     Args:
         address: host and port.
-        cases: pairs of a body and the token ids of its answer.
+        cases: pairs of a body and the expected token ids.
 
     Attributes:
-        health: begin, seconds and status (0: none) of each look at ``/health``.
-        waits: begin, seconds and token number of each wait for an event; number 0 is the wait
-            for the first one.
-        ends: begin, seconds, and how each stream ended: "right", "wrong", or why it broke off.
+        health: start, seconds and status (0: none) of each request to ``/health``.
+        waits: start, seconds and token number of each wait for an event; 0 is the first.
+        ends: start, seconds and result of each stream: "right", "wrong", or an error.
     """
 
     def __init__(self, address: str, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
@@ -44,7 +43,7 @@ class Neighbour:
         self.ends: list[tuple[float, float, str]] = []
 
     def run(self) -> None:
-        """Ask, until the input ends."""
+        """Send requests until the input ends."""
         threads = [threading.Thread(target=one) for one in (self._look, self._read)]
         for thread in threads:
             thread.start()
@@ -74,16 +73,16 @@ class Neighbour:
             body, token_ids = self._cases[number % len(self._cases)]
             began, number = time.monotonic(), number + 1
             try:
-                said = [token_id for event in self._events(body) for token_id in event]
-                end = "right" if said == token_ids else "wrong"
+                found = [token_id for event in self._events(body) for token_id in event]
+                end = "right" if found == token_ids else "wrong"
             except (OSError, http.client.HTTPException, RuntimeError) as error:
                 end = str(error) or type(error).__name__
             self.ends.append((began, time.monotonic() - began, end))
-            # A little pause; a longer one if the server has no time.
+            # A short pause; a longer one after an error.
             self._stopped.wait(0.01 if end in ("right", "wrong") else 0.5)
 
     def _events(self, body: dict[str, Any]) -> Iterator[list[int]]:
-        """The token ids of each event of a stream.
+        """Yield the token ids of each event of a stream.
 
         Raises:
             RuntimeError: the answer is an error.
@@ -119,8 +118,8 @@ def _code(body: bytes) -> str:
 
 
 def main() -> int:
-    asked = json.loads(sys.stdin.readline())
-    neighbour = Neighbour(asked["address"], asked["cases"])
+    job = json.loads(sys.stdin.readline())
+    neighbour = Neighbour(job["address"], job["cases"])
     neighbour.run()
     seen = {name: getattr(neighbour, name) for name in ("health", "waits", "ends")}
     json.dump(seen, sys.stdout)

@@ -1,15 +1,15 @@
-"""What does a Ray cluster that changes under load do to requests? Nothing.
+"""Requests on a Ray cluster that grows, shrinks and loses nodes under load.
 
     python benchmarks/siege/ray_faults.py MODEL [--only autoscaling|serving|batch] [--json PATH]
 
-autoscaling  one engine; load brings a second one, which ends again once there is less
+autoscaling  one engine; load starts a second one, which stops when the load falls
 serving      two nodes with an engine each; one node is killed under load, and another one joins
 batch        ``sametoken batch --ray`` over two nodes, of which one is killed
 
-The nodes are processes of this machine (``ray.cluster_utils``). Every answer must be the one of
-an engine in this process without speculation; a request is sent again only where its stream
-broke off, and every line of the batch must be answered once. Exits with 1 if anything is wrong.
-MODEL needs a tokenizer; a tiny one will do.
+The nodes are processes of this machine (``ray.cluster_utils``). Every answer must equal that of
+an engine in this process without speculation; a request is sent again only if its stream broke
+off, and every line of the batch must be answered once. Exits with 1 if anything is wrong. MODEL
+needs a tokenizer and may be tiny.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Read by Ray's processes when they start: load is told every second instead of every ten.
+# Ray's processes read this at start: replicas report load every second instead of every ten.
 os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
 
 import httpx
@@ -61,7 +61,7 @@ PATIENCE_S = 600.0
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and the tokens that it has to get."""
+    """A prompt and its expected tokens."""
 
     prompt: str
     seed: int
@@ -79,13 +79,13 @@ class Case:
 
 @dataclass
 class StatsCollector:
-    """What became of requests.
+    """Outcomes of requests.
 
     Attributes:
-        answered: by the replica that did.
-        wrong: seeds of cases whose answer was another one.
-        failed: requests that got no answer, and why.
-        sent_again: streams that broke off.
+        answered: number of answers by replica.
+        wrong: seeds of cases with a wrong answer.
+        failed: requests without an answer, and the reasons.
+        sent_again: number of broken streams.
     """
 
     answered: Counter = field(default_factory=Counter)
@@ -103,7 +103,7 @@ class BrokenStreamError(Exception):
 
 
 def make_cases(model: str) -> list[Case]:
-    """What an engine in this process says, without speculation."""
+    """Make the cases, answered by an engine in this process without speculation."""
     llm = LLM(model, **ENGINE)
     prompts = [f"request {i}: " + "abc " * (i % 32) for i in range(NUM_CASES)]
     params = [SamplingParams(max_tokens=MAX_TOKENS, seed=i) for i in range(NUM_CASES)]
@@ -115,10 +115,10 @@ def make_cases(model: str) -> list[Case]:
 
 
 async def answer_of(client: httpx.AsyncClient, case: Case, *, stream: bool) -> tuple[str, Any]:
-    """The replica that answers, and the token ids.
+    """Send one request; return the replica and the token ids.
 
     Raises:
-        BrokenStreamError: a stream broke off after it had begun.
+        BrokenStreamError: a stream broke off after its start.
         httpx.HTTPError: there is no answer.
     """
     body = case.body | {"stream": stream}
@@ -135,10 +135,10 @@ async def answer_of(client: httpx.AsyncClient, case: Case, *, stream: bool) -> t
     return replica, tuple(id_ for event in events for id_ in event["choices"][0]["token_ids"])
 
 
-async def ask(
+async def send(
     client: httpx.AsyncClient, case: Case, tally: StatsCollector, *, stream: bool
 ) -> None:
-    """One request, sent again if its stream breaks off."""
+    """Send one request, again if its stream breaks off."""
     while True:
         try:
             replica, token_ids = await answer_of(client, case, stream=stream)
@@ -157,44 +157,44 @@ async def ask(
 async def under_load(
     url: str, cases: Sequence[Case], num_clients: int, change: Callable[[], Awaitable[None]]
 ) -> StatsCollector:
-    """What becomes of requests while ``change`` goes on; each client sends one after the other."""
+    """Send requests while ``change`` runs, one at a time per client; return the outcomes."""
     tally, changed = StatsCollector(), False
 
-    async def keep_asking(first: int) -> None:
+    async def keep_sending(first: int) -> None:
         for number in range(first, sys.maxsize, num_clients):
-            await ask(client, cases[number % len(cases)], tally, stream=number % 2 == 0)
+            await send(client, cases[number % len(cases)], tally, stream=number % 2 == 0)
             if changed:
                 return
 
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-        asking = [asyncio.create_task(keep_asking(first)) for first in range(num_clients)]
+        sending = [asyncio.create_task(keep_sending(first)) for first in range(num_clients)]
         try:
             await change()
         finally:
             changed = True
-            await asyncio.gather(*asking)
+            await asyncio.gather(*sending)
     return tally
 
 
 async def until(condition: Callable[[], bool]) -> float:
-    """Wait for a condition; how many seconds that took."""
+    """Wait for a condition; return the seconds that it took."""
     began = time.perf_counter()
     while not await asyncio.to_thread(condition):
         if time.perf_counter() - began > PATIENCE_S:
-            raise TimeoutError(f"{condition} does not come true")
+            raise TimeoutError(f"{condition} does not become true")
         await asyncio.sleep(0.2)
     return time.perf_counter() - began
 
 
 def num_running() -> int:
-    """Replicas of the engine that take requests."""
+    """Count the running replicas of the engine."""
     deployments = serve.status().applications[APP].deployments
     return deployments["replicas"].replica_states.get("RUNNING", 0)
 
 
 @contextlib.contextmanager
 def nodes_of(*cpus: int) -> Iterator[Cluster]:
-    """A cluster of nodes with so many CPUs; the first is the head."""
+    """Run a cluster of nodes with these numbers of CPUs; the first is the head."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], **NODE})
     try:
         for num_cpus in cpus[1:]:
@@ -208,7 +208,7 @@ def nodes_of(*cpus: int) -> Iterator[Cluster]:
 
 
 def deployed(config: EngineConfig, ray_config: RayConfig) -> str:
-    """The URL of a server on the cluster."""
+    """Deploy a server on the cluster and return its URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -218,7 +218,7 @@ def deployed(config: EngineConfig, ray_config: RayConfig) -> str:
 
 
 async def autoscaling(config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]:
-    """Load brings a second engine, and two clients that go on asking are too few for it."""
+    """Load starts a second engine; with only two clients left it stops."""
     times: dict[str, float] = {}
     options = RayConfig(
         ray_min_replicas=1,
@@ -260,7 +260,7 @@ async def serving(config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]
             await asyncio.sleep(2.0)
 
         async def join() -> None:
-            # It sets signal handlers, which only the main thread may.
+            # In this thread: it sets signal handlers, which only the main thread may do.
             cluster.add_node(num_cpus=1, **NODE)
             times["to two replicas again, s"] = await until(lambda: num_running() == 2)
             await asyncio.sleep(5.0)
@@ -273,7 +273,7 @@ async def serving(config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]
 
 
 async def batch(config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]:
-    """A node is killed once results have come; the output holds each answer once, in order."""
+    """A node is killed after the first results; the output has each answer once, in order."""
     with nodes_of(1, 1) as cluster, tempfile.TemporaryDirectory() as directory:
         source, output = Path(directory) / "in.jsonl", Path(directory) / "out.jsonl"
         source.write_text("".join(_line(case) for case in cases))
@@ -321,17 +321,17 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--only", choices=SCENARIOS, action="append")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    model = str(Path(asked.model).resolve())
+    args = parser.parse_args()
+    model = str(Path(args.model).resolve())
     config = EngineConfig.from_options(model=model, speculative_config=NGRAM, **ENGINE)
     cases = make_cases(model)
     found: dict[str, Any] = {**where(), "ray": ray.__version__}
-    for name in asked.only or SCENARIOS:
+    for name in args.only or SCENARIOS:
         found[name] = asyncio.run(SCENARIOS[name](config, cases))
         print(name, json.dumps(found[name], indent=1), flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if all(found[name]["is_right"] for name in asked.only or SCENARIOS) else 1
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if all(found[name]["is_right"] for name in args.only or SCENARIOS) else 1
 
 
 if __name__ == "__main__":

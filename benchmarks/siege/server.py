@@ -1,4 +1,4 @@
-"""``sametoken serve`` in a process of its own, and what it holds: memory, threads, descriptors."""
+"""``sametoken serve`` in another process, and its memory, threads and file descriptors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVING = {
     "shadow_audit_rate": 0.02,
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
 }
-#: For what comes or never does, however busy the machine is.
+#: Timeout of any wait, generous for busy machines.
 PATIENCE_S = 600.0
 _ENGINE_MODULE = "sametoken.serving.engine_main"
 
@@ -41,8 +41,8 @@ class Server:
 
     Args:
         model: as on its command line.
-        log: a file for what it prints.
-        options: of its command line, by field.
+        log: file for its output.
+        options: command-line options by field.
     """
 
     def __init__(self, model: str, log: Path, options: Mapping[str, Any]) -> None:
@@ -55,16 +55,16 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it has printed."""
+        """The output so far."""
         return self._log.read_text(errors="replace")
 
     @property
     def log_bytes(self) -> int:
-        """How much it has printed."""
+        """Size of the output in bytes."""
         return self._log.stat().st_size
 
     def wait_for_url(self) -> str:
-        """Where it listens, once it does."""
+        """Wait until the server listens and return its URL."""
         deadline = time.monotonic() + PATIENCE_S
         while "Application startup complete" not in self.log:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -73,7 +73,7 @@ class Server:
         return re.search(r"at (http://\S+)", self.log)[1]
 
     def engine_pid(self) -> int | None:
-        """The engine process; None while there is none."""
+        """Return the pid of the engine process; None without one."""
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
                 if _ENGINE_MODULE in child.cmdline():
@@ -81,14 +81,14 @@ class Server:
         return None
 
     def kill_engine(self) -> bool:
-        """End the engine process as the kernel would; whether there was one."""
+        """Send SIGKILL to the engine process; return whether there was one."""
         pid = self.engine_pid()
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
         return pid is not None
 
     def sample(self) -> dict[str, float]:
-        """What its processes hold now; memory in MiB, resident."""
+        """Sample resident memory in MiB, threads and descriptors of its processes."""
         serving = psutil.Process(self.process.pid)
         engine_pid = self.engine_pid()
         held = {"engine_mib": 0.0, "others_mib": 0.0, "engine_threads": 0, "engine_descriptors": 0}
@@ -110,11 +110,11 @@ class Server:
 
 @contextlib.contextmanager
 def serving(model: str, **options: Any) -> Iterator[Server]:
-    """A server, killed at the end if it has not ended.
+    """Run a server, and kill it at the end if it is still running.
 
     Args:
         model: as on its command line.
-        options: of its command line beside those of ``ENGINE`` and ``SERVING``.
+        options: command-line options in addition to ``ENGINE`` and ``SERVING``.
     """
     with tempfile.TemporaryDirectory() as directory:
         server = Server(model, Path(directory) / "server.log", ENGINE | SERVING | options)
@@ -126,6 +126,6 @@ def serving(model: str, **options: Any) -> Iterator[Server]:
 
 
 def _option(name: str, value: Any) -> list[str]:
-    """The words of one option."""
+    """Return the command-line words of one option."""
     flag = f"--{name.replace('_', '-')}"
     return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]

@@ -1,22 +1,21 @@
-"""Does a server under siege stay right, quick and small? All kinds of clients at once, over HTTP.
+"""A server under siege: correctness, latency and memory under all kinds of HTTP clients at once.
 
     python benchmarks/siege/siege.py MODEL [--requests 100000] [--kills 5] [--out results.json]
 
-Requests of all kinds are answered by an engine in this process first, plainly. Then ``sametoken
-serve`` runs in a process of its own, with n-gram drafts and too few KV blocks for all, and meets
+An engine in this process first answers requests of all kinds without speculation. Then ``sametoken
+serve`` runs in another process, with n-gram drafts and too few KV blocks, under these clients:
 
-crowd         asks the same at random, whole, in streams, in pieces, in pipelines; some clients
-              leave in mid-stream or before a token, some send half a request, some are malformed
-bomber        one client after the other's worst: bombs, and right bodies with something wrong
-half-openers  leave requests half sent, for the server to close
-killer        ends the engine process; what is lost is refused with 503, and sent again
-neighbour     a polite client in a process of its own, timed all the while
+crowd         sends the same requests at random: whole, streamed, in pieces, pipelined; some
+              clients disconnect early, some send incomplete or malformed requests
+bomber        sends hostile requests: bombs, and mutations of valid bodies
+half-openers  send incomplete requests, which the server has to close
+killer        kills the engine process; lost requests get 503 and are sent again
+neighbour     a well-behaved client in another process, which measures latencies
 
-Every completed answer must equal the offline one in tokens, text and log-probabilities, and
-every one cut short must be its beginning. Bombs must be refused, or answered, in time. At the
-end nothing may be left, what the processes hold must be as before, and SIGTERM must let the last
-streams finish. Prints a summary with each criterion; exits with 1 if one is missed. MODEL needs
-a tokenizer and a chat template.
+Every complete answer must equal the offline one in tokens, text and log-probabilities, and every
+partial answer must be a prefix of it. Bombs must be answered in time. At the end no request and
+no memory may be left, and SIGTERM must let the last streams finish. Prints a summary with each
+criterion; exits with 1 if one fails. MODEL needs a tokenizer and a chat template.
 """
 
 from __future__ import annotations
@@ -54,23 +53,23 @@ VERSIONS = ("sametoken", "torch", "xgrammar", "uvicorn", "fastapi", "starlette",
 MAX_TOKENS = 10
 _NEIGHBOUR = Path(__file__).with_name("neighbour.py")
 _SAMPLE_EVERY_S = 1.0
-#: Samples between two words on how far it is.
-_TELL_EVERY = 15
+#: Samples between two progress lines.
+_PROGRESS_EVERY = 15
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything.
+    """Settings of a siege.
 
     Attributes:
-        num_requests: of the crowd.
-        num_clients: of the crowd, at once.
-        num_half_openers: at once.
-        num_kills: of the engine process.
-        seed: of all that is random.
-        bomb_pause_s: of the bomber, after each bomb.
-        limits: what is too much.
-        options: of the server's command line, by field.
+        num_requests: requests of the crowd.
+        num_clients: concurrent clients of the crowd.
+        num_half_openers: concurrent half-openers.
+        num_kills: kills of the engine process.
+        seed: seed of all random generators.
+        bomb_pause_s: the bomber's pause after each bomb.
+        limits: upper limits of the results.
+        options: the server's command-line options, by field.
     """
 
     num_requests: int = 100_000
@@ -84,12 +83,12 @@ class Plan:
 
 
 class Siege:
-    """Lets all clients act on a server, and looks at it meanwhile.
+    """Runs all clients against a server and samples its processes.
 
     Args:
-        server: is running.
-        cases: what to ask.
-        plan: how much of everything.
+        server: a running server.
+        cases: the requests.
+        plan: settings of the siege.
     """
 
     def __init__(self, server: Server, cases: list[Case], plan: Plan) -> None:
@@ -102,7 +101,7 @@ class Siege:
         self._samples: list[dict[str, float]] = []
 
     async def run(self) -> Besieged:
-        """From the first request to the end of the server."""
+        """Run from the first request to the exit of the server."""
         began = time.monotonic()
         neighbour = await self._start_neighbour()
         besiegers = [asyncio.create_task(one) for one in self._besiegers()]
@@ -111,7 +110,7 @@ class Siege:
         for one in besiegers:
             one.cancel()
         ended = await asyncio.gather(*besiegers, *kills, return_exceptions=True)
-        # The end of its input ends it.
+        # The neighbour stops at the end of its input.
         seen, _ = await neighbour.communicate(b"")
         self._require_server()
         left, counted = await self._come_to_rest()
@@ -136,7 +135,7 @@ class Siege:
         )
 
     def _require_server(self) -> None:
-        """End with what is known if the server has fallen: there is nothing left to look at."""
+        """Exit with the results so far if the server has exited."""
         code = self._server.process.poll()
         if code is not None:
             first = {kind: names[:3] for kind, names in self._collector.lost.items()}
@@ -162,7 +161,7 @@ class Siege:
         return [self._watch(), bomber.run(), *(one.run() for one in half_openers)]
 
     async def _send_crowd(self) -> list[asyncio.Task[None]]:
-        """All the crowd's requests, with an end of the engine now and then; these."""
+        """Send the crowd's requests and start the kills; return the tasks of the kills."""
         num_left, kills = self._plan.num_requests, []
         every = self._plan.num_requests / (self._plan.num_kills + 1)
         kill_at = [round(every * i) for i in range(1, self._plan.num_kills + 1)]
@@ -190,26 +189,26 @@ class Siege:
             stdout=subprocess.PIPE,
         )
         cases = [
-            (case.body, case.said[0].token_ids)
+            (case.body, case.completions[0].token_ids)
             for case in (*self._long_cases, *self._cases[:8])
-            if case.path == COMPLETIONS and len(case.said) == 1
+            if case.path == COMPLETIONS and len(case.completions) == 1
         ]
-        asked = {"address": ":".join(map(str, self._address)), "cases": cases}
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        job = {"address": ":".join(map(str, self._address)), "cases": cases}
+        process.stdin.write(json.dumps(job).encode() + b"\n")
         await process.stdin.drain()
         return process
 
     async def _watch(self) -> None:
-        """What the processes hold, every second."""
+        """Sample the processes every second."""
         while True:
             held = await asyncio.to_thread(self._server.sample)
             self._samples.append({"at_s": time.monotonic(), **held})
-            if len(self._samples) % _TELL_EVERY == 0:
+            if len(self._samples) % _PROGRESS_EVERY == 0:
                 print(self._collector.summary(), file=sys.stderr, flush=True)
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
     async def _come_to_rest(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Wait for the server to forget everybody, and for the audits; gauges and counters."""
+        """Wait until all requests and audits are done; return gauges and counters."""
         deadline = time.monotonic() + PATIENCE_S
         left = await self._metrics(LEFT)
         while any(left.values()) and time.monotonic() < deadline:
@@ -218,7 +217,7 @@ class Siege:
         return left, await self._metrics(COUNTED)
 
     async def _metrics(self, names: tuple[str, ...]) -> dict[str, float]:
-        """Values of the server's metrics."""
+        """Read values of the server's metrics."""
         _, body = await fetch(self._address, "GET", "/metrics")
         found = {
             sample.name.removeprefix("sametoken:"): sample.value
@@ -228,7 +227,7 @@ class Siege:
         return {name: found[name] for name in names}
 
     async def _end(self) -> tuple[int, int | None]:
-        """SIGTERM while streams are in flight: they finish, and the process ends by itself."""
+        """Send SIGTERM while streams are in flight: they must finish and the process must exit."""
         answers = [Answer() for _ in self._long_cases]
         reading = [
             asyncio.create_task(self._read_to_the_end(case, answer))
@@ -253,12 +252,12 @@ class Siege:
             self._collector.fates[await client.stream(case, answer, pause_s=0.005)] += 1
         except (LostError, WrongError, TurnedAwayError) as error:
             self._collector.lose("drain", f"{case.name}: {error!r}")
-        self._collector.judge(case, answer)
+        self._collector.check(case, answer)
         client.leave()
 
 
 def besiege(model: str, plan: Plan) -> Besieged:
-    """Serve a model under siege, and see what came of it."""
+    """Serve a model under siege and return the results."""
     cases = make_cases(LLM(model, **ENGINE), MAX_TOKENS, plan.seed)
     restarts = {"max_restarts": plan.num_kills + 1, "restart_backoff_s": 0.1}
     with serving(model, **restarts, **plan.options) as server:
@@ -266,7 +265,7 @@ def besiege(model: str, plan: Plan) -> Besieged:
 
 
 def where() -> dict[str, str]:
-    """When, on what, and by which command."""
+    """Return date, device and command."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     return {
         "date": datetime.now().astimezone().date().isoformat(),
@@ -282,38 +281,42 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=plan.num_requests, help="of the crowd")
     parser.add_argument("--clients", type=int, default=plan.num_clients, help="of the crowd")
     parser.add_argument("--half-openers", type=int, default=plan.num_half_openers)
-    parser.add_argument("--kills", type=int, default=plan.num_kills, help="of the engine process")
+    parser.add_argument(
+        "--kills", type=int, default=plan.num_kills, help="number of kills of the engine process"
+    )
     parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument("--bomb-pause-s", type=float, default=plan.bomb_pause_s)
-    parser.add_argument("--bomb-s", type=float, default=limits.bomb_s, help="for an answer")
+    parser.add_argument(
+        "--bomb-s", type=float, default=limits.bomb_s, help="time limit of an answer to a bomb"
+    )
     parser.add_argument("--half-open-s", type=float, default=limits.half_open_s)
     parser.add_argument("--max-growth-mib", type=float, default=limits.growth_mib)
     parser.add_argument("--max-peak-mib", type=float, default=limits.peak_mib)
     parser.add_argument("--serve", type=json.loads, default={}, help="options of the server, JSON")
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     limits = Limits(
-        bomb_s=asked.bomb_s,
-        half_open_s=asked.half_open_s,
-        growth_mib=asked.max_growth_mib,
-        peak_mib=asked.max_peak_mib,
+        bomb_s=args.bomb_s,
+        half_open_s=args.half_open_s,
+        growth_mib=args.max_growth_mib,
+        peak_mib=args.max_peak_mib,
     )
     plan = Plan(
-        num_requests=asked.requests,
-        num_clients=asked.clients,
-        num_half_openers=asked.half_openers,
-        num_kills=asked.kills,
-        seed=asked.seed,
-        bomb_pause_s=asked.bomb_pause_s,
+        num_requests=args.requests,
+        num_clients=args.clients,
+        num_half_openers=args.half_openers,
+        num_kills=args.kills,
+        seed=args.seed,
+        bomb_pause_s=args.bomb_pause_s,
         limits=limits,
-        options=asked.serve,
+        options=args.serve,
     )
-    besieged = besiege(asked.model, plan)
+    besieged = besiege(args.model, plan)
     versions = {"python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in VERSIONS}
     report = where() | {"versions": versions, "seed": plan.seed, **besieged.report()}
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
     del report["samples"]
     print(json.dumps(report, indent=1))
     return 0 if besieged.is_right else 1

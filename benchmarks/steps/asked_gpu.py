@@ -1,12 +1,12 @@
-"""What requests that ask for more cost a crowd: tokens/s of 64, a part of which asks.
+"""The cost of sampling options for a batch: tokens/s of 64 requests, some of which use one.
 
     python benchmarks/steps/asked_gpu.py MODEL [--json PATH] [--speculative-config JSON]
 
-MODEL is a directory with a config.json; weights are random, so only times mean something. 64
+MODEL is a directory with a config.json; weights are random, so only times are meaningful. 64
 requests of 512 tokens in and 128 out at temperature 0.8 arrive at once; none, a quarter, or all of
-them ask for each of: log-probabilities, a logit bias, a repetition penalty, all penalties, allowed
-ids, bad words, min tokens, top-p. Prints tokens/s, also as a share of the crowd's that asks for
-nothing, measured before and after: the spread of the two is noise.
+them use each of: log-probabilities, a logit bias, a repetition penalty, all penalties, allowed
+ids, bad words, min tokens, top-p. Prints tokens/s, also relative to the batch without options,
+which is measured before and after: the difference of the two is noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sametoken.types.sampling_params import SamplingParams
 
 REQUESTS, INPUT, OUTPUT = 64, 512, 128
 BAD_WORDS = ((5, 6), (7, 8, 9), (11,))
-ASKED: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "logprobs=1": {"logprobs": 1},
     "logit_bias": {"logit_bias": {1001: 2.0, 1002: -3.0}},
     "repetition_penalty": {"repetition_penalty": 1.1},
@@ -42,11 +42,11 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def crowd(asked: dict[str, Any], share: int, rng: random.Random) -> list[EngineRequest]:
-    """The requests; every ``share``-th asks, none of them if it is 0."""
+def batch(options: dict[str, Any], share: int, rng: random.Random) -> list[EngineRequest]:
+    """Make the requests; every ``share``-th has the options, none if it is 0."""
     requests = []
     for index in range(REQUESTS):
-        more = asked if share and index % share == 0 else {}
+        more = options if share and index % share == 0 else {}
         params = SamplingParams(
             temperature=0.8, seed=index, max_tokens=OUTPUT, ignore_eos=True, **more
         )
@@ -88,31 +88,31 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--speculative-config")
     arguments = parser.parse_args()
-    options: dict[str, Any] = {}
+    engine_options: dict[str, Any] = {}
     if arguments.speculative_config:
-        options["speculative_config"] = arguments.speculative_config
+        engine_options["speculative_config"] = arguments.speculative_config
     core = build_engine(
         EngineConfig.from_options(
             model=arguments.model,
             load_format="dummy",
             max_model_len=2048,
             enable_prefix_caching=False,
-            **options,
+            **engine_options,
         ),
         print,
     )
     rng, rows = random.Random(1), []
 
-    def measure(name: str, asked: dict[str, Any], share: int) -> float:
-        rate = tokens_per_second(core, crowd(asked, share, rng))
+    def measure(name: str, options: dict[str, Any], share: int) -> float:
+        rate = tokens_per_second(core, batch(options, share, rng))
         rows.append({"asked": name, "of_64": REQUESTS // share if share else 0, "rate": rate})
         return rate
 
     measure("warm up", {}, 0)
     base = measure("nothing", {}, 0)
-    for name, asked in ASKED.items():
+    for name, options in OPTIONS.items():
         for share in (4, 1):
-            rate = measure(name, asked, share)
+            rate = measure(name, options, share)
             print(f"{name}, {REQUESTS // share} of 64: {rate:.0f}, {rate / base:.3f}", flush=True)
     after = measure("nothing, after", {}, 0)
     print(f"nothing: {base:.0f} before, {after:.0f} after ({after / base:.3f})")

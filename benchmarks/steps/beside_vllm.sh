@@ -7,9 +7,9 @@
 # MTP module; eagle3fp8, q35mtp3fp8: with the head in fp8; q35mtp3fp8map: which also has a
 # token map, of 65,536 tokens; smol, smolng: SmolLM2 without and with n-gram drafts, at one request.
 # MODELS holds qwen3-8b/, eagle3-qwen3-8b/ and qwen35-9b/, each with the config.json of the model:
-# weights are random there, and drafts of eagle3 and q35mtp3 are accepted at given rates, so only
-# times mean something. How often n-gram drafts are right on random weights is chance: compare
-# steps, not tokens, per second. SMOLLM2 is its GGUF file; by default it is fetched.
+# weights are random, and drafts of eagle3 and q35mtp3 are accepted at given rates, so only times
+# are meaningful. Acceptance of n-gram drafts on random weights is chance: compare steps per
+# second, not tokens. SMOLLM2 is its GGUF file; by default it is downloaded.
 # Options are the defaults. LIMIT: seconds of each (100). PYTHON names the
 # interpreter. OUTDIR gets one JSON object and one log for each. Exit status: 0 if all ran.
 set -u
@@ -55,7 +55,7 @@ shape() {
         --max-model-len 2048 "$@"
 }
 bits() { case $1 in *fp8*) echo ', "quantization": "fp8"' ;; esac }
-# Which tokens a map holds makes no difference to times.
+# The choice of a map's tokens does not affect times.
 map() {
     case $1 in *map) ;; *) return ;; esac
     seq -s , 0 65535 | sed 's/.*/[&]/' > "$out/token_map.json"

@@ -1,11 +1,11 @@
-"""Where a captured decode step goes: kernels by name, from torch's profiler.
+"""Profile of a captured decode step: kernels by name, from torch's profiler.
 
     python benchmarks/steps/profile_gpu.py MODEL CONCURRENCY [SPECULATIVE_JSON]
 
-Dummy weights; 512 tokens in. A kernel that starts early waits for those in front, and that is
-no time of its own: what counts is the time from the end of all kernels in front to its own
-end. Prints those microseconds a step, by kernel and the one that ended before it; they add up
-to the step.
+Dummy weights; 512 tokens in. With programmatic dependent launch a kernel starts early and waits
+for the earlier ones; that wait does not count. A kernel's time runs from the end of all earlier
+kernels to its own end. Prints the microseconds per step by kernel and its predecessor; they add
+up to the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHOWN = 48
 
 
 def own_times(spans: list[FunctionEvent]) -> dict[tuple[str, str], list[float]]:
-    """By kernel and the one that ended before it: microseconds from that one's end to its own."""
+    """Return microseconds from the predecessor's end to the kernel's end, by kernel and both."""
     own: dict[tuple[str, str], list[float]] = defaultdict(list)
     before, latest = "", min(event.time_range.start for event in spans)
     for event in sorted(spans, key=lambda event: event.time_range.end):

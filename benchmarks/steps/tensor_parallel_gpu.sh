@@ -3,8 +3,8 @@
 #
 #   benchmarks/steps/tensor_parallel_gpu.sh [SIZE ...]      1 2 by default; PYTHON names the interpreter
 #
-# Writes one JSON object per size and drafter to $OUT, by default a new folder. Every rank takes its
-# share of the same random weights. Each size needs as many GPUs.
+# Writes one JSON object per size and drafter to $OUT, by default a new folder. The ranks shard the
+# same random weights. A size needs that number of GPUs.
 set -eu
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}

@@ -1,13 +1,13 @@
-"""How often a target accepts what an EAGLE-3 head or its MTP module drafts, on our data sets.
+"""Acceptance of an EAGLE-3 head or an MTP module on our data sets.
 
     python benchmarks/training/acceptance.py MODEL HEAD OUT.json [--k 4] [--limit 200] [--batch 64]
         [--token-map MAP.json]
 
 Greedy answers to GSM8K's test questions, HumanEval and the first turns of MT-Bench. MODEL and
-HEAD are paths or short names: ``smollm2`` and ``smollm2-eagle3`` are what ships; the head ``mtp``
-is the module of MODEL itself, as in ``hybrid-28m``. The acceptance length counts steps that had
-drafts. OUT is written after every data set, so that a run that is cut short leaves what it had;
-only a whole run has the mean.
+HEAD are paths or short names: ``smollm2`` and ``smollm2-eagle3`` ship with the package; the head
+``mtp`` is MODEL's own module, as in ``hybrid-28m``. The acceptance length counts steps with
+drafts. OUT is written after every data set, so that an interrupted run leaves results; only a
+complete run has the mean.
 """
 
 from __future__ import annotations
@@ -56,33 +56,35 @@ def main() -> None:
     parser.add_argument("head")
     parser.add_argument("output", type=Path)
     parser.add_argument("--k", type=int, default=4, help="drafts per step")
-    parser.add_argument("--limit", type=int, default=200, help="prompts of a data set at most")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    parser.add_argument("--limit", type=int, default=200, help="maximum prompts per data set")
+    parser.add_argument("--max-tokens", type=int, default=512, help="maximum tokens per answer")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64, help="prompts that run at once")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--token-map", help="of the head, as `sametoken train token-map` makes it")
-    asked = parser.parse_args()
-    own = {"method": "eagle3", "model": asked.head} if asked.head != MTP else {"method": MTP}
-    if asked.token_map:
-        own["token_map"] = asked.token_map
-    llm = LLM(
-        asked.model,
-        device=asked.device,
-        max_model_len=asked.max_model_len,
-        max_num_seqs=asked.batch,
-        speculative_config=own | {"num_speculative_tokens": asked.k},
+    parser.add_argument(
+        "--token-map", help="token map of the head, from `sametoken train token-map`"
     )
-    settings = {"k": asked.k, "limit": asked.limit, "max_tokens": asked.max_tokens}
+    args = parser.parse_args()
+    own = {"method": "eagle3", "model": args.head} if args.head != MTP else {"method": MTP}
+    if args.token_map:
+        own["token_map"] = args.token_map
+    llm = LLM(
+        args.model,
+        device=args.device,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.batch,
+        speculative_config=own | {"num_speculative_tokens": args.k},
+    )
+    settings = {"k": args.k, "limit": args.limit, "max_tokens": args.max_tokens}
     found: dict[str, dict] = {}
     for name in DATASETS:
-        found[name] = measure(llm, name, asked.limit, asked.max_tokens)
+        found[name] = measure(llm, name, args.limit, args.max_tokens)
         result = {"settings": settings | {"temperature": 0.0}, **found}
         if len(found) == len(DATASETS):
             lengths = [one["acceptance_length"] for one in found.values()]
             result["mean"] = sum(lengths) / len(lengths)
             print(f"mean {result['mean']:.3f}")
-        asked.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         length, requests = found[name]["acceptance_length"], found[name]["requests"]
         print(f"{name}: {length:.3f} tokens per step, {requests} requests", flush=True)
 

@@ -1,10 +1,10 @@
-"""Writes the card of the head that ships, from the files of its training and measurement.
+"""Write the card of the head that ships, from the files of its training and measurement.
 
     python benchmarks/training/card.py RESULTS HEAD
 
-RESULTS holds ``training.json`` as ``sametoken train`` wrote it, ``acceptance.json`` of
-``acceptance.py`` and ``data.json``, which describes the text in words. HEAD is the head's
-directory: its ``README.md`` is replaced. No number of the card is written by hand.
+RESULTS holds ``training.json`` of ``sametoken train``, ``acceptance.json`` of ``acceptance.py``
+and ``data.json``, which describes the text. HEAD is the head's directory; its ``README.md`` is
+replaced. No number of the card is written by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TITLES = {"gsm8k": "GSM8K, test set", "humaneval": "HumanEval", "mt-bench": "MT-
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the card is made of: the JSON of three files, and the head's config and weights."""
+    """The sources of the card: three JSON files, and the head's config and weights."""
 
     training: dict[str, Any]
     acceptance: dict[str, Any]
@@ -41,7 +41,7 @@ def read_facts(results: Path, head: Path) -> Facts:
 
 
 def card(facts: Facts) -> str:
-    """The card, Markdown."""
+    """Render the card as Markdown."""
     data = facts.data
     sections = [
         f"# {data['name']}",
@@ -152,10 +152,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="directory of the three JSON files")
     parser.add_argument("head", type=Path, help="the head's directory; its card goes there")
-    asked = parser.parse_args()
-    written = card(read_facts(asked.results, asked.head))
-    (asked.head / CARD).write_text(written, encoding="utf-8")
-    print(f"{asked.head / CARD}: {len(written.splitlines())} lines")
+    args = parser.parse_args()
+    written = card(read_facts(args.results, args.head))
+    (args.head / CARD).write_text(written, encoding="utf-8")
+    print(f"{args.head / CARD}: {len(written.splitlines())} lines")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Text to train a small language model on: code, conversations, edits of code.
+"""Training text for a small language model: code, conversations, code edits.
 
     python benchmarks/training/corpus.py DATASETS_DIR OUTDIR [--wheels DIR]
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from edits import calculator_edits, code_edits
 from sources import exercise, fenced, instructed, mbpp_rows, package_sources, read_rows
 
-# A conversation: what is asked, what is answered.
+# A conversation: the user's message and the answer.
 Chat = tuple[str, str]
 PACKAGES = (
     "sympy networkx sklearn scipy pandas numpy mypy rich jinja2 requests fastapi pydantic "
@@ -43,29 +43,29 @@ def wheel_sources(folder: Path) -> Iterator[str]:
                         continue
 
 
-def all_sources(asked: argparse.Namespace) -> Iterator[str]:
-    if asked.wheels:
-        yield from wheel_sources(asked.wheels)
-    for name in asked.packages.split():
+def all_sources(args: argparse.Namespace) -> Iterator[str]:
+    if args.wheels:
+        yield from wheel_sources(args.wheels)
+    for name in args.packages.split():
         yield from package_sources(name)
 
 
 def is_code(text: str) -> bool:
-    """Neither a stub nor data: of some length, and in lines that someone wrote."""
+    """Return whether a file is written code, neither a stub nor data."""
     if not 200 < len(text) < 60_000 or text.count("\n") < 8:
         return False
     return max(map(len, text.splitlines())) <= 400
 
 
-def whole_files(asked: argparse.Namespace, choose: random.Random) -> list[str]:
-    """Each once, in random order."""
-    files = list(dict.fromkeys(text for text in all_sources(asked) if is_code(text)))
+def whole_files(args: argparse.Namespace, choose: random.Random) -> list[str]:
+    """Return each file once, in random order."""
+    files = list(dict.fromkeys(text for text in all_sources(args) if is_code(text)))
     choose.shuffle(files)
     return files
 
 
 def within(files: list[str], num_characters: int) -> list[str]:
-    """The first files that fit together."""
+    """Return the first files within a total size."""
     kept, used = [], 0
     for text in files:
         used += len(text)
@@ -93,18 +93,18 @@ def conversations(folder: Path) -> Iterator[Chat]:
 
 
 def messages(chat: Chat) -> dict:
-    asked, answered = chat
+    prompt, answer = chat
     return {
         "messages": [
-            {"role": "user", "content": asked},
-            {"role": "assistant", "content": answered},
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": answer},
         ]
     }
 
 
 def write(path: Path, rows: Iterable[object]) -> None:
     lines = [json.dumps(row) + "\n" for row in rows]
-    # Without a time stamp, so that the same text gives the same file.
+    # Without a time stamp, so that the output is reproducible.
     path.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
     size = sum(map(len, lines))
     print(f"{path.name}: {len(lines)} documents, {size} characters, {path.stat().st_size} bytes")
@@ -116,23 +116,27 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--packages", default=PACKAGES, help="names of installed packages")
     parser.add_argument("--wheels", type=Path, help="folder of wheels with more code")
-    parser.add_argument("--characters", type=int, default=110_000_000, help="of code at most")
-    parser.add_argument("--pieces", type=int, default=45_000, help="of code to edit, at most")
-    parser.add_argument("--calculators", type=int, default=12_000, help="made-up code to edit")
+    parser.add_argument(
+        "--characters", type=int, default=110_000_000, help="maximum characters of code"
+    )
+    parser.add_argument("--pieces", type=int, default=45_000, help="maximum pieces of code to edit")
+    parser.add_argument(
+        "--calculators", type=int, default=12_000, help="number of generated calculators to edit"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    # Old code warns of its escapes when it is parsed; generated code can be deep.
+    args = parser.parse_args()
+    # Old code has invalid escapes, which warn when parsed; generated code can be deeply nested.
     warnings.simplefilter("ignore", SyntaxWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     sys.setrecursionlimit(5000)
-    choose = random.Random(asked.seed)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    files = whole_files(asked, choose)
-    edits = code_edits(files, choose, asked.pieces) + calculator_edits(choose, asked.calculators)
+    choose = random.Random(args.seed)
+    args.output.mkdir(parents=True, exist_ok=True)
+    files = whole_files(args, choose)
+    edits = code_edits(files, choose, args.pieces) + calculator_edits(choose, args.calculators)
     choose.shuffle(edits)
-    write(asked.output / "code.jsonl.gz", within(files, asked.characters))
-    write(asked.output / "chat.jsonl.gz", map(messages, conversations(asked.datasets)))
-    write(asked.output / "edits.jsonl.gz", map(messages, edits))
+    write(args.output / "code.jsonl.gz", within(files, args.characters))
+    write(args.output / "chat.jsonl.gz", map(messages, conversations(args.datasets)))
+    write(args.output / "edits.jsonl.gz", map(messages, edits))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Trains an EAGLE-3 head for a target on one GPU: text, head, acceptance.
+# Train an EAGLE-3 head for a target on one GPU: text, head, acceptance.
 #
 #   benchmarks/training/eagle3.sh MODEL PROMPTS OUTDIR
 #
-# MODEL is a checkpoint or a GGUF file, PROMPTS what prompts.py wrote. OUTDIR gets text.jsonl,
-# head/ (to serve with), acceptance.json, train.json and logs. Environment variables:
+# MODEL is a checkpoint or a GGUF file, PROMPTS the output of prompts.py. OUTDIR gets text.jsonl,
+# head/ (for serving), acceptance.json, train.json and logs. Environment variables:
 #   times, in seconds: GEN_SECONDS of answers (120), DEADLINE of text and head together (440),
-#     TRAIN_SECONDS of the head (what DEADLINE leaves), MEASURE_SECONDS of acceptance (85)
+#     TRAIN_SECONDS of the head (the rest of DEADLINE), MEASURE_SECONDS of acceptance (85)
 #   training: VOCAB TTT RATE BATCH WARMUP MAX_TOKENS
-#   acceptance: LIMIT prompts of a data set, EVAL_TOKENS of an answer
+#   acceptance: LIMIT prompts per data set, EVAL_TOKENS per answer
 #   GEN, TRAIN and MEASURE are more options of the three commands; PYTHON names the interpreter.
-# Exit status: 0 if all three parts went well; what an earlier part made stays.
+# Exit status: 0 if all three parts succeeded; the results of earlier parts stay.
 set -u
 if [ $# -ne 3 ]; then
     sed -n '2,5s/^# \{0,1\}//p' "$0"
@@ -30,7 +30,7 @@ timeout $((generate + 90)) "$python" -m sametoken train text "$model" "$out/text
     ${GEN:---max-num-seqs 256 --max-model-len 1280} > "$out/text.log" 2>&1
 status=$?
 note "text: status $status, $(end_of "$out/text.log" 1)"
-# Answers that were written before the time ended are good to train on.
+# Answers written before the time limit are used for training.
 if [ $status -ne 0 ] && [ $status -ne 124 ] || [ ! -s "$out/text.jsonl" ]; then
     end_of "$out/text.log" 15
     exit 1
@@ -57,7 +57,7 @@ if [ "$train" -le 25 ]; then
     note "no time is left for the head: raise DEADLINE, or lower GEN_SECONDS"
     exit 1
 fi
-# Segments that grow suit a training; graphs, in the other two parts, have pools of their own.
+# Expandable segments suit training; the other two parts use CUDA graphs with private pools.
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True \
     timeout $((train + 60)) "$python" -m sametoken train eagle3 "$model" "$out/head" \
     --text "$out/text.jsonl" --draft-vocab-size "${VOCAB:-12288}" --ttt-steps "${TTT:-5}" \

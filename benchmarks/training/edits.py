@@ -1,4 +1,4 @@
-"""Edits of code as conversations: the answer repeats the code, but for one change."""
+"""Code edits as conversations: the answer repeats the code with one change."""
 
 from __future__ import annotations
 
@@ -42,21 +42,22 @@ ADDITIONS = (
 
 @dataclass(frozen=True)
 class Edit:
-    """What is asked for, and the code before and after."""
+    """An instruction, and the code before and after."""
 
-    ask: str
+    instruction: str
     before: str
     after: str
 
     def chat(self, choose: random.Random) -> Chat:
-        """The request stands more often before the code than after it."""
+        """Make a conversation; the instruction precedes the code in 70 % of them."""
         code = f"```python\n{self.before}\n```"
-        asked = (self.ask, code) if choose.random() < 0.7 else (code, self.ask)
-        return "\n\n".join(asked), f"```python\n{self.after}\n```"
+        first = choose.random() < 0.7
+        parts = (self.instruction, code) if first else (code, self.instruction)
+        return "\n\n".join(parts), f"```python\n{self.after}\n```"
 
 
 def code_edits(files: Sequence[str], choose: random.Random, num_pieces: int) -> list[Chat]:
-    """Edits of functions and classes; not every piece of code allows the one that is drawn."""
+    """Make edits of functions and classes; a drawn edit may not apply to a piece."""
     found, pieces = [], 0
     for text in files:
         for source in pieces_of(text, choose):
@@ -69,12 +70,12 @@ def code_edits(files: Sequence[str], choose: random.Random, num_pieces: int) -> 
 
 
 def pieces_of(text: str, choose: random.Random) -> Iterator[str]:
-    """Half of the short functions and classes of a file, each as it would stand alone."""
+    """Return half of the short functions and classes of a file, dedented."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return
-    # Lines as the parser counts them: splitlines would also end them at form feeds.
+    # Split lines as the parser does; splitlines would also split at form feeds.
     lines = text.split("\n")
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and 4 <= height(node) < 45:
@@ -93,7 +94,7 @@ def edit_of(source: str, choose: random.Random) -> Edit | None:
     try:
         (node,) = ast.parse(source).body
     except (SyntaxError, ValueError):
-        # What was cut out of its surroundings may not stand alone.
+        # A piece may not be valid code outside its context.
         return None
     drawn = choose.random()
     if isinstance(node, ast.ClassDef):
@@ -121,7 +122,7 @@ def added_method(source: str, node: ast.ClassDef, choose: random.Random) -> Edit
 
 
 def renamed_variable(source: str, node: ast.AST, choose: random.Random) -> Edit | None:
-    """A parameter or local variable, everywhere but in strings and comments."""
+    """Rename a parameter or local variable, except in strings and comments."""
     places: dict[str, list[tuple[int, int]]] = {}
     stored = set()
     for item in ast.walk(node):
@@ -141,7 +142,7 @@ def renamed_variable(source: str, node: ast.AST, choose: random.Random) -> Edit 
 
 
 def named_otherwise(node: ast.AST) -> set[str]:
-    """Names in f-strings, whose places are not told, and in statements that hold them as text."""
+    """Return names in f-strings, which lack positions, and in statements that hold them as text."""
     found: set[str] = set()
     for item in ast.walk(node):
         if isinstance(item, ast.JoinedStr):
@@ -154,7 +155,7 @@ def named_otherwise(node: ast.AST) -> set[str]:
 
 
 def with_name(source: str, places: list[tuple[int, int]], old: str, new: str) -> str:
-    """Places are lines from 1 and columns in bytes, as ``ast`` has them."""
+    """Replace a name; places are lines from 1 and columns in bytes, as in ``ast``."""
     lines = [line.encode() for line in source.split("\n")]
     for number, column in sorted(places, reverse=True):
         line = lines[number - 1]
@@ -163,7 +164,7 @@ def with_name(source: str, places: list[tuple[int, int]], old: str, new: str) ->
 
 
 def changed_number(source: str, choose: random.Random) -> Edit | None:
-    """A number that occurs once."""
+    """Change a number that occurs once."""
     found = list(NUMBER.finditer(source))
     if not found:
         return None
@@ -192,7 +193,7 @@ def renamed_function(source: str, node: ast.FunctionDef) -> Edit | None:
 
 @dataclass(frozen=True)
 class Calculator:
-    """How a made-up calculator is written."""
+    """The style of a generated calculator."""
 
     class_name: str
     operands: tuple[str, str]

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains a small hybrid (Qwen3.5's kind) with its MTP module on one GPU, from scratch.
+# Train a small hybrid (Qwen3.5's kind) with its MTP module on one GPU, from scratch.
 #
 #   benchmarks/training/hybrid.sh CORPUS_DIR OUTDIR
 #
-# CORPUS_DIR is what corpus.py wrote. OUTDIR gets model/ (to serve with, its tokenizer beside it),
+# CORPUS_DIR is the output of corpus.py. OUTDIR gets model/ (for serving, with the tokenizer),
 # train.json and train.log. Environment variables:
-#   SECONDS_IN_ALL of the training, preparation counted (510)
+#   SECONDS_IN_ALL of the training, including preparation (510)
 #   SHARES of code, conversations and edits ("0.55 0.15 0.3")
 #   BATCH LENGTH RATE WARMUP; SIZES, more options of `sametoken train lm`; PYTHON, the interpreter
 set -u

@@ -4,8 +4,8 @@
 
 DATASETS_DIR holds the files of ``benchmarks/training/README.md``. A line of OUT is
 ``{"prompt_token_ids", "temperature"}`` and for sampled answers ``"seed"``, as
-``sametoken train text`` reads it. Greedy ones come first: they are what is measured, and
-where the time ends early it is sampled ones that are missing.
+``sametoken train text`` reads it. Greedy prompts come first, because acceptance is measured with
+greedy answers: a run out of time leaves out sampled ones.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sources import exercise, fenced, instructed, mbpp_rows, package_sources, re
 from sametoken.models.names import resolve_model
 from sametoken.text.tokenizer import load_tokenizer
 
-# A prompt and its kind; of each kind so many sampled answers beside the greedy one.
-Ask = tuple[str, str]
+# A prompt's kind and text; SAMPLES counts the sampled answers beside the greedy one, by kind.
+KindAndPrompt = tuple[str, str]
 SAMPLES = {
     "gsm8k": 1,
     "gsm8k-styles": 0,
@@ -126,28 +126,28 @@ Answer in JSON: give a title, three keywords and a one-sentence summary about {}
 What can we learn from {}?"""
 
 
-def questions(folder: Path, choose: random.Random) -> Iterator[Ask]:
-    asked = [row["question"] for row in read_rows(folder, "gsm8k_train.jsonl")]
-    for question in asked:
+def questions(folder: Path, choose: random.Random) -> Iterator[KindAndPrompt]:
+    texts = [row["question"] for row in read_rows(folder, "gsm8k_train.jsonl")]
+    for question in texts:
         yield "gsm8k", question
-    for question in choose.sample(asked, min(STYLED, len(asked))):
+    for question in choose.sample(texts, min(STYLED, len(texts))):
         yield "gsm8k-styles", choose.choice(STYLES).format(question)
 
 
-def instructions(folder: Path) -> Iterator[Ask]:
+def instructions(folder: Path) -> Iterator[KindAndPrompt]:
     for row in read_rows(folder, "self_instruct_seed_tasks.jsonl"):
         for instance in row["instances"][:2]:
             yield "self-instruct", instructed(row, instance)
 
 
-def exercises(folder: Path) -> Iterator[Ask]:
+def exercises(folder: Path) -> Iterator[KindAndPrompt]:
     for row in read_rows(folder, "exercism_python.jsonl"):
         yield "exercism", exercise(row)
         for task in CODE_TASKS:
             yield "exercism", f"{task}\n\n{fenced(row['solution'])}"
 
 
-def small_problems(folder: Path) -> Iterator[Ask]:
+def small_problems(folder: Path) -> Iterator[KindAndPrompt]:
     for row in mbpp_rows(folder):
         tests = "\n".join(row["test_list"][:2])
         yield "mbpp", row["text"]
@@ -157,7 +157,7 @@ def small_problems(folder: Path) -> Iterator[Ask]:
 
 
 def problem_stub(row: dict) -> str | None:
-    """A problem's function without its body: text and examples are the docstring."""
+    """Make a stub of a problem's function; text and examples are its docstring."""
     try:
         nodes = ast.parse(row["code"]).body
     except SyntaxError:
@@ -181,7 +181,7 @@ def stub_of(function: ast.FunctionDef, docstring: list[str]) -> str:
 
 
 def documented_functions(name: str) -> list[str]:
-    """Stubs of the functions of a package that say what they do."""
+    """Make stubs of a package's documented functions."""
     return [
         stub_of(node, docstring.splitlines())
         for source in package_sources(name)
@@ -202,13 +202,13 @@ def parsed(source: str) -> Iterator[ast.AST]:
 
 
 def is_plain(function: ast.FunctionDef) -> bool:
-    """A public function with a parameter, and no method or test."""
+    """Return whether this is a public function with a parameter, and no method or test."""
     named = function.args.args
     public = not function.name.startswith(("_", "test"))
     return public and bool(named) and named[0].arg not in ("self", "cls")
 
 
-def package_stubs(packages: list[str], choose: random.Random) -> Iterator[Ask]:
+def package_stubs(packages: list[str], choose: random.Random) -> Iterator[KindAndPrompt]:
     for package in packages:
         name, _, count = package.partition("=")
         stubs = documented_functions(name)
@@ -216,7 +216,7 @@ def package_stubs(packages: list[str], choose: random.Random) -> Iterator[Ask]:
             yield "stubs", f"{STUB_TASK}\n\n{stub}"
 
 
-def general_talk(choose: random.Random, count: int) -> Iterator[Ask]:
+def general_talk(choose: random.Random, count: int) -> Iterator[KindAndPrompt]:
     topics, forms = TOPICS.split("|"), FORMS.splitlines()
     texts: set[str] = set()
     while len(texts) < count:
@@ -226,25 +226,25 @@ def general_talk(choose: random.Random, count: int) -> Iterator[Ask]:
         yield "general", text
 
 
-def all_asks(asked: argparse.Namespace, choose: random.Random) -> Iterator[Ask]:
-    yield from questions(asked.datasets, choose)
-    yield from instructions(asked.datasets)
-    yield from exercises(asked.datasets)
-    yield from small_problems(asked.datasets)
-    yield from package_stubs(asked.packages.split(), choose)
+def all_prompts(args: argparse.Namespace, choose: random.Random) -> Iterator[KindAndPrompt]:
+    yield from questions(args.datasets, choose)
+    yield from instructions(args.datasets)
+    yield from exercises(args.datasets)
+    yield from small_problems(args.datasets)
+    yield from package_stubs(args.packages.split(), choose)
     yield from general_talk(choose, GENERAL)
 
 
-def records(asked: argparse.Namespace, choose: random.Random, count: Counter) -> list[dict]:
-    tokenizer = load_tokenizer(resolve_model(asked.model, print))
+def records(args: argparse.Namespace, choose: random.Random, count: Counter) -> list[dict]:
+    tokenizer = load_tokenizer(resolve_model(args.model, print))
     greedy, sampled = [], []
-    for kind, text in all_asks(asked, choose):
-        if asked.limit is not None and count[kind] >= asked.limit:
+    for kind, text in all_prompts(args, choose):
+        if args.limit is not None and count[kind] >= args.limit:
             continue
         messages = [{"role": "user", "content": text}]
         chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         token_ids = list(tokenizer.encode(chat, add_special_tokens=False))
-        if len(token_ids) > asked.max_tokens:
+        if len(token_ids) > args.max_tokens:
             continue
         count[kind] += 1
         greedy.append({"prompt_token_ids": token_ids, "temperature": 0.0})
@@ -259,18 +259,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("datasets", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--model", default="smollm2", help="whose tokenizer and chat template")
-    parser.add_argument("--max-tokens", type=int, default=700, help="of a prompt")
-    parser.add_argument("--packages", default=PACKAGES, help="functions out of each, NAME=COUNT")
-    parser.add_argument("--limit", type=int, help="prompts of each kind at most")
+    parser.add_argument(
+        "--model", default="smollm2", help="model of the tokenizer and chat template"
+    )
+    parser.add_argument("--max-tokens", type=int, default=700, help="maximum tokens per prompt")
+    parser.add_argument(
+        "--packages", default=PACKAGES, help="packages and their numbers of functions, NAME=COUNT"
+    )
+    parser.add_argument("--limit", type=int, help="maximum prompts of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    # Old code warns of its escapes when it is parsed.
+    args = parser.parse_args()
+    # Old code has invalid escapes, which warn when parsed.
     warnings.simplefilter("ignore", SyntaxWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     count: Counter[str] = Counter()
-    rows = records(asked, random.Random(asked.seed), count)
-    with gzip.open(asked.output, "wt", encoding="utf-8") as file:
+    rows = records(args, random.Random(args.seed), count)
+    with gzip.open(args.output, "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
     lengths = [len(row["prompt_token_ids"]) for row in rows]
     kinds = ", ".join(f"{number} {kind}" for kind, number in count.items())

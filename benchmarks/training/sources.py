@@ -1,4 +1,4 @@
-"""What the training tools read: public data sets and installed packages, no test set."""
+"""Sources of training text: public data sets and installed packages, no test set."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MBPP_TEST_TASKS = range(11, 511)
 
 
 def read_rows(folder: Path, name: str) -> list[dict]:
-    """The JSON lines of a file of the folder, or of a folder below it."""
+    """Read the JSON lines of a file in the folder or below it."""
     path = next(iter(sorted(folder.rglob(name))), None)
     if path is None:
         sys.exit(f"{folder} holds no {name}: benchmarks/training/README.md says what it is")
-    # splitlines would also end a line at separators that JSON allows in a string.
+    # splitlines would also split at separators that JSON allows in strings.
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines if line.strip()]
 
@@ -34,7 +34,7 @@ def untabbed(code: str) -> str:
 
 
 def instructed(row: dict, instance: dict) -> str:
-    """A task of Self-Instruct with one of its inputs."""
+    """Render a task of Self-Instruct with one of its inputs."""
     given = instance["input"]
     return row["instruction"] + ("\n\n" + given if given.strip() else "")
 
@@ -44,12 +44,12 @@ def fenced(code: str) -> str:
 
 
 def exercise(row: dict) -> str:
-    """An exercise of Exercism, to be solved."""
+    """Render an exercise of Exercism."""
     return f"{row['instructions'].strip()}\n\nComplete this Python code:\n\n{fenced(row['stub'])}"
 
 
 def package_folder(name: str) -> Path | None:
-    """Where an installed package lies; None, said aloud, if it is not installed."""
+    """Return the folder of a package; print a note and return None if it is not installed."""
     if name == STDLIB:
         return Path(sysconfig.get_paths()["stdlib"])
     spec = importlib.util.find_spec(name)
@@ -60,7 +60,7 @@ def package_folder(name: str) -> Path | None:
 
 
 def package_sources(name: str) -> Iterator[str]:
-    """Every Python file of a package; of the standard library without its tests."""
+    """Yield every Python file of a package; the standard library without its tests."""
     folder = package_folder(name)
     for path in sorted(folder.rglob("*.py")) if folder else ():
         parts = path.relative_to(folder).parts

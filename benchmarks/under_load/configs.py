@@ -1,7 +1,6 @@
-"""What ``drive.py`` runs: configurations, and the options that both engines get.
+"""The configurations of ``drive.py`` and the options that both engines share.
 
-Those are the same: random weights, bf16, the places of 256 requests, no prefix cache, as much KV
-memory.
+Shared: random weights, bf16, 256 requests at most, no prefix cache, the same KV memory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-#: Draft i and all before it are accepted so often.
+#: Probability that draft i and all drafts before it are accepted.
 SYNTHETIC = {
     "num_speculative_tokens": 3,
     "rejection_sample_method": "synthetic",
@@ -22,12 +21,12 @@ DENSE_LEN, HYBRID_LEN = 33024, 32768
 
 
 class Config(NamedTuple):
-    """A configuration: a model's folder, and what is drafted.
+    """A configuration: a model's folder and the speculative config.
 
     Attributes:
-        max_model_len: the longest request, unless another is asked for.
-        kv_gib: KV memory; of vLLM's hybrids it holds all recurrent state too.
-        speculation: keys as both engines have them; a drafter is a folder beside the model's.
+        max_model_len: default length of the longest request.
+        kv_gib: KV memory; for hybrids in vLLM it includes all recurrent state.
+        speculation: keys that both engines share; a drafter is a folder beside the model's.
     """
 
     model: str
@@ -54,8 +53,8 @@ CONFIGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What of the options is left to the command line; 0 and None take the configuration's."""
+class EngineArgs:
+    """Options given on the command line; 0 takes the configuration's value."""
 
     config: str
     models: Path
@@ -72,17 +71,17 @@ class Asked:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the target's folder holds one, which grammars need."""
+        """Whether the target's folder has a tokenizer, which grammars need."""
         return (self.model / "tokenizer.json").is_file()
 
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
+        """The target's vocabulary size."""
         config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
         return int((config.get("text_config") or config)["vocab_size"])
 
     def options(self, engine: str) -> dict[str, Any]:
-        """The options that both engines have."""
+        """Return the options that both engines share."""
         config = CONFIGS[self.config]
         options: dict[str, Any] = {
             "model": str(self.model),

@@ -10,11 +10,11 @@ mean something. MODELS, or --models, is the folder of qwen3-8b/, eagle3-qwen3-8b
 each with its config.json.
 
 W: `burst:N`, N requests at once; `mixed:N`, of different lengths; `long:NxTOKENS`; `asked`, a
-crowd of which none, a quarter or all ask for sampling, penalties, masks, log-probabilities or a
-grammar; `ngram-never[:TEMPERATURE]` and `ngram-repeat`, prompts without a repeat and of nothing
-else. Before each load a short one of its kind runs that is not counted, and the garbage is
-collected and frozen. FILE gets a JSON object, written again after every load. --machine measures
-what floors are made of. `run.sh` runs all that is compared; `report.py` prints
+batch in which none, a quarter or all of the requests use sampling, penalties, masks,
+log-probabilities or a grammar; `ngram-never[:TEMPERATURE]` and `ngram-repeat`, prompts without
+repeats and prompts of repeats only. A short uncounted load of the same kind runs before each
+load, then the garbage is collected and frozen. FILE is a JSON object, rewritten after every load.
+--machine measures the rates of the floors. `run.sh` runs the whole comparison; `report.py` prints
 it.
 """
 
@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configs import CONFIGS, Asked
+from configs import CONFIGS, EngineArgs
 from engines import ENGINES, Engine
 from workloads import (
     WORKLOADS,
@@ -53,7 +53,7 @@ def say(text: str) -> None:
 
 
 def measure(engine: Engine, requests: list[Request]) -> dict[str, Any]:
-    """Run requests that arrive at once; times in seconds from before the first is queued."""
+    """Run requests that arrive at once; times are seconds since before the first is queued."""
     left = {one.request_id: one.output_len for one in requests}
     first: dict[str, float] = {}
     last: dict[str, float] = {}
@@ -103,30 +103,32 @@ def measure(engine: Engine, requests: list[Request]) -> dict[str, Any]:
 
 
 class Recorder:
-    """One engine, its loads, and the file that they are recorded in."""
+    """One engine, its loads, and the file of their results."""
 
-    def __init__(self, asked: Asked, arguments: argparse.Namespace, sizes: Sizes) -> None:
-        self._asked, self._sizes, self._out = asked, sizes, arguments.out
-        self._vocab_size = asked.vocab_size
+    def __init__(
+        self, engine_args: EngineArgs, arguments: argparse.Namespace, sizes: Sizes
+    ) -> None:
+        self._engine_args, self._sizes, self._out = engine_args, sizes, arguments.out
+        self._vocab_size = engine_args.vocab_size
         self.record: dict[str, Any] = {
             "engine": arguments.engine,
             "config": arguments.config,
-            "model": asked.model.name,
-            "options": asked.options(arguments.engine) | asked.more,
+            "model": engine_args.model.name,
+            "options": engine_args.options(arguments.engine) | engine_args.more,
             "results": [],
             "skipped": [],
             "failed": [],
         }
-        # What cannot be run is on record even if loading is cut short.
+        # Write the file before loading, so that it exists even if loading fails.
         self._write()
-        self._engine: Engine = ENGINES[arguments.engine](asked)
+        self._engine: Engine = ENGINES[arguments.engine](engine_args)
         self.record |= {"start_s": time.perf_counter() - BEGAN, "facts": self._engine.facts()}
         self._write()
 
     def run(self, load: Load, repeats: int) -> bool:
-        """Run a load some times; False if the engine can run nothing any more."""
-        if load.asked == "grammar" and not self._asked.has_tokenizer:
-            why = f"{self._asked.model.name} has no tokenizer, and a grammar needs one"
+        """Run a load ``repeats`` times; return False if the engine is dead."""
+        if load.option == "grammar" and not self._engine_args.has_tokenizer:
+            why = f"{self._engine_args.model.name} has no tokenizer, and a grammar needs one"
             self.record["skipped"].append({"load": load.name, "why": why})
             say(f"{load.name}: skipped, {why}")
             return True
@@ -141,7 +143,7 @@ class Recorder:
                     requests = self._requests(load, repeat)
                     self._keep(load, repeat, note, measure(self._engine, requests))
         except Exception as error:
-            # Of one load: the others may go on, unless the engine is dead.
+            # The failure of one load does not stop the others unless the engine is dead.
             self.record["failed"].append({"load": load.name, "why": repr(error)[:600]})
             say(f"{load.name}: FAILED, {repr(error)[:300]}")
             return self._recovers(requests)
@@ -157,8 +159,8 @@ class Recorder:
 
     def _keep(self, load: Load, repeat: int, note: str, found: dict[str, Any]) -> None:
         of_load = {"workload": load.workload, "load": load.name, "repeat": repeat, "note": note}
-        asking = {"asked": load.asked, "num_asking": load.num_asking, "count": load.count}
-        self.record["results"].append(of_load | asking | found)
+        option = {"asked": load.option, "num_asking": load.num_with_option, "count": load.count}
+        self.record["results"].append(of_load | option | found)
         step = found["step_ms"]
         drafted = f", {found['accepted']} of {found['drafts']} drafts" if found["drafts"] else ""
         say(
@@ -184,7 +186,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def turn(name: str, arguments: argparse.Namespace) -> Iterator[None]:
-    """Wait until all who start beside this process are ready or have failed, then be alone."""
+    """Wait until all parallel processes are ready or have failed, then take the lock."""
     gate = arguments.gate
     if gate is None:
         yield
@@ -203,7 +205,7 @@ def main() -> int:
     if arguments.machine:
         measure_machine(arguments)
         return 0
-    asked = Asked(
+    engine_args = EngineArgs(
         arguments.config,
         arguments.models,
         arguments.device,
@@ -222,7 +224,7 @@ def main() -> int:
     )
     workloads = arguments.workloads or WORKLOADS[arguments.config]
     loads = [load for workload in workloads for load in loads_of(workload, sizes)]
-    recorder = Recorder(asked, arguments, sizes)
+    recorder = Recorder(engine_args, arguments, sizes)
     say(f"{arguments.engine} {arguments.config} is up: {json.dumps(recorder.record['facts'])}")
     with turn(f"{arguments.engine}-{arguments.config}", arguments):
         say("measuring")
@@ -250,25 +252,25 @@ def parse() -> argparse.Namespace:
     add, sizes = parser.add_argument, Sizes()
     add("--engine", choices=ENGINES, default="sametoken")
     add("--config", choices=CONFIGS, default="plain")
-    add("--machine", action="store_true", help="measure the machine, and nothing else")
+    add("--machine", action="store_true", help="measure only the machine")
     add("--machine-rows", type=int, default=4096)
     add("--out", type=Path, required=True)
-    add("--workloads", nargs="*", help="by default those of the configuration")
+    add("--workloads", nargs="*", help="default: those of the configuration")
     add("--models", type=Path, default=Path(os.environ.get("MODELS", "models")))
-    add("--repeat", type=int, default=1, help="of every load; all are recorded")
-    add("--device", default="auto", help="of sametoken and of --machine")
+    add("--repeat", type=int, default=1, help="number of runs of every load; all are recorded")
+    add("--device", default="auto", help="device of sametoken and of --machine")
     add("--max-num-seqs", type=int, default=256)
-    add("--max-model-len", type=int, default=0, help="by default the configuration's")
-    add("--kv-gib", type=float, default=0, help="likewise")
-    add("--set", default="{}", help="JSON of more options for the engine")
+    add("--max-model-len", type=int, default=0, help="default: the configuration's")
+    add("--kv-gib", type=float, default=0, help="default: the configuration's")
+    add("--set", default="{}", help="further engine options, JSON")
     add("--input-len", type=int, default=sizes.input_len)
     add("--output-len", type=int, default=sizes.output_len)
     add("--mixed-input", type=int, nargs=2, default=sizes.mixed_input)
     add("--mixed-output", type=int, nargs=2, default=sizes.mixed_output)
     add("--long-output", type=int, default=sizes.long_output)
-    add("--crowd", type=int, default=sizes.crowd, help="requests of asked and of ngram-*")
-    add("--gate", type=Path, help="folder in which processes that start together wait")
-    add("--parties", type=int, default=1, help="how many those are")
+    add("--crowd", type=int, default=sizes.crowd, help="number of requests of asked and of ngram-*")
+    add("--gate", type=Path, help="directory through which parallel processes wait for each other")
+    add("--parties", type=int, default=1, help="number of parallel processes")
     add("--patience", type=float, default=240, help="seconds to wait for them")
     return parser.parse_args()
 
@@ -276,6 +278,6 @@ def parse() -> argparse.Namespace:
 if __name__ == "__main__":
     status = main()
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        # An engine of vLLM's in this very process may never end.
+        # vLLM's in-process engine may never exit.
         os._exit(status)
     raise SystemExit(status)

@@ -1,8 +1,7 @@
-"""The engines that ``drive.py`` drives: both in this process, token ids in and out.
+"""The engines of ``drive.py``: both run in this process, with token ids in and out.
 
-Beside the options of ``configs.py`` everything is each engine's default, but for what
-vLLM needs to run without flashinfer, and the shapes of its graphs, which are to hold a full
-crowd's windows.
+Other options than those of ``configs.py`` are at each engine's default, except that vLLM runs
+without flashinfer and captures graphs large enough for the windows of a full batch.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
-from configs import Asked
+from configs import EngineArgs
 from workloads import Request
 
-#: Rows of a step of vLLM at most.
+#: Maximum rows of a vLLM step.
 VLLM_ROWS = 8192
 #: Requests in the batches that vLLM captures, beside as many windows.
 CAPTURED = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -24,7 +23,7 @@ MIXED_ROWS = (320, 384, 448, 512)
 
 
 class Arrival(NamedTuple):
-    """Tokens that a step brought to a request, perhaps more than it is to have."""
+    """Tokens that a step emitted for a request; may exceed the requested length."""
 
     request_id: str
     num_tokens: int
@@ -42,42 +41,44 @@ class Engine(Protocol):
         ...
 
     def end(self, request_id: str) -> None:
-        """The request has all its tokens."""
+        """Finish a request that has all its tokens."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """The request is not wanted any more; it may be unknown."""
+        """Abort a request, which may be unknown."""
         ...
 
     def rest(self) -> None:
-        """Settle what ended requests left behind."""
+        """Process the remaining output of finished requests."""
         ...
 
     def drafts(self) -> tuple[int, int]:
-        """Drafts that were offered and accepted so far."""
+        """Return the offered and accepted drafts so far."""
         ...
 
     def without_repeats(self) -> contextlib.AbstractContextManager[str]:
-        """Random weights that say no token twice, if that can be had; says what was done."""
+        """Change random weights so that outputs repeat no token, if possible; yields a note."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """For the record, and for floors."""
+        """Return facts for the results file and for the floors."""
         ...
 
 
 class Sametoken:
     """This engine's core: its steps run in the calling thread."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, engine_args: EngineArgs) -> None:
         from sametoken.config import EngineConfig
         from sametoken.engine.input_processor import InputProcessor, PromptTokens
         from sametoken.text.tokenizer import load_tokenizer_of
 
         build = importlib.import_module("sametoken.engine.build")
-        options = asked.options("sametoken") | {"device": asked.device} | asked.more
+        options = (
+            engine_args.options("sametoken") | {"device": engine_args.device} | engine_args.more
+        )
         config = EngineConfig.from_options(**options)
-        # The target is kept: the head of random weights is turned for outputs without repeats.
+        # Keep the target: ``without_repeats`` rotates the rows of its head.
         load_model, loaded = build.load_model, []
 
         def keep(*args: Any, **named: Any) -> Any:
@@ -106,11 +107,11 @@ class Sametoken:
         from sametoken.types.sampling_params import SamplingParams
         from sametoken.types.structured_outputs import StructuredOutputs
 
-        asked = {"temperature": 0.0, **request.asked}
-        if schema := asked.pop("grammar", None):
-            asked["structured_outputs"] = StructuredOutputs(json_schema=schema)
+        sampling = {"temperature": 0.0, **request.sampling}
+        if schema := sampling.pop("grammar", None):
+            sampling["structured_outputs"] = StructuredOutputs(json_schema=schema)
         params = SamplingParams(
-            max_tokens=request.output_len, ignore_eos=True, detokenize=False, **asked
+            max_tokens=request.output_len, ignore_eos=True, detokenize=False, **sampling
         )
         prompt = self._prompt(None, request.prompt)
         (one,) = self._inputs.process(request.request_id, prompt, params).completions
@@ -142,7 +143,7 @@ class Sametoken:
 
     @contextlib.contextmanager
     def without_repeats(self) -> Iterator[str]:
-        """Each token's likeliest successor is the next id, not itself, while this lasts."""
+        """Make the next id, not itself, each token's likeliest successor inside the block."""
         matrix = getattr(self._head, "matrix", None)
         if matrix is None:
             yield "outputs repeat: the head's weights are packed"
@@ -183,35 +184,35 @@ class Sametoken:
 
 
 class VLLM:
-    """vLLM's engine behind its ``LLM``, in the process mode that its environment asks for.
+    """vLLM's engine behind its ``LLM``, in the process mode that its environment sets.
 
-    Requests have no seeds: vLLM makes a generator for each one that has.
+    Requests have no seeds, because vLLM creates a generator for each seeded request.
     """
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, engine_args: EngineArgs) -> None:
         from vllm import LLM
 
-        options = asked.options("vllm")
+        options = engine_args.options("vllm")
         k = (options.get("speculative_config") or {}).get("num_speculative_tokens", 0)
-        sizes = {size for size in CAPTURED if size <= asked.max_num_seqs}
+        sizes = {size for size in CAPTURED if size <= engine_args.max_num_seqs}
         sizes |= {size * (k + 1) for size in sizes}
-        sizes |= {size for size in MIXED_ROWS if size <= 2 * asked.max_num_seqs}
+        sizes |= {size for size in MIXED_ROWS if size <= 2 * engine_args.max_num_seqs}
         options |= {
             "dtype": "bfloat16",
             "gpu_memory_utilization": 0.05,
             "max_num_batched_tokens": VLLM_ROWS,
             "attention_backend": "FLASH_ATTN",
             "seed": 0,
-            # Counters of drafts are part of the statistics.
+            # Draft counters are part of vLLM's statistics.
             "disable_log_stats": k == 0,
             "cudagraph_capture_sizes": sorted(sizes),
         }
-        if asked.config.startswith("q35"):
+        if engine_args.config.startswith("q35"):
             options |= {
                 "language_model_only": True,
                 "additional_config": {"gdn_prefill_backend": "triton"},
             }
-        self._llm = LLM(**(options | asked.more))
+        self._llm = LLM(**(options | engine_args.more))
         self._engine = self._llm.llm_engine
         self._has_drafts = k > 0
 
@@ -219,16 +220,16 @@ class VLLM:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-        asked = {"temperature": 0.0, **request.asked}
-        if schema := asked.pop("grammar", None):
-            asked["structured_outputs"] = StructuredOutputsParams(json=schema)
+        sampling = {"temperature": 0.0, **request.sampling}
+        if schema := sampling.pop("grammar", None):
+            sampling["structured_outputs"] = StructuredOutputsParams(json=schema)
         params = SamplingParams(
             max_tokens=request.output_len,
             ignore_eos=True,
             detokenize=False,
-            # Without it every step would hand over the whole output of every request.
+            # The default would return each request's whole output at every step.
             output_kind=RequestOutputKind.DELTA,
-            **asked,
+            **sampling,
         )
         prompt = {"prompt_token_ids": list(request.prompt)}
         self._engine.add_request(request.request_id, prompt, params)
@@ -239,7 +240,7 @@ class VLLM:
         return [Arrival(request_id, count) for request_id, count in arrived if count]
 
     def end(self, request_id: str) -> None:
-        """It has seen to that."""
+        """Do nothing: vLLM finishes requests itself."""
 
     def abort(self, request_id: str) -> None:
         self._engine.abort_request([request_id])

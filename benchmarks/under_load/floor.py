@@ -1,4 +1,4 @@
-"""The least time that a load can take on a machine, from counted work and measured rates.
+"""The minimum time of a load on a machine, from counted work and measured rates.
 
 A step of the fewest steps takes
 
@@ -7,15 +7,15 @@ A step of the fewest steps takes
 - and reading the KV of its decoding requests once, and moving their recurrent state, at the
   rate of copies.
 
-Prompts that have a place among ``max_num_seqs`` join the next step whole, so a prompt's
-weights are read once for all. Scores and values of prompts' attention are counted apart
-(``attention``), at the rate of products: they are no small part of long prompts alone.
+Prompts within ``max_num_seqs`` join the next step whole, so a step reads the weights once for all
+of them. The prompts' attention is counted separately (``attention``), at the rate of products; it
+matters only for long prompts.
 
-With drafts, a window has as many rows as the engine verifies, and a request emits in each
-window what synthetic acceptance gives it in the mean: 2.95 of 4 rows at 0.80, 0.64 and 0.51. The
-last window counts for the part of it that is needed. A draft head runs every committed row
-once, and one row more for each draft after the first; each draft has one row of its logits.
-Drafts of a lookup cost nothing here, and their windows are as wide as they were measured.
+With drafts, a window has as many rows as the engine verifies, and a request emits the mean of
+synthetic acceptance per window: 2.95 of 4 rows at 0.80, 0.64 and 0.51. The last window counts in
+proportion to the tokens needed. A draft head runs every committed row once, and one more row for
+each draft after the first; each draft has one row of logits. N-gram drafts cost nothing here, and
+their windows have the measured width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRODUCT = 2  # a multiplication and an addition
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the machine does: operations and bytes per second."""
+    """Measured rates of the machine: operations and bytes per second."""
 
     products: float
     read: float
@@ -37,16 +37,16 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a model costs: elements of matrices by row, and bytes.
+    """The costs of a model: matrix elements per row, and bytes.
 
     Attributes:
-        layers, head: of the target, for a row and for a row with logits.
-        attention: of one position that a row of a prompt sees.
-        fusion, draft_layers, draft_head: of the drafter; experts among its layers.
-        weights: bytes that a decode step reads, the drafter's passes included.
-        kv: bytes of one position of a request.
-        recurrent: bytes of a request's state in a step.
-        k: drafts of a window at most.
+        layers, head: of the target, per row and per row with logits.
+        attention: per position that a prompt row attends to.
+        fusion, draft_layers, draft_head: of the drafter; its layers include experts.
+        weights: bytes that a decode step reads, including the drafter's passes.
+        kv: bytes per position of a request.
+        recurrent: bytes of a request's state per step.
+        k: maximum drafts per window.
     """
 
     layers: int
@@ -62,13 +62,13 @@ class Costs:
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Costs:
-        """From the facts that our side records."""
+        """Build from the facts that our side records."""
         return cls(**{one.name: facts[one.name] for one in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What a decoding request does in a step: rows that are verified, tokens it gets."""
+    """A decoding request's step: verified rows and emitted tokens."""
 
     rows: float = 1.0
     tokens: float = 1.0
@@ -76,14 +76,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds.
+    """The floors of a load, in seconds.
 
     Attributes:
-        work: products of all rows and KV of all windows, whatever the steps.
-        wall: all requests to their last tokens, in steps that read the weights each.
-        first_token: mean; None where some wait for a place.
-        step: one step in which all decode, in the middle of their outputs; None likewise.
-        attention: of all prompts. ``first_attention``: what it adds to the mean first token.
+        work: products of all rows and KV of all windows, independent of steps.
+        wall: all requests to their last tokens; each step reads the weights.
+        first_token: mean time to first token; None if some requests have to wait.
+        step: a step in which all decode, halfway through their outputs; None likewise.
+        attention: attention of all prompts; ``first_attention`` is its part of ``first_token``.
     """
 
     work: float
@@ -101,14 +101,14 @@ def floor_of(
     window: Window,
     max_num_seqs: int,
 ) -> Floor:
-    """The floor of requests that arrive at once.
+    """Compute the floor of requests that arrive at once.
 
     Args:
-        lengths: tokens of prompt and output of each, in the order of arrival.
-        costs: of the model.
-        rates: of the machine.
-        window: of every decoding request.
-        max_num_seqs: requests that run at once.
+        lengths: prompt and output tokens of each request, in order of arrival.
+        costs: costs of the model.
+        rates: rates of the machine.
+        window: window of every decoding request.
+        max_num_seqs: maximum number of running requests.
     """
     waiting, running = list(lengths), list[list[float]]()
     work = wall = 0.0
@@ -154,13 +154,13 @@ class _Step:
         self._elements = self._bytes = 0.0
 
     def prefill(self, prompt: int) -> None:
-        """A whole prompt, whose last row has logits; a draft head needs all its rows."""
+        """Add a whole prompt; its last row has logits, and a draft head runs all rows."""
         costs = self._costs
         drafted = costs.fusion + costs.draft_layers
         self._elements += prompt * (costs.layers + drafted) + costs.head + self._chain(1.0)
 
     def decode(self, at: float, end: float) -> float:
-        """A window of a request that has ``at`` tokens; how many it gets."""
+        """Add a window of a request with ``at`` tokens; return the emitted tokens."""
         costs, window = self._costs, self._window
         tokens = min(window.tokens, end - at)
         share = tokens / window.tokens
@@ -171,7 +171,7 @@ class _Step:
         return tokens
 
     def _chain(self, share: float) -> float:
-        """Drafts after the first need a row each, and each draft its logits."""
+        """Add one row per draft after the first, and the logits of each draft."""
         costs = self._costs
         if not costs.k:
             return 0.0
@@ -193,5 +193,5 @@ def _attention(prompt: int, costs: Costs, rates: Rates) -> float:
 
 
 def _mean_end(parts: list[float]) -> float:
-    """The mean of when each part ends, one after the other."""
+    """Return the mean end time of parts that run in sequence."""
     return sum(one * (len(parts) - index) for index, one in enumerate(parts)) / len(parts)

@@ -1,4 +1,4 @@
-"""What a machine does, for the floors of ``report.py``: products, reading, copying."""
+"""Rates of a machine for the floors of ``report.py``: matrix products, reads and copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WARM_PASSES, PASSES = 2, 7
 
 
 class _Shapes(ReferenceKernels):
-    """Notes the matrices of a model that is loaded without memory."""
+    """Records the matrix shapes of a model on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Shapes(ReferenceKernels):
 
 
 def weight_shapes(model: Path) -> dict[tuple[int, ...], int]:
-    """[N, K] of the matrices that a row is multiplied by, and how many there are of each."""
+    """Count the matrices of a model by shape [N, K]."""
     kernels = _Shapes()
     load_model(
         model,
@@ -45,19 +45,19 @@ def weight_shapes(model: Path) -> dict[tuple[int, ...], int]:
     )
     config = read_config(model)
     if not config.tie_word_embeddings:
-        # The embedding, of which rows are looked up, has the head's shape.
+        # The embedding is only gathered by row; it has the head's shape.
         kernels.packed[config.vocab_size, config.hidden_size] -= 1
     return dict(+kernels.packed)
 
 
 def product_rate(shapes: dict[tuple[int, ...], int], rows: int, device: torch.device) -> float:
-    """Operations per second of ``torch.mm`` in bf16, all of a model's products in one pass."""
+    """Measure operations per second of ``torch.mm`` in bf16 over all products of a model."""
     weights = {shape: _random(shape, device) for shape in shapes}
     inputs = {shape: _random((rows, shape[1]), device) for shape in shapes}
     most = max(shapes.values())
 
     def one_pass() -> None:
-        # In turns, as layers have them; each matrix is larger than half a cache.
+        # Interleaved as in layers; each matrix is larger than half of L2.
         for index in range(most):
             for shape, count in shapes.items():
                 if index < count:
@@ -68,14 +68,14 @@ def product_rate(shapes: dict[tuple[int, ...], int], rows: int, device: torch.de
 
 
 def copy_rate(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second that a copy within memory reads and writes, both counted."""
+    """Measure the bytes per second of a device copy, reads plus writes."""
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     destination = torch.empty_like(source)
     return 2 * num_bytes / _median_seconds(lambda: destination.copy_(source), device)
 
 
 def machine_figures(models: list[Path], rows: int, device: torch.device) -> dict[str, Any]:
-    """Everything that floors need; models by the name of their folder."""
+    """Measure all rates that the floors need; models by folder name."""
     on_cpu = device.type == "cpu"
     num_bytes = CPU_BYTES // 16 if on_cpu else CUDA_BYTES
     read = read_bandwidth(device, num_bytes)
@@ -97,7 +97,7 @@ def machine_figures(models: list[Path], rows: int, device: torch.device) -> dict
 
 
 def _random(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Random data: products of zeros are faster than real ones."""
+    """Make random data: products of zeros are faster than real ones."""
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 

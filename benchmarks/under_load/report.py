@@ -2,9 +2,9 @@
 
     python benchmarks/under_load/report.py FILE_OR_FOLDER...
 
-Takes the JSON files of one engine and configuration each, and that of --machine, and prints
-Markdown. Of repeats the median counts. A ratio above 1 is in our favour. ``floor.py``
-says what a floor is; there are none without --machine and our side's file.
+Reads one JSON file per engine and configuration, and that of --machine, and prints Markdown with
+medians over repeats. A ratio above 1 is in our favour. ``floor.py`` defines the floors, which need
+--machine and our side's file.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def report(records: dict[tuple[str, str], Record], machine: Record | None) -> st
         parts += [f"## {config}", _side_by_side(_results(ours), _results(theirs))]
         if ours and machine:
             parts.append(_floors(ours, _results(ours), _results(theirs), machine))
-        if asked := _asked(_results(ours), _results(theirs)):
-            parts.append(asked)
+        if options := _option_table(_results(ours), _results(theirs)):
+            parts.append(options)
         if config.startswith("ngram"):
             parts.append(_beside_plain(records, config))
         parts += [text for one in (ours, theirs) if one for text in _remarks(one)]
@@ -57,7 +57,7 @@ def report(records: dict[tuple[str, str], Record], machine: Record | None) -> st
 
 
 def _results(record: Record | None) -> Results:
-    """By load, in the order in which they ran."""
+    """Group results by load, in the order in which they ran."""
     found: Results = {}
     for one in record["results"] if record else ():
         found.setdefault(one["load"], []).append(one)
@@ -116,14 +116,14 @@ def _side_by_side(ours: Results, theirs: Results) -> str:
 
 
 def floor_of_result(result: Record, facts: Record, rates: Rates, max_num_seqs: int) -> Floor:
-    """The floor of what one result measured."""
+    """Compute the floor of one result."""
     lengths = [(prompt, output) for prompt, output in result["lengths"]]
     window = window_of(facts, result)
     return floor_of(lengths, Costs.of(facts), rates, window, max_num_seqs)
 
 
 def window_of(facts: Record, result: Record) -> Window:
-    """As synthetic acceptance makes it, or else as it was measured in the mean."""
+    """Return the window of synthetic acceptance, or else the measured mean window."""
     if (synthetic := facts.get("synthetic_rates")) is not None:
         return Window(1 + facts["k"], 1 + sum(synthetic))
     windows = result["windows"] or 1
@@ -167,13 +167,13 @@ def _milliseconds(*seconds: float | None) -> float | None:
     return None if None in seconds else 1e3 * sum(one for one in seconds if one is not None)
 
 
-def _asked(ours: Results, theirs: Results) -> str | None:
-    """Tokens/s of crowds in which some ask, as a share of the same crowd's that does not."""
-    asked = [load for load in _loads(ours, theirs) if load.startswith("asked: ")]
-    if not asked:
+def _option_table(ours: Results, theirs: Results) -> str | None:
+    """Throughput of batches with an option, relative to the same batch without it."""
+    with_options = [load for load in _loads(ours, theirs) if load.startswith("asked: ")]
+    if not with_options:
         return None
     rows = []
-    for load in asked:
+    for load in with_options:
         cells = [load]
         for results in (theirs, ours):
             rate = _median(results.get(load), "tokens_per_second")
@@ -184,7 +184,7 @@ def _asked(ours: Results, theirs: Results) -> str | None:
 
 
 def _base(load: str, results: Results) -> str:
-    """Greedy for those who have a temperature, all at a temperature for the rest."""
+    """Return the base load: greedy for the option temperature, sampled for all others."""
     if "nothing" in load or "temperature" in load:
         return next((one for one in results if "nothing" in one), "")
     at = [one for one in results if "asked: temperature" in one]
@@ -192,7 +192,7 @@ def _base(load: str, results: Results) -> str:
 
 
 def _beside_plain(records: dict[tuple[str, str], Record], config: str) -> str:
-    """What drafts of lookups bring or cost on each side, against its own plain engine."""
+    """Compare n-gram drafts with plain decoding of the same engine, on both sides."""
     rows = []
     for engine in (THEIRS, OURS):
         drafted = _results(records.get((engine, config)))
@@ -211,7 +211,7 @@ def _beside_plain(records: dict[tuple[str, str], Record], config: str) -> str:
 
 
 def _remarks(record: Record) -> Iterable[str]:
-    """What did not run, and what was done to the weights."""
+    """List the loads that did not run, and changes to the weights."""
     side = f"{record['engine']}, {record['config']}"
     lines = [f"- {side}: {one['load']} skipped: {one['why']}" for one in record["skipped"]]
     lines += [f"- {side}: {one['load']} FAILED: {one['why']}" for one in record["failed"]]

@@ -3,10 +3,10 @@
 #
 #   MODELS=DIR VLLM_PATH=DIR benchmarks/under_load/run.sh OUTDIR [PART...]
 #
-# PART: `machine`, the rates that floors are made of; `ours:CONFIG[+CONFIG...]` and
-# `vllm:CONFIG[+CONFIG...]`, one process each: those joined by + start side by side and are measured
-# one after the other. By default, in this order, with the seconds that each is expected to take on
-# an H200, start-up included:
+# PART: `machine`, the rates of the floors; `ours:CONFIG[+CONFIG...]` and
+# `vllm:CONFIG[+CONFIG...]`, one process each: those joined by + start in parallel and are measured
+# in sequence. By default, in this order, with the expected seconds on an H200, start-up
+# included:
 #   machine               20
 #   ours:plain+eagle3    210   start 40, plain 130 (`asked` 55), eagle3 40
 #   ours:ngram5+q35      110   start 40, ngram5 15, q35 45
@@ -14,13 +14,13 @@
 #   vllm:plain+eagle3    230   start 90, plain 105 (`asked` 35), eagle3 35
 #   vllm:ngram5+q35      150   start 90, ngram5 15, q35 40
 #   vllm:q35mtp3         130   start 90
-# Two processes of one part share the GPU's memory: 2 x (17 + 31) GB and what graphs take.
-# MODELS: as in drive.py. VLLM_PATH: folders for PYTHONPATH in which vLLM lies; nothing if it
-# is installed. LIMIT (400): seconds of a process, waiting for its turn included; REPEAT (1): of every
-# load; WORKLOADS: in place of each configuration's; OPTIONS: more options of drive.py, for
+# Two processes of one part share the GPU's memory: 2 x (17 + 31) GB and the graphs.
+# MODELS: as in drive.py. VLLM_PATH: folders for PYTHONPATH with vLLM; empty if it is
+# installed. LIMIT (400): seconds of a process, waiting included; REPEAT (1): runs of every
+# load; WORKLOADS: replaces each configuration's; OPTIONS: more options of drive.py, for
 # both engines; PYTHON and VLLM_PYTHON name interpreters. OUTDIR gets a JSON object of each process,
-# written after every load, the tables (under_load.md) and logs.tgz. A process that fails or runs
-# out of time stops no other. Exit status: 0 if all ran and nothing failed.
+# written after every load, the tables (under_load.md) and logs.tgz. A process that fails or times
+# out does not stop the others. Exit status: 0 if all ran and nothing failed.
 set -u
 if [ $# -lt 1 ]; then
     sed -n '2,27s/^# \{0,1\}//p' "$0"
@@ -40,7 +40,7 @@ trap 'rm -rf "$work"' EXIT
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
 
-# run NAME COMMAND...: its progress to the screen, everything to a log; its own exit status.
+# run NAME COMMAND...: shows the progress, logs everything, and returns the exit status.
 run() {
     local name=$1 status
     shift
@@ -71,7 +71,7 @@ one() {
         --config "$2" --out "$out/$name.json" --repeat "${REPEAT:-1}" --gate "$3" --parties "$4" \
         --patience "$limit" ${WORKLOADS:+--workloads $WORKLOADS} ${OPTIONS:-}
     status=$?
-    # Nobody waits for one that has failed.
+    # The others do not wait for one that has failed.
     touch "$3/ready.$name"
     return $status
 }

@@ -1,7 +1,7 @@
-"""What ``drive.py`` asks of an engine: the same requests of every engine, run after run.
+"""The workloads of ``drive.py``: the same requests for every engine and run.
 
-Requests are a function of the workload, the sizes, the vocabulary and the repeat. Nothing here
-needs an engine.
+Requests are a function of the workload, the sizes, the vocabulary and the repeat, and need no
+engine.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Request:
     """One request.
 
     Attributes:
-        asked: sampling parameters under the names that both engines have, beside
-            ``grammar``, a JSON schema; greedy without any.
+        sampling: sampling parameters under names that both engines have, and ``grammar``, a
+            JSON schema; greedy if empty.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     output_len: int
-    asked: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ class Load:
     """Requests that arrive at once.
 
     Attributes:
-        workload: the name under which it was asked for.
+        workload: name of the workload.
         kind: one of ``KINDS``.
-        count: how many requests.
-        input_len: of ``long``.
-        temperature: of all requests.
-        asked: what ``num_asking`` of them ask for beside it; "" for nothing.
+        count: number of requests.
+        input_len: prompt tokens of ``long``.
+        temperature: temperature of all requests.
+        option: the option that ``num_with_option`` of them set; "" for none.
     """
 
     workload: str
@@ -89,28 +89,28 @@ class Load:
     count: int
     input_len: int = 0
     temperature: float = 0.0
-    asked: str = ""
-    num_asking: int = 0
+    option: str = ""
+    num_with_option: int = 0
 
     @property
     def name(self) -> str:
-        """For a line of a report."""
+        """Name of the load in reports."""
         if self.kind != "asked":
             return self.workload
-        return f"asked: {self.asked or 'nothing'}, {self.num_asking} of {self.count}"
+        return f"asked: {self.option or 'nothing'}, {self.num_with_option} of {self.count}"
 
     @property
     def never_repeats(self) -> bool:
-        """Whether an output must not say a token twice."""
+        """Whether an output must not repeat a token."""
         return self.kind == "ngram-never"
 
 
 def loads_of(workload: str, sizes: Sizes) -> list[Load]:
-    """The loads of a workload by its name: ``burst:N``, ``mixed:N``, ``long:NxTOKENS``,
-    ``ngram-never``, ``ngram-repeat``, both with ``:TEMPERATURE`` or without, or ``asked``.
+    """Parse a workload's name: ``burst:N``, ``mixed:N``, ``long:NxTOKENS``, ``asked``,
+    ``ngram-never`` or ``ngram-repeat``, the last two optionally with ``:TEMPERATURE``.
 
     Raises:
-        ValueError: no workload is called so.
+        ValueError: the name is unknown.
     """
     kind, _, rest = workload.partition(":")
     if kind in ("burst", "mixed"):
@@ -121,24 +121,24 @@ def loads_of(workload: str, sizes: Sizes) -> list[Load]:
     if kind in ("ngram-never", "ngram-repeat"):
         return [Load(workload, kind, sizes.crowd, temperature=float(rest or 0))]
     if workload == "asked":
-        return list(_asked_loads(sizes.crowd))
+        return list(_option_loads(sizes.crowd))
     raise ValueError(f"no workload is called {workload!r}: use {KINDS}")
 
 
-def _asked_loads(crowd: int) -> Iterator[Load]:
-    """A load in which nobody asks, then of each thing one in which a quarter asks and all ask.
+def _option_loads(crowd: int) -> Iterator[Load]:
+    """Yield a load without options, then two for each option: a quarter of the requests, and all.
 
-    Beside "temperature" the others are greedy, beside all else they have a temperature.
+    The other requests are greedy for the option "temperature", and sampled for all others.
     """
     yield Load("asked", "asked", crowd)
-    for name in asked_values(EDGE):
+    for name in option_values(EDGE):
         temperature = 0.0 if name == "temperature" else 0.8
-        for num_asking in (max(crowd // 4, 1), crowd):
-            yield Load("asked", "asked", crowd, 0, temperature, name, num_asking)
+        for num_with_option in (max(crowd // 4, 1), crowd):
+            yield Load("asked", "asked", crowd, 0, temperature, name, num_with_option)
 
 
-def asked_values(vocab_size: int) -> dict[str, dict[str, Any]]:
-    """What may be asked for, by name."""
+def option_values(vocab_size: int) -> dict[str, dict[str, Any]]:
+    """Return the options by name, as sampling parameters."""
     biased = vocab_size // _BIASED
     low, high = (vocab_size // part for part in _ALLOWED)
     return {
@@ -153,21 +153,21 @@ def asked_values(vocab_size: int) -> dict[str, dict[str, Any]]:
 
 
 def requests_of(load: Load, sizes: Sizes, vocab_size: int, repeat: int) -> list[Request]:
-    """The requests of one run; every repeat has other prompts."""
+    """Make the requests of one run; prompts differ between repeats."""
     rng = random.Random(f"{load.workload} {repeat}")
     edge = EDGE if vocab_size > 4 * EDGE else 0
     ids = range(edge, vocab_size - edge)
-    values = asked_values(vocab_size).get(load.asked, {})
-    every = load.count // load.num_asking if load.num_asking else 0
+    values = option_values(vocab_size).get(load.option, {})
+    every = load.count // load.num_with_option if load.num_with_option else 0
     requests = []
     for index in range(load.count):
         input_len, output_len = _lengths(load, sizes, rng)
-        asked = {"temperature": load.temperature} if load.temperature else {}
+        sampling = {"temperature": load.temperature} if load.temperature else {}
         if every and index % every == 0:
-            asked |= values
+            sampling |= values
         prompt = _prompt(load.kind, ids, input_len, rng)
-        name = f"{load.workload}/{load.asked}{load.num_asking}/{repeat}/{index}"
-        requests.append(Request(name, prompt, output_len, asked))
+        name = f"{load.workload}/{load.option}{load.num_with_option}/{repeat}/{index}"
+        requests.append(Request(name, prompt, output_len, sampling))
     return requests
 
 
@@ -189,7 +189,7 @@ def _prompt(kind: str, ids: range, length: int, rng: random.Random) -> tuple[int
 
 
 def warm_up_of(load: Load, requests: list[Request]) -> list[Request]:
-    """A short run that meets what the load meets: other prompts, few tokens each."""
+    """Make the warm-up of a load: the same kind of requests, with few tokens each."""
     is_long = load.kind == "long"
     most = 1 if is_long else WARM_MIXED if load.kind == "mixed" else len(requests)
     tokens = WARM_TOKENS // 4 if is_long else WARM_TOKENS

@@ -79,7 +79,7 @@ def test_the_report_works_in_a_browser(model, tmp_path):
         (("--speculative-config", NGRAM, "--temperature", "warm"), "not a list of numbers"),
         (("--speculative-config", NGRAM, "--temperature", "-1"), "below 0"),
         (("--speculative-config", NGRAM, "--prompts", "absent.jsonl"), "cannot be read"),
-        (("--speculative-config", NGRAM, "--load-format", "dummy"), "says nothing"),
+        (("--speculative-config", NGRAM, "--load-format", "dummy"), "is meaningless"),
     ],
 )
 def test_bad_input_is_named_before_any_work(model, arguments, words):

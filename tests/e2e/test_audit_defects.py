@@ -15,7 +15,7 @@ from mutants import catalogue
 from regression.test_vllm_39273 import PROMPTS as HYBRID_PROMPTS
 from regression.test_vllm_39273 import SHAPE, ThreeStepsThenNone
 from regression.test_vllm_39273 import K as MANY
-from sametoken.audit.asks import Ask
+from sametoken.audit.asks import AuditRequest
 from sametoken.audit.compare import CORRUPTION
 from sametoken.audit.diagnosis import STALE_LENGTHS
 from sametoken.audit.engine_audit import AuditSettings, audit_engine
@@ -33,9 +33,9 @@ CONFIG = EngineConfig.from_options(
 SETTINGS = AuditSettings(concurrency=3, num_alone=2)
 
 
-def asks_of(prompts, max_tokens: int) -> list[Ask]:
+def asks_of(prompts, max_tokens: int) -> list[AuditRequest]:
     return [
-        Ask(f"{name}@{temperature}", tuple(prompt), "", temperature, seed, max_tokens)
+        AuditRequest(f"{name}@{temperature}", tuple(prompt), "", temperature, seed, max_tokens)
         for temperature in (0.0, 0.8)
         for seed, (name, prompt) in enumerate(prompts.items())
     ]
@@ -47,7 +47,7 @@ TWIN_ASKS = asks_of({f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}, MA
 
 def audited(core, k: int):
     """An engine of the bench with what an audit reads of its settings."""
-    config = SimpleNamespace(num_drafts=k)
+    config = SimpleNamespace(num_speculative_tokens=k)
     model = SimpleNamespace(eos_token_ids=())
     core.resolved = SimpleNamespace(
         steps_in_flight=core.resolved.steps_in_flight, config=config, model=model

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 from helpers.serving import build_corrupt, build_noisy
-from sametoken.audit.asks import Ask
+from sametoken.audit.asks import AuditRequest
 from sametoken.audit.compare import CORRUPTION
 from sametoken.audit.server_audit import audit_sides, server_side
 from sametoken.audit.servers import Server
@@ -28,7 +28,7 @@ NGRAM = {
 }
 TEXTS = ("the cat in the hat in the cat in the", "a a a b a a a b", "in there, in the end")
 ASKS = [
-    Ask(f"{seed}@{temperature}", (), text, temperature, seed, 32)
+    AuditRequest(f"{seed}@{temperature}", (), text, temperature, seed, 32)
     for temperature in (0.0, 0.8)
     for seed, text in enumerate(TEXTS)
 ]
@@ -46,7 +46,9 @@ def plain(model):
 
 
 #: So many that noise moves a token of some, and by chance alone never makes corruption.
-SAMPLED_ASKS = [Ask(f"more {seed}", (), TEXTS[seed % 3], 0.8, seed, 32) for seed in range(3, 18)]
+SAMPLED_ASKS = [
+    AuditRequest(f"more {seed}", (), TEXTS[seed % 3], 0.8, seed, 32) for seed in range(3, 18)
+]
 
 
 def audit(subject: str, baseline: str, asks=ASKS):

@@ -13,14 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from sametoken.audit.asks import Ask
+from sametoken.audit.asks import AuditRequest
 from sametoken.audit.compare import CORRUPTION, REPEATED, TIE
 from sametoken.audit.server_audit import audit_sides, server_side
 from sametoken.audit.servers import Server
 from sametoken.audit.verdict import CORRUPTED, NONDETERMINISTIC
 
 WORDS = [f" w{i}" for i in range(40)]
-ASKS = [Ask(name, (), name, 0.0, 0, 40) for name in ("a", "b", "c", "d")]
+ASKS = [AuditRequest(name, (), name, 0.0, 0, 40) for name in ("a", "b", "c", "d")]
 #: Log-probability of the best token over the second, where nothing is close.
 CLEAR = 2.0
 CLOSE = 0.01

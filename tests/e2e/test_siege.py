@@ -73,7 +73,7 @@ def test_a_server_under_siege_stays_right_quick_and_small(siege, tmp_path):
 
 
 def said(siege, token_ids, text, finish_reason=None, logprobs=()):
-    return siege.cases.Said(list(token_ids), text, list(logprobs), finish_reason)
+    return siege.cases.Completion(list(token_ids), text, list(logprobs), finish_reason)
 
 
 def test_wrong_answers_are_found(siege):
@@ -92,10 +92,10 @@ def test_wrong_answers_are_found(siege):
         (said(siege, (1,), "b"), False, False, False),
     ):
         tally = siege.crowd.StatsCollector()
-        tally.judge(case, siege.cases.Answer({0: one}, is_whole))
+        tally.check(case, siege.cases.Answer({0: one}, is_whole))
         assert (len(tally.wrong), len(tally.no_beginning)) == (is_wrong, not is_beginning), one
     tally = siege.crowd.StatsCollector()
-    tally.judge(case, siege.cases.Answer({0: whole, 1: whole}, is_whole=True))
+    tally.check(case, siege.cases.Answer({0: whole, 1: whole}, is_whole=True))
     assert tally.wrong
     assert tally.no_beginning
 
@@ -125,8 +125,8 @@ def test_pieces_of_an_answer_add_up(siege):
             ]
         }
     )
-    assert answer.said[0] == said(siege, (1, 3), "ab", "length", (-0.25, -0.5))
-    assert answer.said[1] == said(siege, (9,), "z")
+    assert answer.completions[0] == said(siege, (1, 3), "ab", "length", (-0.25, -0.5))
+    assert answer.completions[1] == said(siege, (9,), "z")
 
 
 HEALTHY = [(1.0, 0.01, 200)]

@@ -101,12 +101,12 @@ def test_prompts_repeat_always_or_never(bench):
 def test_a_quarter_of_a_crowd_asks_or_all_of_it(bench):
     sizes = bench.workloads.Sizes()
     loads = {one.name: one for one in bench.workloads.loads_of("asked", sizes)}
-    assert len(loads) == 1 + 2 * len(bench.workloads.asked_values(500))
+    assert len(loads) == 1 + 2 * len(bench.workloads.option_values(500))
 
     def asking(name: str, what: str) -> int:
         requests = bench.workloads.requests_of(loads[name], sizes, 151936, 0)
         assert len(requests) == 64
-        return sum(what in one.asked for one in requests)
+        return sum(what in one.sampling for one in requests)
 
     assert asking("asked: nothing, 0 of 64", "temperature") == 0
     assert asking("asked: temperature, 16 of 64", "temperature") == 16

@@ -1,1 +1,1 @@
-"""Does speculation change a token, and why are drafts refused? For this engine and any server."""
+"""The audit: does speculation change a token, and why are drafts rejected? Engine or server."""

@@ -1,7 +1,4 @@
-"""From a dataset to the asks of an audit.
-
-What is asked, and what one run answered.
-"""
+"""The requests of an audit, made from a dataset, and their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.sampling_params import derive_seed
 
 
-def make_asks(
+def make_requests(
     items: Sequence[DatasetItem],
     tokenizer: Tokenizer | None,
     *,
@@ -22,28 +19,28 @@ def make_asks(
     max_tokens: int,
     templated: bool,
     seed: int = 0,
-) -> list[Ask]:
-    """Every item at every temperature, each with a seed of its own.
+) -> list[AuditRequest]:
+    """Make one request per item and temperature; items have different seeds.
 
     Args:
-        items: whose first turns are asked.
+        items: their first turns are the prompts.
         tokenizer: the model's; None leaves prompts as texts for a server.
         temperatures: 0 is greedy.
-        max_tokens: longest answer.
-        templated: put the chat template around prompts; needs a tokenizer.
-        seed: of the audit.
+        max_tokens: maximum answer length.
+        templated: apply the chat template; needs a tokenizer.
+        seed: seed of the audit.
 
     Raises:
-        RequestError: the chat template is missing or refuses an item.
+        RequestError: the chat template is missing or fails on an item.
     """
-    asks = []
+    requests = []
     for index, item in enumerate(items):
         text, ids = _prompt(item, tokenizer, templated)
         for temperature in temperatures:
             name = f"{item.item_id}@{temperature:g}"
-            own = derive_seed(seed, index)
-            asks.append(Ask(name, ids, text, temperature, own, max_tokens))
-    return asks
+            item_seed = derive_seed(seed, index)
+            requests.append(AuditRequest(name, ids, text, temperature, item_seed, max_tokens))
+    return requests
 
 
 def _prompt(
@@ -62,14 +59,14 @@ TopTwo = tuple[tuple[int | str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AuditRequest:
     """One request of an audit.
 
     Attributes:
         name: unique in the audit.
         prompt_token_ids: the prompt, for this engine.
         text: the prompt, for servers and reports.
-        temperature, seed, max_tokens: how it is to be answered.
+        temperature, seed, max_tokens: sampling parameters.
     """
 
     name: str
@@ -82,14 +79,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to one ask.
+    """The answer to one request.
 
     Attributes:
         tokens: token ids, or a server's token texts.
-        windows: the verify steps, in order; empty where they are not known.
-        top: the two best candidates of every position; empty if nobody asked for them.
+        windows: the verify steps in order; empty if unknown.
+        top: the two best candidates of every position; empty if not requested.
         finish_reason: "stop", "length", or "error".
-        text: the whole text; "" if it was not decoded.
+        text: the whole text; "" if not decoded.
     """
 
     tokens: tuple[int | str, ...]
@@ -99,9 +96,9 @@ class Answer:
     text: str = ""
 
     def window_at(self, position: int) -> Window | None:
-        """The verify step that emitted the token at ``position``, if known."""
+        """Return the verify step that emitted the token at ``position``, if known."""
         return next((w for w in self.windows if w.first <= position < w.end), None)
 
 
-#: The answers of one run by the name of their ask.
+#: The answers of one run, by request name.
 Answers = dict[str, Answer]

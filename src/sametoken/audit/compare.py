@@ -1,6 +1,7 @@
-"""Where two runs of the same requests part, and whether a near tie explains it.
+"""Compare two runs of the same requests.
 
-Signs of corrupted text: fragments that repeat, and answers cut short.
+Finds the first divergence of each request and whether a near tie explains it, and signs of
+corrupted text: repeated fragments and truncated answers.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ class Divergence:
     """The first position at which a request's answers differ.
 
     Attributes:
-        request: the ask's name.
+        request: the request's name.
         position: index in the answer.
-        expected, found: the tokens there, None past the end of an answer.
-        margin: log-probability of the baseline's best token over its second best there; None
-            if it is not known.
+        expected, found: the tokens there; None past the end of an answer.
+        margin: the baseline's log-probability difference between its best and second best
+            token there; None if unknown.
         window: the verify step that emitted the found token, if known.
-        draft: that token's place among the step's drafts, from 1; None if it was the target's
-            own token or the step is not known.
-        kind: ``TIE`` if the margin lies within the measured noise, ``CORRUPTION`` if above,
-            ``UNEXPLAINED`` if there is no margin to tell by, ``SAMPLED`` if the request draws
-            its tokens by a noise that the server does not promise to repeat.
+        draft: position of that token among the step's drafts, from 1; None if it was the
+            target's own token or the step is unknown.
+        kind: ``TIE`` if the margin is within the measured noise, ``CORRUPTION`` if above,
+            ``UNEXPLAINED`` without a margin, ``SAMPLED`` if the request is sampled and the
+            server does not guarantee reproducible noise.
     """
 
     request: str
@@ -52,11 +53,11 @@ class Comparison:
     """One run against the baseline.
 
     Attributes:
-        name: what was run.
-        num_requests: answers compared.
-        divergences: one for every request that differs.
+        name: name of the run.
+        num_requests: compared answers.
+        divergences: one per request that differs.
         num_logits: positions whose log-probabilities were compared bit by bit.
-        num_logits_differ: how many of them were not equal.
+        num_logits_differ: how many of those positions differ.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Comparison:
         return not self.divergences and not self.num_logits_differ
 
     def count(self, kind: str) -> int:
-        """Requests that differ in this way."""
+        """Count the divergences of a kind."""
         return sum(divergence.kind == kind for divergence in self.divergences)
 
 
@@ -87,11 +88,11 @@ def compare(
     """Compare the requests of ``found`` with the baseline's.
 
     Args:
-        name: what ``found`` is.
-        baseline, found: answers by ask; the baseline has at least those of ``found``.
-        noise: margins up to here are ties; None if margins are not known.
-        margins: baseline answers that have ``top``, if the baseline itself has none.
-        sampled: requests whose noise is nobody's promise.
+        name: name of ``found``.
+        baseline, found: answers by request; the baseline includes all requests of ``found``.
+        noise: margins up to this value are ties; None if margins are unknown.
+        margins: baseline answers with ``top``, if ``baseline`` has none.
+        sampled: sampled requests without a guarantee of reproducible noise.
     """
     divergences = []
     for request, answer in found.items():
@@ -106,10 +107,10 @@ def compare(
 def compare_logits(
     name: str, baseline: Mapping[str, Answer], found: Mapping[str, Answer]
 ) -> Comparison:
-    """Compare the candidates' log-probabilities of equal prefixes, bit by bit.
+    """Compare the candidates' log-probabilities after equal prefixes, bit by bit.
 
-    The answers must have ``top``. Positions after a request's first divergence are of other
-    contexts and do not count.
+    The answers must have ``top``. Positions after a request's first divergence have different
+    contexts and are not compared.
     """
     compared = differ = 0
     for request, answer in found.items():
@@ -123,7 +124,7 @@ def compare_logits(
 
 
 def first_difference(expected: Answer, found: Answer) -> int | None:
-    """Index of the first token that differs; the shorter answer's end if it is a beginning."""
+    """Return the index of the first different token, or the end of an answer that is a prefix."""
     for position, (one, other) in enumerate(zip(expected.tokens, found.tokens, strict=False)):
         if one != other:
             return position
@@ -135,15 +136,15 @@ def first_difference(expected: Answer, found: Answer) -> int | None:
 def differences(
     one: Mapping[str, Answer], other: Mapping[str, Answer], most: int | None = None
 ) -> Iterator[float]:
-    """How far the candidates' log-probabilities of equal contexts lie apart.
+    """Yield the absolute differences of log-probabilities after equal prefixes.
 
     Args:
-        one, other: answers with ``top``; ``one`` has at least those of ``other``.
-        most: positions of each answer to look at, from the first on; None for all.
+        one, other: answers with ``top``; ``one`` includes all requests of ``other``.
+        most: number of leading positions of each answer; None for all.
     """
     for name, answer in other.items():
-        parted = first_difference(one[name], answer)
-        end = None if parted is None else parted + 1
+        divergence = first_difference(one[name], answer)
+        end = None if divergence is None else divergence + 1
         shown = zip(one[name].top[:end], answer.top[:end], strict=False)
         for top, their_top in islice(shown, most):
             known = dict(top)
@@ -151,7 +152,7 @@ def differences(
 
 
 def margin_of(top: TopTwo) -> float | None:
-    """Log-probability of the best candidate over the second best."""
+    """Return the log-probability difference between the best and the second best candidate."""
     return top[0][1] - top[1][1] if len(top) > 1 else None
 
 
@@ -199,13 +200,13 @@ CUT_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TextDefect:
-    """One sign in one answer that the baseline's does not show.
+    """A sign of corrupted text in one answer that is absent from the baseline's.
 
     Attributes:
-        request: the ask's name.
+        request: the request's name.
         kind: ``REPEATED`` or ``TRUNCATED``.
         position: index of the token where it begins.
-        detail: what was seen, in words.
+        detail: description.
     """
 
     request: str
@@ -215,7 +216,7 @@ class TextDefect:
 
 
 def text_defects(request: str, baseline: Answer, found: Answer) -> tuple[TextDefect, ...]:
-    """Defects of ``found`` that ``baseline`` does not share."""
+    """Return the defects of ``found`` that ``baseline`` does not have."""
     defects = []
     fragment = repeated_fragment(found.tokens)
     if fragment is not None and repeated_fragment(baseline.tokens) is None:
@@ -229,10 +230,10 @@ def text_defects(request: str, baseline: Answer, found: Answer) -> tuple[TextDef
 
 
 def repeated_fragment(tokens: Sequence[Hashable]) -> tuple[int, int] | None:
-    """Where a fragment begins to repeat, and its length in tokens; None if none does.
+    """Return where a fragment begins to repeat, and its length in tokens; None if none does.
 
-    A fragment counts from ``MIN_REPEATS`` repetitions in a row on, ``SHORTEST_RUN`` tokens
-    in all at least.
+    A fragment counts if it occurs ``MIN_REPEATS`` times in a row and spans ``SHORTEST_RUN``
+    tokens.
     """
     for period in range(1, min(LONGEST_PERIOD, len(tokens) // MIN_REPEATS) + 1):
         needed = max(period * (MIN_REPEATS - 1), SHORTEST_RUN - period)

@@ -1,8 +1,8 @@
-"""Why drafts are refused: measure acceptance under several conditions and tell causes apart.
+"""Diagnosis of low acceptance: compare acceptance under several conditions.
 
-The yardstick is a fresh drafter: the answer so far is handed to the engine as a prompt, so
-that the drafts after it come from a state that was built in one go. A drafter that reads
-true lengths and true metadata proposes the very same drafts while it runs.
+The reference is a fresh drafter: the answer so far is sent as a prompt, so that the next drafts
+come from a state built by one prefill. A drafter that reads correct lengths and metadata
+proposes the same drafts while decoding.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from sametoken.audit.asks import (
     Answers,
-    Ask,
+    AuditRequest,
 )
-from sametoken.audit.engine_runs import RunSettings, run_asks
+from sametoken.audit.engine_runs import RunSettings, run_requests
 from sametoken.bench.acceptance import (
     BEYOND_FIRST,
     MIN_DRAFTS,
@@ -32,7 +32,7 @@ BATCH_DECAY = "decay with batch"
 TEMPLATE = "chat template mismatch"
 TEMPERATURE = "sampling temperature"
 
-#: A share of windows below this may be chance; the law leaves none at all.
+#: A share of windows below this may be chance; without defects it is 0.
 TOLERATED_SHARE = 0.02
 NOTABLE_DROP = 0.15
 MAX_REPLAYS = 48
@@ -40,11 +40,11 @@ MAX_REPLAYS = 48
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """One window of a running request, and the same window drafted afresh.
+    """One window of a running request, and the same window after a fresh prefill.
 
     Attributes:
         context: committed tokens before the window.
-        running, fresh: accepted drafts of as many offered.
+        running, fresh: accepted drafts; both windows offer the same number.
     """
 
     context: int
@@ -54,12 +54,12 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was measured and what follows from it.
+    """The measurements and the causes found.
 
     Attributes:
-        profiles: acceptance per position by condition, "running" among them.
+        profiles: acceptance per position by condition, including "running".
         replays: windows drafted again.
-        findings: causes found, the gravest first; empty if acceptance is what it can be.
+        findings: causes, the most serious first; empty if there are none.
     """
 
     profiles: Mapping[str, Profile]
@@ -68,7 +68,7 @@ class Diagnosis:
 
 
 def profile_of(answers: Answers) -> Profile:
-    """Acceptance per position of a run; the steps that end prompts offer no drafts."""
+    """Count acceptance per position of a run; prefill steps offer no drafts."""
     return Profile.of_windows(
         (window.num_drafts, window.num_accepted)
         for answer in answers.values()
@@ -78,53 +78,61 @@ def profile_of(answers: Answers) -> Profile:
 
 
 def replay(
-    core: EngineCore, asks: Sequence[Ask], answers: Answers, *, count: int = MAX_REPLAYS
+    core: EngineCore,
+    requests: Sequence[AuditRequest],
+    answers: Answers,
+    *,
+    count: int = MAX_REPLAYS,
 ) -> tuple[Replay, ...]:
-    """Draft some windows of ``answers`` afresh, one request at a time.
+    """Draft some windows of ``answers`` again after a fresh prefill, one request at a time.
 
     Args:
-        core: an engine with a drafter, idle.
-        asks: those of the answers.
-        answers: of the same engine.
-        count: windows at most, drawn evenly from all.
+        core: an idle engine with a drafter.
+        requests: the requests of ``answers``.
+        answers: answers of the same engine.
+        count: maximum number of windows, sampled uniformly.
     """
     k = core.resolved.config.num_speculative_tokens
     candidates = [
-        (ask, window)
-        for ask in asks
-        for window in answers[ask.name].windows
-        if window.first and window.num_drafts == k and window.first + k < ask.max_tokens
+        (request, window)
+        for request in requests
+        for window in answers[request.name].windows
+        if window.first and window.num_drafts == k and window.first + k < request.max_tokens
     ]
     chosen = random.Random(0).sample(candidates, min(count, len(candidates)))
     replays = []
-    for ask, window in chosen:
-        fresh = _fresh_window(core, ask, answers, window)
+    for request, window in chosen:
+        fresh = _fresh_window(core, request, answers, window)
         if fresh is not None and fresh.num_drafts == window.num_drafts:
-            context = len(ask.prompt_token_ids) + window.first
+            context = len(request.prompt_token_ids) + window.first
             replays.append(Replay(context, window.num_accepted, fresh.num_accepted))
     return tuple(replays)
 
 
-def _fresh_window(core: EngineCore, ask: Ask, answers: Answers, window: Window) -> Window | None:
-    # The prompt's own step emits the token before the window, the next step judges the window.
-    before = [token for token in answers[ask.name].tokens[: window.first - 1] if token is not None]
-    prompt = (*ask.prompt_token_ids, *map(int, before))
+def _fresh_window(
+    core: EngineCore, request: AuditRequest, answers: Answers, window: Window
+) -> Window | None:
+    # The prefill step emits the token before the window; the next step verifies the window.
+    before = [
+        token for token in answers[request.name].tokens[: window.first - 1] if token is not None
+    ]
+    prompt = (*request.prompt_token_ids, *map(int, before))
     room = window.num_drafts + 2
-    again = replace(ask, prompt_token_ids=prompt, max_tokens=room)
-    answer = run_asks(core, [again], RunSettings(concurrency=1), frozenset())[ask.name]
+    again = replace(request, prompt_token_ids=prompt, max_tokens=room)
+    answer = run_requests(core, [again], RunSettings(concurrency=1), frozenset())[request.name]
     return next((w for w in answer.windows if w.first == 1), None)
 
 
 def diagnose(
     profiles: Mapping[str, Profile], replays: Sequence[Replay], *, trained: bool
 ) -> Diagnosis:
-    """Tell the causes of low acceptance apart.
+    """Find the causes of low acceptance.
 
     Args:
-        profiles: by condition: "running" as configured; and, where measured, "one draft" with
-            k = 1, "alone" at one request at a time, "greedy" at temperature 0, "templated" with
-            the chat template.
-        replays: windows drafted afresh.
+        profiles: by condition: "running" as configured; and, if measured, "one draft" with
+            k = 1, "alone" with one request at a time, "greedy" at temperature 0, "templated"
+            with the chat template.
+        replays: windows drafted again.
         trained: whether the drafter is a model.
     """
     running = profiles["running"]
@@ -152,7 +160,7 @@ def diagnose(
 def _against_one_draft(
     profiles: Mapping[str, Profile], own: Sequence[Finding], *, trained: bool
 ) -> list[Finding]:
-    """A step that offers one draft has no later positions that stale metadata could spoil."""
+    """Compare with k = 1, where no later positions can suffer from stale metadata."""
     running, one = profiles["running"], profiles.get("one draft")
     known = any(finding.cause == BEYOND_FIRST for finding in own)
     if one is None or known or not trained or min(one.num_first, running.num_later) < MIN_DRAFTS:

@@ -1,4 +1,4 @@
-"""Audit this engine: the same requests without and with speculation, in several companies."""
+"""Audit this engine: the same requests without and with speculation, in several batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from sametoken.audit.asks import (
     Answers,
-    Ask,
+    AuditRequest,
 )
 from sametoken.audit.compare import (
     Comparison,
@@ -19,7 +19,7 @@ from sametoken.audit.compare import (
     text_defects,
 )
 from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
-from sametoken.audit.engine_runs import RunSettings, run_asks
+from sametoken.audit.engine_runs import RunSettings, run_requests
 from sametoken.audit.verdict import Verdict
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -32,13 +32,13 @@ Build = Callable[[EngineConfig], EngineCore]
 
 @dataclass(frozen=True, slots=True)
 class AuditSettings:
-    """What an audit runs.
+    """Options of an audit.
 
     Attributes:
-        concurrency: requests at once.
-        num_alone: requests that also run one at a time.
-        diagnose: also measure why drafts are refused.
-        stop_token_ids: ids that end an answer beside the model's own.
+        concurrency: maximum number of running requests.
+        num_alone: number of requests that also run one at a time.
+        diagnose: also measure why drafts are rejected.
+        stop_token_ids: ids that end an answer in addition to the model's.
     """
 
     concurrency: int = 8
@@ -53,8 +53,8 @@ class Baseline:
 
     Attributes:
         answers: at the audit's concurrency.
-        top: the same with the best candidates of every position.
-        noise: the largest difference of a log-probability between two companies.
+        top: a second run, with the best candidates of every position.
+        noise: the largest difference of a log-probability between two batches.
         repeats: plain decoding against itself.
     """
 
@@ -66,26 +66,26 @@ class Baseline:
 
 def audit_engine(
     config: EngineConfig,
-    asks: Sequence[Ask],
+    requests: Sequence[AuditRequest],
     settings: AuditSettings,
     *,
-    templated: Sequence[Ask] = (),
+    templated: Sequence[AuditRequest] = (),
     announce: Callable[[str], None] = lambda text: None,
     build: Build = build_engine,
 ) -> Verdict:
-    """Run every ask plainly and with speculation, and compare.
+    """Run every request without and with speculation, and compare.
 
     Args:
         config: with the speculation to audit.
-        asks: what is asked.
-        settings: how.
-        templated: the asks with the chat template, if they were made without it.
-        announce: told in one line what runs.
-        build: makes an engine.
+        requests: the requests.
+        settings: options of the audit.
+        templated: the requests with the chat template, if ``requests`` lack it.
+        announce: called with one line per phase.
+        build: builds an engine.
 
     Raises:
         ConfigError: there is no speculation to audit, or it is synthetic.
-        RequestError: an ask is longer than the engine allows.
+        RequestError: a request is longer than the engine allows.
         CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
     """
     speculative = config.speculative_config
@@ -93,18 +93,18 @@ def audit_engine(
         raise ConfigError("there is no speculation to audit", "give --speculative-config")
     if config.synthetic:
         raise ConfigError(
-            f"an audit of {' and '.join(config.synthetic)} says nothing", "use real ones"
+            f"an audit of {' and '.join(config.synthetic)} is meaningless", "use real ones"
         )
     announce("plain decoding")
     plain = build(replace(config, speculative_config=None))
-    baseline = _baseline(plain, asks, settings)
+    baseline = _baseline(plain, requests, settings)
     del plain
     gc.collect()
     announce(f"speculation by {speculative.method}")
     core = build(config)
-    runs = _runs(core, asks, settings)
+    runs = _runs(core, requests, settings)
     with_top = RunSettings(settings.concurrency, top=True)
-    top = run_asks(core, asks, with_top, _eos(core, settings))
+    top = run_requests(core, requests, with_top, _eos(core, settings))
     comparisons = [
         compare(name, baseline.answers, found, noise=baseline.noise, margins=baseline.top)
         for name, found in runs.items()
@@ -112,9 +112,9 @@ def audit_engine(
     comparisons.append(compare_logits("logits of accepted rows", baseline.top, top))
     diagnosis = None
     if settings.diagnose:
-        announce("drafting some windows afresh")
+        announce("drafting some windows again after a fresh prefill")
         trained = speculative.method not in LOOKUPS
-        diagnosis = _diagnosis(core, asks, runs, templated, settings, trained=trained)
+        diagnosis = _diagnosis(core, requests, runs, templated, settings, trained=trained)
     return Verdict(
         subject=f"{config.model} with {speculative.method}, k={config.num_speculative_tokens}",
         baseline=f"{config.model}, plain",
@@ -126,8 +126,10 @@ def audit_engine(
     )
 
 
-def _runs(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) -> dict[str, Answers]:
-    """The runs with speculation, by name."""
+def _runs(
+    core: EngineCore, requests: Sequence[AuditRequest], settings: AuditSettings
+) -> dict[str, Answers]:
+    """Run the requests with speculation in several ways; answers by the run's name."""
     eos = _eos(core, settings)
     fewer, fewer_drafts = (
         max(1, most // 2)
@@ -138,16 +140,18 @@ def _runs(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) -> dic
         f"shuffled, {fewer} at once": RunSettings(fewer, shuffled=True),
         f"k={fewer_drafts}": RunSettings(settings.concurrency, max_drafts=fewer_drafts),
     }
-    runs = {name: run_asks(core, asks, how, eos) for name, how in variants.items()}
-    runs["one at a time"] = run_asks(core, asks[: settings.num_alone], RunSettings(1), eos)
+    runs = {name: run_requests(core, requests, how, eos) for name, how in variants.items()}
+    runs["one at a time"] = run_requests(core, requests[: settings.num_alone], RunSettings(1), eos)
     return runs
 
 
-def _baseline(core: EngineCore, asks: Sequence[Ask], settings: AuditSettings) -> Baseline:
+def _baseline(
+    core: EngineCore, requests: Sequence[AuditRequest], settings: AuditSettings
+) -> Baseline:
     eos = _eos(core, settings)
-    answers = run_asks(core, asks, RunSettings(settings.concurrency), eos)
-    top = run_asks(core, asks, RunSettings(settings.concurrency, top=True), eos)
-    alone = run_asks(core, asks[: settings.num_alone], RunSettings(1, top=True), eos)
+    answers = run_requests(core, requests, RunSettings(settings.concurrency), eos)
+    top = run_requests(core, requests, RunSettings(settings.concurrency, top=True), eos)
+    alone = run_requests(core, requests[: settings.num_alone], RunSettings(1, top=True), eos)
     noise = max(differences(top, alone), default=0.0)
     repeats = (
         compare("plain, again", answers, top, noise=noise, margins=top),
@@ -167,31 +171,31 @@ def _defects(baseline: Answers, found: Answers) -> tuple[TextDefect, ...]:
 
 def _diagnosis(
     core: EngineCore,
-    asks: Sequence[Ask],
+    requests: Sequence[AuditRequest],
     runs: dict[str, Answers],
-    templated: Sequence[Ask],
+    templated: Sequence[AuditRequest],
     settings: AuditSettings,
     *,
     trained: bool,
 ) -> Diagnosis:
-    eos, some = _eos(core, settings), asks[: max(settings.num_alone, 4 * settings.concurrency)]
+    eos, some = _eos(core, settings), requests[: max(settings.num_alone, 4 * settings.concurrency)]
     profiles = {
         "running": profile_of(runs["as configured"]),
         "alone": profile_of(runs["one at a time"]),
         "one draft": profile_of(
-            run_asks(core, some, RunSettings(settings.concurrency, max_drafts=1), eos)
+            run_requests(core, some, RunSettings(settings.concurrency, max_drafts=1), eos)
         ),
     }
-    if any(ask.temperature for ask in some):
-        greedy = [replace(ask, temperature=0.0) for ask in some]
+    if any(request.temperature for request in some):
+        greedy = [replace(request, temperature=0.0) for request in some]
         profiles["greedy"] = profile_of(
-            run_asks(core, greedy, RunSettings(settings.concurrency), eos)
+            run_requests(core, greedy, RunSettings(settings.concurrency), eos)
         )
     if templated:
         profiles["templated"] = profile_of(
-            run_asks(core, templated, RunSettings(settings.concurrency), eos)
+            run_requests(core, templated, RunSettings(settings.concurrency), eos)
         )
-    replays = replay(core, asks, runs["as configured"])
+    replays = replay(core, requests, runs["as configured"])
     return diagnose(profiles, replays, trained=trained)
 
 

@@ -1,4 +1,4 @@
-"""Answer the asks of an audit with this engine, noting every verify step."""
+"""Run the requests of an audit on this engine, and record every verify step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sametoken.audit.asks import (
     Answer,
     Answers,
-    Ask,
+    AuditRequest,
     TopTwo,
 )
 from sametoken.bench.measure import Window
@@ -27,13 +27,13 @@ NUM_CANDIDATES = 2
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How the asks are run.
+    """Options of one run.
 
     Attributes:
-        concurrency: requests at once, at most.
-        max_drafts: drafts per step at most; None leaves it to the engine.
+        concurrency: maximum number of running requests.
+        max_drafts: maximum drafts per step; None uses the engine's.
         shuffled: the requests arrive in another order.
-        top: keep the two best candidates of every position.
+        top: record the two best candidates of every position.
     """
 
     concurrency: int
@@ -44,14 +44,14 @@ class RunSettings:
 
 @dataclass(slots=True)
 class _Running:
-    ask: Ask
+    request: AuditRequest
     tokens: list[int] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
     top: list[TopTwo] = field(default_factory=list)
     failed: bool = False
 
     def take(self, update: RequestUpdate) -> None:
-        """Note what a step brought."""
+        """Record the output of a step."""
         self.failed = update.failed
         if not update.samples or update.failed:
             return
@@ -60,12 +60,12 @@ class _Running:
         self.top.extend(map(_two_best, update.logprobs or ()))
 
     def finished(self, eos: frozenset[int]) -> Answer | None:
-        """The answer, if it has ended."""
+        """Return the answer if it is complete."""
         length = next((i + 1 for i, t in enumerate(self.tokens) if t in eos), None)
-        stopped = length is not None and length <= self.ask.max_tokens
-        if not (stopped or self.failed or len(self.tokens) >= self.ask.max_tokens):
+        stopped = length is not None and length <= self.request.max_tokens
+        if not (stopped or self.failed or len(self.tokens) >= self.request.max_tokens):
             return None
-        end = length if length is not None and stopped else self.ask.max_tokens
+        end = length if length is not None and stopped else self.request.max_tokens
         reason = "error" if self.failed else "stop" if stopped else "length"
         return Answer(tuple(self.tokens[:end]), tuple(self.windows), tuple(self.top[:end]), reason)
 
@@ -75,30 +75,32 @@ def _two_best(position: PositionLogprobs) -> TopTwo:
     return tuple((token, found.logprob) for token, found in ranked[:NUM_CANDIDATES])
 
 
-def run_asks(
-    core: EngineCore, asks: Sequence[Ask], settings: RunSettings, eos: frozenset[int]
+def run_requests(
+    core: EngineCore, requests: Sequence[AuditRequest], settings: RunSettings, eos: frozenset[int]
 ) -> Answers:
-    """Answer all asks; the prefix cache is left out, so that nothing is served from before.
+    """Answer all requests without the prefix cache, so that no run reuses another's KV.
 
     Args:
         core: idle before and after.
-        asks: with names of their own.
-        settings: how they are run.
+        requests: with unique names.
+        settings: options of the run.
         eos: tokens that end an answer.
 
     Raises:
-        RequestError: an ask is longer than the engine allows.
+        RequestError: a request is longer than the engine allows.
         EngineDeadError: the engine failed.
     """
-    order = random.Random(1).sample(list(asks), len(asks)) if settings.shuffled else list(asks)
+    order = list(requests)
+    if settings.shuffled:
+        order = random.Random(1).sample(order, len(order))
     waiting = deque(order)
     running: dict[str, _Running] = {}
     answers: Answers = {}
     while waiting or running:
         while waiting and len(running) < settings.concurrency:
-            ask = waiting.popleft()
-            core.add_request(request_of(ask, settings))
-            running[ask.name] = _Running(ask)
+            request = waiting.popleft()
+            core.add_request(engine_request(request, settings))
+            running[request.name] = _Running(request)
         for update in core.step():
             one = running[update.request_id]
             one.take(update)
@@ -109,22 +111,22 @@ def run_asks(
                 core.release(update.request_id)
     while core.has_unfinished:
         core.step()
-    return {ask.name: answers[ask.name] for ask in asks}
+    return {request.name: answers[request.name] for request in requests}
 
 
-def request_of(ask: Ask, settings: RunSettings) -> EngineRequest:
-    """The engine's request for an ask."""
+def engine_request(request: AuditRequest, settings: RunSettings) -> EngineRequest:
+    """Convert a request of the audit to one of the engine."""
     params = SamplingParams(
-        temperature=ask.temperature,
-        seed=ask.seed,
-        max_tokens=ask.max_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
         logprobs=NUM_CANDIDATES if settings.top else None,
     )
     return EngineRequest(
-        ask.name,
-        ask.prompt_token_ids,
+        request.name,
+        request.prompt_token_ids,
         params,
-        len(ask.prompt_token_ids) + ask.max_tokens,
+        len(request.prompt_token_ids) + request.max_tokens,
         num_speculative_tokens=settings.max_drafts,
         use_prefix_cache=False,
     )

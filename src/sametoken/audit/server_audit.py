@@ -1,7 +1,6 @@
 """Audit a server against another one, or against this engine.
 
-Each side is asked twice first: what a server does not repeat by itself is not blamed on
-speculation.
+Each side answers twice, so that a server's own nondeterminism is not attributed to speculation.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from sametoken.audit.asks import (
     Answers,
-    Ask,
+    AuditRequest,
 )
 from sametoken.audit.compare import (
     REPEATED,
@@ -24,22 +23,22 @@ from sametoken.audit.compare import (
     text_defects,
 )
 from sametoken.audit.diagnosis import Diagnosis
-from sametoken.audit.servers import Server, ask_server, read_counters
+from sametoken.audit.servers import Server, query_server, read_counters
 from sametoken.audit.verdict import Verdict
 from sametoken.bench.acceptance import Profile, profile_findings
 from sametoken.bench.scrape import ACCEPTED_PER_POSITION, Counters
 
-#: A larger difference of log-probabilities is no rounding: bf16 logits near 32 step by 1/8.
+#: A larger difference of log-probabilities is not rounding: bf16 logits near 32 step by 1/8.
 MOST_NOISE = 0.25
-#: Steps in which logits of few bits may be rounded, the coarsest first.
+#: Possible rounding steps of low-precision logits, the coarsest first.
 LOGIT_STEPS = tuple(2.0**-n for n in range(1, 8))
-#: So many gaps, such a share of them in whole steps, and gaps of so many sizes tell that logits
-#: are rounded.
+#: Evidence that logits are rounded: the number of gaps, the share of them that are whole steps,
+#: and the number of different gaps.
 LEAST_GAPS, SHARE_IN_STEPS, LEAST_SIZES = 24, 0.75, 4
-#: A flip needs a margin of twice the noise at most; the largest seen is not the largest there is.
+#: Noise can flip tokens up to twice its size apart; a further factor 2 covers unobserved noise.
 MARGIN_OVER_NOISE = 4
 
-AskAll = Callable[[Sequence[Ask]], Answers]
+AnswerAll = Callable[[Sequence[AuditRequest]], Answers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +46,23 @@ class Side:
     """One side of a comparison.
 
     Attributes:
-        name: in words.
-        ask: answers all asks.
-        counters: the side's speculation counters, if it has any.
-        text_of: text of one of its token ids, for a side whose tokens are ids.
+        name: shown in reports.
+        answer: answers all requests.
+        counters: reads the side's speculation counters, if it has any.
+        text_of: text of a token id, for a side whose tokens are ids.
     """
 
     name: str
-    ask: AskAll
+    answer: AnswerAll
     counters: Callable[[], Counters | None] = lambda: None
     text_of: Callable[[int], str] = str
 
 
 def server_side(server: Server, concurrency: int) -> Side:
-    """A server as a side."""
+    """Make a side of a server."""
     return Side(
         server.root,
-        lambda asks: ask_server(server, asks, concurrency=concurrency),
+        lambda requests: query_server(server, requests, concurrency=concurrency),
         lambda: read_counters(server),
     )
 
@@ -71,74 +70,75 @@ def server_side(server: Server, concurrency: int) -> Side:
 def audit_sides(
     subject: Side,
     baseline: Side,
-    asks: Sequence[Ask],
+    requests: Sequence[AuditRequest],
     *,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Ask both sides twice and compare.
+    """Run the requests twice on both sides and compare.
 
     Args:
         subject: the side with speculation.
         baseline: the side without it.
-        asks: what is asked.
-        announce: told in one line what runs.
+        requests: the requests.
+        announce: called with one line per phase.
 
     Raises:
-        RequestError: as ``ask_server``.
+        RequestError: as ``query_server``.
     """
-    announce(f"asking {baseline.name} twice")
-    truth, again = baseline.ask(asks), baseline.ask(asks)
-    announce(f"asking {subject.name} twice")
+    announce(f"running {baseline.name} twice")
+    expected, again = baseline.answer(requests), baseline.answer(requests)
+    announce(f"running {subject.name} twice")
     before = subject.counters()
-    found, found_again = subject.ask(asks), subject.ask(asks)
+    found, found_again = subject.answer(requests), subject.answer(requests)
     after = subject.counters()
     has_ids = _has_ids(found)
-    truth, again = (
-        _in_words(answers, baseline.text_of, tokens=not has_ids) for answers in (truth, again)
+    expected, again = (
+        _as_texts(answers, baseline.text_of, tokens=not has_ids) for answers in (expected, again)
     )
-    noise = kernel_noise((truth, again), ((found, found_again), (truth, found)))
+    noise = kernel_noise((expected, again), ((found, found_again), (expected, found)))
     if noise is not None:
-        noise += max(map(logit_step, (truth, again, found, found_again)))
-    sampled = frozenset(ask.name for ask in asks if ask.temperature)
+        noise += max(map(logit_step, (expected, again, found, found_again)))
+    sampled = frozenset(request.name for request in requests if request.temperature)
 
     def against(name: str, one: Answers, other: Answers) -> Comparison:
         return compare(name, one, other, noise=noise, sampled=sampled)
 
-    speculation = against("speculation", truth, found)
+    speculation = against("speculation", expected, found)
     return Verdict(
         subject=subject.name,
         baseline=baseline.name,
         comparisons=(
             speculation,
-            against("speculation, again", truth, found_again),
+            against("speculation, again", expected, found_again),
         ),
         repeats=(
-            against("baseline against itself", truth, again),
+            against("baseline against itself", expected, again),
             against("subject against itself", found, found_again),
         ),
         noise=noise,
-        defects=_defects(speculation, truth, found, found_again),
+        defects=_defects(speculation, expected, found, found_again),
         diagnosis=_diagnosis(before, after),
     )
 
 
 def _defects(
-    comparison: Comparison, truth: Answers, found: Answers, again: Answers
+    comparison: Comparison, expected: Answers, found: Answers, again: Answers
 ) -> tuple[TextDefect, ...]:
-    """Defects that neither a near tie nor chance explains.
+    """Return the defects that neither a near tie nor chance explains.
 
-    Nothing is told from where the baseline's answer had ended. Other samples may well end
-    elsewhere, and may loop once: there a fragment counts if the subject repeats its answer.
+    Divergences at the end of the baseline's answer are skipped. A different sample may end
+    elsewhere or loop by chance: there only a fragment counts, and only if the subject repeats
+    its answer.
     """
     defects: list[TextDefect] = []
     for divergence in comparison.divergences:
         request = divergence.request
         if divergence.kind == TIE or divergence.expected is None:
             continue
-        shown = text_defects(request, truth[request], found[request])
+        shown = text_defects(request, expected[request], found[request])
         if divergence.kind == SAMPLED:
-            lasting = found[request].tokens == again[request].tokens
-            shown = tuple(d for d in shown if lasting and d.kind == REPEATED)
+            repeats = found[request].tokens == again[request].tokens
+            shown = tuple(d for d in shown if repeats and d.kind == REPEATED)
         defects.extend(shown)
     return tuple(defects)
 
@@ -146,17 +146,17 @@ def _defects(
 def kernel_noise(
     repeats: tuple[Answers, Answers], crossed: Sequence[tuple[Answers, Answers]]
 ) -> float | None:
-    """How far log-probabilities of equal contexts lie apart where no draft was ever judged.
+    """Estimate the noise of log-probabilities at positions that no draft can have affected.
 
-    That is everywhere in the baseline's two runs, and at the first token of any other two:
-    it comes from the prompt alone. Never above ``MOST_NOISE``.
+    These are all positions of the baseline's two runs, and the first token of any other pair,
+    which depends on the prompt alone. At most ``MOST_NOISE``.
 
     Args:
-        repeats: the baseline, asked twice.
+        repeats: two runs of the baseline.
         crossed: other pairs of runs.
 
     Returns:
-        ``MARGIN_OVER_NOISE`` times the largest difference; None if there is none to see.
+        ``MARGIN_OVER_NOISE`` times the largest difference; None without comparable positions.
     """
     seen = [*differences(*repeats)]
     for one, other in crossed:
@@ -167,10 +167,11 @@ def kernel_noise(
 
 
 def logit_step(answers: Answers) -> float:
-    """The step in which a side rounds its logits; 0 if it does not, or shows too little.
+    """Estimate the rounding step of a side's logits; 0 if they are not rounded or too few.
 
-    Logits in bf16 have 8 bits, so that gaps between the two best are whole steps. Two that lie
-    one step apart may have been equal, and no repetition shows that of kernels that repeat.
+    bf16 logits have 8 significant bits, so that gaps between the two best are whole steps.
+    Logits one step apart may have been equal before rounding; deterministic kernels do not
+    show this by repetition.
     """
     tops = (top for answer in answers.values() for top in answer.top if len(top) > 1)
     gaps = [gap for (_, best), (_, second), *_ in tops if (gap := best - second) > 0]
@@ -179,7 +180,7 @@ def logit_step(answers: Answers) -> float:
     for step in LOGIT_STEPS:
         steps = [gap / step for gap in gaps if abs(gap / step - round(gap / step)) < 1 / 64]
         if len(steps) >= SHARE_IN_STEPS * len(gaps) and len({*map(round, steps)}) >= LEAST_SIZES:
-            # As gaps are measured.
+            # The tolerance with which gaps are measured.
             return step * (1 + 1 / 64)
     return 0.0
 
@@ -188,8 +189,8 @@ def _has_ids(answers: Answers) -> bool:
     return all(isinstance(token, int) for answer in answers.values() for token in answer.tokens)
 
 
-def _in_words(answers: Answers, text_of: Callable[[int], str], *, tokens: bool) -> Answers:
-    """Answers whose candidates are texts, as servers name them; the tokens too if asked for."""
+def _as_texts(answers: Answers, text_of: Callable[[int], str], *, tokens: bool) -> Answers:
+    """Convert candidates to texts, as servers return them, and optionally the tokens."""
 
     def word(token: int | str) -> str:
         return text_of(token) if isinstance(token, int) else token
@@ -205,7 +206,7 @@ def _in_words(answers: Answers, text_of: Callable[[int], str], *, tokens: bool) 
 
 
 def _diagnosis(before: Counters | None, after: Counters | None) -> Diagnosis | None:
-    """Acceptance of the audit's own requests, as far as counters tell it."""
+    """Diagnose the acceptance of the audit's requests from the server's counters."""
     if before is None or after is None:
         return None
     counted = after.since(before)

@@ -1,7 +1,7 @@
-"""Ask any OpenAI-compatible server through ``/v1/completions`` with log-probabilities.
+"""Requests to an OpenAI-compatible server: ``/v1/completions`` with log-probabilities.
 
-vLLM, SGLang and llama.cpp's server answer it; token ids are used where a server returns them
-(``return_token_ids``), token texts where it does not.
+vLLM, SGLang and llama.cpp's server support them. Answers have token ids if the server returns
+them (``return_token_ids``), else token texts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import httpx
 from sametoken.audit.asks import (
     Answer,
     Answers,
-    Ask,
+    AuditRequest,
     TopTwo,
 )
 from sametoken.bench.scrape import Counters, scrape
@@ -28,13 +28,13 @@ NUM_CANDIDATES = 2
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server to ask.
+    """A server to audit.
 
     Attributes:
-        url: its root, with or without ``/v1``.
-        model: the name it serves; None takes the first of ``/v1/models``.
+        url: base URL, with or without ``/v1``.
+        model: served model name; None takes the first of ``/v1/models``.
         api_key: sent as a bearer token if given.
-        timeout_s: of one request.
+        timeout_s: timeout of one request.
     """
 
     url: str
@@ -44,26 +44,26 @@ class Server:
 
     @property
     def root(self) -> str:
-        """The URL without ``/v1`` and slashes at its end."""
+        """The URL without a trailing ``/v1`` or slash."""
         return self.url.rstrip("/").removesuffix("/v1")
 
     def client(self) -> httpx.AsyncClient:
-        """A client that sends the key with every request."""
+        """Open a client that sends the key with every request."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         return httpx.AsyncClient(base_url=self.root, headers=headers, timeout=self.timeout_s)
 
 
-def ask_server(server: Server, asks: Sequence[Ask], *, concurrency: int) -> Answers:
-    """Answer all asks, at most ``concurrency`` of them at once.
+def query_server(server: Server, requests: Sequence[AuditRequest], *, concurrency: int) -> Answers:
+    """Send all requests, at most ``concurrency`` at once, and return the answers.
 
     Raises:
-        RequestError: the server cannot be reached, refuses a request, or answers in another form.
+        RequestError: the server cannot be reached, rejects a request, or its answer is malformed.
     """
-    return asyncio.run(_ask_all(server, asks, concurrency))
+    return asyncio.run(_complete_all(server, requests, concurrency))
 
 
 def read_counters(server: Server) -> Counters | None:
-    """The counters of the server's ``/metrics``; None if it has none that can be read."""
+    """Read the counters of the server's ``/metrics``; None if they cannot be read."""
 
     async def read() -> Counters | None:
         async with server.client() as client:
@@ -72,17 +72,19 @@ def read_counters(server: Server) -> Counters | None:
     return asyncio.run(read())
 
 
-async def _ask_all(server: Server, asks: Sequence[Ask], concurrency: int) -> Answers:
+async def _complete_all(
+    server: Server, requests: Sequence[AuditRequest], concurrency: int
+) -> Answers:
     gate = asyncio.Semaphore(concurrency)
     async with server.client() as client:
         model = server.model or await _served_model(client)
 
-        async def one(ask: Ask) -> Answer:
+        async def one(request: AuditRequest) -> Answer:
             async with gate:
-                return parse_completion(await _post(client, _body(ask, model)))
+                return parse_completion(await _post(client, _body(request, model)))
 
-        answers = await asyncio.gather(*(one(ask) for ask in asks))
-    return {ask.name: answer for ask, answer in zip(asks, answers, strict=True)}
+        answers = await asyncio.gather(*(one(request) for request in requests))
+    return {request.name: answer for request, answer in zip(requests, answers, strict=True)}
 
 
 async def _served_model(client: httpx.AsyncClient) -> str:
@@ -96,13 +98,13 @@ async def _served_model(client: httpx.AsyncClient) -> str:
         ) from error
 
 
-def _body(ask: Ask, model: str) -> dict[str, Any]:
+def _body(request: AuditRequest, model: str) -> dict[str, Any]:
     return {
         "model": model,
-        "prompt": ask.text or list(ask.prompt_token_ids),
-        "max_tokens": ask.max_tokens,
-        "temperature": ask.temperature,
-        "seed": ask.seed,
+        "prompt": request.text or list(request.prompt_token_ids),
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "seed": request.seed,
         "logprobs": NUM_CANDIDATES,
         "return_token_ids": True,
     }
@@ -127,10 +129,10 @@ async def _post(client: httpx.AsyncClient, body: Mapping[str, Any]) -> Any:
 
 
 def parse_completion(body: Any) -> Answer:
-    """The answer in a completion's body.
+    """Parse the body of a completion.
 
     Raises:
-        RequestError: it has another form, or no log-probabilities.
+        RequestError: it is malformed, or has no log-probabilities.
     """
     try:
         choice = body["choices"][0]

@@ -1,7 +1,4 @@
-"""The result of an audit, as plain values for JSON and reports.
-
-A verdict as text for a terminal and as one HTML file.
-"""
+"""The verdict of an audit: JSON values, text for a terminal, and one HTML file."""
 
 from __future__ import annotations
 
@@ -24,17 +21,17 @@ CORRUPTED, DIFFERENT = "corrupted", "differs"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
-        subject, baseline: what was compared, in words.
+        subject, baseline: names of the two sides.
         comparisons: every run with speculation against the baseline.
-        repeats: the baseline against itself first, then the subject; empty if neither can differ.
-        noise: the largest difference of a token's log-probability that the baseline shows
-            against itself; None if that is not known.
+        repeats: the baseline against itself, then the subject against itself; empty if neither
+            can differ.
+        noise: the largest margin that counts as a tie; None if unknown.
         defects: signs of corrupted text.
-        diagnosis: of acceptance; None if it was not measured.
-        texts: tokens in words, by token, for those of the divergences.
+        diagnosis: diagnosis of acceptance; None if not measured.
+        texts: texts of the divergences' tokens.
     """
 
     subject: str
@@ -55,8 +52,8 @@ class Verdict:
     def summary(self) -> str:
         """The verdict in a few words.
 
-        Corruption is what neither near ties nor the baseline's own repeats explain. Where
-        there is none, a side that differs from itself is named.
+        Corruption is a difference that neither near ties nor the baseline's own repeats
+        explain. Without corruption, a side that differs from itself is named.
         """
         if self.identical:
             return IDENTICAL
@@ -73,7 +70,7 @@ class Verdict:
         return SAMPLES_DIFFER if kinds <= {TIE, SAMPLED} else DIFFERENT
 
     def as_json(self) -> dict[str, Any]:
-        """Every field, the summary and whether all is identical."""
+        """Convert to JSON values: every field, ``summary`` and ``identical``."""
         return {
             "summary": self.summary,
             "identical": self.identical,
@@ -82,7 +79,7 @@ class Verdict:
 
 
 def _share_of(comparisons: Sequence[Comparison]) -> float:
-    """The share of requests that are corrupt."""
+    """Return the share of corrupt requests."""
     total = sum(comparison.num_requests for comparison in comparisons)
     return sum(comparison.count(CORRUPTION) for comparison in comparisons) / total if total else 0.0
 
@@ -91,7 +88,7 @@ MAX_SHOWN = 10
 
 
 def lines_of(verdict: Verdict) -> Iterator[str]:
-    """The verdict, line by line."""
+    """Yield the verdict as lines of text."""
     yield f"{verdict.subject} against {verdict.baseline}: {verdict.summary}"
     for comparison in (*verdict.repeats, *verdict.comparisons):
         yield f"  {comparison.name}: {_counts(comparison)}"
@@ -109,7 +106,7 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
 
 
 def html_of(verdict: Verdict) -> str:
-    """A page that works from disk, with the verdict's JSON inside."""
+    """Render the verdict as one self-contained HTML page."""
     page = resources.files("sametoken.audit").joinpath("report.html").read_text(encoding="utf-8")
     return page.replace("__VERDICT__", embedded_json(verdict.as_json()))
 

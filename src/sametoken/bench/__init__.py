@@ -1,1 +1,1 @@
-"""Measurement: engines, servers under load, sweeps, reports, accuracy."""
+"""Benchmarks: engines, servers under load, sweeps, reports, accuracy."""

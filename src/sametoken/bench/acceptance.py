@@ -1,4 +1,4 @@
-"""What acceptance per position says about a drafter."""
+"""Acceptance per draft position, and the faults of a drafter that it shows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sametoken.types.outputs import SpeculationMetrics
 OTHER_DRAFTER = "drafter of another model or vocabulary"
 BEYOND_FIRST = "acceptance lost beyond position 1"
 
-#: Fewer judged drafts than this say nothing.
+#: Fewer verified drafts than this are no evidence.
 MIN_DRAFTS = 50
 NEAR_CHANCE = 0.05
-#: Later drafts are accepted less often than first ones, but not by so much.
+#: Later drafts are accepted less often than first ones, but not below this share of their rate.
 LATER_SHARE = 0.5
 
 
@@ -22,7 +22,7 @@ class Finding:
     """One cause of low acceptance.
 
     Attributes:
-        cause: what is wrong, in the words that tests and reports use.
+        cause: what is wrong; one of the constants, as reports print it.
         evidence: the figures that show it.
         remedy: what to try.
     """
@@ -34,11 +34,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """How often drafts were accepted at each window position, from 1 on.
+    """Acceptance counts by draft position, from position 1.
 
     Attributes:
         judged: drafts at the position whose predecessors were all accepted.
-        accepted: of them, those that were accepted.
+        accepted: how many of those were accepted.
     """
 
     judged: tuple[int, ...]
@@ -46,7 +46,7 @@ class Profile:
 
     @classmethod
     def of_windows(cls, windows: Iterable[tuple[int, int]]) -> Profile:
-        """From (num_drafts, num_accepted) of each step."""
+        """Count (num_drafts, num_accepted) of each step."""
         pairs = list(windows)
         width = max((num_drafts for num_drafts, _ in pairs), default=0)
         places = range(1, width + 1)
@@ -55,7 +55,7 @@ class Profile:
 
     @classmethod
     def of_metrics(cls, metrics: SpeculationMetrics) -> Profile:
-        """From an engine's counters. Exact where all steps offer as many drafts."""
+        """Convert an engine's counters; exact if all steps offer the same number of drafts."""
         judged = []
         before = metrics.num_steps
         for offered, accepted in zip(
@@ -67,38 +67,38 @@ class Profile:
 
     @property
     def conditional(self) -> tuple[float, ...]:
-        """Acceptance at each position, given that every draft before it was accepted."""
+        """Acceptance rate at each position, given that every draft before it was accepted."""
         pairs = zip(self.accepted, self.judged, strict=True)
         return tuple(accepted / judged if judged else 0.0 for accepted, judged in pairs)
 
     @property
     def first(self) -> float:
-        """Acceptance of first drafts; 0 without any."""
+        """Acceptance rate of first drafts; 0 without any."""
         return self.conditional[0] if self.judged else 0.0
 
     @property
     def later(self) -> float:
-        """Acceptance of all further drafts together, each given its predecessors."""
+        """Acceptance rate of all later drafts together, each given its predecessors."""
         judged = sum(self.judged[1:])
         return sum(self.accepted[1:]) / judged if judged else 0.0
 
     @property
     def num_first(self) -> int:
-        """First drafts judged."""
+        """Number of verified first drafts."""
         return self.judged[0] if self.judged else 0
 
     @property
     def num_later(self) -> int:
-        """Further drafts judged."""
+        """Number of verified later drafts."""
         return sum(self.judged[1:])
 
 
 def profile_findings(profile: Profile, *, trained: bool) -> tuple[Finding, ...]:
-    """What can be told from one profile alone.
+    """Find the causes of low acceptance that one profile shows.
 
     Args:
-        profile: of a run.
-        trained: whether the drafter is a model; copied drafts may well be wrong.
+        profile: the counts of a run.
+        trained: whether the drafter is a model. Prompt lookup has no expected acceptance.
     """
     if not trained or profile.num_first < MIN_DRAFTS:
         return ()
@@ -107,7 +107,7 @@ def profile_findings(profile: Profile, *, trained: bool) -> tuple[Finding, ...]:
             Finding(
                 OTHER_DRAFTER,
                 f"{profile.first:.1%} of {profile.num_first} first drafts are accepted",
-                "use a drafter trained for this very target, with its tokenizer",
+                "use a drafter trained for this target, with its tokenizer",
             ),
         )
     if profile.num_later >= MIN_DRAFTS and profile.later < LATER_SHARE * profile.first:
@@ -123,7 +123,7 @@ def profile_findings(profile: Profile, *, trained: bool) -> tuple[Finding, ...]:
 
 
 def one_line(metrics: SpeculationMetrics, *, trained: bool) -> str:
-    """Acceptance in one line, with the finding if there is one."""
+    """Format acceptance as one line, with the finding if there is one."""
     profile = Profile.of_metrics(metrics)
     if not profile.num_first:
         return "no drafts were offered"

@@ -1,4 +1,4 @@
-"""Accuracy by lm-eval's tasks, and a bar to hold it to."""
+"""Accuracy on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from sametoken.llm import LLM
 
 GSM8K = "gsm8k"
-#: lm-eval's task whose eight worked examples stand before every question of ``gsm8k``.
-_GSM8K_FORM = "tasks/gsm8k/gsm8k-cot.yaml"
+#: lm-eval's task file; its eight worked examples are the few-shot examples of ``gsm8k``.
+_GSM8K_CONFIG = "tasks/gsm8k/gsm8k-cot.yaml"
 _HARNESS = "lm_eval"
-#: Metrics that are preferred where a task has several.
+#: Preferred metrics of a task that has several, best first.
 _PREFERRED = ("exact_match,flexible-extract", "acc_norm,none", "acc,none")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one evaluation brought.
+    """The result of one evaluation.
 
     Attributes:
-        scores: by task, then by metric under lm-eval's names.
-        answers: all that was answered, in order; equal answers give equal scores.
-        num_truncated: prompts that lost their beginning.
+        scores: by task, then by lm-eval's metric name.
+        answers: all answers in order; equal answers give equal scores.
+        num_truncated: prompts truncated on the left.
     """
 
     scores: dict[str, dict[str, float]]
@@ -38,7 +38,7 @@ class Evaluation:
     num_truncated: int
 
     def score(self, task: str, metric: str | None = None) -> tuple[str, float]:
-        """A metric of a task with its name; without one the task's main metric.
+        """Return a metric's name and value; by default the task's main metric.
 
         Raises:
             ConfigError: the task has no such metric.
@@ -51,17 +51,17 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What is evaluated.
+class EvalSettings:
+    """The tasks to evaluate, and how.
 
     Attributes:
-        tasks: ``gsm8k``, whose questions ship with the package, or names that lm-eval knows,
-            whose data it fetches.
-        path: questions for ``gsm8k`` in place of those: JSON lines with question and answer.
-        limit: questions of each task at most.
-        num_fewshot: worked examples before each; None leaves it to the task.
-        max_tokens: longest answer; None leaves it to the task.
-        chat: ask through the chat template.
+        tasks: ``gsm8k``, whose questions ship with the package, or tasks of lm-eval, which
+            downloads their data.
+        path: other questions for ``gsm8k``: JSON lines with question and answer.
+        limit: maximum number of questions per task.
+        num_fewshot: few-shot examples; None uses the task's number.
+        max_tokens: maximum answer length; None uses the task's.
+        chat: apply the chat template.
 
     Raises:
         ConfigError: a path without ``gsm8k``.
@@ -80,7 +80,7 @@ class Asked:
 
 
 def require_harness() -> None:
-    """Fail early where lm-eval is missing.
+    """Require that lm-eval is installed.
 
     Raises:
         UnsupportedError: it is not installed.
@@ -89,36 +89,36 @@ def require_harness() -> None:
         raise UnsupportedError("lm-eval is not installed", "pip install 'sametoken[eval]'")
 
 
-def evaluate(llm: LLM, asked: Asked, *, plain: bool = False) -> Evaluation:
-    """Run tasks.
+def evaluate(llm: LLM, settings: EvalSettings, *, plain: bool = False) -> Evaluation:
+    """Run lm-eval tasks.
 
     Args:
         llm: the engine.
-        asked: what is run.
-        plain: decode without drafts, whatever the engine's drafter.
+        settings: the tasks.
+        plain: decode without drafts.
 
     Raises:
-        UnsupportedError: lm-eval is missing, or a task asks for what the engine lacks.
-        ConfigError: a task is not known or its data cannot be had.
+        UnsupportedError: lm-eval is missing, or a task needs an option that the engine lacks.
+        ConfigError: a task is unknown or its data cannot be loaded.
     """
     require_harness()
     from lm_eval.evaluator import evaluate as run_tasks
 
     from sametoken.bench.harness import EngineLM
 
-    # lm-eval warns of every default that a task leaves to it.
+    # lm-eval warns about every option that a task leaves at its default.
     logging.getLogger(_HARNESS).setLevel(logging.ERROR)
-    model = EngineLM(llm, plain=plain, max_tokens=asked.max_tokens)
-    found = run_tasks(
+    model = EngineLM(llm, plain=plain, max_tokens=settings.max_tokens)
+    output = run_tasks(
         model,
-        _load_tasks(asked),
-        limit=asked.limit,
+        _load_tasks(settings),
+        limit=settings.limit,
         bootstrap_iters=0,
         log_samples=False,
-        apply_chat_template=asked.chat,
-        fewshot_as_multiturn=asked.chat,
+        apply_chat_template=settings.chat,
+        fewshot_as_multiturn=settings.chat,
     )
-    scores = {task: _numbers(metrics) for task, metrics in found["results"].items()}
+    scores = {task: _numbers(metrics) for task, metrics in output["results"].items()}
     return Evaluation(
         {task: numbers for task, numbers in scores.items() if numbers},
         model.answers,
@@ -126,27 +126,28 @@ def evaluate(llm: LLM, asked: Asked, *, plain: bool = False) -> Evaluation:
     )
 
 
-def _load_tasks(asked: Asked) -> Any:
-    """Tasks as lm-eval wants them, with their worked examples set."""
+def _load_tasks(settings: EvalSettings) -> Any:
+    """Load the tasks, and set their number of few-shot examples."""
     from lm_eval.tasks import TaskManager
 
-    others = [name for name in asked.tasks if name != GSM8K]
+    others = [name for name in settings.tasks if name != GSM8K]
     manager = TaskManager(include_defaults=bool(others))
-    wanted: list[Any] = [_gsm8k(asked.path)] if GSM8K in asked.tasks else []
+    configs: list[Any] = [_gsm8k(settings.path)] if GSM8K in settings.tasks else []
     unknown = [name for name in others if not manager.match_tasks([name])]
     if unknown:
         raise ConfigError(f"lm-eval has no task {', '.join(unknown)}", "see lm-eval ls tasks")
     try:
-        loaded = manager.load(wanted + others)
+        loaded = manager.load(configs + others)
     except Exception as error:
-        # Data comes through libraries that raise what they like.
+        # The data set libraries document no exception types.
         raise ConfigError(
-            f"the data of {', '.join(asked.tasks)} cannot be had ({type(error).__name__}: {error})",
+            f"the data of {', '.join(settings.tasks)} cannot be loaded "
+            f"({type(error).__name__}: {error})",
             "tasks other than gsm8k need the Hugging Face hub",
         ) from error
     for task in loaded["tasks"].values():
-        if asked.num_fewshot is not None:
-            task.set_config(key="num_fewshot", value=asked.num_fewshot)
+        if settings.num_fewshot is not None:
+            task.set_config(key="num_fewshot", value=settings.num_fewshot)
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=0)
@@ -154,7 +155,7 @@ def _load_tasks(asked: Asked) -> Any:
 
 
 def _gsm8k(path: Path | None) -> dict[str, Any]:
-    """lm-eval's chain-of-thought form of GSM8K, over local questions.
+    """Build lm-eval's chain-of-thought task config of GSM8K over local questions.
 
     Raises:
         ConfigError: a question has no answer, or as ``load_dataset``.
@@ -170,15 +171,15 @@ def _gsm8k(path: Path | None) -> dict[str, Any]:
                 'give JSON lines with "question" and "answer"',
             )
         rows.append({"question": item.turns[0], "answer": item.answer})
-    form = Path(lm_eval.__file__).parent / _GSM8K_FORM
-    config: dict[str, Any] = yaml.safe_load(form.read_text(encoding="utf-8"))
+    file = Path(lm_eval.__file__).parent / _GSM8K_CONFIG
+    config: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     for key in ("dataset_path", "dataset_name", "tag"):
         config.pop(key, None)
     return config | {"task": GSM8K, "custom_dataset": _dataset_of(rows)}
 
 
 def _dataset_of(rows: Sequence[dict[str, str]]) -> Callable[..., Any]:
-    """What lm-eval calls to get its data."""
+    """Return the function that lm-eval calls to load the data set."""
     import datasets  # type: ignore[import-untyped]
 
     def load(**options: Any) -> Any:
@@ -188,7 +189,7 @@ def _dataset_of(rows: Sequence[dict[str, str]]) -> Callable[..., Any]:
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """The scores among what lm-eval says of a task."""
+    """Select the scores among lm-eval's results of a task."""
     return {
         name: float(value)
         for name, value in metrics.items()

@@ -1,6 +1,6 @@
-"""Several measurements side by side: what a report shows, with the numbers as they were kept.
+"""Several runs side by side, as a report shows them, with their numbers unchanged.
 
-A *run* is one file, or a directory of them. A *series* is one engine of a run: model, drafts,
+A *run* is one file or a directory of files. A *series* is one engine of a run: model, drafter,
 tensor parallelism. A *cell* is one series under one workload.
 """
 
@@ -26,8 +26,8 @@ class Metric:
     """A number of a result.
 
     Attributes:
-        name: its key in results.
-        label, unit: as people read them.
+        name: key in results.
+        label, unit: shown in reports.
         better: ``HIGHER`` or ``LOWER``.
         group: the view that shows it.
     """
@@ -63,7 +63,7 @@ METRICS = (
     Metric("acceptance_length", "acceptance length", "tokens/step", HIGHER, SPECULATION),
     Metric("tokens_per_step", "tokens per request and step", "", HIGHER, SPECULATION),
 )
-#: What tells series apart, and what tells workloads apart; by name, with a label.
+#: The keys that distinguish series, and those that distinguish workloads, with their labels.
 ENGINE = {
     "model": "model",
     "drafter": "drafter",
@@ -84,15 +84,16 @@ _PLAIN, _UNKNOWN = "none", "unknown drafter"
 
 
 def compare_runs(sources: Sequence[Path], labels: Sequence[str] = ()) -> dict[str, Any]:
-    """What a report of these runs holds, as values that JSON knows.
+    """Build the JSON object of a report.
 
     Args:
-        sources: files that ``bench`` wrote, or directories of ``bench sweep``; the first is
-            what the others are compared with.
-        labels: their names, in the same order; by default those of the files.
+        sources: files written by ``bench``, or directories of ``bench sweep``; the others are
+            compared with the first.
+        labels: names in the same order; default: the file names.
 
     Raises:
-        ConfigError: a file cannot be read or is no measurement, or the labels do not fit.
+        ConfigError: a file cannot be read or holds no measurement, or the labels do not match
+            the sources.
     """
     if labels and len(labels) != len(sources):
         raise ConfigError(
@@ -135,7 +136,7 @@ def _documents(source: Path) -> list[dict[str, Any]]:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """The names, numbered where they repeat."""
+    """Number names that repeat."""
     return [
         name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})"
         for i, name in enumerate(names)
@@ -143,7 +144,7 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _failure(run: str, document: Mapping[str, Any]) -> dict[str, str]:
-    """A cell of a sweep that has no result."""
+    """Describe a sweep's cell that has no result."""
     cell = document.get("cell", {})
     drafter, k = _drafts(cell.get("speculative_config"))
     about = {"model": cell.get("model"), "drafter": drafter, "num_speculative_tokens": k}
@@ -154,21 +155,21 @@ def _failure(run: str, document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run(name: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the documents of a run say of where they come from."""
+    """Collect a run's environment and settings from its documents."""
     environments = [document.get("environment", {}) for document in documents]
     synthetic = [what for document in documents for what in document.get("synthetic", ())]
     return {
         "label": name,
         "synthetic": list(dict.fromkeys(synthetic)),
         "environment": {
-            key: _spelled(environments, key)
+            key: _joined(environments, key)
             for key in ("device", "sametoken", "torch", "platform", "date")
         },
         "settings": [document.get("settings", {}) for document in documents[:1]],
     }
 
 
-def _spelled(environments: Sequence[Mapping[str, Any]], key: str) -> str | None:
+def _joined(environments: Sequence[Mapping[str, Any]], key: str) -> str | None:
     values = list(dict.fromkeys(str(e[key]) for e in environments if e.get(key) is not None))
     if key == "date" and len(values) > 1:
         return f"{min(values)} to {max(values)}"
@@ -176,26 +177,25 @@ def _spelled(environments: Sequence[Mapping[str, Any]], key: str) -> str | None:
 
 
 def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    asked, workload = document["settings"]["asked"], document["workload"]
+    requested, workload = document["settings"]["asked"], document["workload"]
     resolved = document["settings"].get("resolved", document["settings"].get("server", {}))
-    drafter, k = _drafts(asked.get("speculative_config"))
+    drafter, k = _drafts(requested.get("speculative_config"))
     if drafter == _PLAIN and result.get("acceptance_per_position"):
-        # Another's server, which counts drafts and does not say who made them.
+        # Another engine's server: it counts drafts but does not report its drafter.
         drafter, k = _UNKNOWN, len(result["acceptance_per_position"])
     names = [metric.name for metric in METRICS if result.get(metric.name) is not None]
     return {
         "run": run,
         "engine": {
-            "model": Path(asked["model"]).name,
+            "model": Path(requested["model"]).name,
             "drafter": drafter,
             "num_speculative_tokens": k,
-            "tensor_parallel_size": asked.get("tensor_parallel_size", 1),
+            "tensor_parallel_size": requested.get("tensor_parallel_size", 1),
             "dtype": resolved.get("dtype"),
         },
         "workload": {
             "benchmark": document["benchmark"],
-            "dataset": workload.get("dataset")
-            or ("a file" if workload.get("prompts") else "random"),
+            "dataset": _prompts(workload),
             "input_len": None if workload.get("dataset") else workload.get("input_len"),
             "output_len": workload.get("output_len"),
             "concurrency": result["concurrency"],
@@ -213,17 +213,17 @@ def _cell(run: str, document: Mapping[str, Any], result: Mapping[str, Any]) -> d
 
 
 def _prompts(workload: Mapping[str, Any]) -> str:
-    """Where the prompts came from."""
+    """Name the source of the prompts."""
     return workload.get("dataset") or ("a file" if workload.get("prompts") else "random")
 
 
 def _repeats(result: Mapping[str, Any], name: str) -> list[float]:
-    """The metric in each run of this cell."""
+    """Return the metric of each repeat of this cell."""
     return [_number(run[name]) for run in result.get("runs") or () if run.get(name) is not None]
 
 
 def _number(value: Any) -> float:
-    """A value that charts can show.
+    """Return a value that charts can show.
 
     Raises:
         TypeError: it is no finite number.
@@ -234,7 +234,7 @@ def _number(value: Any) -> float:
 
 
 def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
-    """How drafts are made, in words, and k."""
+    """Return the drafter's label and k."""
     if not spec:
         return _PLAIN, 0
     drafter = str(spec["method"])

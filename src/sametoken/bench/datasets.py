@@ -1,4 +1,4 @@
-"""Prompts people know: test sets that ship with the package, and files of one's own."""
+"""Prompt data sets: test sets that ship with the package, and the user's files."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DatasetItem:
 
     Attributes:
         item_id: unique within the dataset.
-        turns: what the user says, in order; at least one.
-        category: what the dataset calls this kind of question; "" if it has no kinds.
+        turns: the user's messages in order; at least one.
+        category: the dataset's category of the question; "" without categories.
         answer: the reference answer, if there is one.
     """
 
@@ -46,12 +46,12 @@ def _gsm8k(index: int, row: Mapping[str, Any]) -> DatasetItem:
 
 
 def _humaneval(index: int, row: Mapping[str, Any]) -> DatasetItem:
-    asked = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
-    return DatasetItem(row["task_id"], (asked,), "code", row["canonical_solution"])
+    text = f"Complete this Python function. Answer with the whole function.\n\n{row['prompt']}"
+    return DatasetItem(row["task_id"], (text,), "code", row["canonical_solution"])
 
 
 def _turns(index: int, row: Mapping[str, Any]) -> DatasetItem:
-    """A row as FastChat's and Spec-Bench's question files have it."""
+    """Parse a row of FastChat's or Spec-Bench's question files."""
     item_id, category = _word(row["question_id"]), _word(row.get("category", ""))
     return DatasetItem(item_id, _texts(row["turns"]), category)
 
@@ -72,15 +72,15 @@ def load_dataset(
     seed: int = 0,
     input_len: int = _RANDOM_LEN,
 ) -> tuple[DatasetItem, ...]:
-    """A dataset by name, or a file of one's own.
+    """Load a dataset by name or from a file.
 
     Args:
         name: one of ``DATASETS``; any name if ``path`` is given.
-        path: for ``spec-bench`` its ``question.jsonl``; otherwise one JSON value a line: a text,
-            or an object with ``prompt``, ``question``, ``turns`` or ``messages``.
-        limit: how many items at most, from the first on.
-        seed: of ``random``, whose items are made of common words.
-        input_len: of ``random``, in words: about as many tokens.
+        path: for ``spec-bench`` its ``question.jsonl``; otherwise one JSON value per line: a
+            string, or an object with ``prompt``, ``question``, ``turns`` or ``messages``.
+        limit: maximum number of items.
+        seed: seed of ``random``, which draws common words.
+        input_len: words per item of ``random``, about one token each.
 
     Raises:
         ConfigError: the name is unknown, or the file is missing or malformed.
@@ -147,7 +147,7 @@ def _texts(values: Any) -> tuple[str, ...]:
 
 
 def _word(value: Any) -> str:
-    """An id or a category."""
+    """Convert an id or a category."""
     if not isinstance(value, str | int):
         raise ValueError(f"{type(value).__name__} in place of a name")
     return str(value)

@@ -1,12 +1,8 @@
-"""JSON files that are whole or not there.
+"""Benchmark documents: atomic JSON files, and a self-contained HTML page.
 
-What the commands keep of a measurement: one JSON object, the same for all of them.
-
-Its keys: ``benchmark``, ``synthetic``, ``workload``, ``settings``, ``environment``, and
-``results``, one for every concurrency or request rate. A result has numbers under the names of
-``Summary``, and besides them ``runs``, ``timeline`` and ``traces``.
-
-One page that works from disk: markup, style, script, plotly and data in one file.
+Every ``bench`` command writes one JSON object with the keys ``benchmark``, ``synthetic``,
+``workload``, ``settings``, ``environment`` and ``results``, one result per concurrency or request
+rate. A result has the numbers of ``Summary``, and ``runs``, ``timeline`` and ``traces``.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from sametoken.io.json_text import parse_json
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in one move: nobody ever reads half of it.
+    """Write a file atomically.
 
     Raises:
         ConfigError: it cannot be written.
@@ -42,7 +38,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """``write_text`` of a value that JSON knows.
+    """Write a value as JSON, atomically.
 
     Raises:
         ConfigError: it cannot be written.
@@ -51,7 +47,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Read the JSON object of a file.
 
     Raises:
         ConfigError: the file cannot be read or holds no JSON object.
@@ -72,13 +68,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def offline_document(
     title: str, session: Session, summaries: Sequence[Summary], more: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The object of an offline measurement.
+    """Build the document of an offline measurement.
 
     Args:
-        title: what was run.
-        session: what was measured.
-        summaries: one for every concurrency.
-        more: of the workload, as JSON knows it.
+        title: name of the benchmark.
+        session: the measured engine.
+        summaries: one per concurrency.
+        more: further JSON values of the workload.
     """
     workload = dataclasses.asdict(session.workload) | {"prompts": len(session.workload.prompts)}
     return {
@@ -97,16 +93,12 @@ _PAGES = "page"
 
 
 def render_page(name: str, title: str, data: dict[str, Any]) -> str:
-    """A page of ``bench/page`` with everything that it needs inside.
+    """Render a page of ``bench/page`` as one HTML file that needs no other.
 
     Args:
-        name: of ``NAME.html``, whose body it is, and of ``NAME.js``, which reads the data;
-            the style is shared.
-        title: of the window.
-        data: what the script reads, from the element with the id ``data``.
-
-    Returns:
-        HTML.
+        name: ``NAME.html`` is the body and ``NAME.js`` the script; the style is shared.
+        title: window title.
+        data: embedded JSON, which the script reads from the element with the id ``data``.
     """
     from plotly.offline import get_plotlyjs
 
@@ -122,7 +114,7 @@ def render_page(name: str, title: str, data: dict[str, Any]) -> str:
 
 
 def embedded_json(data: dict[str, Any]) -> str:
-    """JSON that cannot end the script element which holds it."""
+    """Serialize to JSON that cannot close the script element around it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -19,23 +19,22 @@ _SAMPLING_NAMES = ("top_p", "top_k", "min_p", "seed", "repetition_penalty")
 
 
 class EngineLM(TemplateLM):  # type: ignore[misc]
-    """Answers lm-eval's requests, all of a kind in one batch.
+    """lm-eval's model interface; requests of one kind run as one batch.
 
     Args:
         llm: the engine, with a tokenizer.
-        plain: whether it decodes without drafts.
-        max_tokens: longest answer, in place of what tasks say.
+        plain: decode without drafts.
+        max_tokens: maximum answer length, overriding the tasks'.
 
     Attributes:
-        answers: everything that was answered, in order: token ids of texts, and
-            log-probabilities.
-        num_truncated: prompts that lost their beginning, for they were too long.
+        answers: all answers in order: token ids of texts, and log-probabilities.
+        num_truncated: prompts truncated on the left to fit.
     """
 
     def __init__(self, llm: LLM, *, plain: bool = False, max_tokens: int | None = None) -> None:
         super().__init__()
         self._llm = llm
-        self._drafts = 0 if plain else None
+        self._num_speculative_tokens = 0 if plain else None
         self._max_tokens = max_tokens
         self.tokenizer = llm.get_tokenizer()
         self.answers: list[Any] = []
@@ -43,29 +42,29 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """The end-of-text token id."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The context token of a text without context."""
         first = self.tokenizer.bos_token_id
         return self.eot_token_id if first is None else int(first)
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer for lm-eval's caches."""
+        """The tokenizer's key in lm-eval's caches."""
         return str(self._llm.resolved.model_path)
 
     @property
     def max_length(self) -> int:
-        """Tokens of a request at most."""
+        """Maximum tokens of a request."""
         return self._llm.resolved.max_model_len
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt text of a conversation."""
+        """Render a conversation as prompt text."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -77,7 +76,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Token ids; a text that begins with the first special token gets no second one."""
+        """Encode a text; one that already begins with the BOS token gets no second one."""
         special = True if add_special_tokens is None else add_special_tokens
         first = self.tokenizer.bos_token
         if add_special_tokens is None and first and string.startswith(first):
@@ -85,17 +84,17 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         return list(self.tokenizer.encode(string, add_special_tokens=special))
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to the first stop string, which is not part of them.
+        """Generate texts up to the first stop string, which is excluded.
 
         Raises:
-            UnsupportedError: a task asks for generation that the engine does not know.
+            UnsupportedError: a task needs a generation option that the engine lacks.
         """
         prompts, params = [], []
         for request in requests:
-            context, asked = request.args
-            chosen = self._sampling(asked)
+            context, options = request.args
+            chosen = self._sampling(options)
             room = self.max_length - (chosen.max_tokens or 0)
-            prompts.append(self._fitted(self.tok_encode(context), room))
+            prompts.append(self._truncated(self.tok_encode(context), room))
             params.append(chosen)
         outputs = self._run(prompts, params, disable_tqdm)
         self.answers += [list(output.outputs[0].token_ids) for output in outputs]
@@ -104,7 +103,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probabilities of whole texts, in windows of the model's length."""
+        """Compute log-probabilities of whole texts, in windows of the model's length."""
         windows = [
             list(
                 map(
@@ -119,8 +118,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             )
             for request in requests
         ]
-        asked = [(("", ""), context, text) for one in windows for context, text in one]
-        scores = iter(self._loglikelihood_tokens(asked, disable_tqdm=disable_tqdm))
+        parts = [(("", ""), context, text) for one in windows for context, text in one]
+        scores = iter(self._loglikelihood_tokens(parts, disable_tqdm=disable_tqdm))
         return [sum(next(scores)[0] for _ in one) for one in windows]
 
     def _loglikelihood_tokens(
@@ -129,16 +128,16 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether greedy decoding would say it."""
+        """Compute each continuation's log-probability, and whether it is the greedy one."""
         params = SamplingParams(
             temperature=0.0,
             max_tokens=1,
             prompt_logprobs=0,
             detokenize=False,
-            num_speculative_tokens=self._drafts,
+            num_speculative_tokens=self._num_speculative_tokens,
         )
         prompts = [
-            self._fitted(context + text, self.max_length - 1) for _, context, text in requests
+            self._truncated(context + text, self.max_length - 1) for _, context, text in requests
         ]
         outputs = self._run(prompts, [params] * len(prompts), disable_tqdm)
         scores = [
@@ -148,13 +147,13 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
         self.answers += scores
         return scores
 
-    def _sampling(self, asked: Mapping[str, Any]) -> SamplingParams:
-        left = dict(asked)
+    def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
+        left = dict(options)
         until = left.pop("until", None) or []
         lengths = [int(left.pop(name)) for name in _LENGTH_NAMES if name in left]
         samples = left.pop("do_sample", None)
         temperature = float(left.pop("temperature", 1.0 if samples else 0.0))
-        options = {name: left.pop(name) for name in _SAMPLING_NAMES if name in left}
+        sampling = {name: left.pop(name) for name in _SAMPLING_NAMES if name in left}
         if left.pop("num_beams", 1) != 1 or left:
             names = ", ".join(left) or "num_beams"
             raise UnsupportedError(f"the task generates with {names}", "use another task")
@@ -162,15 +161,15 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
             temperature=0.0 if samples is False else temperature,
             max_tokens=self._max_tokens or (lengths[0] if lengths else DEFAULT_MAX_TOKENS),
             stop=[text for text in ([until] if isinstance(until, str) else until) if text],
-            num_speculative_tokens=self._drafts,
-            **({"seed": 0} | options),
+            num_speculative_tokens=self._num_speculative_tokens,
+            **({"seed": 0} | sampling),
         )
 
-    def _fitted(self, token_ids: list[int], room: int) -> list[int]:
-        """The end of the prompt, as much of it as there is room for."""
+    def _truncated(self, token_ids: list[int], room: int) -> list[int]:
+        """Truncate a prompt on the left to ``room`` tokens."""
         if room < 1:
             raise UnsupportedError(
-                f"answers as long as the task's leave no room in {self.max_length} tokens",
+                f"the task's answers leave no room for a prompt in {self.max_length} tokens",
                 "lower max_tokens",
             )
         self.num_truncated += len(token_ids) > room
@@ -179,8 +178,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
     def _run(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], disable_tqdm: bool
     ) -> list[RequestOutput]:
-        asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._llm.generate(asked, list(params), use_tqdm=not disable_tqdm)
+        inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self._llm.generate(inputs, list(params), use_tqdm=not disable_tqdm)
         for output in outputs:
             if output.outputs[0].finish_reason == "error":
                 raise output.outputs[0].error or NumericalError("a request failed")
@@ -188,7 +187,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
 
 def _score(output: RequestOutput, length: int) -> tuple[float, bool]:
-    """Of the last ``length`` tokens of the prompt."""
+    """Score the last ``length`` tokens of the prompt."""
     entries = (output.prompt_logprobs or ())[-length:] if length else ()
     chosen = [
         entry[token_id]

@@ -1,9 +1,7 @@
-"""Run requests through an engine and note when their tokens arrive.
+"""Run requests through an engine and record when their tokens arrive, window by window.
 
-Times are taken on the host when a step's results have been settled. Nothing waits for the
-device that would not wait without being measured.
-
-What one request said, and which window said it.
+Times are taken on the host when a step's output has been processed. Measuring adds no
+synchronization with the device.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ class Window:
     """One step of a request.
 
     Attributes:
-        first: index in the answer of the first token that it emitted.
-        num_drafts, num_accepted: drafts offered and accepted; 0 for the step that ends a
-            prompt.
+        first: index in the answer of the first emitted token.
+        num_drafts, num_accepted: drafts offered and accepted; 0 for the last prefill step.
     """
 
     first: int
@@ -42,7 +39,7 @@ class Window:
 
     @property
     def end(self) -> int:
-        """Index after the last token that it emitted."""
+        """Index after the last emitted token."""
         return self.first + self.num_accepted + 1
 
 
@@ -51,8 +48,8 @@ class Trace:
     """The answer to one request, window by window.
 
     Attributes:
-        request: its id.
-        token_ids: of the answer, cut at its length; empty where only texts are known.
+        request: request id.
+        token_ids: the answer, truncated to its length; empty if only texts are known.
         windows: in order.
     """
 
@@ -61,12 +58,12 @@ class Trace:
     windows: list[Window] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int], num_drafts: int, num_accepted: int) -> None:
-        """Note one step, of which ``token_ids`` count."""
+        """Add one step, whose ``token_ids`` belong to the answer."""
         self.windows.append(Window(len(self.token_ids), num_drafts, num_accepted))
         self.token_ids.extend(token_ids)
 
     def as_json(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """Values that JSON knows; ``texts`` has one entry per token."""
+        """Convert to JSON values; ``texts`` has one entry per token."""
         return {
             "request": self.request,
             "token_ids": list(self.token_ids),
@@ -76,9 +73,9 @@ class Trace:
 
 
 def token_texts(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
-    """One text per token that add up to the decoding of the whole; ids without a tokenizer.
+    """Decode each token, so that the texts concatenate to the whole; ids without a tokenizer.
 
-    A character of several tokens stands with the last of them.
+    A character that spans several tokens belongs to the last of them.
     """
     if tokenizer is None:
         return [f"{token_id} " for token_id in token_ids]
@@ -97,13 +94,13 @@ class RequestRecord:
     """One request; times in seconds of the clock.
 
     Attributes:
-        prompt_len: tokens of its prompt.
-        output_len: tokens it is to emit; those of the last window beyond it do not count.
-        arrival: when it was handed to the engine.
+        prompt_len: prompt tokens.
+        output_len: tokens to emit; further tokens of the last window do not count.
+        arrival: when it was added to the engine.
         first, last: when its first and its last tokens arrived.
-        num_first: tokens that arrived first.
+        num_first: tokens that arrived at ``first``.
         num_emitted: tokens that have arrived.
-        trace: its tokens by window, if they are kept.
+        trace: its tokens by window, if recorded.
     """
 
     prompt_len: int
@@ -122,24 +119,24 @@ class RequestRecord:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds per token after the first ones; None if there are none."""
+        """Seconds per token after the first ones; None if there are no others."""
         rest = self.num_emitted - self.num_first
         return (self.last - self.first) / rest if rest else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One settled step that emitted tokens.
+    """One processed step that emitted tokens.
 
     Attributes:
-        settled: when its results were read, in seconds of the clock.
-        is_decode: no row of it belonged to a prompt.
+        processed: when its output was processed, in seconds of the clock.
+        is_decode: it had no prefill rows.
         num_requests: requests that got tokens.
         num_tokens: tokens that count.
-        context: committed tokens of those requests before the step, summed.
+        context: sum of those requests' committed tokens before the step.
     """
 
-    settled: float
+    processed: float
     is_decode: bool
     num_requests: int
     num_tokens: int
@@ -148,15 +145,15 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Run:
-    """What one run of requests brought.
+    """The records of one run.
 
     Attributes:
-        batch: the most requests that ran at once.
+        batch: maximum number of running requests.
         seconds: from the first request to the last token.
-        requests: in the order of arrival.
-        steps: in the order of settlement.
-        start: when the first request was handed over.
-        speculation: counters of decode windows; the steps that end prompts offer no drafts.
+        requests: in order of arrival.
+        steps: in the order they were processed.
+        start: when the first request was added.
+        speculation: counters of decode windows; prefill steps offer no drafts.
     """
 
     batch: int
@@ -167,10 +164,10 @@ class Run:
     speculation: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
     def steady_steps(self) -> list[tuple[float, StepRecord]]:
-        """Decode steps of the whole batch that follow another such step, with their seconds."""
+        """Decode steps of the full batch that follow another one, with their seconds."""
         full = [step.is_decode and step.num_requests == self.batch for step in self.steps]
         return [
-            (step.settled - before.settled, step)
+            (step.processed - before.processed, step)
             for (before, step), both in zip(
                 pairwise(self.steps), map(all, pairwise(full)), strict=True
             )
@@ -187,14 +184,14 @@ def measure(
     advance: Callable[[], None] = lambda: None,
     clock: Clock = time.perf_counter,
 ) -> Run:
-    """Run all requests, at most ``concurrency`` of them at once.
+    """Run all requests, at most ``concurrency`` at once.
 
     Args:
         engine: idle before and after.
-        requests: with the length limit as their only end.
+        requests: they end at their length limit only.
         concurrency: at least 1.
-        num_traced: of how many requests, from the first on, the windows are kept.
-        advance: called whenever a request is done.
+        num_traced: number of leading requests whose windows are recorded.
+        advance: called for each finished request.
         clock: seconds.
 
     Raises:
@@ -217,7 +214,7 @@ def measure(
         updates = engine.step()
         if not updates:
             continue
-        _note_step(run, running, updates, clock())
+        _record_step(run, running, updates, clock())
         for request_id in [i for i, r in running.items() if r.num_emitted == r.output_len]:
             del running[request_id]
             engine.release(request_id)
@@ -233,10 +230,10 @@ def _record(request: EngineRequest, now: float) -> RequestRecord:
     return RequestRecord(prompt_len, request.max_total_tokens - prompt_len, now)
 
 
-def _note_step(
+def _record_step(
     run: Run, running: dict[str, RequestRecord], updates: Sequence[RequestUpdate], now: float
 ) -> None:
-    # A request that has tokens has its prompt behind it, so no row of this step is a chunk.
+    # A request with tokens has finished prefill: if all have, the step has no prefill rows.
     is_decode = all(record.num_emitted for record in running.values())
     num_tokens = context = 0
     for update in updates:

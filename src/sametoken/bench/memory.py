@@ -1,6 +1,6 @@
-"""How much memory a model takes, from the config.json of target and drafter alone.
+"""A model's memory, from the config.json of target and drafter alone.
 
-Both are built of tensors that have shapes and no memory, by the code that loads them.
+The loading code builds both on the meta device: tensors with shapes and no memory.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.step import compact
 
-#: Tensors there have shapes and no memory.
+#: Tensors on the meta device have shapes and no memory.
 SHAPES_ONLY = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes, before anything is loaded.
+    """Memory in bytes, before anything is loaded.
 
     Attributes:
         model: path of the target.
-        dtype: of weights and activations.
-        method: how drafts are made; None without speculation.
-        block_size: tokens of a KV block.
+        dtype: dtype of weights and activations.
+        method: speculative method; None without speculation.
+        block_size: tokens per KV block.
         max_model_len, max_num_seqs: the longest request, and how many run at once.
-        weights, draft_weights: matrices; what the drafter shares with the target is the
-            target's, and a copy in fp8 of that the drafter's.
-        request: what one request takes.
+        weights, draft_weights: matrices. Those that both share count for the target, an fp8
+            copy of them for the drafter.
+        request: memory of one request.
     """
 
     model: str
@@ -78,11 +78,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all weights and of ``max_num_seqs`` such requests."""
+        """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens."""
         return self.weights + self.draft_weights + self.max_num_seqs * self.per_request
 
     def as_json(self) -> dict[str, Any]:
-        """All numbers, derived ones included."""
+        """Convert to JSON values, derived numbers included."""
         derived = ("kv_per_block", "speculation_per_request", "per_request", "total")
         own = asdict(self)
         own["request"] |= {"state_per_draft": self.request.state_per_draft}
@@ -92,11 +92,11 @@ class Memory:
 def measure_memory(
     config: EngineConfig, announce: Callable[[str], None] = lambda text: None
 ) -> Memory:
-    """Count what an engine of this config would hold.
+    """Compute the memory of an engine with this config.
 
     Args:
         config: the engine's options.
-        announce: told in words what is fetched and from where.
+        announce: called with one line per download.
 
     Raises:
         ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as
@@ -127,7 +127,7 @@ def measure_memory(
 
 
 def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:
-    """A model of tensors that have shapes and no memory, from its config alone.
+    """Build a model on the meta device, from its config alone.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load_model``.

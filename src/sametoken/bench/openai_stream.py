@@ -1,9 +1,4 @@
-"""One request to an OpenAI-compatible server, and when its tokens arrived.
-
-Load on a server: when requests are sent, and how many may run.
-
-Tokens and windows of a request to a server, as far as it tells them.
-"""
+"""Streamed requests to an OpenAI-compatible server: load, arrival times, tokens and windows."""
 
 from __future__ import annotations
 
@@ -34,21 +29,21 @@ class Endpoint:
     """Where requests go.
 
     Attributes:
-        path: below the server's address.
-        model: the name that requests give.
-        is_chat: a prompt is sent as a user's message, not as text to continue.
-        gives_stats: the server understands ``include_speculation_stats``.
-        extra: more fields of every request's body.
+        path: path of the endpoint.
+        model: served model name.
+        is_chat: prompts are sent as user messages, not as text to continue.
+        has_stats: the server supports ``include_speculation_stats``.
+        extra: further fields of every request's body.
     """
 
     path: str
     model: str
     is_chat: bool
-    gives_stats: bool = False
+    has_stats: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def body(self, prompt: str, max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
-        """The body of a streamed request that asks for its usage."""
+        """Build the body of a streamed request with usage."""
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -57,32 +52,32 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        asked = {"messages": [{"role": "user", "content": prompt}]}
-        body |= asked if self.is_chat else {"prompt": prompt}
-        if self.gives_stats:
+        messages = {"messages": [{"role": "user", "content": prompt}]}
+        body |= messages if self.is_chat else {"prompt": prompt}
+        if self.has_stats:
             body["include_speculation_stats"] = True
         return body | dict(self.extra)
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One request as its client saw it; times in seconds of the clock.
+    """One request as the client sees it; times in seconds of the clock.
 
     Attributes:
         index: its place in the run.
         arrival: when it was due.
-        sent: when it was sent; later than it was due if too many were running.
-        events: when an event with text or tokens came, one entry each.
-        texts: what those events held.
-        token_ids: their token ids, where the server sends them.
-        token_texts: of every token, where log-probabilities were asked for.
-        num_prompt_tokens: as the server counts them; None if it does not say.
-        num_tokens: as the server counts them, or ``events`` where it does not.
+        sent: when it was sent; after ``arrival`` if the concurrency limit was reached.
+        events: arrival time of each event with text or tokens.
+        texts: the text of each event.
+        token_ids: the token ids of each event, if the server sends them.
+        token_texts: the text of every token, if log-probabilities were requested.
+        num_prompt_tokens: the server's count; None without one.
+        num_tokens: the server's count, or the number of ``events`` without one.
         counted: whether the server counted.
-        speculation: drafts and steps as the server reports them, in our names; None if not.
+        speculation: the server's statistics under our names; None without them.
         windows: verify steps, if the server reports them.
-        finish_reason: why the answer ended.
-        error: what went wrong; None if nothing did.
+        finish_reason: the finish reason of the answer.
+        error: why the request failed; None if it did not.
     """
 
     index: int
@@ -126,10 +121,7 @@ async def send(
     *,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Send one request and note in ``record`` what comes back.
-
-    Whatever goes wrong is noted as the request's error, never raised.
-    """
+    """Send one request and fill in ``record``; failures become its error and are not raised."""
     record.sent = clock()
     try:
         async with client.stream("POST", endpoint.path, json=body) as response:
@@ -141,7 +133,7 @@ async def send(
                 if event == _DONE:
                     ended = True
                     break
-                _note(record, parse_json(event), clock())
+                _read_event(record, parse_json(event), clock())
         _check(record, ended)
     except (httpx.HTTPError, RequestError) as error:
         record.error = str(error) or type(error).__name__
@@ -155,7 +147,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[str]:
             yield line.removeprefix("data:").strip()
 
 
-def _note(record: ServedRequest, event: Mapping[str, Any], now: float) -> None:
+def _read_event(record: ServedRequest, event: Mapping[str, Any], now: float) -> None:
     if event.get("error"):
         raise RequestError(f"error event: {_message(json.dumps(event))}")
     for choice in event.get("choices") or ():
@@ -171,11 +163,11 @@ def _note(record: ServedRequest, event: Mapping[str, Any], now: float) -> None:
         record.num_prompt_tokens = int(usage["prompt_tokens"])
         record.num_tokens = int(usage["completion_tokens"])
         record.counted = True
-    _note_speculation(record, event)
+    _read_speculation(record, event)
 
 
 def _text(choice: Mapping[str, Any]) -> str:
-    """What a choice adds, whatever kind of text it is."""
+    """Return the text of a choice: completion, reasoning, content and tool calls."""
     delta = choice.get("delta")
     if delta is None:
         return choice.get("text") or ""
@@ -187,17 +179,17 @@ def _text(choice: Mapping[str, Any]) -> str:
 
 
 def _token_texts(logprobs: Mapping[str, Any]) -> list[str]:
-    """Tokens of log-probabilities in the form of completions or of chat."""
+    """Return the token texts of log-probabilities, in the completion or chat format."""
     if "content" in logprobs:
         return [entry["token"] for entry in logprobs["content"] or ()]
     return list(logprobs.get("tokens") or ())
 
 
-def _note_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
+def _read_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
     ours = event.get("speculation")
     if ours:
         record.speculation = {key: ours[key] for key in ours if not key.startswith("per_step_")}
-        # The first of ours is the step that ends the prompt.
+        # Our first entry is the last prefill step.
         record.windows = _windows(_steps(ours)[1:])
     theirs = (event.get("metrics") or {}).get("speculative_decoding")
     if not theirs:
@@ -214,19 +206,19 @@ def _note_speculation(record: ServedRequest, event: Mapping[str, Any]) -> None:
 
 
 def _per_position(histogram: list[int]) -> list[float]:
-    """From steps by accepted drafts to the share of steps that accepted draft i, from 1."""
+    """Convert a histogram of accepted drafts to the share of steps that accepted draft i >= 1."""
     steps = sum(histogram)
     return [sum(histogram[i:]) / steps if steps else 0.0 for i in range(1, len(histogram))]
 
 
 def _steps(stats: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Drafted and accepted of every step, where the server reports them."""
+    """Return (drafted, accepted) of every step, if the server reports them."""
     columns = (stats.get(name) or () for name in ("per_step_drafted", "per_step_accepted"))
     return list(zip(*columns, strict=True))
 
 
 def _windows(steps: list[tuple[int, int]]) -> tuple[Window, ...]:
-    """Windows after the token that ends the prompt, from (drafted, accepted); of none, none."""
+    """Build windows from (drafted, accepted), after the prefill's token; none without steps."""
     if not steps:
         return ()
     windows, first = [Window(0, 0, 0)], 1
@@ -237,7 +229,7 @@ def _windows(steps: list[tuple[int, int]]) -> tuple[Window, ...]:
 
 
 def _check(record: ServedRequest, ended: bool) -> None:
-    """Refuse an answer that is not whole."""
+    """Require a complete answer."""
     if not ended and record.finish_reason is None:
         raise RequestError("the stream ended before the answer")
     if not record.events:
@@ -247,7 +239,7 @@ def _check(record: ServedRequest, ended: bool) -> None:
 
 
 def _message(text: str) -> str:
-    """The message of an OpenAI error, or the beginning of whatever it is."""
+    """Return the message of an OpenAI error, or the beginning of the text."""
     try:
         error = parse_json(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:_SHOWN_ERROR]
@@ -255,19 +247,18 @@ def _message(text: str) -> str:
         return text[:_SHOWN_ERROR]
 
 
-#: Sends one body and fills the record.
+#: Sends one body and fills in the record.
 Send = Callable[[Mapping[str, Any], ServedRequest], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests come.
+    """How requests arrive.
 
     Attributes:
-        concurrency: how many run at once at most; None sets no bound.
-        request_rate: requests per second on average, at times as a Poisson process has them;
-            None makes all of them due at once.
-        seed: of those times.
+        concurrency: maximum number of running requests; None sets no limit.
+        request_rate: average requests per second of a Poisson process; None sends all at once.
+        seed: seed of the arrival times.
 
     Raises:
         ConfigError: a number is impossible.
@@ -286,7 +277,7 @@ class Load:
             )
 
     def due(self, count: int) -> list[float]:
-        """When each of ``count`` requests is due, in seconds; the first at once."""
+        """Arrival times of ``count`` requests in seconds; the first is 0."""
         if self.request_rate is None:
             return [0.0] * count
         choose = random.Random(self.seed)
@@ -296,12 +287,12 @@ class Load:
 
 @dataclass(slots=True)
 class LoadRun:
-    """What one run brought.
+    """The records of one run.
 
     Attributes:
         start: when it began, in seconds of the clock.
         requests: in the order of their index.
-        counters: what the server counted meanwhile; None if that is not known.
+        counters: the server's counters over the run; None if unknown.
     """
 
     start: float
@@ -310,7 +301,7 @@ class LoadRun:
 
     @property
     def done(self) -> list[ServedRequest]:
-        """Requests that were answered."""
+        """Requests without an error."""
         return [request for request in self.requests if request.error is None]
 
     @property
@@ -330,13 +321,13 @@ async def run_load(
     """Send every body when it is due, and wait for all answers.
 
     Args:
-        send: sends one.
-        bodies: of the requests, in order.
-        load: when they are due and how many may run.
-        advance: called whenever a request is done.
+        send: sends one body.
+        bodies: in order.
+        load: arrival times and concurrency limit.
+        advance: called for each finished request.
         clock: seconds.
     """
-    bound = contextlib.nullcontext() if load.concurrency is None else _turns(load.concurrency)
+    bound = contextlib.nullcontext() if load.concurrency is None else _limit(load.concurrency)
     run = LoadRun(clock())
 
     async def one(index: int, body: Mapping[str, Any], due: float) -> None:
@@ -355,25 +346,25 @@ async def run_load(
     return run
 
 
-def _turns(concurrency: int) -> contextlib.AbstractAsyncContextManager[None]:
+def _limit(concurrency: int) -> contextlib.AbstractAsyncContextManager[None]:
     return asyncio.Semaphore(concurrency)
 
 
 def traced_body(body: Mapping[str, Any], *, is_chat: bool) -> dict[str, Any]:
-    """The body of a request whose tokens are wanted one by one."""
+    """Extend a body so that the server returns every token and window."""
     logprobs = {"logprobs": True, "top_logprobs": 0} if is_chat else {"logprobs": 0}
-    wanted: dict[str, Any] = {"return_token_ids": True, **logprobs}
+    more: dict[str, Any] = {"return_token_ids": True, **logprobs}
     if body.get("include_speculation_stats"):
-        wanted["include_speculation_stats"] = "detailed"
-    return {**body, **wanted}
+        more["include_speculation_stats"] = "detailed"
+    return {**body, **more}
 
 
 def served_trace(record: ServedRequest) -> dict[str, Any] | None:
-    """The request in the form of ``Trace.as_json``; None if its tokens are not known.
+    """Convert the request to the form of ``Trace.as_json``; None if its tokens are unknown.
 
-    Where the server reports its windows, these are they. Otherwise every event of a request
-    that ran alone is taken for one window: its last token is the target's own, and how many
-    drafts were offered is not known (None).
+    Windows are the server's if it reports them. Otherwise every event of a request that ran
+    alone counts as one window, whose last token is the target's and whose number of offered
+    drafts is unknown (None).
     """
     token_ids = [token_id for event in record.token_ids for token_id in event]
     if record.error is not None or not token_ids or len(token_ids) != len(record.token_texts):

@@ -1,4 +1,4 @@
-"""Prompts of a dataset as token ids, as a chat would have them."""
+"""Prompts of a dataset as token ids, through the chat template if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sametoken.text.tokenizer import Tokenizer
 def dataset_prompts(
     name: str, path: Path | None, tokenizer: Tokenizer | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The first turns of a dataset; none for ``random``, whose prompts are made elsewhere.
+    """Encode the first turns of a dataset; none for ``random`` (``RequestSource`` draws those).
 
     Raises:
         ConfigError: as ``load_dataset``, or there is no tokenizer.
@@ -27,7 +27,7 @@ def dataset_prompts(
 
 
 def encode_items(items: Iterable[DatasetItem], tokenizer: Tokenizer) -> Iterable[tuple[int, ...]]:
-    """Token ids of first turns: through the chat template, or as they are if there is none."""
+    """Encode first turns, through the chat template if there is one."""
     for item in items:
         if tokenizer.hf.chat_template:
             text = tokenizer.apply_chat_template(item.messages, add_generation_prompt=True)

@@ -1,7 +1,4 @@
-"""From records of runs to numbers that can be read, kept and compared.
-
-Percentiles, as every command of ``bench`` means them.
-"""
+"""Summaries of measured runs, with the environment and the settings; percentiles."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _PACKAGES = ("torch", "triton", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class RunNumbers:
-    """One run of several, for their spread; the names and units of ``Summary``."""
+    """One of several runs, for their spread; names and units as in ``Summary``."""
 
     seconds: float
     num_tokens: int
@@ -42,11 +39,11 @@ class RunNumbers:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """One request on the time line; seconds since its run began.
+    """One request on the timeline; seconds since its run began.
 
     Attributes:
         run: index of the run.
-        arrival, first, last: when it was handed over; when its first and last tokens came.
+        arrival, first, last: when it was added; when its first and last tokens arrived.
         prompt_len, output_len: tokens.
     """
 
@@ -60,28 +57,29 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Runs of one concurrency. Times in milliseconds; None where nothing was to be measured.
+    """Runs of one concurrency. Times in milliseconds; None without a measurement.
+
+    A steady decode step has the full batch and follows another one that has.
 
     Attributes:
-        concurrency: requests at once.
-        num_requests, num_tokens: over all runs.
-        seconds: of all runs.
+        concurrency: maximum number of running requests.
+        num_requests, num_tokens, seconds: sums over all runs.
         tokens_per_second: emitted tokens over all seconds, prefill included.
-        best_tokens_per_second: of the best single run.
-        decode_tokens_per_second: tokens of steady decode steps over their time alone.
+        best_tokens_per_second: ``tokens_per_second`` of the best run.
+        decode_tokens_per_second: tokens of steady decode steps over their time.
         ttft_mean, ttft_median, ttft_p99: time to the first token.
         tpot_mean, tpot_median: time per token after the first, per request.
-        num_steps: steady decode steps: of the whole batch, after another such step.
+        num_steps: number of steady decode steps.
         step_median, step_p99: their times.
-        tokens_per_step: tokens per request of a steady decode step.
-        acceptance_length: emitted tokens per window, the target's own counted.
-        acceptance_per_position: accepted over offered at each window position.
+        tokens_per_step: tokens per request and steady decode step.
+        acceptance_length: emitted tokens per window, the target's own included.
+        acceptance_per_position: accepted over offered drafts at each position.
         speculation: the counters behind both.
-        floor: least time of the mean steady step.
-        floor_fraction: the floor over the median: 1 is the memory's full speed.
-        runs: every run by itself.
+        floor: minimum time of the mean steady step (roofline).
+        floor_fraction: the floor over the median; 1 is full memory bandwidth.
+        runs: each run separately.
         timeline: every request.
-        traces: tokens and windows of a few requests, as ``Trace.as_json`` gives them.
+        traces: tokens and windows of a few requests (``Trace.as_json``).
     """
 
     concurrency: int
@@ -113,7 +111,7 @@ class Summary:
 def summarise(
     concurrency: int, runs: Sequence[Run], traffic: Traffic, bandwidth: Bandwidth
 ) -> Summary:
-    """The numbers of one or more runs at the same concurrency."""
+    """Summarize one or more runs at the same concurrency."""
     numbers = tuple(_numbers(run) for run in runs)
     requests = [request for run in runs for request in run.requests]
     ttft, tpot = _ttft(requests), _tpot(requests)
@@ -189,7 +187,7 @@ def _acceptance_length(speculation: SpeculationMetrics) -> float | None:
 
 
 def _floor(steps: Sequence[StepRecord], traffic: Traffic, bandwidth: Bandwidth) -> float | None:
-    """Least milliseconds of the mean step; None without steps."""
+    """Compute the minimum milliseconds of the mean step; None without steps."""
     if not steps:
         return None
     context = statistics.fmean(step.context for step in steps)
@@ -198,7 +196,7 @@ def _floor(steps: Sequence[StepRecord], traffic: Traffic, bandwidth: Bandwidth) 
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Where and when this was measured."""
+    """Return date, versions and hardware."""
     on_cuda = device.type == "cuda"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -213,18 +211,18 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def settings(resolved: ResolvedConfig) -> dict[str, Any]:
-    """The engine's options as asked, and what was decided, as values that JSON knows."""
-    decided = {
+    """Return the engine's requested options and the resolved ones, as JSON values."""
+    chosen = {
         name: getattr(resolved, name)
         for name in ("max_model_len", "num_kv_blocks", "steps_in_flight", "kernels")
     }
-    decided |= {
+    chosen |= {
         name: getattr(resolved, name) for name in ("weights_bytes", "kv_bytes", "recurrent_bytes")
     }
-    decided |= {name: str(getattr(resolved, name)) for name in ("dtype", "device", "model_path")}
+    chosen |= {name: str(getattr(resolved, name)) for name in ("dtype", "device", "model_path")}
     return {
         "asked": asdict(resolved.config),
-        "resolved": decided | {"architecture": resolved.model.architecture},
+        "resolved": chosen | {"architecture": resolved.model.architecture},
     }
 
 
@@ -236,7 +234,7 @@ def _version(package: str) -> str | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of all lie, interpolated between neighbours."""
+    """Return a percentile, interpolated linearly between neighbours."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = int(place)

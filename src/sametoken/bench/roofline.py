@@ -1,4 +1,4 @@
-"""The least time a decode step can take: the bytes it must read over the memory's speed."""
+"""Roofline of a decode step: the bytes that it must read, and the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.types.option_values import HEADS
 
-# Many times what caches hold, and at 5 TB/s long enough that starting a kernel costs nothing.
+# Many times the caches' size; at 5 TB/s long enough to make the kernel launch negligible.
 CUDA_BYTES = 4 << 30
 CPU_BYTES = 1 << 30
 _PASSES = 12
 _FEATURES = 512
-# Of a drafter that is loaded without memory, to count its elements.
+# Any dtype: only the elements of meta tensors are counted.
 _COUNTED = torch.float32
 
 
@@ -42,7 +42,7 @@ class _Counted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """How fast memory is read: bytes per second, and by what."""
+    """Memory bandwidth in bytes per second, and the method that reached it."""
 
     bytes_per_second: float
     method: str
@@ -50,14 +50,14 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a decode step must move: recurrent state is written too, all else is read.
+    """Bytes that a decode step must move; recurrent state is also written, the rest only read.
 
     Attributes:
-        weights: matrices of the target, once.
-        draft_weights: matrices of the drafter, once per draft pass, all passes together.
-        kv_per_token: KV of one committed token, the drafter's once per pass.
-        recurrent_per_request: recurrent state of one request, read and written once; a
-            drafter's is read once more by each further pass.
+        weights: matrices of the target.
+        draft_weights: matrices of the drafter, summed over draft passes.
+        kv_per_token: KV of one committed token; the drafter's counts once per pass.
+        recurrent_per_request: recurrent state of one request, read and written once; each
+            further draft pass reads the drafter's again.
     """
 
     weights: int
@@ -66,31 +66,31 @@ class Traffic:
     recurrent_per_request: int = 0
 
     def step_bytes(self, context: float, num_requests: float) -> float:
-        """Bytes of a step.
+        """Compute the bytes of a step.
 
         Args:
-            context: committed tokens of the step's requests together.
-            num_requests: how many they are.
+            context: sum of the requests' committed tokens.
+            num_requests: number of requests.
         """
         weights = self.weights + self.draft_weights
         return weights + self.kv_per_token * context + self.recurrent_per_request * num_requests
 
 
 class DraftElements(NamedTuple):
-    """Elements of matrices: of projections, which may be in fp8, and of experts."""
+    """Matrix elements of projections, which may be in fp8, and of experts."""
 
     projections: int
     experts: int
 
 
 class DraftPass(NamedTuple):
-    """Elements of the matrices that a drafter multiplies one row by.
+    """Matrix elements that a drafter reads per row.
 
     Attributes:
-        layers: of every pass.
-        head: of a pass that proposes a token.
-        fusion: of a row that comes with the target's states, which the first pass alone reads.
-        experts: beside ``layers``, what one row reads of a mixture.
+        layers: read by every pass.
+        head: read by a pass that proposes a token.
+        fusion: projection of the target's hidden states; only the first pass reads it.
+        experts: the part of an MoE block that one row reads, not included in ``layers``.
     """
 
     layers: int
@@ -100,12 +100,12 @@ class DraftPass(NamedTuple):
 
 
 class TargetPass(NamedTuple):
-    """Elements of the matrices that a dense target multiplies one row by.
+    """Multiply-adds per row of a dense target.
 
     Attributes:
-        layers: of every row.
-        head: of a row that has logits.
-        attention: of scores and of values beside them, for each position that a row sees.
+        layers: for every row.
+        head: for a row with logits.
+        attention: for scores and weighted values, per position attended to.
     """
 
     layers: int
@@ -114,34 +114,34 @@ class TargetPass(NamedTuple):
 
 
 def target_pass(resolved: ResolvedConfig) -> TargetPass:
-    """What this engine's target multiplies; of a mixture of experts it counts all of them."""
+    """Count the multiply-adds of this engine's target; with MoE it counts all experts."""
     model, itemsize = resolved.model, resolved.dtype.itemsize
     head = model.vocab_size * model.hidden_size
     kv_elements = resolved.request_memory.kv_per_token // itemsize
     return TargetPass(
         layers=step_traffic(resolved).weights // itemsize - head,
         head=head,
-        # Keys and values of a position, each for so many query heads.
+        # Grouped-query attention: each KV head serves num_heads / num_kv_heads query heads.
         attention=kv_elements * model.num_heads // model.num_kv_heads,
     )
 
 
 def step_traffic(resolved: ResolvedConfig) -> Traffic:
-    """What a decode step of this engine must read.
+    """Count the bytes that a decode step of this engine must move.
 
     Raises:
         CheckpointError: the drafter's config.json cannot be read.
     """
     model, config = resolved.model, resolved.config
     itemsize = resolved.dtype.itemsize
-    # Rows of an embedding are looked up; the matrix is read only where it is the head too, and
-    # of several ranks each has its part of the head beside the embedding.
+    # An embedding is gathered by row and read whole only if it is also the head. Under tensor
+    # parallelism each rank stores its shard of the head separately.
     is_read = model.tie_word_embeddings and config.tensor_parallel_size == 1
-    looked_up = 0 if is_read else model.vocab_size * model.hidden_size
+    gathered = 0 if is_read else model.vocab_size * model.hidden_size
     memory, k = resolved.request_memory, config.num_speculative_tokens
     speculative = config.speculative_config
     return Traffic(
-        weights=resolved.weights_bytes - looked_up * itemsize,
+        weights=resolved.weights_bytes - gathered * itemsize,
         draft_weights=_draft_bytes(resolved, speculative) if speculative else 0,
         kv_per_token=memory.kv_per_token + k * memory.draft_kv_per_token,
         recurrent_per_request=2 * memory.recurrent_state + (k + 1) * memory.draft_recurrent,
@@ -157,18 +157,18 @@ def _draft_bytes(resolved: ResolvedConfig, config: SpeculativeConfig) -> int:
 def draft_elements(
     config: SpeculativeConfig, target: ModelConfig, target_path: Path
 ) -> DraftElements:
-    """Elements of all matrices that drafting k tokens reads; arguments as ``draft_pass``."""
+    """Count the matrix elements read to draft k tokens; arguments as ``draft_pass``."""
     k, one = config.num_speculative_tokens, draft_pass(config, target, target_path)
     return DraftElements(one.fusion + k * (one.layers + one.head), k * one.experts)
 
 
 def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path) -> DraftPass:
-    """Elements of the matrices of one draft pass; none for prompt lookup.
+    """Count the matrix elements of one draft pass; none for prompt lookup.
 
     Args:
-        config: how drafts are made.
+        config: the speculative config.
         target: the target's architecture.
-        target_path: its checkpoint, which holds a multi-token-prediction module.
+        target_path: its checkpoint, which contains the MTP module if there is one.
 
     Raises:
         CheckpointError, UnsupportedError, DrafterMismatchError: as ``load_drafter``.
@@ -207,11 +207,11 @@ def _elements(counted: _Counted) -> int:
 
 
 def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwidth:
-    """The fastest of several ways to read memory from end to end, the best of its passes.
+    """Measure memory bandwidth: the best pass of the fastest of several sequential reads.
 
     Args:
-        device: whose memory.
-        num_bytes: how much; default ``CUDA_BYTES`` or ``CPU_BYTES``.
+        device: the device.
+        num_bytes: bytes to read; default ``CUDA_BYTES`` or ``CPU_BYTES``.
     """
     on_cpu = device.type == "cpu"
     num_bytes = num_bytes or (CPU_BYTES if on_cpu else CUDA_BYTES)
@@ -219,7 +219,7 @@ def read_bandwidth(device: torch.device, num_bytes: int | None = None) -> Bandwi
     if on_cpu:
         best |= {"matrix product, 1 row": _product_seconds(device, num_bytes)}
     else:
-        # The engine is to find all memory free.
+        # Return the memory, so that the engine can use all of it.
         torch.cuda.empty_cache()
     method = min(best, key=lambda name: best[name])
     return Bandwidth(num_bytes / best[method], method)
@@ -238,7 +238,7 @@ def _scan_seconds(device: torch.device, num_bytes: int) -> dict[str, float]:
 
 
 def _product_seconds(device: torch.device, num_bytes: int) -> float:
-    """A decode step's own way to read weights."""
+    """Time a matrix product with one row, as a decode step reads weights."""
     kernels = select_kernels(device)
     shape = (num_bytes // (2 * _FEATURES), _FEATURES)
     weight = kernels.pack(torch.ones(shape, dtype=torch.bfloat16, device=device))

@@ -1,4 +1,4 @@
-"""Counters of ``/metrics`` before and after a run: ours, and vLLM's under the same names."""
+"""Prometheus counters of ``/metrics``: ours, and vLLM's under the same names."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ACCEPTED = "spec_decode_num_accepted_tokens_total"
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """A server's counters at one moment.
+    """A snapshot or difference of a server's counters.
 
     Attributes:
-        totals: by name without prefix, summed over models, engines and all other labels.
-        positions: those with a position, by name and then by position from 0.
+        totals: by name without prefix, summed over all labels.
+        positions: counters with a position label, by name and position from 0.
     """
 
     totals: Mapping[str, float] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Counters:
         return self._with(other, 1)
 
     def since(self, before: Counters) -> Counters:
-        """What was counted after ``before``."""
+        """Subtract an earlier snapshot."""
         return self._with(before, -1)
 
     def _with(self, other: Counters, sign: int) -> Counters:
@@ -51,15 +51,15 @@ class Counters:
 
     @property
     def went_back(self) -> bool:
-        """Whether a difference is negative: the server was started again in between."""
+        """Whether a difference is negative: the server restarted in between."""
         return any(value < 0 for value in self.totals.values())
 
     def speculation(self) -> dict[str, Any] | None:
-        """Acceptance in the names of ``SpeculationStats``; None if nothing was drafted.
+        """Compute acceptance under the names of ``SpeculationStats``; None without drafts.
 
-        The length is 1 + accepted over windows with drafts, as vLLM defines it. The rate at a
-        position is over the drafts offered there, or over all windows where the server does
-        not count these.
+        The length is 1 + accepted / windows with drafts, as in vLLM. The rate at a position
+        divides by the drafts offered there, or by all windows if the server does not count
+        those.
         """
         drafts, offered = self.totals.get(_DRAFTS, 0), self.totals.get(_DRAFT_TOKENS, 0)
         if drafts <= 0 or offered <= 0:
@@ -88,10 +88,10 @@ def _combined(one: Mapping[Key, float], other: Mapping[Key, float], sign: int) -
 
 
 def parse_counters(text: str) -> Counters:
-    """Counters in Prometheus' text form whose names begin with our prefix or vLLM's.
+    """Parse counters with our prefix or vLLM's from Prometheus' text format.
 
     Raises:
-        ValueError: the text is not of that form.
+        ValueError: the text is malformed.
     """
     totals: dict[str, float] = defaultdict(float)
     positions: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -111,7 +111,7 @@ def parse_counters(text: str) -> Counters:
 
 
 async def scrape(client: httpx.AsyncClient) -> Counters | None:
-    """The counters now; None where there is no ``/metrics`` that can be read."""
+    """Read the current counters; None without a readable ``/metrics``."""
     try:
         response = await client.get("/metrics")
         response.raise_for_status()

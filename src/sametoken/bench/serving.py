@@ -1,4 +1,4 @@
-"""A running server under load, measured from outside."""
+"""Benchmark of a running server, measured by its clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _JSON_ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 
 
 def open_client(server: Server) -> httpx.AsyncClient:
-    """A client without a bound on connections; a proxy would be part of what is measured."""
+    """Open a client without a connection limit and without proxies, which would add latency."""
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     return httpx.AsyncClient(
         base_url=server.url,
@@ -58,15 +58,15 @@ async def bench_serving(
     announce: Callable[[str], None] = lambda text: None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Measure a server under one load after the other.
+    """Measure a server under each load in turn.
 
     Args:
-        server: where it is.
-        workload: what it is asked.
-        loads: one result each.
-        goals: what a request must keep to count for goodput.
-        announce: told in a line of what is wanting.
-        advance: called whenever a measured request is done.
+        server: the server.
+        workload: the requests.
+        loads: one result per load.
+        goals: latency bounds of requests that count for goodput.
+        announce: called with a line if traces are missing.
+        advance: called for each finished measured request.
 
     Returns:
         The object that ``sametoken.bench.documents`` describes.
@@ -76,7 +76,7 @@ async def bench_serving(
     """
     prompts = workload.prompts()
     async with open_client(server) as client:
-        about = await _about(client, server)
+        about = await _describe(client, server)
         bench = _Bench(client, _endpoint(about, server, workload), workload, prompts, advance)
         results = [await bench.result(load, goals) for load in loads]
         results[-1]["traces"] = await bench.traces(announce)
@@ -105,7 +105,7 @@ class _Bench:
     advance: Callable[[], None]
 
     async def result(self, load: Load, goals: Sequence[Goal]) -> dict[str, Any]:
-        """One load: warm-up, then all repeats."""
+        """Measure one load: warm-up, then all repeats."""
         if self.workload.warmup:
             await self._run(replace(load, request_rate=None), self.workload.warmup, lambda: None)
         runs = []
@@ -122,7 +122,7 @@ class _Bench:
         return about | serving_numbers(runs, goals) | {"metrics": totals}
 
     async def traces(self, announce: Callable[[str], None]) -> list[dict[str, Any]]:
-        """Tokens and windows of the first requests, asked for one by one."""
+        """Send the first requests again, one at a time, and return their tokens and windows."""
         traces: list[dict[str, Any]] = []
         for index in range(min(self.workload.trace, len(self.prompts))):
             record = ServedRequest(index, 0.0)
@@ -154,11 +154,11 @@ def _endpoint(about: dict[str, Any], server: Server, workload: ServingWorkload) 
     return Endpoint(path, about["model"], workload.is_chat, about["is_ours"], extra)
 
 
-async def _about(client: httpx.AsyncClient, server: Server) -> dict[str, Any]:
-    """What the server says of itself.
+async def _describe(client: httpx.AsyncClient, server: Server) -> dict[str, Any]:
+    """Read model, device and settings from the server.
 
     Raises:
-        ConfigError: it does not answer, or not with a list of models.
+        ConfigError: it does not answer, or does not list the model.
     """
     try:
         response = await client.get("/v1/models")
@@ -174,14 +174,14 @@ async def _about(client: httpx.AsyncClient, server: Server) -> dict[str, Any]:
     if model not in names:
         raise ConfigError(f"{server.url} does not serve {model!r}", f"use one of {names}")
     info = await _engine_info(client)
-    made_up = info.get("synthetic", "nothing")
+    synthetic = info.get("synthetic", "nothing")
     method = info.get("method", "none")
     k = int(info.get("num_speculative_tokens", 0))
     config = None if method == "none" else {"method": method, "num_speculative_tokens": k}
     return {
         "model": model,
         "is_ours": any(card.get("owned_by") == _OURS for card in cards),
-        "synthetic": [] if made_up == "nothing" else made_up.split(", "),
+        "synthetic": [] if synthetic == "nothing" else synthetic.split(", "),
         "device": info.get("device"),
         "settings": {
             "asked": {"model": model, "speculative_config": config},
@@ -191,7 +191,7 @@ async def _about(client: httpx.AsyncClient, server: Server) -> dict[str, Any]:
 
 
 async def _engine_info(client: httpx.AsyncClient) -> dict[str, str]:
-    """What our ``/metrics`` says of the engine; empty for any other server."""
+    """Read the ``engine_info`` labels of our ``/metrics``; empty for any other server."""
     try:
         response = await client.get("/metrics")
         response.raise_for_status()

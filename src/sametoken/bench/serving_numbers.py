@@ -1,4 +1,4 @@
-"""From served requests to numbers: the field's latencies, and goodput."""
+"""Latencies (TTFT, TPOT, ITL, E2E), throughput and goodput of served requests."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from sametoken.bench.report import percentile
 from sametoken.bench.scrape import Counters
 from sametoken.errors import ConfigError
 
-#: Of one request: time to the first token, per later token, and to the last one.
+#: A request's time to the first token, per later token, and to the last one.
 GOAL_METRICS = ("ttft", "tpot", "e2e")
 _GOAL = re.compile(r"(\w+):(\d+(?:\.\d+)?)")
-#: The field's other name.
+#: vLLM's name.
 _ALIASES = {"e2el": "e2e"}
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A bound on a request's latency, in milliseconds."""
+    """An upper bound on a request's latency, in milliseconds."""
 
     metric: str
     limit: float
 
     def is_met(self, request: ServedRequest) -> bool:
-        """Whether the request keeps it; one without such a time does."""
+        """Return whether the request meets the bound; one without that latency does."""
         seconds: float | None = getattr(request, self.metric)
         return seconds is None or 1e3 * seconds <= self.limit
 
 
 def parse_goals(texts: Sequence[str]) -> tuple[Goal, ...]:
-    """Goals such as ``ttft:200``; one text may hold several.
+    """Parse goals of the form ``ttft:200``; one text may hold several.
 
     Raises:
-        ConfigError: a text is none.
+        ConfigError: a text is not a goal.
     """
     goals = []
     for text in re.split(r"[\s,]+", " ".join(texts).strip()):
@@ -56,11 +56,11 @@ def parse_goals(texts: Sequence[str]) -> tuple[Goal, ...]:
 
 
 def serving_numbers(runs: Sequence[LoadRun], goals: Sequence[Goal]) -> dict[str, Any]:
-    """The numbers of repeated runs together, and of each by itself under ``runs``.
+    """Compute the numbers of all repeats together, and of each one under ``runs``.
 
     Times are milliseconds: ``ttft``, ``tpot``, ``itl`` (between events) and ``e2e``, each
-    with ``_mean``, ``_median``, ``_p90`` and ``_p99``; None where there is none. Failed
-    requests count in ``num_failed`` and ``errors`` and nowhere else.
+    with ``_mean``, ``_median``, ``_p90`` and ``_p99``; None without values. Failed requests
+    count only in ``num_failed`` and ``errors``.
     """
     each = [_numbers([run], goals) for run in runs]
     return _numbers(runs, goals) | {
@@ -114,7 +114,7 @@ def _latencies(done: Sequence[ServedRequest]) -> dict[str, float | None]:
 
 
 def _acceptance(runs: Sequence[LoadRun], done: Sequence[ServedRequest]) -> dict[str, Any]:
-    """The server's counters, or else what the requests report, weighted by their steps."""
+    """Acceptance from the server's counters, else from the requests, weighted by steps."""
     counted = [run.counters for run in runs if run.counters is not None]
     of_server = sum(counted, Counters()).speculation() if len(counted) == len(runs) else None
     of_requests = _reported([r.speculation for r in done if r.speculation])
@@ -127,7 +127,7 @@ def _acceptance(runs: Sequence[LoadRun], done: Sequence[ServedRequest]) -> dict[
 
 
 def _reported(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Several requests' speculation as one; None if none drafted."""
+    """Combine the statistics of several requests; None without drafts."""
     steps = sum(one["num_steps"] for one in stats)
     offered = sum(one["num_draft_tokens"] for one in stats)
     if not steps or not offered:
@@ -158,7 +158,7 @@ def _without_errors(numbers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _times(index: int, run: LoadRun, request: ServedRequest) -> dict[str, Any]:
-    """One request on the time line, as ``RequestTimes`` has it, and how it ended."""
+    """One request on the timeline: ``RequestTimes`` and how it ended."""
 
     def since(moment: float) -> float:
         return moment - run.start

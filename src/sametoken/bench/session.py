@@ -1,4 +1,4 @@
-"""An engine set up to be measured, and the machine it runs on."""
+"""A benchmark session: one loaded engine and the device's memory bandwidth."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _WARMUP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One engine, measured at one concurrency after the other.
+    """One engine, measured at each concurrency in turn.
 
     Attributes:
-        workload: what is asked, prompts of a file included.
-        bandwidth: of the device's memory, measured before the engine took its share.
-        traffic: what a decode step must read.
+        workload: the requests, with the prompts of a file.
+        bandwidth: memory bandwidth, measured before the engine allocated memory.
+        traffic: bytes that a decode step must move.
     """
 
     workload: Workload
@@ -52,14 +52,14 @@ class Session:
         announce: Callable[[str], None] = lambda text: None,
         bandwidth_bytes: int | None = None,
     ) -> Session:
-        """Measure the memory, then load the engine.
+        """Measure the memory bandwidth, then load the engine.
 
         Args:
             config: the engine's options.
-            workload: what will be asked.
-            prompts: a file for ``read_prompts``, in place of random prompts.
-            dataset: name and file for ``load_dataset``, in place of random prompts.
-            announce: told in a line of whatever takes long or lowers the numbers.
+            workload: the requests.
+            prompts: a file for ``read_prompts``, replacing random prompts.
+            dataset: name and file for ``load_dataset``, replacing random prompts.
+            announce: called with a line about slow phases and about limits on the numbers.
             bandwidth_bytes: as in ``read_bandwidth``.
 
         Raises:
@@ -73,7 +73,7 @@ class Session:
             raise ConfigError(
                 f"concurrency {most} is above max_num_seqs={slots}", "raise max_num_seqs"
             )
-        announce("measuring the memory's speed")
+        announce("measuring memory bandwidth")
         bandwidth = read_bandwidth(device, bandwidth_bytes)
         announce(f"loading {config.model}")
         engine = build_engine(config, announce)
@@ -92,7 +92,7 @@ class Session:
         )
 
     def with_workload(self, workload: Workload) -> Session:
-        """The same engine and prompts, asked with other lengths, concurrency or sampling.
+        """Return a session of the same engine and prompts with another workload.
 
         Raises:
             ConfigError: the workload does not fit the engine.
@@ -104,7 +104,7 @@ class Session:
 
     @property
     def resolved(self) -> ResolvedConfig:
-        """The engine's settings."""
+        """The engine's resolved settings."""
         return self._engine.resolved
 
     def run(
@@ -119,11 +119,11 @@ class Session:
         """Measure at one concurrency.
 
         Args:
-            concurrency: requests at once.
-            sizes: requests of each run, one run after the other.
-            warmup: batches with short outputs that run before and are not counted.
-            num_traced: of how many requests of the last run tokens and windows are kept.
-            advance: called whenever a measured request is done.
+            concurrency: maximum number of running requests.
+            sizes: number of requests of each run.
+            warmup: batches with short outputs that run first and are not counted.
+            num_traced: requests of the last run whose tokens and windows are recorded.
+            advance: called for each finished measured request.
 
         Raises:
             NumericalError, EngineDeadError: as ``measure``.
@@ -148,7 +148,7 @@ class Session:
 
 
 def tokenizer_or_none(resolved: ResolvedConfig) -> Tokenizer | None:
-    """The model's tokenizer; None where it has none, for then token ids are shown."""
+    """Load the model's tokenizer; None if it has none (token ids are shown instead)."""
     try:
         return load_tokenizer_of(resolved.config, resolved.model_path)
     except CheckpointError:

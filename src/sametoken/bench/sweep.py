@@ -1,4 +1,4 @@
-"""Run a sweep: one process per engine, one file per cell, and only what is not done yet."""
+"""Run a sweep: one process per engine, one file per cell; finished cells are skipped."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ _SHOWN_ERROR = 600
 
 @dataclass(frozen=True, slots=True)
 class CellStore:
-    """A directory with one JSON file per measured cell: a document and its ``cell``."""
+    """A directory with one JSON file per measured cell: a document with the key ``cell``."""
 
     directory: Path
 
     def path(self, cell: Cell) -> Path:
-        """Where the cell's result is or will be."""
+        """Return the path of the cell's file."""
         return self.directory / f"{cell.name}.json"
 
     def status(self, cell: Cell) -> str | None:
-        """``DONE``, ``FAILED``, or None if it was not measured.
+        """Return ``DONE``, ``FAILED``, or None if the cell was not measured.
 
         Raises:
-            ConfigError: its file cannot be read or is of something else.
+            ConfigError: its file cannot be read or belongs to another cell.
         """
         path = self.path(cell)
         if not path.exists():
             return None
         found = read_json(path)
         if found.get("cell") != json.loads(json.dumps(dataclasses.asdict(cell))):
-            raise ConfigError(f"{path} is not of this cell", "give another directory")
+            raise ConfigError(f"{path} belongs to another cell", "give another directory")
         return DONE if found.get("status") == DONE else FAILED
 
     def error(self, cell: Cell) -> str:
-        """Why a cell failed.
+        """Return why a cell failed.
 
         Raises:
             ConfigError: as ``status``.
@@ -59,23 +59,23 @@ class CellStore:
         return str(read_json(self.path(cell)).get("error", ""))
 
     def finish(self, cell: Cell, document: dict[str, Any]) -> None:
-        """Keep a cell's result."""
+        """Write a cell's result."""
         write_json(self.path(cell), self._about(cell, DONE) | document)
 
     def fail(self, cell: Cell, error: str) -> None:
-        """Keep why a cell has none."""
+        """Write why a cell has no result."""
         write_json(self.path(cell), self._about(cell, FAILED) | {"error": error})
 
     def forget(self, cell: Cell) -> None:
-        """Remove a cell's file, so that it is measured again."""
+        """Remove a cell's file, so that the cell is measured again."""
         self.path(cell).unlink(missing_ok=True)
 
     def _about(self, cell: Cell, status: str) -> dict[str, Any]:
         return {"cell": dataclasses.asdict(cell), "status": status}
 
 
-#: Measures the cells of one engine in a process of its own; gives the name of the last cell
-#: that it began, and "" or why it ended early.
+#: Measures the cells of one engine in another process; returns the name of the last cell
+#: that it began, and an error or "".
 Launch = Callable[[Path, Sequence[Cell]], tuple[str | None, str]]
 
 
@@ -87,17 +87,17 @@ def run_sweep(
     announce: Callable[[str], None] = lambda text: None,
     launch: Launch | None = None,
 ) -> dict[str, int]:
-    """Measure what has no result yet.
+    """Measure the cells that have no result yet.
 
     Args:
         sweep: the cells.
-        directory: where results are kept; it is made if need be.
-        retry_failed: measure those again that failed.
-        announce: told in a line what is done.
+        directory: results directory; created if missing.
+        retry_failed: also measure failed cells again.
+        announce: called with one line per engine and per failed cell.
         launch: runs one engine.
 
     Returns:
-        How many cells are ``DONE`` and how many ``FAILED``, those of earlier runs included.
+        The number of ``DONE`` and of ``FAILED`` cells, earlier runs included.
 
     Raises:
         ConfigError: a result cannot be read or written.
@@ -123,7 +123,7 @@ def _run_engine(store: CellStore, pending: list[Cell], launch: Launch) -> None:
     while pending:
         begun, error = launch(store.directory, pending)
         left = _with_status(store, pending, None)
-        # A process that dies takes the cell down that it was in; all of them if it was in none.
+        # If the process dies, the cell that it had begun fails; without one, all cells fail.
         lost = [cell for cell in left if cell.name == begun]
         if begun is None and len(left) == len(pending):
             lost = left
@@ -133,7 +133,7 @@ def _run_engine(store: CellStore, pending: list[Cell], launch: Launch) -> None:
 
 
 def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, str]:
-    """Measure cells of one engine in a new Python process (see ``Launch``)."""
+    """Measure the cells of one engine in a new Python process (see ``Launch``)."""
     job = {"directory": str(directory), "cells": [dataclasses.asdict(cell) for cell in cells]}
     begun = None
     with (
@@ -156,8 +156,8 @@ def launch_engine(directory: Path, cells: Sequence[Cell]) -> tuple[str | None, s
             child.terminate()
             raise
         errors.seek(0)
-        said = errors.read().strip()
-    return begun, "" if code == 0 else f"{_ended(code)}: {said[-_SHOWN_ERROR:]}"
+        stderr = errors.read().strip()
+    return begun, "" if code == 0 else f"{_ended(code)}: {stderr[-_SHOWN_ERROR:]}"
 
 
 def _write(child: subprocess.Popen[str], text: str) -> None:

@@ -1,4 +1,4 @@
-"""What a sweep measures: the product of its axes, cell by cell."""
+"""Definition of a sweep: its axes and the cells of their product."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Cell:
 
     Attributes:
         model: as ``EngineConfig.model``.
-        speculative_config: how drafts are made; None drafts none.
+        speculative_config: as ``EngineConfig.speculative_config``.
         tensor_parallel_size: GPUs that share the model.
         input_len, output_len, concurrency, temperature, seed: as in ``Workload``.
-        num_iters, warmup: batches that are measured, and short ones before.
-        dataset, path: as ``load_dataset`` takes them; random prompts have ``input_len`` tokens.
-        engine: other options of the engine, those alone that are not the default.
+        num_iters, warmup: measured batches, and short batches before them.
+        dataset, path: arguments of ``load_dataset``; random prompts have ``input_len`` tokens.
+        engine: the engine's other options, only those that are not at their default.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Readable, and of no other cell."""
+        """A readable, unique name."""
         spec = self.speculative_config
         drafts = f"{spec['method']}-k{spec.get(_K, 0)}" if spec else "plain"
         parts = (
@@ -67,7 +67,7 @@ class Cell:
 
     @property
     def workload(self) -> Workload:
-        """What the engine is asked.
+        """The requests of the cell.
 
         Raises:
             ConfigError: a number is impossible.
@@ -77,7 +77,7 @@ class Cell:
         )
 
     def engine_options(self) -> dict[str, Any]:
-        """What ``EngineConfig.from_options`` takes."""
+        """Return the arguments of ``EngineConfig.from_options``."""
         options: dict[str, Any] = {"enable_prefix_caching": False, **self.engine}
         options |= {"model": self.model, "speculative_config": self.speculative_config}
         if self.tensor_parallel_size != 1:
@@ -91,15 +91,15 @@ class Sweep:
 
     Attributes:
         model: checkpoints.
-        drafter: speculative configs; one without ``num_speculative_tokens`` is measured with
-            every number of that axis. None decodes plainly, once.
+        drafter: speculative configs; one without ``num_speculative_tokens`` is combined with
+            that axis. None is plain decoding.
         num_speculative_tokens, tensor_parallel_size: further axes of the engine.
-        input_len, output_len, concurrency, temperature: axes of what it is asked.
-        num_iters, warmup, seed, dataset, path: of every cell.
+        input_len, output_len, concurrency, temperature: axes of the workload.
+        num_iters, warmup, seed, dataset, path: shared by all cells.
         engine: other options of all engines.
 
     Raises:
-        ConfigError: an axis is empty, or a drafter is not possible.
+        ConfigError: an axis is empty, or a drafter is invalid.
     """
 
     model: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class Sweep:
                 SpeculativeConfig.parse(config)
 
     def engines(self) -> Iterator[list[Cell]]:
-        """The cells of one engine after the other."""
+        """Yield the cells of each engine."""
         shared: dict[str, Any] = {
             name: getattr(self, name) for name in ("seed", "num_iters", "warmup", "dataset", "path")
         }
@@ -134,10 +134,10 @@ class Sweep:
         for model, spec, parallel in itertools.product(
             self.model, self._speculative_configs(), self.tensor_parallel_size
         ):
-            asked = itertools.product(
+            workloads = itertools.product(
                 self.input_len, self.output_len, self.concurrency, self.temperature
             )
-            yield [Cell(model, spec, parallel, *one, **shared) for one in asked]
+            yield [Cell(model, spec, parallel, *one, **shared) for one in workloads]
 
     def _speculative_configs(self) -> list[Mapping[str, Any] | None]:
         configs: list[Mapping[str, Any] | None] = []
@@ -149,8 +149,8 @@ class Sweep:
         return configs
 
 
-#: Axes by name; models and drafters are the user's. "vllm-38311" is the grid in which that
-#: issue's loss of acceptance showed; "peer" is what other engines were measured with.
+#: Axes by name, without models and drafters. "vllm-38311" is the grid that shows that issue's
+#: loss of acceptance; "peer" is the workload that other engines were measured with.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "vllm-38311": {
         "num_speculative_tokens": (3,),
@@ -165,10 +165,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def make_sweep(
     preset: str | None, file: Mapping[str, Any] | None, given: Mapping[str, Any]
 ) -> Sweep:
-    """A sweep from a preset, over which a file's values go, over which those of flags go.
+    """Build a sweep; flags override the file's values, which override the preset's.
 
     Raises:
-        ConfigError: a name is unknown, or a value of the wrong type.
+        ConfigError: a name is unknown, or a value has the wrong type.
     """
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"preset {preset!r} is not known", f"use one of {tuple(PRESETS)}")
@@ -179,7 +179,7 @@ def make_sweep(
 
 
 def changed_engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not the default; so a cell's name outlives options added later."""
+    """Select options that are not at their default; new options then change no cell's name."""
     defaults = {f.name: f.default for f in dataclasses.fields(EngineConfig)}
     return {
         name: value
@@ -209,7 +209,7 @@ _SINGLE: Mapping[str, type[Any]] = {
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A value of the type that its field has; one value of an axis is an axis of one."""
+    """Check a value's type; a single value of an axis becomes a tuple of one."""
     if name in _SINGLE:
         if not isinstance(value, _SINGLE[name]) or isinstance(value, bool):
             raise ConfigError(f"{name}={value!r} is not possible in a sweep", "see bench sweep")

@@ -1,7 +1,4 @@
-"""What is asked of the engine while it is measured.
-
-What a server is asked under load, and where it is.
-"""
+"""Benchmark workloads: the requests of an engine, the requests of a server, its address."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from sametoken.io.json_text import json_lines, parse_json
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
-# Random prompts keep away from both ends of a large vocabulary, where special tokens are.
+# Random prompts leave out both ends of a large vocabulary, where special tokens are.
 _EDGE = 1000
 
 Encode = Callable[[str], Sequence[int]]
@@ -27,14 +24,14 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one kind. All run to their full length: no token ends them.
+    """Requests with the same settings, which ignore the end-of-text token.
 
     Attributes:
-        input_len, output_len: tokens per request; prompts that are given keep their length.
-        concurrency: requests that run at once, one measurement each.
-        temperature: of sampling; 0 is greedy.
-        seed: of random prompts and of sampling.
-        prompts: token ids, used in turn; random ones if there are none.
+        input_len, output_len: tokens per request; given prompts keep their length.
+        concurrency: maximum numbers of running requests, one measurement each.
+        temperature: sampling temperature; 0 is greedy.
+        seed: seed of random prompts and of sampling.
+        prompts: token ids, used cyclically; random prompts if empty.
 
     Raises:
         ConfigError: a number is impossible.
@@ -60,17 +57,17 @@ class Workload:
         return max(map(len, self.prompts), default=self.input_len) + self.output_len
 
 
-#: Workloads by name. "peer" is what other engines were measured with: random token ids,
-#: greedy, no prefix cache.
+#: Workloads by name. Other engines were measured with "peer": random token ids, greedy, no
+#: prefix cache.
 PRESETS = {"peer": Workload(input_len=512, output_len=256, concurrency=(1, 8, 64))}
 
 
 class RequestSource:
-    """Makes requests; no two have the same random prompt, id or seed.
+    """Generates requests with distinct random prompts, ids and seeds.
 
     Args:
-        workload: what they are like.
-        vocab_size: the model's.
+        workload: settings of the requests.
+        vocab_size: the model's vocabulary size.
     """
 
     def __init__(self, workload: Workload, vocab_size: int) -> None:
@@ -81,7 +78,7 @@ class RequestSource:
         self._num_made = 0
 
     def take(self, count: int, output_len: int | None = None) -> list[EngineRequest]:
-        """The next ``count`` requests; ``output_len`` in place of the workload's if given."""
+        """Return the next ``count`` requests; ``output_len`` overrides the workload's."""
         return [self._next(output_len or self._workload.output_len) for _ in range(count)]
 
     def _next(self, output_len: int) -> EngineRequest:
@@ -102,15 +99,15 @@ class RequestSource:
 
 
 def read_prompts(path: Path, encode: Encode) -> tuple[tuple[int, ...], ...]:
-    """Prompts of a file with one JSON value a line.
+    """Read prompts from a file with one JSON value per line.
 
     Args:
-        path: lines of a text, a list of token ids, or an object with ``prompt`` or
+        path: each line is a string, a list of token ids, or an object with ``prompt`` or
             ``prompt_token_ids``.
         encode: text to token ids.
 
     Raises:
-        ConfigError: the file cannot be read or a line is none of these.
+        ConfigError: the file cannot be read or a line is invalid.
     """
     prompts = tuple(_token_ids(value, path, number, encode) for number, value in json_lines(path))
     if not prompts:
@@ -134,31 +131,31 @@ def _token_ids(value: Any, path: Path, number: int, encode: Encode) -> tuple[int
 
 CHAT, COMPLETIONS, AUTO = "chat", "completions", "auto"
 APIS = (AUTO, COMPLETIONS, CHAT)
-#: Datasets of questions, which chat models answer as such.
-_ASKED_IN_CHAT = ("gsm8k", "humaneval", "mt-bench", SPEC_BENCH)
+#: Datasets of questions, which are sent to the chat endpoint by default.
+_CHAT_DATASETS = ("gsm8k", "humaneval", "mt-bench", SPEC_BENCH)
 _LEAST = {"num_prompts": 1, "input_len": 1, "output_len": 1, "repeats": 1, "warmup": 0, "trace": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class ServingWorkload:
-    """What a server is asked; a dataset smaller than the number of requests is used again.
+    """Requests to a server; a dataset with fewer items is repeated.
 
     Raises:
         ConfigError: a value is impossible.
     """
 
     dataset: str = option("mt-bench", "gsm8k, humaneval, mt-bench, random, spec-bench or custom")
-    path: Path | None = option(None, "file of spec-bench or custom")
-    num_prompts: int = option(100, "requests of a run")
-    input_len: int = option(64, "random: words of a prompt")
-    output_len: int = option(128, "most tokens of an answer")
-    temperature: float = option(0.0, "0 takes the most likely token")
-    seed: int = option(0, "of sampling, and of the times at which requests come")
-    api: str = option(AUTO, "completions or chat; auto: chat for sets of questions")
-    ignore_eos: bool = option(False, "ask for answers of the full length")
-    warmup: int = option(1, "requests before each load that are not counted")
-    repeats: int = option(1, "runs of each load, for the spread")
-    trace: int = option(1, "requests whose tokens are kept; they are asked again, alone")
+    path: Path | None = option(None, "file of the dataset spec-bench or custom")
+    num_prompts: int = option(100, "number of requests per run")
+    input_len: int = option(64, "random: number of words per prompt")
+    output_len: int = option(128, "maximum number of tokens per answer")
+    temperature: float = option(0.0, "sampling temperature; 0 is greedy")
+    seed: int = option(0, "seed of sampling and of the requests' arrival times")
+    api: str = option(AUTO, "completions or chat; auto: chat for datasets of questions")
+    ignore_eos: bool = option(False, "request answers of the full length")
+    warmup: int = option(1, "number of uncounted requests before each load")
+    repeats: int = option(1, "number of runs per load, which shows the spread")
+    trace: int = option(1, "number of requests sent again, one at a time, to record their tokens")
 
     def __post_init__(self) -> None:
         for name, minimum in _LEAST.items():
@@ -171,13 +168,13 @@ class ServingWorkload:
 
     @property
     def is_chat(self) -> bool:
-        """Whether prompts are sent as messages."""
+        """Whether prompts are sent as chat messages."""
         if self.api == AUTO:
-            return self.dataset in _ASKED_IN_CHAT
+            return self.dataset in _CHAT_DATASETS
         return self.api == CHAT
 
     def prompts(self) -> list[str]:
-        """The texts of a run's requests: the first turn of each item.
+        """Return the prompt texts of a run: the first turn of each item.
 
         Raises:
             ConfigError: as ``load_dataset``.
@@ -194,17 +191,17 @@ class ServingWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server and how it is spoken to.
+    """The address and request options of a server.
 
     Raises:
-        ConfigError: the address is none, or the extra fields are no JSON object.
+        ConfigError: the address is invalid, or the extra fields are no JSON object.
     """
 
-    url: str = option("http://127.0.0.1:8000", "where the server is, with or without /v1")
-    model: str | None = option(None, "name for requests [default: the first that is served]")
-    api_key: str | None = option(None, "sent as a bearer token")
-    timeout: float = option(600.0, "seconds without news after which a request has failed")
-    extra_body: str = option("{}", "JSON object: more fields of every request")
+    url: str = option("http://127.0.0.1:8000", "address of the server, with or without /v1")
+    model: str | None = option(None, "served model name [default: the first one]")
+    api_key: str | None = option(None, "API key, sent as a bearer token")
+    timeout: float = option(600.0, "seconds without data after which a request fails")
+    extra_body: str = option("{}", "JSON object with further fields for every request")
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.url):
@@ -219,5 +216,5 @@ class Server:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """More fields of every request's body."""
+        """Further fields of every request's body."""
         return dict(parse_json(self.extra_body))

@@ -1,4 +1,4 @@
-"""``sametoken audit``: does speculation change a token, and why are drafts refused?"""
+"""``sametoken audit``: does speculation change a token, and why are drafts rejected?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from sametoken.audit.asks import Ask
+    from sametoken.audit.asks import AuditRequest
     from sametoken.audit.engine_audit import AuditSettings
     from sametoken.audit.server_audit import Side
     from sametoken.audit.verdict import Verdict
@@ -27,8 +27,8 @@ DIFFERENT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is asked of every side."""
+class _Prompts:
+    """The prompts of every side, and how they are sampled."""
 
     items: Sequence[DatasetItem]
     temperatures: tuple[float, ...]
@@ -45,22 +45,22 @@ class _Asked:
         temperature: str,
         max_tokens: int,
         raw: bool,
-    ) -> _Asked:
-        """From the options.
+    ) -> _Prompts:
+        """Load the prompts from the command's options.
 
         Raises:
-            ConfigError: the dataset, its file or the temperatures are impossible.
+            ConfigError: the dataset, its file or the temperatures are invalid.
         """
         from sametoken.bench.datasets import load_dataset
 
         items = load_dataset(dataset, path=prompts, limit=limit)
         return cls(items, _temperatures(temperature), max_tokens, raw)
 
-    def asks(self, tokenizer: Tokenizer | None, *, templated: bool) -> list[Ask]:
-        """The asks, with prompts made by the model's tokenizer if there is one."""
-        from sametoken.audit.asks import make_asks
+    def requests(self, tokenizer: Tokenizer | None, *, templated: bool) -> list[AuditRequest]:
+        """Make the requests, with token ids if there is a tokenizer."""
+        from sametoken.audit.asks import make_requests
 
-        return make_asks(
+        return make_requests(
             self.items,
             tokenizer,
             temperatures=self.temperatures,
@@ -71,7 +71,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Servers:
-    """The servers to ask."""
+    """The servers to audit."""
 
     url: str | None
     baseline_url: str | None
@@ -80,55 +80,66 @@ class _Servers:
     concurrency: int
 
     def side(self, url: str) -> Side:
-        """One of them."""
+        """Make a side of one server."""
         from sametoken.audit.server_audit import server_side
         from sametoken.audit.servers import Server
 
         return server_side(Server(url, self.served_model, self.api_key), self.concurrency)
 
 
-def _prompts(
+def _prompt_options(
     *,
     prompts: Annotated[
-        Path | None, typer.Option(help="file of prompts, one JSON value a line")
+        Path | None, typer.Option(help="file of prompts, one JSON value per line")
     ] = None,
     dataset: Annotated[
         str, typer.Option(help="gsm8k, humaneval, mt-bench, random, or spec-bench with --prompts")
     ] = "gsm8k",
-    limit: Annotated[int, typer.Option(min=1, help="prompts at most")] = 50,
-    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 128,
-    temperature: Annotated[str, typer.Option(help="as in 0,0.8: every prompt at each")] = "0,0.8",
-    raw: Annotated[bool, typer.Option("--raw", help="no chat template around prompts")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="maximum number of prompts")] = 50,
+    max_tokens: Annotated[int, typer.Option(min=1, help="maximum tokens per answer")] = 128,
+    temperature: Annotated[
+        str, typer.Option(help="list of temperatures; each prompt runs at each of them")
+    ] = "0,0.8",
+    raw: Annotated[bool, typer.Option("--raw", help="do not apply the chat template")] = False,
 ) -> None:
-    """The options that describe what is asked."""
+    """The options that select prompts."""
 
 
-def _servers(
+def _server_options(
     *,
-    url: Annotated[str | None, typer.Option(help="a server with speculation to audit")] = None,
-    baseline_url: Annotated[
-        str | None, typer.Option(help="a server without; default: MODEL in this engine")
+    url: Annotated[
+        str | None, typer.Option(help="address of the server with speculation to audit")
     ] = None,
-    served_model: Annotated[str | None, typer.Option(help="the name that servers know")] = None,
+    baseline_url: Annotated[
+        str | None,
+        typer.Option(help="address of a server without speculation; default: MODEL in this engine"),
+    ] = None,
+    served_model: Annotated[
+        str | None, typer.Option(help="model name in requests to the servers")
+    ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="SAMETOKEN_API_KEY", help="of the servers")
+        str | None, typer.Option(envvar="SAMETOKEN_API_KEY", help="API key of the servers")
     ] = None,
 ) -> None:
-    """The options that name servers."""
+    """The options that describe servers."""
 
 
-_PROMPTS = list(inspect.signature(_prompts, eval_str=True).parameters.values())
-_SERVERS = list(inspect.signature(_servers, eval_str=True).parameters.values())
+_PROMPTS = list(inspect.signature(_prompt_options, eval_str=True).parameters.values())
+_SERVERS = list(inspect.signature(_server_options, eval_str=True).parameters.values())
 
 
 @with_options(_PROMPTS, _SERVERS, engine_options())
 def audit(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     *,
-    concurrency: Annotated[int, typer.Option(min=1, help="requests at once")] = 8,
-    alone: Annotated[int, typer.Option(min=1, help="requests that also run one at a time")] = 8,
-    diagnose: Annotated[bool, typer.Option(help="also measure why drafts are refused")] = True,
-    html: Annotated[Path | None, typer.Option(help="write the report to this file")] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="maximum number of requests that run at once")
+    ] = 8,
+    alone: Annotated[
+        int, typer.Option(min=1, help="number of requests that also run one at a time")
+    ] = 8,
+    diagnose: Annotated[bool, typer.Option(help="also measure why drafts are rejected")] = True,
+    html: Annotated[Path | None, typer.Option(help="write an HTML report to this file")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     **options: Any,
 ) -> None:
@@ -142,13 +153,13 @@ def audit(
         lines_of,
     )
 
-    asked = _Asked.of(**{one.name: options.pop(one.name) for one in _PROMPTS})
+    prompts = _Prompts.of(**{one.name: options.pop(one.name) for one in _PROMPTS})
     servers = _Servers(concurrency=concurrency, **{o.name: options.pop(o.name) for o in _SERVERS})
     if servers.url is None:
         settings = AuditSettings(concurrency=concurrency, num_alone=alone, diagnose=diagnose)
-        verdict = _audit_engine(_config(model, options), asked, settings)
+        verdict = _audit_engine(_config(model, options), prompts, settings)
     else:
-        verdict = _audit_servers(model, options, asked, servers)
+        verdict = _audit_servers(model, options, prompts, servers)
     if html is not None:
         html.write_text(html_of(verdict), encoding="utf-8")
     if json_output:
@@ -161,7 +172,7 @@ def audit(
 
 def _config(model: str | None, options: dict[str, Any]) -> EngineConfig:
     if model is None:
-        raise ConfigError("there is nothing to audit", "give MODEL, or --url of a server")
+        raise ConfigError("there is nothing to audit", "give MODEL, or a server by --url")
     return EngineConfig.from_options(model=model, **options)
 
 
@@ -181,17 +192,17 @@ def _announce(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def _audit_engine(config: EngineConfig, asked: _Asked, settings: AuditSettings) -> Verdict:
+def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: AuditSettings) -> Verdict:
     from sametoken.audit.engine_audit import audit_engine
     from sametoken.text.tokenizer import all_eos_ids
 
     path, tokenizer = _tokenizer(config)
     has_template = bool(tokenizer.hf.chat_template)
-    asks = asked.asks(tokenizer, templated=has_template and not asked.raw)
-    others = asked.asks(tokenizer, templated=True) if has_template and asked.raw else []
+    requests = prompts.requests(tokenizer, templated=has_template and not prompts.raw)
+    others = prompts.requests(tokenizer, templated=True) if has_template and prompts.raw else []
     config = replace(config, model=str(path))
     settings = replace(settings, stop_token_ids=all_eos_ids((), tokenizer))
-    verdict = audit_engine(config, asks, settings, templated=others, announce=_announce)
+    verdict = audit_engine(config, requests, settings, templated=others, announce=_announce)
     return replace(verdict, texts=_texts(verdict, tokenizer))
 
 
@@ -217,7 +228,7 @@ def _texts(verdict: Verdict, tokenizer: Tokenizer) -> dict[int | str, str]:
 
 
 def _audit_servers(
-    model: str | None, options: dict[str, Any], asked: _Asked, servers: _Servers
+    model: str | None, options: dict[str, Any], prompts: _Prompts, servers: _Servers
 ) -> Verdict:
     from sametoken.audit.server_audit import audit_sides
 
@@ -225,24 +236,24 @@ def _audit_servers(
     if model is None:
         if servers.baseline_url is None:
             raise ConfigError("there is no baseline", "give --baseline-url, or MODEL")
-        asks = asked.asks(None, templated=False)
+        requests = prompts.requests(None, templated=False)
         baseline = servers.side(servers.baseline_url)
-        return audit_sides(subject, baseline, asks, announce=_announce)
+        return audit_sides(subject, baseline, requests, announce=_announce)
     config = _config(model, options)
     path, tokenizer = _tokenizer(config)
-    templated = bool(tokenizer.hf.chat_template) and not asked.raw
-    asks = asked.asks(tokenizer, templated=templated)
+    templated = bool(tokenizer.hf.chat_template) and not prompts.raw
+    requests = prompts.requests(tokenizer, templated=templated)
     if servers.baseline_url is None:
         plain = replace(config, model=str(path), speculative_config=None)
         baseline = _engine_side(plain, tokenizer, servers.concurrency)
     else:
         baseline = servers.side(servers.baseline_url)
-    return audit_sides(subject, baseline, asks, announce=_announce)
+    return audit_sides(subject, baseline, requests, announce=_announce)
 
 
 def _engine_side(config: EngineConfig, tokenizer: Tokenizer, concurrency: int) -> Side:
-    """This engine, plain, as the baseline of a server."""
-    from sametoken.audit.engine_runs import RunSettings, run_asks
+    """Make a side of this engine without speculation, as the baseline of a server."""
+    from sametoken.audit.engine_runs import RunSettings, run_requests
     from sametoken.audit.server_audit import Side
     from sametoken.engine.build import build_engine
     from sametoken.text.tokenizer import all_eos_ids
@@ -252,6 +263,6 @@ def _engine_side(config: EngineConfig, tokenizer: Tokenizer, concurrency: int) -
     settings = RunSettings(concurrency, top=True)
     return Side(
         f"{config.model}, plain, in this engine",
-        lambda asks: run_asks(core, asks, settings, eos),
+        lambda requests: run_requests(core, requests, settings, eos),
         text_of=tokenizer.decode_token,
     )

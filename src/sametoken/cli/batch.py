@@ -1,4 +1,4 @@
-"""``sametoken batch``: a file of requests in, a file of results out."""
+"""``sametoken batch``: run a file of requests and write a file of results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from sametoken.serving.ray.config import require_ray
     options_of(BatchConfig), options_of(EngineConfig, ("model", "skip_tokenizer_init", "seed"))
 )
 def batch(
-    source: Annotated[str, typer.Argument(metavar="IN", help="requests, one JSON object a line")],
-    output: Annotated[str, typer.Argument(metavar="OUT", help="results, in the same order")],
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="file of requests, one JSON object per line")
+    ],
+    output: Annotated[
+        str, typer.Argument(metavar="OUT", help="file for the results, in the same order")
+    ],
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = DEFAULT_MODEL,
     **options: Any,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Started again after it was stopped or crashed, it goes on with what is left.
+    After a stop or a crash, the same command continues with the remaining requests.
     """
     given = {field.name: options.pop(field.name) for field in dataclasses.fields(BatchConfig)}
     names = tuple(given.pop("served_model_name"))

@@ -1,4 +1,4 @@
-"""``sametoken bench``: how fast the engine is, and how near that is to the memory's speed."""
+"""``sametoken bench``: the engine's speed, beside the roofline of the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -32,82 +32,93 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 _SHOWN_POSITIONS = 8
 
 bench = typer.Typer(
-    help="Measure the engine, or a server that runs.", no_args_is_help=True, rich_markup_mode=None
+    help="Measure the engine or a running server.", no_args_is_help=True, rich_markup_mode=None
 )
 bench.command()(serve)
 bench.command()(sweep)
 bench.command()(report)
 
 
-def _asked(
+def _workload_options(
     *,
     input_len: Annotated[
-        int | None, typer.Option(help="random prompt tokens per request [default: 512]")
+        int | None, typer.Option(help="number of random prompt tokens [default: 512]")
     ] = None,
     output_len: Annotated[
-        int | None, typer.Option(help="tokens per answer; nothing ends it earlier [default: 128]")
+        int | None, typer.Option(help="tokens per answer, end-of-text ignored [default: 128]")
     ] = None,
     concurrency: Annotated[
-        str | None, typer.Option(help="requests at once, as in 1,8,64 [default: 1]")
+        str | None, typer.Option(help="requests that run at once, as in 1,8,64 [default: 1]")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="0 takes the most likely token [default: 0]")
+        float | None, typer.Option(help="sampling temperature; 0 is greedy [default: 0]")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="of prompts and sampling [default: 0]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="seed of random prompts and of sampling [default: 0]")
+    ] = None,
     preset: Annotated[
-        str | None, typer.Option(help=f"other defaults, by name: {', '.join(PRESETS)}")
+        str | None, typer.Option(help=f"named set of defaults: {', '.join(PRESETS)}")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="file of prompts: a JSON text or list of token ids a line")
+        str | None,
+        typer.Option(help="file of prompts, one JSON string or list of token ids per line"),
     ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="short batches before each measurement")] = 1,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="number of short batches before each measurement")
+    ] = 1,
 ) -> None:
-    """The options that describe what is asked; both commands have them."""
+    """The options of the workload, shared by both commands."""
 
 
-def _kept(
+def _record_options(
     *,
     trace: Annotated[
-        int, typer.Option(min=0, help="requests whose tokens and windows are kept")
+        int, typer.Option(min=0, help="number of requests whose tokens and windows are recorded")
     ] = 1,
-    output: Annotated[Path | None, typer.Option(help="also write the JSON object here")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="also write the JSON object to this file")
+    ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(help="gsm8k, humaneval, mt-bench, spec-bench or custom [default: random]"),
     ] = None,
-    path: Annotated[Path | None, typer.Option(help="file of spec-bench or custom")] = None,
+    path: Annotated[
+        Path | None, typer.Option(help="file of the dataset spec-bench or custom")
+    ] = None,
 ) -> None:
-    """More of them: where prompts come from, and what is kept."""
+    """The options of the dataset and of the recorded output."""
 
 
-_ASKED = list(inspect.signature(_asked, eval_str=True).parameters.values())
-_KEPT = list(inspect.signature(_kept, eval_str=True).parameters.values())
-# A repeated prompt would skip its prefill.
+_WORKLOAD = list(inspect.signature(_workload_options, eval_str=True).parameters.values())
+_RECORD = list(inspect.signature(_record_options, eval_str=True).parameters.values())
+# With the prefix cache, a repeated prompt would skip its prefill.
 _ENGINE = engine_options(enable_prefix_caching=False)
 
 
 @bench.command()
-@with_options(_ASKED, _KEPT, _ENGINE)
+@with_options(_WORKLOAD, _RECORD, _ENGINE)
 def latency(
     model: Model = DEFAULT_MODEL,
-    num_iters: Annotated[int, typer.Option(min=1, help="batches to measure")] = 3,
+    num_iters: Annotated[int, typer.Option(min=1, help="number of measured batches")] = 3,
     json_output: AsJson = False,
     **options: Any,
 ) -> None:
-    """Run one batch of requests that start together, several times."""
+    """Run a batch of requests that start together, several times."""
     _bench(f"latency, {num_iters} batches", model, options, json_output, lambda c: [c] * num_iters)
 
 
 @bench.command()
-@with_options(_ASKED, _KEPT, _ENGINE)
+@with_options(_WORKLOAD, _RECORD, _ENGINE)
 def throughput(
     model: Model = DEFAULT_MODEL,
-    num_prompts: Annotated[int, typer.Option(min=1, help="requests to measure")] = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="runs of so many, for the spread")] = 1,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, help="number of measured requests per run")
+    ] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="number of runs, which shows the spread")] = 1,
     json_output: AsJson = False,
     **options: Any,
 ) -> None:
-    """Run a stream of requests: when one is done, the next begins."""
+    """Run a stream of requests: when one finishes, the next one starts."""
     title = f"throughput, {num_prompts} requests"
     _bench(title, model, options, json_output, lambda c: [num_prompts] * repeats)
 
@@ -115,7 +126,7 @@ def throughput(
 @bench.command()
 @with_options(_ENGINE)
 def memory(model: Model = DEFAULT_MODEL, json_output: AsJson = False, **options: Any) -> None:
-    """Count the memory of weights and requests; nothing is loaded, config.json is enough."""
+    """Count the memory of weights and requests from config.json; no weights are loaded."""
     from rich.console import Console
 
     from sametoken.bench.memory import measure_memory
@@ -139,14 +150,14 @@ def _bench(
     from sametoken.bench.documents import offline_document, write_json
     from sametoken.bench.session import Session
 
-    asked = {parameter.name: options.pop(parameter.name) for parameter in _ASKED}
-    kept = {parameter.name: options.pop(parameter.name) for parameter in _KEPT}
-    workload = _workload(asked, options)
-    prompts = Path(asked["prompts"]) if asked["prompts"] else None
+    given = {parameter.name: options.pop(parameter.name) for parameter in _WORKLOAD}
+    record = {parameter.name: options.pop(parameter.name) for parameter in _RECORD}
+    workload = _workload(given, options)
+    prompts = Path(given["prompts"]) if given["prompts"] else None
     status = Console(stderr=True, highlight=False, soft_wrap=True)
     config = EngineConfig.from_options(model=model, **options)
     session = Session.open(
-        config, workload, prompts=prompts, dataset=_dataset(asked, kept), announce=status.print
+        config, workload, prompts=prompts, dataset=_dataset(given, record), announce=status.print
     )
     total = sum(sum(sizes(concurrency)) for concurrency in workload.concurrency)
     with Progress(console=status) as progress:
@@ -155,16 +166,16 @@ def _bench(
             session.run(
                 concurrency,
                 sizes(concurrency),
-                warmup=asked["warmup"],
-                num_traced=kept["trace"],
+                warmup=given["warmup"],
+                num_traced=record["trace"],
                 advance=lambda: progress.advance(task),
             )
             for concurrency in workload.concurrency
         ]
-    more = {name: asked[name] for name in ("preset", "warmup")} | {"dataset": kept["dataset"]}
+    more = {name: given[name] for name in ("preset", "warmup")} | {"dataset": record["dataset"]}
     document = offline_document(title, session, summaries, more)
-    if kept["output"] is not None:
-        write_json(kept["output"], document)
+    if record["output"] is not None:
+        write_json(record["output"], document)
     if json_output:
         typer.echo(json.dumps(document))
         return
@@ -177,7 +188,7 @@ def _bench(
 
 
 def _findings(session: Session, summaries: Sequence[Summary]) -> Iterator[str]:
-    """Acceptance in one line for each concurrency, with what is wrong with it."""
+    """Yield one line per concurrency: acceptance, and the causes if it is low."""
     from sametoken.bench.acceptance import one_line
 
     speculative = session.resolved.config.speculative_config
@@ -188,43 +199,43 @@ def _findings(session: Session, summaries: Sequence[Summary]) -> Iterator[str]:
         yield f"acceptance at {summary.concurrency} at once: {line}"
 
 
-def _dataset(asked: Mapping[str, Any], kept: Mapping[str, Any]) -> tuple[str, Path | None] | None:
-    """The dataset that is asked for, with its file; None for prompts from elsewhere.
+def _dataset(given: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[str, Path | None] | None:
+    """Return the requested dataset and its file; None for other prompts.
 
     Raises:
         ConfigError: prompts are given in two ways.
     """
-    if kept["dataset"] is None and kept["path"] is None:
+    if record["dataset"] is None and record["path"] is None:
         return None
-    if asked["prompts"]:
+    if given["prompts"]:
         raise ConfigError("prompts come from a file and from a dataset", "give one of them")
-    return kept["dataset"] or "custom", kept["path"]
+    return record["dataset"] or "custom", record["path"]
 
 
-def _workload(asked: Mapping[str, Any], options: Mapping[str, Any]) -> Workload:
-    """The workload that the options describe, over its preset's or the usual defaults.
+def _workload(given: Mapping[str, Any], options: Mapping[str, Any]) -> Workload:
+    """Build the workload from the given options, over the preset's or the usual defaults.
 
     Raises:
         ConfigError: an option is unknown, impossible, or contradicts the preset.
     """
-    preset = asked["preset"]
+    preset = given["preset"]
     if preset is not None and preset not in PRESETS:
         raise ConfigError(f"preset {preset!r} is not known", f"use one of {tuple(PRESETS)}")
     if preset is not None and options["enable_prefix_caching"]:
         raise ConfigError(f"preset {preset!r} has no prefix cache", "leave prefix caching out")
-    given = {
-        name: asked[name]
+    values = {
+        name: given[name]
         for name in ("input_len", "output_len", "concurrency", "temperature", "seed")
-        if asked[name] is not None
+        if given[name] is not None
     }
-    if "concurrency" in given:
+    if "concurrency" in values:
         try:
-            given["concurrency"] = tuple(int(part) for part in given["concurrency"].split(","))
+            values["concurrency"] = tuple(int(part) for part in values["concurrency"].split(","))
         except ValueError as error:
             raise ConfigError(
-                f"concurrency={given['concurrency']!r} is not a list of numbers", "give 1,8,64"
+                f"concurrency={values['concurrency']!r} is not a list of numbers", "give 1,8,64"
             ) from error
-    return dataclasses.replace(PRESETS[preset] if preset else Workload(), **given)
+    return dataclasses.replace(PRESETS[preset] if preset else Workload(), **values)
 
 
 def _heading(title: str, session: Session) -> list[str]:
@@ -238,12 +249,12 @@ def _heading(title: str, session: Session) -> list[str]:
         f"{title}: {prompts}, {workload.output_len} out, temperature {workload.temperature:g}",
         f"{resolved.model_path}, {str(resolved.dtype).removeprefix('torch.')} on {resolved.device} "
         f"by {resolved.kernels}, {drafts}",
-        f"memory is read at {session.bandwidth.bytes_per_second / 1e9:.1f} GB/s "
+        f"memory bandwidth {session.bandwidth.bytes_per_second / 1e9:.1f} GB/s "
         f"({session.bandwidth.method})",
     ]
     if resolved.config.synthetic:
-        made_up = ", ".join(resolved.config.synthetic).upper()
-        lines.append(f"{made_up}: only times mean anything")
+        synthetic = ", ".join(resolved.config.synthetic).upper()
+        lines.append(f"{synthetic}: only times mean anything")
     return lines
 
 
@@ -264,7 +275,7 @@ def _table(summaries: Sequence[Summary]) -> Table:
         "decode step, median ms": lambda s: _number(s.step_median, 3),
         "decode step, p99 ms": lambda s: _number(s.step_p99, 3),
         "least possible, ms": lambda s: _number(s.floor, 3),
-        "reached": lambda s: _per_cent(s.floor_fraction),
+        "reached": lambda s: _percent(s.floor_fraction),
         "tokens per request and step": lambda s: _number(s.tokens_per_step, 2),
         "acceptance length": lambda s: _number(s.acceptance_length, 2),
         "acceptance per position": lambda s: _positions(s.acceptance_per_position),
@@ -278,7 +289,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _per_cent(value: float | None) -> str:
+def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f}%"
 
 

@@ -1,4 +1,4 @@
-"""``sametoken bench report``: runs side by side, on a page or as lines."""
+"""``sametoken bench report``: runs side by side, as an HTML page or as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sametoken.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-#: Metrics of the table, with their headings.
+#: The table's metrics and their headings.
 _SHOWN = {
     "tokens_per_second": "tokens/s",
     "ttft_median": "TTFT ms",
@@ -29,14 +29,14 @@ def report(
         list[Path], typer.Argument(help="JSON files of bench, or directories of bench sweep")
     ],
     html: Annotated[
-        Path | None, typer.Option(help="write a page that works from disk, nothing else needed")
+        Path | None, typer.Option(help="write a self-contained HTML page to this file")
     ] = None,
     label: Annotated[
-        list[str] | None, typer.Option(help="name of a run, in the order of the runs")
+        list[str] | None, typer.Option(help="name of a run; repeat it in the order of the runs")
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Compare runs: the first, as it was before, with those after it."""
+    """Compare runs with the first one."""
     from sametoken.bench.comparison import compare_runs
     from sametoken.bench.documents import render_page, write_text
 
@@ -68,8 +68,8 @@ def _table(data: Mapping[str, Any]) -> Table:
         engine, workload = cell["engine"], cell["workload"]
         drafts = f"{engine['drafter']} {engine['num_speculative_tokens'] or ''}".strip()
         names = ("dataset", "input_len", "output_len", "concurrency")
-        asked = ("-" if workload[name] is None else str(workload[name]) for name in names)
+        described = ("-" if workload[name] is None else str(workload[name]) for name in names)
         numbers = (cell["numbers"].get(name) for name in _SHOWN)
         shown = ("-" if number is None else f"{number:.2f}" for number in numbers)
-        table.add_row(cell["run"], drafts, *asked, *shown)
+        table.add_row(cell["run"], drafts, *described, *shown)
     return table

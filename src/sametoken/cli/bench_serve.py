@@ -1,4 +1,4 @@
-"""``sametoken bench serve``: load on a server that runs, ours or another's."""
+"""``sametoken bench serve``: put load on a running OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sametoken.bench.serving_numbers import Goal
 
 SOME_FAILED = 1
-#: vLLM's names of options that are called otherwise here.
+#: vLLM's names of options that have another name here.
 _ALSO = {
     "url": "--base-url",
     "dataset": "--dataset-name",
@@ -59,32 +59,35 @@ def _with_both_names(parameter: inspect.Parameter) -> inspect.Parameter:
 @with_options(_options(Server), _options(ServingWorkload))
 def serve(
     goals: Annotated[
-        list[str] | None, typer.Argument(help="more goals after --goodput", metavar="[GOAL]...")
+        list[str] | None, typer.Argument(help="further goals of --goodput", metavar="[GOAL]...")
     ] = None,
     *,
     request_rate: Annotated[
-        str | None, typer.Option(help="requests per second, Poisson; one result for each of 1,2,4")
+        str | None,
+        typer.Option(help="Poisson requests per second; a list as in 1,2,4 gives one result each"),
     ] = None,
     concurrency: Annotated[
         str | None,
         typer.Option(
             "--concurrency",
             "--max-concurrency",
-            help="requests at once at most; one result for each of 1,8,64",
+            help="maximum number of running requests; a list as in 1,8,64 gives one result each",
         ),
     ] = None,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="what a good request keeps, in ms: ttft:200 tpot:50 e2e:9000"),
+        typer.Option(help="latency bounds of a good request in ms: ttft:200 tpot:50 e2e:9000"),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="also write the JSON object here")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="also write the JSON object to this file")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     **options: Any,
 ) -> None:
-    """Put load on a running server and measure it as its clients see it.
+    """Put load on a running server and measure latency and throughput at its clients.
 
-    With neither a rate nor a concurrency all requests come at once. Failed requests are
-    counted and named, and make the exit code 1.
+    Without a rate and a concurrency, all requests are sent at once. Failed requests are
+    counted and listed; the exit code is then 1.
     """
     from sametoken.bench.documents import write_json
     from sametoken.bench.serving_numbers import parse_goals
@@ -129,15 +132,15 @@ def _measure(
 
 
 def _take(kind: type[Any], options: dict[str, Any]) -> Any:
-    """An instance of a dataclass from the options that are its fields, which are removed."""
+    """Build a dataclass from the options that are its fields, and remove them."""
     return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
 
 
 def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list[Load]:
-    """Every pair of a concurrency and a rate.
+    """Build a load for every pair of a concurrency and a rate.
 
     Raises:
-        ConfigError: one of them is no list of numbers, or impossible.
+        ConfigError: an option is not a list of numbers, or a number is impossible.
     """
     from sametoken.bench.openai_stream import Load
 
@@ -147,7 +150,7 @@ def _loads(concurrency: str | None, request_rate: str | None, seed: int) -> list
 
 
 def _numbers(name: str, text: str | None, kind: type[Any]) -> list[Any]:
-    """The numbers of a list; ``[None]`` for none and for "inf"."""
+    """Parse a list of numbers; ``[None]`` for None and "inf"."""
     if text in (None, "inf"):
         return [None]
     try:
@@ -158,16 +161,16 @@ def _numbers(name: str, text: str | None, kind: type[Any]) -> list[Any]:
 
 def _show(document: Mapping[str, Any]) -> None:
     console = wide_console()
-    workload, asked = document["workload"], document["settings"]["asked"]
+    workload, requested = document["workload"], document["settings"]["asked"]
     console.print(
         f"{document['benchmark']} of {workload['dataset']} by {workload['api']}, "
         f"{workload['output_len']} out at most, temperature {workload['temperature']:g}, "
-        f"{asked['model']} at {document['settings']['server']['url']}",
+        f"{requested['model']} at {document['settings']['server']['url']}",
         markup=False,
     )
     if document["synthetic"]:
-        made_up = ", ".join(document["synthetic"]).upper()
-        console.print(f"{made_up}: only times mean anything", markup=False)
+        synthetic = ", ".join(document["synthetic"]).upper()
+        console.print(f"{synthetic}: only times mean anything", markup=False)
     console.print(_table(document["results"], workload["goals"]))
     for result in document["results"]:
         for error, count in result["errors"].items():

@@ -1,4 +1,4 @@
-"""``sametoken bench sweep``: many engines and workloads, one result each, resumable."""
+"""``sametoken bench sweep``: measure many engines and workloads; resumable."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ _ARE_AXES = ("speculative_config", "tensor_parallel_size")
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """What a sweep goes through, as the command line has it: lists as in 1,8,64."""
+    """The axes as command-line options: lists as in 1,8,64."""
 
     model: tuple[str, ...] = option((), "checkpoint; may be repeated")
     drafter: tuple[str, ...] = option(
         (), "speculative config as JSON, or none; may be repeated [default: none]"
     )
-    num_speculative_tokens: str | None = option(None, "of drafters that name none [default: 3]")
+    num_speculative_tokens: str | None = option(
+        None, "drafts per step, for drafters without a number [default: 3]"
+    )
     tensor_parallel_size: str | None = option(None, "GPUs that share the model [default: 1]")
-    input_len: str | None = option(None, "random prompt tokens [default: 512]")
+    input_len: str | None = option(None, "number of random prompt tokens [default: 512]")
     output_len: str | None = option(None, "tokens per answer [default: 128]")
-    concurrency: str | None = option(None, "requests at once [default: 1]")
-    temperature: str | None = option(None, "0 takes the most likely token [default: 0]")
-    num_iters: int | None = option(None, "batches to measure in each cell [default: 3]")
-    warmup: int | None = option(None, "short batches before each cell [default: 1]")
-    seed: int | None = option(None, "of prompts and sampling [default: 0]")
+    concurrency: str | None = option(None, "requests that run at once [default: 1]")
+    temperature: str | None = option(None, "sampling temperature; 0 is greedy [default: 0]")
+    num_iters: int | None = option(None, "number of measured batches per cell [default: 3]")
+    warmup: int | None = option(None, "number of short batches before each cell [default: 1]")
+    seed: int | None = option(None, "seed of random prompts and of sampling [default: 0]")
     dataset: str | None = option(
         None, "gsm8k, humaneval, mt-bench, spec-bench or custom [default: random]"
     )
-    path: str | None = option(None, "file of spec-bench or custom")
+    path: str | None = option(None, "file of the dataset spec-bench or custom")
 
 
 _AXES = options_of(_Axes)
@@ -65,23 +67,27 @@ _ENGINE = [
 
 @with_options(_AXES, _ENGINE)
 def sweep(
-    directory: Annotated[Path, typer.Argument(help="where results are kept, one file a cell")],
+    directory: Annotated[Path, typer.Argument(help="directory for results, one file per cell")],
     *,
-    preset: Annotated[str | None, typer.Option(help=f"axes by name: {', '.join(PRESETS)}")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help=f"named set of axes: {', '.join(PRESETS)}")
+    ] = None,
     spec: Annotated[
         Path | None, typer.Option(help="JSON file with axes; options override it")
     ] = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="measure those again that failed")
+        bool, typer.Option("--retry-failed", help="measure failed cells again")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only show what is measured")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="list the cells and measure nothing")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     **options: Any,
 ) -> None:
-    """Measure every combination of models, drafters and workloads, each engine in a process.
+    """Measure every combination of models, drafters and workloads, one process per engine.
 
-    Cells that have a result are skipped, so the same command goes on where it ended. Exit
-    code 1 if a cell failed. See also: bench report DIRECTORY --html FILE.
+    Cells with a result are skipped, so the same command continues an interrupted sweep. The
+    exit code is 1 if a cell failed. See also: bench report DIRECTORY --html FILE.
     """
     from rich.console import Console
 
@@ -90,11 +96,11 @@ def sweep(
 
     axes = {parameter.name: options.pop(parameter.name) for parameter in _AXES}
     file = read_json(spec) if spec is not None else None
-    asked = make_sweep(preset, file, _given(axes, options, file))
+    cells = make_sweep(preset, file, _given(axes, options, file))
     if not dry_run:
         status = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-        run_sweep(asked, directory, retry_failed=retry_failed, announce=status.print)
-    rows = _rows(asked, directory)
+        run_sweep(cells, directory, retry_failed=retry_failed, announce=status.print)
+    rows = _rows(cells, directory)
     if json_output:
         typer.echo(json.dumps(rows))
     else:
@@ -106,7 +112,7 @@ def sweep(
 def _given(
     axes: Mapping[str, Any], options: Mapping[str, Any], file: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The axes that the command line names, as ``make_sweep`` takes them.
+    """Convert the given options to the axes of ``make_sweep``.
 
     Raises:
         ConfigError: a list or a drafter cannot be read.
@@ -146,14 +152,14 @@ def _drafter(text: str) -> dict[str, Any] | None:
     return value
 
 
-def _rows(asked: Sweep, directory: Path) -> list[dict[str, Any]]:
-    """Every cell with its status and its main numbers."""
+def _rows(planned: Sweep, directory: Path) -> list[dict[str, Any]]:
+    """List every cell with its status and main numbers."""
     from sametoken.bench.documents import read_json
     from sametoken.bench.sweep import CellStore
 
     store = CellStore(directory)
     rows = []
-    for cell in (cell for cells in asked.engines() for cell in cells):
+    for cell in (cell for cells in planned.engines() for cell in cells):
         status = store.status(cell)
         found = read_json(store.path(cell)) if status else {}
         result = (found.get("results") or [{}])[0]

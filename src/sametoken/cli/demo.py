@@ -1,4 +1,4 @@
-"""``sametoken demo``: the same tokens, sooner, shown on edits of code and on a word problem."""
+"""``sametoken demo``: the same tokens, faster, on code edits and a word problem."""
 
 from __future__ import annotations
 
@@ -94,16 +94,16 @@ Add a power method
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A prompt, the drafts that help to answer it, by name, and the model that answers.
+    """A prompt, the speculative configs to compare by name, and the model.
 
-    ``goes_on``: the end-of-text token is ignored. ``note`` is shown above the first answer.
+    ``ignore_eos`` ignores the end-of-text token. ``note`` is shown above the first answer.
     """
 
     title: str
     prompt: str
     drafts: Mapping[str, SpeculativeConfig]
     model: str = DEFAULT_MODEL
-    goes_on: bool = True
+    ignore_eos: bool = True
     note: str = ""
 
 
@@ -116,15 +116,15 @@ HYBRID_SCENE = Scene(
     CALCULATOR_EDIT,
     {"n-gram, 64 drafts": LONG_NGRAM, "MTP": MTP},
     model=HYBRID_NAME,
-    goes_on=False,
-    note=f"By {HYBRID_NAME}, most of whose layers keep a recurrent state. It was trained for "
-    "tests: it repeats code, and seldom edits it as it was asked to.",
+    ignore_eos=False,
+    note=f"The model is {HYBRID_NAME}; most of its layers keep a recurrent state. It was trained "
+    "for tests: it repeats code, and seldom makes the requested edit.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One prompt completed without and with speculation; ``drafts`` names the latter."""
+    """One prompt completed without and with speculation; ``drafts`` names the drafter."""
 
     title: str
     drafts: str
@@ -133,15 +133,15 @@ class Comparison:
 
     @property
     def first_difference(self) -> int | None:
-        """The first position, from 0, at which the tokens differ."""
+        """The index of the first different token; None if all are equal."""
         left, right = (out.outputs[0].token_ids for out in (self.plain, self.speculative))
         for position, (one, other) in enumerate(zip(left, right, strict=False)):
             if one != other:
                 return position
         return None if len(left) == len(right) else min(len(left), len(right))
 
-    def verdict(self) -> str:
-        """Whether the tokens are the same, in words."""
+    def summary(self) -> str:
+        """Return one line: whether the tokens are the same."""
         num_tokens = len(self.plain.outputs[0].token_ids)
         if self.first_difference is None:
             return f"same tokens: yes ({num_tokens} of {num_tokens})"
@@ -161,7 +161,7 @@ def demo(
     scenes = scenes_here()
     plain, drafting = _loaded(scenes, status.print)
     console.print(
-        f"Greedy, {max_tokens} tokens each; SmolLM2 is made to go on when it is done earlier. "
+        f"Greedy, {max_tokens} tokens each; SmolLM2's end-of-text token is ignored. "
         f"[{ACCEPTED_STYLE}]Green[/] tokens were drafted and accepted."
     )
     comparisons = []
@@ -173,21 +173,21 @@ def demo(
 
 
 def scenes_here() -> tuple[Scene, ...]:
-    """What can be shown: the hybrid comes with the repository alone."""
+    """Return the available scenes; the hybrid model ships only with the repository."""
     return (*SCENES, HYBRID_SCENE) if has_hybrid() else SCENES
 
 
 def _loaded(
     scenes: Sequence[Scene], announce: Callable[[str], None]
 ) -> tuple[dict[str, LLM], list[dict[str, LLM]]]:
-    """Engines that have run once: plain ones by model, then each scene's by its drafts."""
+    """Load and warm up engines: plain ones by model, and each scene's by drafter."""
     from sametoken.llm import LLM
 
     models = dict.fromkeys(scene.model for scene in scenes)
     plain = {model: LLM(model, announce=announce) for model in models}
     drafting = [
         {
-            drafts: LLM(scene.model, announce=_say_nothing, speculative_config=speculation)
+            drafts: LLM(scene.model, announce=_discard, speculative_config=speculation)
             for drafts, speculation in scene.drafts.items()
         }
         for scene in scenes
@@ -201,12 +201,12 @@ def _loaded(
 def play(
     scene: Scene, plain: LLM, drafting: Mapping[str, LLM], max_tokens: int, console: Console
 ) -> list[Comparison]:
-    """Answer a scene's prompt plainly and with each of its drafts.
+    """Answer a scene's prompt without speculation and with each drafter.
 
     Raises:
         NumericalError: a request failed.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=scene.goes_on)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=scene.ignore_eos)
     console.rule(f"{scene.title}, one token a step")
     if scene.note:
         console.print(scene.note)
@@ -216,12 +216,12 @@ def play(
         console.rule(f"{scene.title}, with drafts: {drafts}")
         speculative = answer(llm, scene.prompt, params, console)
         comparisons.append(Comparison(scene.title, drafts, without, speculative))
-        console.print(comparisons[-1].verdict())
+        console.print(comparisons[-1].summary())
     return comparisons
 
 
 def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> RequestOutput:
-    """Answer a prompt, showing its text as it comes, accepted drafts in green.
+    """Answer a prompt and stream its text, accepted drafts in green.
 
     Raises:
         NumericalError: the request failed.
@@ -247,7 +247,7 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> R
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Speed and acceptance of both runs of every prompt."""
+    """Build a table of the speed and acceptance of every run."""
     from rich.table import Table
 
     table = Table()
@@ -281,5 +281,5 @@ def _show_piece(console: Console, piece: str, *, accepted: bool) -> None:
     console.file.flush()
 
 
-def _say_nothing(line: str) -> None:
+def _discard(line: str) -> None:
     pass

@@ -1,4 +1,4 @@
-"""``sametoken env``: what a report of a problem should hold."""
+"""``sametoken env``: the environment, for bug reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPILERS = ("cc", "gcc", "clang")
 def env(
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Show versions, hardware, and where things are kept."""
+    """Show versions, hardware and the cache directory."""
     facts = _facts()
     if json_output:
         typer.echo(json.dumps(facts))

@@ -1,4 +1,4 @@
-"""``sametoken eval``: accuracy on known tasks, and an exit code that holds it to a bar."""
+"""``sametoken eval``: accuracy on lm-eval's tasks, with a minimum score for the exit code."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from sametoken.config import DEFAULT_MODEL, MODEL_HELP, option
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sametoken.bench.accuracy import Evaluation
+    from sametoken.bench.accuracy import EvalSettings, Evaluation
     from sametoken.llm import LLM
 
 BELOW = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Questions:
-    """What is asked; the fields of ``sametoken.bench.accuracy.Asked``."""
+class _TaskOptions:
+    """Options that are fields of ``sametoken.bench.accuracy.EvalSettings``."""
 
     path: Path | None = option(None, "gsm8k: JSON lines with question and answer")
-    limit: int | None = option(None, "questions of each task at most")
-    num_fewshot: int | None = option(None, "worked examples before each [default: the task's]")
-    max_tokens: int | None = option(None, "longest answer [default: the task's]")
-    chat: bool = option(False, "ask through the chat template")
+    limit: int | None = option(None, "maximum number of questions per task")
+    num_fewshot: int | None = option(None, "number of few-shot examples [default: the task's]")
+    max_tokens: int | None = option(None, "maximum tokens per answer [default: the task's]")
+    chat: bool = option(False, "apply the chat template")
 
 
-_QUESTIONS = options_of(_Questions)
+_TASK_OPTIONS = options_of(_TaskOptions)
 
 
-@with_options(_QUESTIONS, engine_options())
+@with_options(_TASK_OPTIONS, engine_options())
 def evaluate(
     task: Annotated[
-        str, typer.Argument(help="gsm8k, or tasks that lm-eval knows, as in gsm8k,hellaswag")
+        str, typer.Argument(help="gsm8k, or a list of lm-eval's tasks, as in gsm8k,hellaswag")
     ],
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     *,
     min_score: Annotated[
-        float | None, typer.Option(help="exit with 1 if a task's score is lower, 0..1")
+        float | None, typer.Option(help="exit with 1 if a task's score is below this, 0..1")
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="lm-eval's name of the score [default: the task's main one]")
+        str | None, typer.Option(help="lm-eval's metric name [default: the task's main metric]")
     ] = None,
     compare_plain: Annotated[
         bool,
@@ -58,43 +58,48 @@ def evaluate(
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     **options: Any,
 ) -> None:
-    """Measure accuracy with lm-eval (the extra "eval") and hold it to a bar.
+    """Measure accuracy with lm-eval (the extra "eval") and check it against a minimum.
 
-    gsm8k is asked with the eight worked examples of lm-eval's gsm8k_cot; its questions are in
-    the package. Data of other tasks comes from the Hugging Face hub.
+    gsm8k uses the eight few-shot examples of lm-eval's gsm8k_cot; its questions ship with the
+    package. Data of other tasks is downloaded from the Hugging Face hub.
     """
     from rich.console import Console
 
-    from sametoken.bench.accuracy import Asked, require_harness
+    from sametoken.bench.accuracy import EvalSettings, require_harness
     from sametoken.llm import LLM
 
     require_harness()
-    questions = {parameter.name: options.pop(parameter.name) for parameter in _QUESTIONS}
-    asked = Asked(tuple(task.split(",")), **questions)
+    task_options = {parameter.name: options.pop(parameter.name) for parameter in _TASK_OPTIONS}
+    settings = EvalSettings(tuple(task.split(",")), **task_options)
     if compare_plain and options["speculative_config"] is None:
         raise ConfigError("there is no speculation to compare", "give speculative_config")
     status = Console(stderr=True, highlight=False, soft_wrap=True)
     llm = LLM(model, announce=lambda text: status.print(text, markup=False), **options)
-    found = _found(llm, asked, metric, min_score, compare_plain=compare_plain)
+    found = _found(llm, settings, metric, min_score, compare_plain=compare_plain)
     typer.echo(json.dumps(found) if json_output else "\n".join(_lines(found)))
     if not found["passed"]:
         raise typer.Exit(BELOW)
 
 
 def _found(
-    llm: LLM, asked: Any, metric: str | None, min_score: float | None, *, compare_plain: bool
+    llm: LLM,
+    settings: EvalSettings,
+    metric: str | None,
+    min_score: float | None,
+    *,
+    compare_plain: bool,
 ) -> dict[str, Any]:
-    """Scores, what was compared, and whether all is as it should be."""
+    """Evaluate, and collect scores, comparisons and whether all checks passed."""
     from sametoken.bench.accuracy import evaluate as run
 
-    evaluation = run(llm, asked)
+    evaluation = run(llm, settings)
     speculation = llm.speculation_metrics
     scores = {name: evaluation.score(name, metric) for name in evaluation.scores}
-    differ = _differ(evaluation, run(llm, asked, plain=True)) if compare_plain else None
+    differ = _differ(evaluation, run(llm, settings, plain=True)) if compare_plain else None
     high = min_score is None or all(score >= min_score for _, score in scores.values())
     return {
         "model": str(llm.resolved.model_path),
-        "asked": dataclasses.asdict(asked) | {"path": asked.path and str(asked.path)},
+        "asked": dataclasses.asdict(settings) | {"path": settings.path and str(settings.path)},
         "scores": evaluation.scores,
         "main": {task: {"metric": name, "score": score} for task, (name, score) in scores.items()},
         "min_score": min_score,
@@ -110,7 +115,7 @@ def _found(
 
 
 def _differ(evaluation: Evaluation, plain: Evaluation) -> int:
-    """Answers that differ between two evaluations of the same questions."""
+    """Count the answers that differ between two evaluations of the same questions."""
     pairs = zip(evaluation.answers, plain.answers, strict=True)
     return sum(one != other for one, other in pairs)
 
@@ -118,16 +123,16 @@ def _differ(evaluation: Evaluation, plain: Evaluation) -> int:
 def _lines(found: Mapping[str, Any]) -> list[str]:
     lines = []
     if found["synthetic"]:
-        lines.append(f"{', '.join(found['synthetic']).upper()}: the scores mean nothing")
+        lines.append(f"{', '.join(found['synthetic']).upper()}: the scores are meaningless")
     for task, scores in found["scores"].items():
         lines += [f"{task}  {name}  {score:.4f}" for name, score in scores.items()]
     for task, main in found["main"].items():
         if found["min_score"] is not None:
             low = main["score"] < found["min_score"]
-            verdict = "below" if low else "at least"
-            lines.append(f"{task}: {main['score']:.4f} is {verdict} {found['min_score']:g}")
+            relation = "below" if low else "at least"
+            lines.append(f"{task}: {main['score']:.4f} is {relation} {found['min_score']:g}")
     if found["num_truncated"]:
-        lines.append(f"{found['num_truncated']} prompts lost their beginning: they were too long")
+        lines.append(f"{found['num_truncated']} prompts were too long and truncated on the left")
     if found["acceptance_length"] is not None:
         lines.append(f"acceptance length {found['acceptance_length']:.2f}")
     if found["answers_that_differ"] is not None:

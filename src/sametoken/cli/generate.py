@@ -1,4 +1,4 @@
-"""``sametoken generate``: one prompt in, its completion out as it comes."""
+"""``sametoken generate``: stream the completion of one prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def generate(
         str | None, typer.Option(help="message to answer, through the chat template")
     ] = None,
     json_output: Annotated[
-        bool, typer.Option("--json", help="print one JSON object at the end instead of text")
+        bool, typer.Option("--json", help="print one JSON object at the end in place of text")
     ] = False,
     show_settings: Annotated[
         bool, typer.Option("--explain", help="print every setting and the reason for it")
@@ -77,7 +77,7 @@ def _load(model: str, options: dict[str, Any]) -> LLM:
 
 
 def _stream(llm: LLM, source: Any, params: Any, show: Callable[[str], None]) -> RequestOutput:
-    """Run one request and show its text as it comes.
+    """Run one request and stream its text.
 
     Raises:
         NumericalError: the request failed.

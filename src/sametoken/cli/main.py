@@ -1,4 +1,4 @@
-"""The ``sametoken`` command. Nothing here imports torch before a command needs it."""
+"""The ``sametoken`` command. Commands import torch only when they run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BROKEN_PIPE = 141
 
 
 class _Group(TyperGroup):
-    """Turns what users can meet into exit codes and one line, never a traceback."""
+    """Turns expected errors into one line and an exit code, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -46,8 +46,8 @@ class _Group(TyperGroup):
 
 
 def _discard_stdout() -> None:
-    """The interpreter flushes stdout once more as it exits: let that go nowhere."""
-    # A stream that a test put in place of stdout has no descriptor.
+    """Redirect stdout to the null device, for the interpreter's flush at exit."""
+    # A test may replace stdout by a stream without a file descriptor.
     with contextlib.suppress(io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -88,8 +88,8 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line and exit with its code."""
+    """Run the command line and exit with its status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Models say things that a narrow locale cannot.
+        # Generated text may contain characters that the locale's encoding lacks.
         sys.stdout.reconfigure(errors="replace")
     app()

@@ -16,29 +16,29 @@ from sametoken.types.sampling_params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: Sampling parameters that the command line offers.
+#: The sampling parameters of the command line.
 SAMPLING_HELP: Mapping[str, str] = {
-    "max_tokens": "longest output, in tokens",
-    "min_tokens": "no stop before so many tokens",
-    "temperature": "0 takes the most likely token",
+    "max_tokens": "maximum number of output tokens",
+    "min_tokens": "minimum number of output tokens before a stop",
+    "temperature": "sampling temperature; 0 is greedy",
     "top_k": "keep the k most likely tokens; 0 keeps all",
-    "top_p": "keep the smallest set with this probability",
-    "min_p": "keep tokens at least this fraction as likely as the best",
-    "presence_penalty": "lower every token that is out already",
-    "frequency_penalty": "lower tokens by how often they are out",
-    "repetition_penalty": "divide the logits of tokens seen so far",
-    "seed": "names the noise: the same seed, the same text",
-    "stop": "end before this text; may be repeated",
-    "ignore_eos": "go on after the end-of-text token",
+    "top_p": "keep the most likely tokens up to this total probability",
+    "min_p": "keep tokens with at least this fraction of the highest probability",
+    "presence_penalty": "subtract this from the logits of tokens in the output",
+    "frequency_penalty": "subtract this once per occurrence of a token in the output",
+    "repetition_penalty": "values above 1 lower the logits of tokens in prompt and output",
+    "seed": "seed of the noise; the same seed gives the same text",
+    "stop": "stop before this text; may be repeated",
+    "ignore_eos": "continue after the end-of-text token",
 }
-#: A reader at a terminal wants more than the 16 tokens that programs get by default.
+#: The default at a terminal; the API's default is 16 tokens.
 MAX_TOKENS = 256
-#: Fields of EngineConfig that commands name themselves or that serve many requests.
+#: Fields of EngineConfig that commands define themselves or that only servers need.
 _NOT_OPTIONS = ("model", "skip_tokenizer_init", "seed")
 
 
 def with_options(*groups: list[inspect.Parameter]) -> Callable[[Function], Function]:
-    """Give a command with ``**options`` the parameters of the groups in their place."""
+    """Replace the ``**options`` of a command's signature by the groups' parameters."""
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function, eval_str=True)
@@ -53,10 +53,10 @@ def with_options(*groups: list[inspect.Parameter]) -> Callable[[Function], Funct
 
 
 def engine_options(**defaults: Any) -> list[inspect.Parameter]:
-    """One option per field of ``EngineConfig``; those left out keep its defaults.
+    """Make one option per field of ``EngineConfig``.
 
     Args:
-        defaults: what a command has in place of them.
+        defaults: defaults of the command that differ from the dataclass's.
     """
     return options_of(EngineConfig, _NOT_OPTIONS, **defaults)
 
@@ -64,12 +64,12 @@ def engine_options(**defaults: Any) -> list[inspect.Parameter]:
 def options_of(
     config: type[Any], leave_out: Sequence[str] = (), **defaults: Any
 ) -> list[inspect.Parameter]:
-    """One option per field of a dataclass whose fields are made by ``config.option``.
+    """Make one option per field of a dataclass whose fields are made by ``config.option``.
 
     Args:
         config: the dataclass.
-        leave_out: fields that are no options.
-        defaults: what a command has in place of the dataclass's own.
+        leave_out: fields that are not options.
+        defaults: defaults of the command that differ from the dataclass's.
     """
     hints = typing.get_type_hints(config)
     parameters = []
@@ -86,7 +86,7 @@ def options_of(
 
 
 def sampling_options() -> list[inspect.Parameter]:
-    """Options for sampling; where none is given the model's recommendation holds."""
+    """Make the sampling options; those not given use the model's recommended values."""
     hints = typing.get_type_hints(SamplingParams)
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     parameters = []
@@ -102,7 +102,7 @@ def sampling_options() -> list[inspect.Parameter]:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a command was given, as options of the engine and of sampling."""
+    """Split a command's options into those of the engine and those of sampling."""
     sampling = {
         name: value
         for name, value in options.items()
@@ -113,7 +113,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def sampling_params(recommended: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """The model's recommendation with what the user gave in its place.
+    """Override the model's recommended parameters with the given ones.
 
     Raises:
         RequestError: a value is out of range or two contradict each other.

@@ -1,9 +1,4 @@
-"""Outputs and settings as lines and JSON values.
-
-Counted memory as lines.
-
-A console whose tables are whole.
-"""
+"""Text and JSON of outputs, settings and memory, and a console wide enough for tables."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ _SHOWN_POSITIONS = 8
 
 
 def tokens_per_second(output: RequestOutput) -> float:
-    """Tokens after the first over the time after the first; 0 if there is none."""
+    """Compute tokens per second after the first token; 0 if there is no other."""
     metrics = output.metrics
     if metrics.first_token_time is None or metrics.finished_time is None:
         return 0.0
@@ -38,24 +33,24 @@ def tokens_per_second(output: RequestOutput) -> float:
 
 
 def time_to_first_token(output: RequestOutput) -> float:
-    """Seconds from arrival to the first token; 0 if there is none."""
+    """Compute the seconds from arrival to the first token; 0 without one."""
     metrics = output.metrics
     return (metrics.first_token_time or metrics.arrival_time) - metrics.arrival_time
 
 
 def per_position(speculation: SpeculationMetrics) -> str:
-    """Acceptance at the first window positions, in per cent."""
+    """Format acceptance at the first draft positions, in percent."""
     rates = speculation.acceptance_per_position
     shown = " ".join(f"{100 * rate:.0f}" for rate in rates[:_SHOWN_POSITIONS])
     return f"{shown} ..%" if len(rates) > _SHOWN_POSITIONS else f"{shown}%"
 
 
 def summary(output: RequestOutput, synthetic: Sequence[str] = ()) -> str:
-    """One line on a finished request, first what is made up (``EngineConfig.synthetic``)."""
+    """Summarize a finished request in one line; begins with ``EngineConfig.synthetic``."""
     completion = output.outputs[0]
-    made_up = "".join(f"{what.upper()}; " for what in synthetic)
+    warning = "".join(f"{what.upper()}; " for what in synthetic)
     line = (
-        f"[{made_up}{len(output.prompt_token_ids)} prompt tokens, first token after "
+        f"[{warning}{len(output.prompt_token_ids)} prompt tokens, first token after "
         f"{time_to_first_token(output):.2f} s; {len(completion.token_ids)} tokens, "
         f"{tokens_per_second(output):.1f} tokens/s; {completion.finish_reason}"
     )
@@ -69,7 +64,7 @@ def summary(output: RequestOutput, synthetic: Sequence[str] = ()) -> str:
 
 
 def as_json(output: RequestOutput, synthetic: Sequence[str] = ()) -> dict[str, Any]:
-    """A finished request as values that JSON knows; ``synthetic`` as in ``summary``."""
+    """Convert a finished request to JSON values; ``synthetic`` as in ``summary``."""
     completion, speculation = output.outputs[0], output.metrics.speculation
     return {
         "prompt": output.prompt,
@@ -92,7 +87,7 @@ def as_json(output: RequestOutput, synthetic: Sequence[str] = ()) -> dict[str, A
 
 
 def explain(resolved: ResolvedConfig) -> str:
-    """Every setting, one a line, with the reason where the engine chose."""
+    """List every setting on one line, with the reason if the engine chose it."""
     from sametoken.engine.summary import explanation
 
     settings = explanation(resolved)
@@ -108,7 +103,7 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
 def memory_report(memory: Memory) -> str:
-    """What is counted, one a line, with what a state per draft position would take instead."""
+    """List the counted memory, beside that of a recurrent state per draft position."""
     request, k = memory.request, memory.request.num_drafts
     lines = {
         "weights": memory.weights,
@@ -120,11 +115,11 @@ def memory_report(memory: Memory) -> str:
         lines["recurrent state per request"] = request.recurrent_state
     if request.pending:
         lines[f"pending inputs of {k} drafts, per request"] = request.pending
-        lines["  (a recurrent state per draft would take)"] = request.state_per_draft
+        lines["  (one recurrent state per draft would take)"] = request.state_per_draft
     lines |= {
         f"a request of {memory.max_model_len} tokens": memory.per_request,
         "  of which speculation adds": memory.speculation_per_request,
-        f"weights and {memory.max_num_seqs} such requests": memory.total,
+        f"weights and {memory.max_num_seqs} of these requests": memory.total,
     }
     drafts = f"{memory.method}, {k} drafts" if memory.method else "no speculation"
     head = f"{memory.model}, {memory.dtype}, {drafts}: counted, nothing is loaded"
@@ -133,7 +128,7 @@ def memory_report(memory: Memory) -> str:
 
 
 def in_units(num_bytes: int) -> str:
-    """Bytes in the largest unit that they fill, in powers of 1000."""
+    """Format bytes in the largest decimal unit that is at least 1."""
     for size, unit in _UNITS:
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -144,7 +139,7 @@ _WIDTH = 120
 
 
 def wide_console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for the tables of ``bench``."""
+    """Make a console as wide as the terminal; without one, wide enough for ``bench``'s tables."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else _WIDTH

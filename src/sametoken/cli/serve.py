@@ -1,4 +1,4 @@
-"""``sametoken serve``: OpenAI's API over HTTP."""
+"""``sametoken serve``: an OpenAI-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
 def serve(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
     trust_remote_code: Annotated[
-        bool, typer.Option(help="vLLM's, without effect: code of a checkpoint is never run")
+        bool, typer.Option(help="vLLM option without effect: code of a checkpoint is never run")
     ] = False,
     enable_chunked_prefill: Annotated[
-        bool | None, typer.Option(help="vLLM's, without effect: prefill is always chunked")
+        bool | None, typer.Option(help="vLLM option without effect: prefill is always chunked")
     ] = None,
     enable_auto_tool_choice: Annotated[
-        bool, typer.Option(help="vLLM's, without effect: requests with tools need no flag")
+        bool, typer.Option(help="vLLM option without effect: requests with tools need no flag")
     ] = False,
     additional_config: Annotated[
-        str | None, typer.Option(help="vLLM's, without effect: a JSON object")
+        str | None, typer.Option(help="vLLM option without effect: a JSON object")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="serve on a Ray cluster")] = False,
     **options: Any,
 ) -> None:
-    """Serve a model: OpenAI's API, metrics, and a page to look at.
+    """Serve a model: an OpenAI-compatible API, metrics and a web page.
 
-    The API key may also stand in the variable SAMETOKEN_API_KEY.
+    The API key can also be set in the environment variable SAMETOKEN_API_KEY.
     """
     if enable_chunked_prefill is False:
-        raise ConfigError("prefill is always chunked here", "leave the option out")
+        raise ConfigError("prefill is always chunked", "leave the option out")
     for flag, given, why in (
         ("--trust-remote-code", trust_remote_code, "code of a checkpoint is never run"),
         ("--enable-chunked-prefill", enable_chunked_prefill, "prefill is always chunked"),
@@ -91,7 +91,7 @@ def _take(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _server_config(given: Mapping[str, Any]) -> ServerConfig:
-    """The server's options, lists made into tuples.
+    """Build the server's options; lists become tuples.
 
     Raises:
         ConfigError: a value is impossible.
@@ -105,7 +105,7 @@ def _server_config(given: Mapping[str, Any]) -> ServerConfig:
 
 
 def _ray_config(given: Mapping[str, Any], wanted: bool) -> RayConfig | None:
-    """Ray's options; None without Ray.
+    """Build Ray's options; None without Ray.
 
     Raises:
         ConfigError: a value is impossible, or was given without Ray.

@@ -1,4 +1,4 @@
-"""``sametoken train``: draft heads, drafters and small models."""
+"""``sametoken train``: train draft heads, drafters and small models."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from sametoken.train.loop import Report
 
 _TEXT = "text.jsonl"
-# Between two lines on how training goes, where there is no terminal for a bar.
-_SECONDS_OF_LINE = 20.0
+# Interval of progress lines without a terminal for a progress bar.
+_LINE_INTERVAL_S = 20.0
 
 train = typer.Typer(
     help="Train drafters and small models.", no_args_is_help=True, rich_markup_mode=None
@@ -40,16 +40,18 @@ train = typer.Typer(
 Model = Annotated[str, typer.Argument(help=f"the target: {MODEL_HELP}")]
 Output = Annotated[Path, typer.Argument(help="directory for the result and its checkpoint")]
 Text = Annotated[
-    Path | None, typer.Option(help="JSON lines: prompts and answers, as text or as token ids")
+    Path | None, typer.Option(help="JSON lines of prompts and answers, as text or as token ids")
 ]
 GenerateFrom = Annotated[
-    Path | None, typer.Option(help="JSON lines of prompts; the target answers them first")
+    Path | None, typer.Option(help="JSON lines of prompts, which the target answers first")
 ]
-AnswerTokens = Annotated[int, typer.Option(min=2, help="longest answer to a prompt, in tokens")]
+AnswerTokens = Annotated[int, typer.Option(min=2, help="maximum tokens per answer")]
 AnswerSeconds = Annotated[
-    float | None, typer.Option(help="begin no more answers after so many seconds")
+    float | None, typer.Option(help="seconds after which no further answers are started")
 ]
-AnswerTemperature = Annotated[float, typer.Option(help="of answers; a prompt's own goes before it")]
+AnswerTemperature = Annotated[
+    float, typer.Option(help="temperature of answers; a prompt's own temperature overrides it")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as one JSON object")]
 
 
@@ -62,13 +64,13 @@ def text(
     max_tokens: AnswerTokens = 512,
     max_seconds: AnswerSeconds = None,
     temperature: AnswerTemperature = 0.0,
-    seed: Annotated[int, typer.Option(help="of the first prompt's noise")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the first prompt")] = 0,
     **options: Any,
 ) -> None:
-    """Let a model answer prompts: text to train its drafters on."""
+    """Answer prompts with a model, as training text for its drafters."""
     params = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     written = _write_text(model, prompts, output, params, max_seconds, options)
-    _say(
+    _announce(
         f"{written.answers} answers of {written.tokens} tokens in {written.seconds:.1f} s, "
         f"{written.tokens / max(written.seconds, 1e-9):.0f} tokens/s"
     )
@@ -81,7 +83,7 @@ def _source(
     answer_tokens: AnswerTokens = 512,
     json_output: AsJson = False,
 ) -> None:
-    """The options of every training against a target."""
+    """The options of every command that trains for a target."""
 
 
 _SOURCE = list(inspect.signature(_source, eval_str=True).parameters.values())
@@ -94,7 +96,7 @@ def eagle3(
     output: Output,
     states: Annotated[
         list[Path] | None,
-        typer.Option(help="directory that extract_hidden_states wrote; may be given again"),
+        typer.Option(help="directory written by extract_hidden_states; may be repeated"),
     ] = None,
     **options: Any,
 ) -> None:
@@ -127,15 +129,17 @@ def draft(model: Model, output: Output, **options: Any) -> None:
 def token_map(
     model: Model,
     output: Annotated[Path, typer.Argument(help="file for the map, a JSON list of token ids")],
-    text: Annotated[Path, typer.Option(help="JSON lines: prompts and answers, as of train text")],
+    text: Annotated[
+        Path, typer.Option(help="JSON lines of prompts and answers, as written by train text")
+    ],
     json_output: AsJson = False,
     **options: Any,
 ) -> None:
-    """Choose the tokens that a draft head may propose: those that answers are made of."""
+    """Choose the tokens that a draft head may propose: the most frequent ones in answers."""
     from sametoken.models.names import resolve_model
     from sametoken.train.token_map import write_token_map
 
-    path = resolve_model(model, _say)
+    path = resolve_model(model, _announce)
     chosen = _take(TokenMapOptions, options)
     result = write_token_map(path, output, text, _encoder(path, text), chosen)
     _show(
@@ -151,7 +155,8 @@ def token_map(
 def lm(
     output: Output,
     text: Annotated[
-        list[str], typer.Option(help="PATH or PATH=SHARE of text or JSON lines; may be repeated")
+        list[str],
+        typer.Option(help="text or JSON lines, as PATH or PATH=SHARE; may be repeated"),
     ],
     json_output: AsJson = False,
     **options: Any,
@@ -164,7 +169,7 @@ def lm(
     model = _take(LMOptions, options)
     loop = _take(LoopOptions, options | {"validation": 0.0, "prompt_rows": False})
     with _progress() as report:
-        result = train_lm(output, sources, model, loop, report=report, announce=_say)
+        result = train_lm(output, sources, model, loop, report=report, announce=_announce)
     _show(
         result,
         json_output,
@@ -181,7 +186,7 @@ def _train_drafter(
     options: dict[str, Any],
     states: tuple[Path, ...] = (),
 ) -> None:
-    """Run one of the trainings against a target, and say what came of it."""
+    """Train a drafter for a target and report the result."""
     from sametoken.models.names import resolve_model
     from sametoken.train.distillation import TrainingText
 
@@ -190,15 +195,15 @@ def _train_drafter(
     if sum(bool(source) for source in (text, prompts, states)) != 1:
         raise ConfigError(
             "training needs one source of text",
-            "give --text, --generate-from, or where it is offered --states",
+            "give --text, --generate-from or, for eagle3, --states",
         )
     drafter, loop = _take(kind, options), _take(LoopOptions, options)
     if prompts is not None:
         text = _generated(model, prompts, output, given["answer_tokens"], loop.device)
-    path = resolve_model(model, _say)
+    path = resolve_model(model, _announce)
     source = TrainingText(file=text, states=states, encode=_encoder(path, text))
     with _progress() as report:
-        result = run(path, output, source, drafter, loop, report=report, announce=_say)
+        result = run(path, output, source, drafter, loop, report=report, announce=_announce)
     _show(
         result,
         given["json_output"],
@@ -208,11 +213,11 @@ def _train_drafter(
 
 
 def _show(result: Any, as_json: bool, line: str) -> None:
-    """A result as one JSON object on standard output, or in words on standard error."""
+    """Print a result: one JSON object on stdout, or a line on stderr."""
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
     else:
-        _say(line)
+        _announce(line)
 
 
 def _rates(acceptance: Sequence[float]) -> str:
@@ -221,12 +226,12 @@ def _rates(acceptance: Sequence[float]) -> str:
 
 
 def _take(kind: type[Any], options: dict[str, Any]) -> Any:
-    """A dataclass out of the options that are its fields."""
+    """Build a dataclass from the options that are its fields, and remove them."""
     return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
 
 
 def _generated(model: str, prompts: Path, output: Path, max_tokens: int, device: str) -> Path:
-    """Answers to the prompts, written beside the head; the engine is gone afterwards."""
+    """Write answers to the prompts beside the head, and free the engine."""
     from sametoken.train.results import output_directory
 
     params = {"max_tokens": max_tokens, "temperature": 0.0, "seed": 0}
@@ -253,19 +258,19 @@ def _write_text(
     from sametoken.train.generate import read_prompts, write_text
     from sametoken.types.sampling_params import SamplingParams
 
-    asked = read_prompts(prompts)
-    llm = LLM(model, announce=_say, **options)
+    requests = read_prompts(prompts)
+    llm = LLM(model, announce=_announce, **options)
     with Progress(console=_console()) as progress:
-        task = progress.add_task("answers", total=len(asked))
+        task = progress.add_task("answers", total=len(requests))
         written = write_text(
             llm,
-            asked,
+            requests,
             output,
             SamplingParams(**params),
             max_seconds=max_seconds,
             advance=lambda count: progress.advance(task, count),
         )
-    # Its KV memory is wanted for training.
+    # Free the engine's memory for training.
     del llm
     gc.collect()
     if torch.cuda.is_available():
@@ -274,7 +279,7 @@ def _write_text(
 
 
 def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | None:
-    """Messages to token ids by the target's tokenizer, loaded when the first is met."""
+    """Return a function from messages to token ids; it loads the tokenizer on first use."""
     if text is None:
         return None
     loaded: list[Any] = []
@@ -284,8 +289,8 @@ def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | Non
 
         if not loaded:
             loaded.append(load_tokenizer(model))
-        asks = not messages or messages[-1]["role"] != "assistant"
-        rendered = loaded[0].apply_chat_template(messages, add_generation_prompt=asks)
+        is_prompt = not messages or messages[-1]["role"] != "assistant"
+        rendered = loaded[0].apply_chat_template(messages, add_generation_prompt=is_prompt)
         return list(loaded[0].encode(rendered, add_special_tokens=False))
 
     return encode
@@ -293,7 +298,7 @@ def _encoder(model: Path, text: Path | None) -> Callable[[Any], list[int]] | Non
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Report], None]]:
-    """A bar with loss, rate and acceptance by draft."""
+    """Show a progress bar with loss, learning rate and acceptance per position."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -303,18 +308,18 @@ def _progress() -> Iterator[Callable[[Report], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[figures]}"),
     )
-    console, told = _console(), 0.0
+    console, last_line = _console(), 0.0
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=None, figures="")
 
         def report(now: Report) -> None:
-            nonlocal told
+            nonlocal last_line
             figures = _figures(now)
             progress.update(task, completed=now.step, total=now.steps, figures=figures)
-            # A bar is drawn on terminals alone; a log gets a line now and then.
-            if not console.is_terminal and now.seconds - told >= _SECONDS_OF_LINE:
-                told = now.seconds
-                _say(f"step {now.step} of {now.steps}, {now.seconds:.0f} s: {figures}")
+            # The bar is drawn only on terminals; logs get lines.
+            if not console.is_terminal and now.seconds - last_line >= _LINE_INTERVAL_S:
+                last_line = now.seconds
+                _announce(f"step {now.step} of {now.steps}, {now.seconds:.0f} s: {figures}")
 
         yield report
 
@@ -333,5 +338,5 @@ def _console() -> Any:
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def _say(line: str) -> None:
+def _announce(line: str) -> None:
     typer.echo(line, err=True)

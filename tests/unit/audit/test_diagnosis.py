@@ -77,4 +77,4 @@ def test_acceptance_that_falls_with_the_context():
 def test_evidence_and_remedy_are_given():
     (finding,) = diagnose({"running": profile(0.01, 0.0)}, (), trained=True).findings
     assert "1.0%" in finding.evidence
-    assert "this very target" in finding.remedy
+    assert "for this target" in finding.remedy

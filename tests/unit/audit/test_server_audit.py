@@ -6,13 +6,13 @@ import pytest
 
 from sametoken.audit.asks import (
     Answer,
-    Ask,
+    AuditRequest,
 )
 from sametoken.audit.compare import CORRUPTION, TIE
 from sametoken.audit.server_audit import Side, audit_sides, logit_step
 
 TEXTS = {1: " a", 2: " b"}
-ASK = Ask("one", (5,), "prompt", 0.0, 0, 2)
+ASK = AuditRequest("one", (5,), "prompt", 0.0, 0, 2)
 
 
 def engine(margin: float) -> Side:
@@ -52,7 +52,7 @@ def test_logits_one_step_of_their_rounding_apart_are_a_tie(step, margin, kind):
     same = (1,) * 40
     baseline, subject = rounding((*same, 1), step, margin), rounding((*same, 2), step, margin)
     verdict = audit_sides(subject, baseline, [ASK])
-    assert logit_step(baseline.ask([ASK])) == pytest.approx(step, rel=0.02)
+    assert logit_step(baseline.answer([ASK])) == pytest.approx(step, rel=0.02)
     (divergence,) = verdict.comparisons[0].divergences
     assert (divergence.position, divergence.kind) == (40, kind)
 

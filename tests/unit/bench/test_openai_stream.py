@@ -90,7 +90,7 @@ def test_bodies_are_those_of_completions_and_of_chat():
     assert (body["prompt"], body["max_tokens"], body["seed"], body["model"]) == ("hello", 5, 9, "m")
     assert body["stream_options"] == {"include_usage": True}
     assert "include_speculation_stats" not in body
-    ours = Endpoint("/c", "m", is_chat=True, gives_stats=True, extra={"top_k": 3})
+    ours = Endpoint("/c", "m", is_chat=True, has_stats=True, extra={"top_k": 3})
     body = ours.body("hello", 5, 0.5, 9)
     assert body["messages"] == [{"role": "user", "content": "hello"}]
     assert (body["include_speculation_stats"], body["top_k"], "prompt" in body) == (True, 3, False)

@@ -94,7 +94,7 @@ def test_an_engine_that_does_not_start_fails_all_its_cells_once(tmp_path):
 def test_a_file_of_another_cell_is_not_taken_for_a_result(tmp_path):
     cell = next(SWEEP.engines())[0]
     write_json(CellStore(tmp_path).path(cell), {"cell": {}, "status": DONE})
-    with pytest.raises(ConfigError, match="is not of this cell"):
+    with pytest.raises(ConfigError, match="belongs to another cell"):
         run(tmp_path, FakeEngine())
     CellStore(tmp_path).path(cell).write_text("{")
     with pytest.raises(ConfigError, match="cannot be read as JSON"):

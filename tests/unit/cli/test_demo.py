@@ -94,7 +94,7 @@ def last(*windows):
 def test_a_comparison_finds_the_first_difference(speculative, difference, verdict):
     comparison = Comparison("An edit", "n-gram", last([0], [1], [2]), speculative)
     assert comparison.first_difference == difference
-    assert comparison.verdict() == verdict
+    assert comparison.summary() == verdict
 
 
 def test_the_same_tokens_exit_with_0(scenes):

@@ -34,7 +34,7 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
     assert lines[0] == "a/model, bfloat16, ngram, 64 drafts: counted, nothing is loaded"
     values = {line[: line.rindex("  ")].strip(): line.split()[-2:] for line in lines[1:]}
     assert values["pending inputs of 64 drafts, per request"] == ["25.0", "MB"]
-    assert values["(a recurrent state per draft would take)"] == ["3.3", "GB"]
+    assert values["(one recurrent state per draft would take)"] == ["3.3", "GB"]
     assert values["KV per block of 64 tokens"] == ["2.1", "MB"]
     assert values["of which speculation adds"] == ["27.1", "MB"]
 

@@ -71,7 +71,7 @@ def test_a_head_straight_from_prompts(target, prompts, tmp_path):
 
 
 def test_a_log_gets_lines_in_place_of_a_bar(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("sametoken.cli.train._SECONDS_OF_LINE", 0.0)
+    monkeypatch.setattr("sametoken.cli.train._LINE_INTERVAL_S", 0.0)
     options = ["--generate-from", prompts, "--answer-tokens", 6]
     trained = run("eagle3", target, tmp_path / "head", *options, *HEAD, *QUICK)
     assert "step 3 of 3" in trained.stderr

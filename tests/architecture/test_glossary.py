@@ -24,6 +24,8 @@ EXCEPTIONS = {
     ("docs/audit.md", "verdict"): "what an audit finds is a verdict, to users and in its JSON",
     ("src/sametoken/audit", "verdict"): "the same",
     ("src/sametoken/cli/audit.py", "verdict"): "the same",
+    ("src/sametoken/audit/verdict.py", "but for"): "a value in the JSON of audits",
+    ("src/sametoken/bench/acceptance.py", "judged"): "a key in the JSON of audits",
     ("docs/benchmarking.md", "overlap"): "ranges of measurements do",
     ("src/sametoken/ops/lookup/ngram.py", "overlap"): "an occurrence and the suffix do",
     ("src/sametoken/text/grammar/json_schema.py", "overlap"): "branches of a schema do",

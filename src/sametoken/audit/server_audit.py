@@ -215,6 +215,6 @@ def _diagnosis(before: Counters | None, after: Counters | None) -> Diagnosis | N
         return None
     by_position = counted.positions.get(ACCEPTED_PER_POSITION, {})
     accepted = tuple(int(by_position[i]) for i in sorted(by_position))
-    judged = (speculation["num_steps"], *accepted[:-1])[: len(accepted)]
-    profile = Profile(judged, accepted)
+    verified = (speculation["num_steps"], *accepted[:-1])[: len(accepted)]
+    profile = Profile(verified, accepted)
     return Diagnosis({"running": profile}, (), profile_findings(profile, trained=True))

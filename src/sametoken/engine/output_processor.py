@@ -211,8 +211,8 @@ class _Completion:
         before = self._text + (self._held_back() if is_stop_token else "")
         with_token = before + self._piece(token_id)
         # A stop string counts if at least ``min_tokens`` tokens precede the one that it ends in.
-        judged = len(self.token_ids) > self.request.params.min_tokens
-        match = self._stops.feed(with_token[len(self._text) :], checked=judged)
+        has_min_tokens = len(self.token_ids) > self.request.params.min_tokens
+        match = self._stops.feed(with_token[len(self._text) :], checked=has_min_tokens)
         if match is not None:
             self._end_at(match, with_token)
             return

@@ -53,7 +53,7 @@ class TrainingText:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class VerifiedDrafts:
     """Accepted drafts of rows, [M] int64, and how many of the rows each sequence has."""
 
     num_accepted: Tensor
@@ -79,8 +79,8 @@ class Distillation(ABC):
         return self.batch_loss(batch, states.of(batch))[0]
 
     @abstractmethod
-    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, Judged]:
-        """The loss of a batch, and how its drafts were judged."""
+    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, VerifiedDrafts]:
+        """The loss of a batch, and how its drafts were verified."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +130,10 @@ class Material:
         counts: list[int] = []
         for step in range(min(len(batches), _MEASURED_BATCHES)):
             batch = batches.at(step)
-            found, judged = objective.batch_loss(batch, self.states.of(batch))
+            found, verified = objective.batch_loss(batch, self.states.of(batch))
             acceptance = acceptance + found.acceptance
-            num_accepted += judged.num_accepted.tolist()
-            counts += judged.counts
+            num_accepted += verified.num_accepted.tolist()
+            counts += verified.counts
         return acceptance, walk(num_accepted, counts, k)
 
 
@@ -236,7 +236,7 @@ class Run:
 
     Attributes:
         settings: identify it together with the loop's options, as JSON values.
-        k: drafts that are judged.
+        k: drafts that are verified.
         coverage: see ``DrafterResult``.
         write: writes the drafter; measurement runs the written weights.
     """

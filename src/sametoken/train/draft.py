@@ -20,15 +20,15 @@ from sametoken.train.compute import Compute, choose_compute
 from sametoken.train.distillation import (
     Distillation,
     DrafterResult,
-    Judged,
     Run,
     TrainingText,
+    VerifiedDrafts,
     read_material,
     run,
 )
 from sametoken.train.loop import Report, StepLoss
 from sametoken.train.networks import DecoderNetwork
-from sametoken.train.objectives import judge_rows
+from sametoken.train.objectives import verify_rows
 from sametoken.train.options import DraftOptions, LoopOptions
 from sametoken.train.results import output_directory, write_decoder
 from sametoken.train.states import BatchStates, Target
@@ -48,12 +48,12 @@ class DraftObjective(Distillation):
     """The cross entropy between the target's distribution and the drafter's.
 
     On text that the target would emit, a chain of drafts is the drafter's predictions at
-    consecutive rows, so that one pass judges chains of any length.
+    consecutive rows, so that one pass verifies chains of any length.
 
     Args:
         network: the drafter.
         target: the model to imitate.
-        k: drafts that are judged.
+        k: drafts that are verified.
         compute: the precision.
     """
 
@@ -64,8 +64,8 @@ class DraftObjective(Distillation):
         self._k = k
         self._compute = compute
 
-    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, Judged]:
-        """The loss of a batch, and how its drafts were judged."""
+    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, VerifiedDrafts]:
+        """The loss of a batch, and how its drafts were verified."""
         rows = DraftRows.of(batch)
         places = rows.flat + 1
         wanted = states.last.flatten(0, 1)[places] @ self._head.T
@@ -73,7 +73,7 @@ class DraftObjective(Distillation):
         agrees = following == batch.token_ids.flatten()[places + 1]
         with self._compute.autocast():
             last = self._drafter(batch.token_ids).flatten(0, 1).index_select(0, places)
-        loss, chosen = judge_rows(
+        loss, chosen = verify_rows(
             last.to(self._compute.dtype),
             self._drafter.head.to(self._compute.dtype),
             wanted.float().softmax(-1),
@@ -84,7 +84,7 @@ class DraftObjective(Distillation):
         for draft in range(self._k):
             correct[draft, : max(right.shape[0] - draft, 0)] = right[draft:]
         acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, self._k))
-        return StepLoss(loss, acceptance), Judged(num_accepted, rows.counts)
+        return StepLoss(loss, acceptance), VerifiedDrafts(num_accepted, rows.counts)
 
 
 def train_draft(

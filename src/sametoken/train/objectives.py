@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sametoken.train.acceptance import count_accepted
 from sametoken.train.batches import Batch, DraftRows
 from sametoken.train.compute import Compute
-from sametoken.train.distillation import Distillation, Judged
+from sametoken.train.distillation import Distillation, VerifiedDrafts
 from sametoken.train.loop import StepLoss
 from sametoken.train.states import BatchStates, Target
 from sametoken.train.token_map import membership
@@ -86,8 +86,8 @@ class HeadObjective(Distillation):
         self._inside = membership(token_ids, target.config.vocab_size).to(device)
         self._draft_rows = target.head[self._token_ids]
 
-    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, Judged]:
-        """The loss of a batch, and how its drafts were judged."""
+    def batch_loss(self, batch: Batch, states: BatchStates) -> tuple[StepLoss, VerifiedDrafts]:
+        """The loss of a batch, and how its drafts were verified."""
         rows, k, dtype = DraftRows.of(batch), self._unroll.steps, self._compute.dtype
         wanted = states.last.flatten(0, 1)[rows.flat + 1] @ self._draft_rows.T
         probabilities = wanted.float().softmax(-1)
@@ -104,7 +104,7 @@ class HeadObjective(Distillation):
                 num_rows = max(rows.flat.shape[0] - draft, 0)
                 live = draft < rows.left[:num_rows]
                 counted = live & self._inside[following[draft:]]
-                loss, chosen = judge_rows(
+                loss, chosen = verify_rows(
                     last.flatten(0, 1).index_select(0, rows.flat[:num_rows]).to(dtype),
                     self._head.draft_head.to(dtype),
                     probabilities[draft:],
@@ -115,10 +115,10 @@ class HeadObjective(Distillation):
         weights = [self._unroll.decay**draft for draft in range(k)]
         total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum()
         acceptance, num_accepted = count_accepted(correct, rows.goes_on(agrees, k))
-        return StepLoss(total / sum(weights), acceptance), Judged(num_accepted, rows.counts)
+        return StepLoss(total / sum(weights), acceptance), VerifiedDrafts(num_accepted, rows.counts)
 
 
-def judge_rows(
+def verify_rows(
     last: Tensor, weight: Tensor, probabilities: Tensor, counted: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of the logits ``last @ weight.T``, and the most likely column of each row.

@@ -29,7 +29,7 @@ class LoopOptions:
         None, "fewer steps if they would not fit this time in all; decided after warm-up"
     )
     batch_tokens: int = option(16384, "tokens of a batch, padding counted")
-    max_length: int = option(1024, "cut sequences to so many tokens")
+    max_length: int = option(1024, "cut sequences to this number of tokens")
     learning_rate: float = option(1e-3, "highest learning rate; it falls to 0 as a cosine does")
     warmup_steps: int = option(100, "steps over which the learning rate rises from 0")
     weight_decay: float = option(0.0, "AdamW's, of matrices alone")

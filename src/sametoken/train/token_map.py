@@ -65,12 +65,12 @@ def write_token_map(
         output.write_text(json.dumps(token_ids.tolist()) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error
-    judged = sequences.answer_counts(config.vocab_size, held) if held else counts
+    verified = sequences.answer_counts(config.vocab_size, held) if held else counts
     return TokenMapResult(
         tokens=token_ids.shape[0],
         vocab_size=config.vocab_size,
         counted=int(counts.sum()),
-        coverage=coverage(judged, token_ids),
+        coverage=coverage(verified, token_ids),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sametoken.train import objectives
-from sametoken.train.objectives import judge_rows
+from sametoken.train.objectives import verify_rows
 
 
 def _case(num_rows: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,7 +32,7 @@ def test_loss_gradients_and_choices(
 ) -> None:
     monkeypatch.setattr(objectives, "_CPU_LOGITS", logits_at_once)
     last, weight, probabilities, counted = _case(num_rows, width)
-    loss, chosen = judge_rows(last, weight, probabilities, counted)
+    loss, chosen = verify_rows(last, weight, probabilities, counted)
     wanted = _all_at_once(last, weight, probabilities, counted)
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-6)
     assert torch.equal(chosen, (last @ weight.T).argmax(-1))
@@ -45,14 +45,14 @@ def test_loss_gradients_and_choices(
 def test_rows_that_are_not_counted_have_no_gradient() -> None:
     last, weight, probabilities, counted = _case(6, 9)
     counted[:] = torch.tensor([True, False, True, False, False, True])
-    loss, _ = judge_rows(last, weight, probabilities, counted)
+    loss, _ = verify_rows(last, weight, probabilities, counted)
     (slopes,) = torch.autograd.grad(loss, last)
     assert torch.equal(slopes.abs().amax(-1) > 0, counted)
 
 
 def test_no_counted_row_is_a_loss_of_zero() -> None:
     last, weight, probabilities, counted = _case(4, 5)
-    loss, _ = judge_rows(last, weight, probabilities, torch.zeros_like(counted))
+    loss, _ = verify_rows(last, weight, probabilities, torch.zeros_like(counted))
     slopes, _ = torch.autograd.grad(loss, (last, weight))
     assert loss.item() == 0.0
     assert torch.equal(slopes, torch.zeros_like(slopes))
@@ -60,7 +60,7 @@ def test_no_counted_row_is_a_loss_of_zero() -> None:
 
 def test_a_frozen_weight_gets_no_gradient() -> None:
     last, weight, probabilities, counted = _case(4, 5)
-    loss, _ = judge_rows(last, weight.detach(), probabilities, counted)
+    loss, _ = verify_rows(last, weight.detach(), probabilities, counted)
     loss.backward()
     assert last.grad is not None
     assert weight.grad is None

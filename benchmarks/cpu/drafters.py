@@ -38,12 +38,7 @@ from whole_requests import (
 
 from sametoken.bench.datasets import load_dataset
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
-from sametoken.models.names import (
-    HEAD_FILES,
-    HEAD_NAME,
-    resolve_drafter,
-    resolve_model,
-)
+from sametoken.models.names import HEAD_FILES, HEAD_NAME, resolve_drafter, resolve_model
 from sametoken.text.tokenizer import load_tokenizer
 from sametoken.types.outputs import SpeculationMetrics
 

@@ -19,10 +19,7 @@ from safetensors.torch import save_file
 from sametoken.bench.datasets import load_dataset
 from sametoken.models.base import ModelConfig
 from sametoken.models.loader import open_checkpoint
-from sametoken.text.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-)
+from sametoken.text.tokenizer import Tokenizer, load_tokenizer
 
 DATASETS = ("gsm8k", "humaneval", "mt-bench")
 

@@ -33,10 +33,7 @@ from passes import (
 )
 
 from sametoken import LLM, SamplingParams
-from sametoken.types.outputs import (
-    CompletionOutput,
-    SpeculationMetrics,
-)
+from sametoken.types.outputs import CompletionOutput, SpeculationMetrics
 
 
 def engine(args: argparse.Namespace, head: str | None) -> LLM:

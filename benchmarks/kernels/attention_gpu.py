@@ -24,17 +24,8 @@ import torch
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    RowRuns,
-)
-from sametoken.ops.model.attention.triton import (
-    AttentionConfig,
-    attention,
-    choose,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
+from sametoken.ops.model.attention.triton import AttentionConfig, attention, choose
 
 HEADS = {
     "qwen3": AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128),

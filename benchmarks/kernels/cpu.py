@@ -18,23 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    Kernels,
-    LayerKV,
-    RotaryTable,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, LayerKV, RotaryTable
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import RawRows
-from sametoken.ops.native.backend import (
-    NativeKernels,
-    silu_mul,
-)
+from sametoken.ops.native.backend import NativeKernels, silu_mul
 from sametoken.ops.native.library import load_library
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache

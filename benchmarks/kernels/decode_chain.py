@@ -8,39 +8,18 @@ from dataclasses import dataclass
 import torch
 from gemm_gpu import normal
 
-from sametoken.ops.backend import (
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-)
-from sametoken.ops.model.attention.triton import (
-    AttentionConfig,
-    attention,
-)
+from sametoken.ops.backend import AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.model.attention.triton import AttentionConfig, attention
 from sametoken.ops.model.embedding_triton import embedding
 from sametoken.ops.model.gemm.triton import product
-from sametoken.ops.model.gemm.tuning import (
-    GemmConfig,
-    GemmShape,
-)
-from sametoken.ops.model.norm_rope_triton import (
-    add_rms_norm,
-    rms_norm,
-    rope_and_cache,
-)
+from sametoken.ops.model.gemm.tuning import GemmConfig, GemmShape
+from sametoken.ops.model.norm_rope_triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.ops.sampling.sample_triton import token_keys
-from sametoken.ops.step.triton import (
-    prepare_inputs,
-    verify,
-)
+from sametoken.ops.step.triton import prepare_inputs, verify
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
-from sametoken.types.plan import (
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.plan import ScheduledRequest, StepPlan
 
 SHAPE = AttentionShape(num_heads=32, num_kv_heads=8, head_dim=128)
 ROLES = {

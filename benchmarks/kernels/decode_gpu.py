@@ -60,10 +60,7 @@ from gemm_gpu import (
 )
 from triton.runtime.errors import OutOfResources
 
-from sametoken.ops.model.attention.triton import (
-    AttentionConfig,
-    choose,
-)
+from sametoken.ops.model.attention.triton import AttentionConfig, choose
 from sametoken.ops.model.gemm.triton import product
 from sametoken.ops.model.gemm.tuning import (
     CublasConfig,

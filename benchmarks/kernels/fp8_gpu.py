@@ -23,23 +23,10 @@ from gemm_gpu import COMPILERS, MAX_LAUNCHES, ROTATED_BYTES, normal
 from graph_times import microseconds
 from triton.runtime.errors import OutOfResources
 
-from sametoken.ops.model.gemm.fp8 import (
-    Fp8Weight,
-    quantize,
-)
-from sametoken.ops.model.gemm.fp8_triton import (
-    DEPTH,
-    NARROW,
-    default_config,
-    product,
-    rounded,
-)
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
+from sametoken.ops.model.gemm.fp8_triton import DEPTH, NARROW, default_config, product, rounded
 from sametoken.ops.model.gemm.triton import product as bf16_product
-from sametoken.ops.model.gemm.tuning import (
-    GemmShape,
-    TritonConfig,
-    load_table,
-)
+from sametoken.ops.model.gemm.tuning import GemmShape, TritonConfig, load_table
 
 #: Weights of the heads of Qwen3-8B (EAGLE-3) and Qwen3.5-9B (MTP), with their lm_head.
 SHAPES = [

@@ -24,31 +24,14 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    RowRuns,
-)
+from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
-from sametoken.ops.model.gated_delta_rule.triton import (
-    RuleTile,
-    advance,
-    advance_prepared,
-)
-from sametoken.ops.model.recurrent.rule import (
-    LayerMemory,
-    RawRows,
-)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.gated_delta_rule.triton import RuleTile, advance, advance_prepared
+from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import plan_runs
-from sametoken.ops.pdl import (
-    gdc_launch_dependents,
-    gdc_wait,
-    pdl_options,
-)
+from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 from sametoken.state.caches import ModelCache
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}

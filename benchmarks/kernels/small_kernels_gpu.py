@@ -29,11 +29,7 @@ from sametoken.ops.backend import (
 from sametoken.ops.lookup.ngram_triton import lookup
 from sametoken.ops.model.activation_triton import silu_mul
 from sametoken.ops.model.embedding_triton import embedding
-from sametoken.ops.model.norm_rope_triton import (
-    add_rms_norm,
-    rms_norm,
-    rope_and_cache,
-)
+from sametoken.ops.model.norm_rope_triton import add_rms_norm, rms_norm, rope_and_cache
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling.logits_rules_triton import apply_rules
 from sametoken.ops.sampling.truncation_triton import truncate
@@ -42,11 +38,7 @@ from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
-from sametoken.types.plan import (
-    Admission,
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 ROW_COUNTS = (1, 4, 32, 64, 256, 384)

@@ -142,10 +142,7 @@ def require_equal(
 def run_kernels() -> None:
     """Run loads through tensor descriptors, PDL and prefetches, at odd row counts."""
     from sametoken.ops.model.gemm.triton import product
-    from sametoken.ops.model.gemm.tuning import (
-        CANONICAL,
-        TritonConfig,
-    )
+    from sametoken.ops.model.gemm.tuning import CANONICAL, TritonConfig
 
     forms = (
         TritonConfig(16, 32, 64, num_warps=4, num_stages=3, pdl=True),

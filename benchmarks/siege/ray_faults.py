@@ -45,10 +45,7 @@ from sametoken.serving.batch.run import run_batch
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.config import RayConfig
-from sametoken.serving.ray.serve import (
-    APP,
-    deploy,
-)
+from sametoken.serving.ray.serve import APP, deploy
 
 ENGINE = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 16, "num_kv_blocks": 1024}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}

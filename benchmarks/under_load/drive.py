@@ -35,15 +35,7 @@ from typing import Any
 
 from configs import CONFIGS, EngineArgs
 from engines import ENGINES, Engine
-from workloads import (
-    WORKLOADS,
-    Load,
-    Request,
-    Sizes,
-    loads_of,
-    requests_of,
-    warm_up_of,
-)
+from workloads import WORKLOADS, Load, Request, Sizes, loads_of, requests_of, warm_up_of
 
 BEGAN = time.perf_counter()
 

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from sametoken.bench.roofline import CPU_BYTES, CUDA_BYTES, read_bandwidth
 from sametoken.models.loader import load_model, read_config
-from sametoken.ops.reference import (
-    PlainWeight,
-    ReferenceKernels,
-)
+from sametoken.ops.reference import PlainWeight, ReferenceKernels
 
 WARM_PASSES, PASSES = 2, 7
 

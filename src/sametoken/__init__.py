@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sametoken.llm import LLM
     from sametoken.serving.async_llm import AsyncLLM
-    from sametoken.types.outputs import (
-        CompletionOutput,
-        RequestOutput,
-    )
+    from sametoken.types.outputs import CompletionOutput, RequestOutput
     from sametoken.types.sampling_params import SamplingParams
     from sametoken.types.structured_outputs import StructuredOutputs
 

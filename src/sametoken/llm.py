@@ -34,10 +34,7 @@ from sametoken.text.tokenizer import (
     load_tokenizer_of,
     require_own_end,
 )
-from sametoken.types.outputs import (
-    RequestOutput,
-    SpeculationMetrics,
-)
+from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
 
 _logger = logging.getLogger("sametoken")

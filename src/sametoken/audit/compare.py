@@ -10,10 +10,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from sametoken.audit.asks import (
-    Answer,
-    TopTwo,
-)
+from sametoken.audit.asks import Answer, TopTwo
 from sametoken.bench.measure import Window
 
 TIE, CORRUPTION, UNEXPLAINED = "numeric tie", "corruption", "unexplained"

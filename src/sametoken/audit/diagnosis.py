@@ -11,18 +11,9 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from sametoken.audit.asks import (
-    Answers,
-    AuditRequest,
-)
+from sametoken.audit.asks import Answers, AuditRequest
 from sametoken.audit.engine_runs import RunSettings, run_requests
-from sametoken.bench.acceptance import (
-    BEYOND_FIRST,
-    MIN_DRAFTS,
-    Finding,
-    Profile,
-    profile_findings,
-)
+from sametoken.bench.acceptance import BEYOND_FIRST, MIN_DRAFTS, Finding, Profile, profile_findings
 from sametoken.bench.measure import Window
 from sametoken.engine.core import EngineCore
 

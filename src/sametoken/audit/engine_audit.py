@@ -6,10 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sametoken.audit.asks import (
-    Answers,
-    AuditRequest,
-)
+from sametoken.audit.asks import Answers, AuditRequest
 from sametoken.audit.compare import (
     Comparison,
     TextDefect,

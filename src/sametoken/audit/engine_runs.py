@@ -7,19 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sametoken.audit.asks import (
-    Answer,
-    Answers,
-    AuditRequest,
-    TopTwo,
-)
+from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.measure import Window
 from sametoken.engine.core import EngineCore
 from sametoken.types.outputs import PositionLogprobs
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
 NUM_CANDIDATES = 2

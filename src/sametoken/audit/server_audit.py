@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from sametoken.audit.asks import (
-    Answers,
-    AuditRequest,
-)
+from sametoken.audit.asks import Answers, AuditRequest
 from sametoken.audit.compare import (
     REPEATED,
     SAMPLED,

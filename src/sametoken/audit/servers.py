@@ -13,12 +13,7 @@ from typing import Any
 
 import httpx
 
-from sametoken.audit.asks import (
-    Answer,
-    Answers,
-    AuditRequest,
-    TopTwo,
-)
+from sametoken.audit.asks import Answer, Answers, AuditRequest, TopTwo
 from sametoken.bench.scrape import Counters, scrape
 from sametoken.errors import RequestError
 from sametoken.io.json_text import parse_json

@@ -18,10 +18,7 @@ from sametoken.errors import NumericalError
 from sametoken.text.detokenizer import make_detokenizer
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import SpeculationMetrics
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 
 
 @dataclass(frozen=True, slots=True)

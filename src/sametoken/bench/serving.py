@@ -24,12 +24,7 @@ from sametoken.bench.openai_stream import (
 )
 from sametoken.bench.scrape import scrape
 from sametoken.bench.serving_numbers import Goal, serving_numbers
-from sametoken.bench.workload import (
-    CHAT,
-    COMPLETIONS,
-    Server,
-    ServingWorkload,
-)
+from sametoken.bench.workload import CHAT, COMPLETIONS, Server, ServingWorkload
 from sametoken.errors import ConfigError
 from sametoken.types.sampling_params import derive_seed
 

@@ -17,10 +17,7 @@ from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.engine.resolve import ResolvedConfig, resolve_device, resolve_sizes
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.text.tokenizer import (
-    Tokenizer,
-    load_tokenizer_of,
-)
+from sametoken.text.tokenizer import Tokenizer, load_tokenizer_of
 
 _WARMUP_TOKENS = 16
 

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sametoken.bench.documents import (
-    read_json,
-    write_json,
-)
+from sametoken.bench.documents import read_json, write_json
 from sametoken.bench.sweep_spec import Cell, Sweep
 from sametoken.errors import ConfigError
 

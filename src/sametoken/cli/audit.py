@@ -148,10 +148,7 @@ def audit(
     Exits with 0 only if everything is identical, with 1 if anything differs.
     """
     from sametoken.audit.engine_audit import AuditSettings
-    from sametoken.audit.verdict import (
-        html_of,
-        lines_of,
-    )
+    from sametoken.audit.verdict import html_of, lines_of
 
     prompts = _Prompts.of(**{one.name: options.pop(one.name) for one in _PROMPTS})
     servers = _Servers(concurrency=concurrency, **{o.name: options.pop(o.name) for o in _SERVERS})

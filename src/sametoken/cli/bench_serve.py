@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sametoken.bench.workload import (
-    Server,
-    ServingWorkload,
-)
+from sametoken.bench.workload import Server, ServingWorkload
 from sametoken.cli.options import options_of, with_options
 from sametoken.cli.report import wide_console
 from sametoken.errors import ConfigError

@@ -10,10 +10,7 @@ import typer
 
 from sametoken.cli.report import per_position, tokens_per_second
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
-from sametoken.models.names import (
-    HYBRID_NAME,
-    has_hybrid,
-)
+from sametoken.models.names import HYBRID_NAME, has_hybrid
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 

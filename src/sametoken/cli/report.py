@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sametoken.types.outputs import (
-    RequestOutput,
-    SpeculationMetrics,
-)
+from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,15 +14,9 @@ from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
 from sametoken.io.json_text import parse_json
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.listen import (
-    bind,
-    check_certificate,
-)
+from sametoken.serving.http.listen import bind, check_certificate
 from sametoken.serving.limits import ServingLimits
-from sametoken.serving.ray.config import (
-    RayConfig,
-    require_ray,
-)
+from sametoken.serving.ray.config import RayConfig, require_ray
 
 API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
 

@@ -25,19 +25,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.distributed.process_group import (
-    NoPeers,
-    Peers,
-    ProcessGroup,
-)
+from sametoken.distributed.process_group import NoPeers, Peers, ProcessGroup
 from sametoken.errors import EngineDeadError, SametokenError
-from sametoken.io.child_process import (
-    LENGTH,
-    Failure,
-    decode,
-    encode,
-    spawn,
-)
+from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner

@@ -28,10 +28,7 @@ from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup.suffix import Limits
 from sametoken.state.caches import ModelCache
-from sametoken.state.sequences import (
-    NO_HISTORY,
-    TokenHistory,
-)
+from sametoken.state.sequences import NO_HISTORY, TokenHistory
 from sametoken.types.option_values import LOOKUPS
 
 _Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint

@@ -14,12 +14,7 @@ from torch import Tensor
 
 from sametoken.models.base import HiddenStates
 from sametoken.ops.backend import Kernels
-from sametoken.ops.step.types import (
-    CatchUp,
-    Chains,
-    StepInputs,
-    StepOps,
-)
+from sametoken.ops.step.types import CatchUp, Chains, StepInputs, StepOps
 from sametoken.state.sequences import Sequences
 
 Found = TypeVar("Found")

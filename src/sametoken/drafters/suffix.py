@@ -11,10 +11,7 @@ from torch import Tensor
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.context import DraftContext
 from sametoken.ops.lookup import suffix as reference
-from sametoken.ops.lookup.suffix import (
-    Earlier,
-    Limits,
-)
+from sametoken.ops.lookup.suffix import Earlier, Limits
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import TokenHistory
 

@@ -10,10 +10,7 @@ from pathlib import Path
 import torch
 
 from sametoken.config import ADAPTIVE, EngineConfig
-from sametoken.distributed.ranks import (
-    Ranks,
-    start_ranks,
-)
+from sametoken.distributed.ranks import Ranks, start_ranks
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
     LoadedDrafter,
@@ -44,25 +41,14 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.errors import ConfigError
-from sametoken.extraction.recording import (
-    Extraction,
-    NoExtraction,
-    open_extraction,
-)
+from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
-from sametoken.ops.cache_types import (
-    LayerCache,
-    bytes_per_block,
-    bytes_per_slot,
-)
-from sametoken.ops.dispatch import (
-    Backend,
-    select_backend,
-)
+from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
+from sametoken.ops.dispatch import Backend, select_backend
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.logits_processing import LogitsProcessing

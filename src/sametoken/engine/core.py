@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from sametoken.distributed.process_group import (
-    NoPeers,
-    Peers,
-)
+from sametoken.distributed.process_group import NoPeers, Peers
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import EngineDeadError
-from sametoken.extraction.recording import (
-    Extraction,
-    NoExtraction,
-)
+from sametoken.extraction.recording import Extraction, NoExtraction
 from sametoken.runner.async_output import PendingOutput
 from sametoken.runner.runner import Runner
 from sametoken.scheduler.scheduler import Scheduler
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 
 
 class EngineCore:

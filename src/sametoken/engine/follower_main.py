@@ -14,25 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from sametoken.distributed.process_group import (
-    NoPeers,
-    ProcessGroup,
-)
-from sametoken.distributed.ranks import (
-    Built,
-    Enlist,
-    Number,
-    Present,
-)
+from sametoken.distributed.process_group import NoPeers, ProcessGroup
+from sametoken.distributed.ranks import Built, Enlist, Number, Present
 from sametoken.engine.build import build_follower
 from sametoken.engine.resolve import resolve_device
 from sametoken.errors import EngineDeadError, SametokenError
-from sametoken.io.child_process import (
-    Failure,
-    Inbox,
-    encode,
-    take_socket,
-)
+from sametoken.io.child_process import Failure, Inbox, encode, take_socket
 from sametoken.layers.parallel import TensorParallel
 from sametoken.runner.runner import Runner
 from sametoken.runner.stream import CudaStream, ImmediateStream, Stream

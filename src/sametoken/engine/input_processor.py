@@ -12,16 +12,10 @@ from typing import Any
 from sametoken.errors import CheckpointError, RequestError, shown
 from sametoken.models.load.huggingface import read_generation_config
 from sametoken.sampling.admission import require_choosable
-from sametoken.text.grammar.grammar import (
-    GrammarCompiler,
-    GrammarTrials,
-)
+from sametoken.text.grammar.grammar import GrammarCompiler, GrammarTrials
 from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.stop_strings import StopStrings
-from sametoken.text.tokenizer import (
-    Messages,
-    Tokenizer,
-)
+from sametoken.text.tokenizer import Messages, Tokenizer
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Grammar

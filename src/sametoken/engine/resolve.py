@@ -13,11 +13,7 @@ from sametoken.config import EXTRACT, EngineConfig
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.registry import require_divisible
-from sametoken.ops.cache_types import (
-    LayerCache,
-    bytes_per_block,
-    bytes_per_slot,
-)
+from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
 
 
 @dataclass(frozen=True, slots=True)

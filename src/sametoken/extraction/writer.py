@@ -25,10 +25,7 @@ from sametoken.extraction.shards import (
 from sametoken.io.files import DirectoryLock
 from sametoken.state.upload import to_host
 from sametoken.types.outputs import StepResult
-from sametoken.types.plan import (
-    Admission,
-    StepPlan,
-)
+from sametoken.types.plan import Admission, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

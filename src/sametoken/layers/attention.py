@@ -16,11 +16,7 @@ from sametoken.ops.backend import (
     RotaryTable,
 )
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
-from sametoken.ops.model.recurrent.rule import (
-    LayerMemory,
-    RawRows,
-    RecurrentPass,
-)
+from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows, RecurrentPass
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,23 +18,9 @@ from sametoken.layers.parallel import SINGLE_RANK, gather_columns
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import (
-    Part,
-    Split,
-    WeightReader,
-)
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    Kernels,
-    QKNorm,
-    RotaryTable,
-)
-from sametoken.ops.cache_types import (
-    LayerCache,
-    PagedKV,
-    Recurrent,
-)
+from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
+from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
 from sametoken.ops.weight import UnquantizedWeight
 from sametoken.state.caches import ModelCache
 

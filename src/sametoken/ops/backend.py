@@ -14,20 +14,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sametoken.ops.model.recurrent.rule import (
-    Folded,
-    RecurrentPass,
-    RecurrentRule,
-)
-from sametoken.ops.sampling.logits_rules import (
-    CommittedTokens,
-    LogitsRules,
-)
-from sametoken.ops.weight import (
-    Experts,
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
+from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
+from sametoken.ops.weight import Experts, UnquantizedWeight, Weight
 
 
 class RunGroup(NamedTuple):

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import LayerKV
-from sametoken.ops.model.recurrent.rule import (
-    LayerMemory,
-    RecurrentRule,
-)
+from sametoken.ops.model.recurrent.rule import LayerMemory, RecurrentRule
 
 
 class MemoryShape(NamedTuple):

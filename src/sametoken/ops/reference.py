@@ -27,30 +27,17 @@ from sametoken.ops.model import activation, moe, norm_rope, partial_sum
 from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model.attention import reference as attention
 from sametoken.ops.model.gemm import reference as gemm
-from sametoken.ops.model.gemm.fp8 import (
-    Fp8Weight,
-    quantize,
-)
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
-from sametoken.ops.model.recurrent.rule import (
-    Folded,
-    RecurrentPass,
-    RecurrentRule,
-)
+from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling import logits_rules_reference as logits_rules
 from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
-from sametoken.ops.sampling.logits_rules import (
-    CommittedTokens,
-    LogitsRules,
-)
+from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
 from sametoken.ops.sampling.sample import make_keys
-from sametoken.ops.weight import (
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.weight import UnquantizedWeight, Weight
 
 
 class ComposedKernels:

@@ -29,10 +29,7 @@ from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
-from sametoken.ops.model.gemm.triton import (
-    epilogue_of,
-    product,
-)
+from sametoken.ops.model.gemm.triton import epilogue_of, product
 from sametoken.ops.model.gemm.tuning import (
     FLOAT32,
     Epilogue,
@@ -43,21 +40,12 @@ from sametoken.ops.model.gemm.tuning import (
 )
 from sametoken.ops.model.moe_triton import StackedExperts
 from sametoken.ops.model.recurrent import triton as recurrent
-from sametoken.ops.model.recurrent.rule import (
-    Folded,
-    RecurrentRule,
-)
+from sametoken.ops.model.recurrent.rule import Folded, RecurrentRule
 from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
-from sametoken.ops.sampling.logits_rules import (
-    CommittedTokens,
-    LogitsRules,
-)
-from sametoken.ops.weight import (
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
+from sametoken.ops.weight import UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
 

@@ -9,20 +9,11 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.ops.step.types import (
-    HAS_NAN,
-    NUM_COUNTS,
-    SOUND,
-)
+from sametoken.ops.step.types import HAS_NAN, NUM_COUNTS, SOUND
 from sametoken.runner.stream import Event
 from sametoken.sampling.logprobs import TokenLogprobs
 from sametoken.state.upload import to_host
-from sametoken.types.outputs import (
-    Logprob,
-    PositionLogprobs,
-    RequestResult,
-    StepResult,
-)
+from sametoken.types.outputs import Logprob, PositionLogprobs, RequestResult, StepResult
 from sametoken.types.plan import StepPlan
 from sametoken.types.structured_outputs import MaskFault
 

@@ -17,12 +17,7 @@ from sametoken.ops.step.types import LayoutTable, StepOps
 from sametoken.runner.logits_processing import StepLogitsProcessor
 from sametoken.runner.runner import Launcher
 from sametoken.runner.step import ForwardOutput, Step
-from sametoken.types.layout import (
-    NO_REQUESTS,
-    TABLE_ROWS,
-    StepLayout,
-    StepShape,
-)
+from sametoken.types.layout import NO_REQUESTS, TABLE_ROWS, StepLayout, StepShape
 
 WARM_UP_RUNS = 2
 

@@ -15,23 +15,11 @@ from torch import Tensor
 
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM
-from sametoken.ops.backend import (
-    Kernels,
-    SampledRows,
-)
+from sametoken.ops.backend import Kernels, SampledRows
 from sametoken.runner.async_output import HostBuffer
 from sametoken.runner.step import ForwardOutput
-from sametoken.sampling.grammar_masks import (
-    PendingMasks,
-    SlotGrammars,
-    apply_masks,
-)
-from sametoken.sampling.logprobs import (
-    ScoredRows,
-    TokenLogprobs,
-    score_prompt,
-    score_rows,
-)
+from sametoken.sampling.grammar_masks import PendingMasks, SlotGrammars, apply_masks
+from sametoken.sampling.logprobs import ScoredRows, TokenLogprobs, score_prompt, score_rows
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout

@@ -7,25 +7,14 @@ from typing import Protocol
 
 from sametoken.ops.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
-from sametoken.runner.logits_processing import (
-    LogitsProcessing,
-    StepLogitsProcessor,
-)
+from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
 from sametoken.state.commit import admit, assign_blocks
-from sametoken.state.sequences import (
-    NO_HISTORY,
-    TokenHistory,
-)
+from sametoken.state.sequences import NO_HISTORY, TokenHistory
 from sametoken.state.upload import upload
-from sametoken.types.layout import (
-    NO_REQUESTS,
-    StepLayout,
-    StepShape,
-    padded,
-)
+from sametoken.types.layout import NO_REQUESTS, StepLayout, StepShape, padded
 from sametoken.types.plan import StepPlan
 
 

@@ -17,13 +17,7 @@ from sametoken.drafters.context import DraftContext
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.models.base import CausalLM, HiddenStates
 from sametoken.ops.backend import Kernels
-from sametoken.ops.step.types import (
-    Chances,
-    LayoutTable,
-    StepInputs,
-    StepOps,
-    VerifyResult,
-)
+from sametoken.ops.step.types import Chances, LayoutTable, StepInputs, StepOps, VerifyResult
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences

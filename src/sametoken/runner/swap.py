@@ -6,11 +6,7 @@ from torch import Tensor
 
 from sametoken.state.caches import ModelCache
 from sametoken.state.upload import to_device, to_host, upload
-from sametoken.types.plan import (
-    StepPlan,
-    SwapIn,
-    SwapOut,
-)
+from sametoken.types.plan import StepPlan, SwapIn, SwapOut
 
 
 class SwapStore:

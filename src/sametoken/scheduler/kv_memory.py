@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from sametoken.errors import InvariantError
-from sametoken.scheduler.block_pool import (
-    BlockPool,
-    PrefixCache,
-    block_keys,
-)
+from sametoken.scheduler.block_pool import BlockPool, PrefixCache, block_keys
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import Turn
 from sametoken.scheduler.request_state import RequestState

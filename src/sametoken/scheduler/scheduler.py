@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sametoken.errors import InvariantError, RequestError
-from sametoken.scheduler.integrity import (
-    check_blocks,
-    check_in_flight,
-    check_requests,
-    check_slots,
-)
+from sametoken.scheduler.integrity import check_blocks, check_in_flight, check_requests, check_slots
 from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import PlanDraft, RowBudget, Turn
@@ -25,20 +20,9 @@ from sametoken.scheduler.request_state import (
     update_of,
 )
 from sametoken.types.length_bound import LenBound
-from sametoken.types.outputs import (
-    RequestResult,
-    StepResult,
-)
-from sametoken.types.plan import (
-    ScheduledRequest,
-    StepPlan,
-    SwapIn,
-    SwapOut,
-)
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.outputs import RequestResult, StepResult
+from sametoken.types.plan import ScheduledRequest, StepPlan, SwapIn, SwapOut
+from sametoken.types.request import EngineRequest, RequestUpdate
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,7 @@ from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.messages import Build
 from sametoken.serving.stats import EngineStats
-from sametoken.text.grammar.trials import (
-    AT_ONCE,
-    TIME_LIMIT,
-    ProcessTrials,
-    busy,
-)
+from sametoken.text.grammar.trials import AT_ONCE, TIME_LIMIT, ProcessTrials, busy
 from sametoken.text.tokenizer import (
     Messages,
     Tokenizer,

@@ -16,13 +16,7 @@ from sametoken.engine.output_processor import OutputProcessor, ProcessedUpdates
 from sametoken.errors import DrainingError, OverloadedError, RequestError, SametokenError
 from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import QueueBound, ServingLimits
-from sametoken.serving.messages import (
-    Build,
-    Refused,
-    Release,
-    StepReport,
-    Submit,
-)
+from sametoken.serving.messages import Build, Refused, Release, StepReport, Submit
 from sametoken.serving.shadow_audit import ShadowAudit
 from sametoken.serving.stats import EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor

@@ -18,12 +18,7 @@ from typing import Any
 from sametoken.engine.core import EngineCore
 from sametoken.engine.summary import summarise
 from sametoken.errors import EngineDeadError, SametokenError, StructuredOutputError
-from sametoken.io.child_process import (
-    Failure,
-    Inbox,
-    Outbox,
-    take_socket,
-)
+from sametoken.io.child_process import Failure, Inbox, Outbox, take_socket
 from sametoken.serving.messages import (
     Announcement,
     Launch,
@@ -35,10 +30,7 @@ from sametoken.serving.messages import (
     Submit,
 )
 from sametoken.serving.stats import EngineLoad
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 
 #: The number of grammars that the serving process validates at once, so that no queue builds up.
 _THREADS = 2

@@ -11,20 +11,8 @@ from typing import Any
 
 from sametoken.config import EngineConfig
 from sametoken.errors import EngineDeadError, SametokenError
-from sametoken.io.child_process import (
-    LENGTH,
-    Failure,
-    decode,
-    encode,
-    spawn,
-    status_text,
-)
-from sametoken.serving.messages import (
-    Announcement,
-    Build,
-    Launch,
-    Ready,
-)
+from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn, status_text
+from sametoken.serving.messages import Announcement, Build, Launch, Ready
 
 #: Seconds that a process has to end once its socket is closed.
 _GRACE_S = 5.0

@@ -11,10 +11,7 @@ from sametoken.engine.summary import EngineSummary
 from sametoken.errors import SametokenError
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.serving.stats import EngineLoad
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 
 #: Makes an engine; pickled by name. The function argument reports slow work in words.
 Build = Callable[[EngineConfig, Callable[[str], None]], EngineCore]

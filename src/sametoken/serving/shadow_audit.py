@@ -9,15 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from sametoken.engine.input_processor import ProcessedRequest
-from sametoken.serving.stats import (
-    AuditDifference,
-    AuditStats,
-)
+from sametoken.serving.stats import AuditDifference, AuditStats
 from sametoken.types.outputs import RequestOutput
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 
 _MAX_PENDING = 256
 _logger = logging.getLogger("sametoken")

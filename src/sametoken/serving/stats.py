@@ -11,10 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from sametoken.types.outputs import (
-    RequestOutput,
-    SpeculationMetrics,
-)
+from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.request import RequestUpdate
 
 #: Upper bounds of the step time's buckets in seconds; one more bucket is above the last.

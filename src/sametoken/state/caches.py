@@ -9,15 +9,8 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import LayerKV
-from sametoken.ops.cache_types import (
-    LayerCache,
-    LayerLatent,
-    PagedKV,
-)
-from sametoken.ops.model.recurrent.rule import (
-    Folded,
-    LayerMemory,
-)
+from sametoken.ops.cache_types import LayerCache, LayerLatent, PagedKV
+from sametoken.ops.model.recurrent.rule import Folded, LayerMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from sametoken.state.sequences import Sequences
 from sametoken.state.upload import upload
-from sametoken.types.plan import (
-    Admission,
-    BlockAssignment,
-)
+from sametoken.types.plan import Admission, BlockAssignment
 
 
 def admit(sequences: Sequences, admission: Admission) -> None:

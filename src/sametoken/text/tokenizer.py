@@ -13,10 +13,7 @@ from typing import Any
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.errors import CheckpointError, RequestError, SametokenError, UnsupportedError
-from sametoken.io.files import (
-    is_there,
-    open_regular,
-)
+from sametoken.io.files import is_there, open_regular
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.load.huggingface import read_json_object
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer

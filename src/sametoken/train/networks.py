@@ -31,11 +31,7 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
 from sametoken.models.loader import open_checkpoint
-from sametoken.models.qwen3_5 import (
-    FULL,
-    LINEAR,
-    gated_delta_rule,
-)
+from sametoken.models.qwen3_5 import FULL, LINEAR, gated_delta_rule
 from sametoken.train.compute import generator_of
 
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 from sametoken.types.outputs import PositionLogprobs
 from sametoken.types.sampling_params import SamplingParams
-from sametoken.types.structured_outputs import (
-    Grammar,
-    MaskFault,
-)
+from sametoken.types.structured_outputs import Grammar, MaskFault
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,22 +18,12 @@ from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.load.dummy import dummy_reader
-from sametoken.models.load.huggingface import (
-    SafetensorsSource,
-    model_config,
-)
+from sametoken.models.load.huggingface import SafetensorsSource, model_config
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import (
-    Part,
-    TensorSource,
-    WeightReader,
-)
+from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import LayerCache
-from sametoken.ops.weight import (
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 LAYER = "layers.0"

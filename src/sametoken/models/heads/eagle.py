@@ -59,20 +59,10 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.load.huggingface import read_json_object
-from sametoken.models.load.weights import (
-    Part,
-    WeightReader,
-)
-from sametoken.ops.backend import (
-    AttentionRows,
-    Kernels,
-    RotaryTable,
-)
+from sametoken.models.load.weights import Part, WeightReader
+from sametoken.ops.backend import AttentionRows, Kernels, RotaryTable
 from sametoken.ops.cache_types import PagedKV
-from sametoken.ops.weight import (
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 

@@ -67,28 +67,12 @@ from sametoken.models.heads.base import (
     require_layers,
     require_sizes,
 )
-from sametoken.models.load.huggingface import (
-    SafetensorsSource,
-    read_json_object,
-)
-from sametoken.models.load.settings import (
-    MAX_LAYERS,
-    Settings,
-)
-from sametoken.models.load.weights import (
-    Part,
-    WeightReader,
-)
-from sametoken.ops.backend import (
-    AttentionRows,
-    Kernels,
-    QKNorm,
-)
+from sametoken.models.load.huggingface import SafetensorsSource, read_json_object
+from sametoken.models.load.settings import MAX_LAYERS, Settings
+from sametoken.models.load.weights import Part, WeightReader
+from sametoken.ops.backend import AttentionRows, Kernels, QKNorm
 from sametoken.ops.cache_types import PagedKV
-from sametoken.ops.weight import (
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 

@@ -47,27 +47,13 @@ from sametoken.models.heads.base import (
 )
 from sametoken.models.load.huggingface import SafetensorsSource
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import (
-    Part,
-    WeightReader,
-)
+from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import read_config
-from sametoken.models.qwen3_5 import (
-    HybridDecoder,
-    load_gated_attention,
-    load_layer_mlp,
-    load_norm,
-)
+from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention, load_layer_mlp, load_norm
 from sametoken.models.registry import ARCHITECTURES
-from sametoken.ops.backend import (
-    AttentionRows,
-    Kernels,
-)
+from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import PagedKV
-from sametoken.ops.weight import (
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
 PREFIX = "mtp"

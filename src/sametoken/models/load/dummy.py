@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
-from sametoken.models.load.weights import (
-    Part,
-    Share,
-    WeightReader,
-    rows_per_chunk,
-)
+from sametoken.models.load.weights import Part, Share, WeightReader, rows_per_chunk
 from sametoken.ops.backend import Kernels
 
 #: Standard deviation in the embedding and the head, which share their values.

@@ -19,17 +19,8 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import open_regular
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
-from sametoken.models.load.gguf_file import (
-    GGUFFile,
-    GGUFTensor,
-    read_gguf,
-)
-from sametoken.models.load.settings import (
-    MAX_HEAD_DIM,
-    MAX_LAYERS,
-    Settings,
-    require_head_counts,
-)
+from sametoken.models.load.gguf_file import GGUFFile, GGUFTensor, read_gguf
+from sametoken.models.load.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings, require_head_counts
 from sametoken.models.load.weights import rows_per_chunk
 
 ROPE_FREQUENCIES = "rope_freqs.weight"

@@ -14,19 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.io.files import (
-    is_there,
-    open_regular,
-    read_json,
-)
+from sametoken.io.files import is_there, open_regular, read_json
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
-from sametoken.models.load.settings import (
-    MAX_LAYERS,
-    NO_SETTINGS,
-    Settings,
-    require_head_counts,
-)
+from sametoken.models.load.settings import MAX_LAYERS, NO_SETTINGS, Settings, require_head_counts
 from sametoken.models.load.weights import rows_per_chunk
 
 SINGLE = "model.safetensors"

@@ -16,10 +16,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
 from sametoken.ops.backend import Kernels
-from sametoken.ops.weight import (
-    UnquantizedWeight,
-    Weight,
-)
+from sametoken.ops.weight import UnquantizedWeight, Weight
 
 CHUNK_ELEMENTS = 1 << 20
 

@@ -7,10 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    pdl_options,
-)
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _BLOCK = 1024
 

@@ -7,16 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.lookup.suffix import (
-    GROUP,
-    MAX_VOTERS,
-    Earlier,
-    Limits,
-)
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    pdl_options,
-)
+from sametoken.ops.lookup.suffix import GROUP, MAX_VOTERS, Earlier, Limits
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 _BLOCK = 1024
 

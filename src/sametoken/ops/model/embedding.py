@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sametoken.ops.backend import (
-        Kernels,
-        Norm,
-    )
+    from sametoken.ops.backend import Kernels, Norm
     from sametoken.ops.weight import UnquantizedWeight
 
 

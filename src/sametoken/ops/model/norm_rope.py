@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.activation import silu
 
 

@@ -12,19 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-)
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    gdc_launch_dependents,
-    gdc_wait,
-    pdl_options,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.pdl import gdc_launch_and_wait, gdc_launch_dependents, gdc_wait, pdl_options
 
 _MAX_HEADS_PER_PROGRAM = 8
 _ELEMENTS_PER_WARP = 512

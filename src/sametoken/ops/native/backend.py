@@ -8,24 +8,10 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
-from sametoken.ops.model.recurrent.rule import (
-    Folded,
-    LayerMemory,
-    RawRows,
-)
-from sametoken.ops.native.library import (
-    NativeLibrary,
-    WeightMemory,
-    load_library,
-)
+from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows
+from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.reference import ComposedKernels
 from sametoken.ops.weight import Weight

@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import UnsupportedError
-from sametoken.ops.native.build import (
-    RECIPES,
-    Recipe,
-    build,
-    find_compiler,
-)
+from sametoken.ops.native.build import RECIPES, Recipe, build, find_compiler
 
 logger = logging.getLogger(__name__)
 

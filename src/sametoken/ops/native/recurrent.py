@@ -12,12 +12,7 @@ from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.layout import SlotRows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
-from sametoken.ops.model.recurrent.rule import (
-    Folded,
-    LayerMemory,
-    RawRows,
-    RuleWeights,
-)
+from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows, RuleWeights
 
 GatedDeltaKernel = Callable[[Tensor, GatedDeltaParams, RawRows, LayerMemory], Tensor]
 

@@ -19,11 +19,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.backend import SampledRows
-from sametoken.ops.sampling.logits_rules import (
-    CommittedTokens,
-    LogitsRules,
-    Parts,
-)
+from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules, Parts
 
 _FORBIDDEN = float("-inf")
 

@@ -15,16 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import SampledRows
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    pdl_options,
-)
-from sametoken.ops.sampling.logits_rules import (
-    HEADER_SIZE,
-    WORD_BITS,
-    CommittedTokens,
-    LogitsRules,
-)
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.sampling.logits_rules import HEADER_SIZE, WORD_BITS, CommittedTokens, LogitsRules
 
 _LANES, _BAD_WORDS, _IDS = 4096, 64, 512
 _BLOCK = 2048

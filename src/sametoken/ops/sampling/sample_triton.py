@@ -9,10 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import SampledRows
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    pdl_options,
-)
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.sampling import sample as keys
 
 # Large tiles spend less on reductions; few rows need more tiles to fill the chip.

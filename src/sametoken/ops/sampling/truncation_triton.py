@@ -18,10 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.ops.backend import Truncation
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    pdl_options,
-)
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 from sametoken.ops.sampling.truncation import MASS_OF_BEST
 
 _LANES = 4096

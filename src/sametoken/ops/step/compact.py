@@ -22,11 +22,7 @@ from sametoken.ops.step.reference import (
     stacked,
     verify,
 )
-from sametoken.ops.step.types import (
-    CatchUp,
-    Sequences,
-    StepInputs,
-)
+from sametoken.ops.step.types import CatchUp, Sequences, StepInputs
 
 __all__ = [
     "advanced",

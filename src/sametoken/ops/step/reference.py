@@ -7,16 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    RowRuns,
-    SampledRows,
-)
-from sametoken.ops.sampling.sample import (
-    has_nan,
-    has_no_valid_token,
-    token_of,
-)
+from sametoken.ops.backend import AttentionRows, RowRuns, SampledRows
+from sametoken.ops.sampling.sample import has_nan, has_no_valid_token, token_of
 from sametoken.ops.step.types import (
     HAS_NAN,
     NO_TOKEN,

@@ -1,21 +1,9 @@
 """``StepOps`` on a GPU, with static shapes."""
 
 from sametoken.ops.step.reference import known_drafts
-from sametoken.ops.step.triton_commit import (
-    commit,
-    publish,
-    verify,
-)
-from sametoken.ops.step.triton_drafts import (
-    advanced,
-    catch_up,
-    stacked,
-)
-from sametoken.ops.step.triton_inputs import (
-    deliver,
-    fetch,
-    prepare_inputs,
-)
+from sametoken.ops.step.triton_commit import commit, publish, verify
+from sametoken.ops.step.triton_drafts import advanced, catch_up, stacked
+from sametoken.ops.step.triton_inputs import deliver, fetch, prepare_inputs
 
 __all__ = [
     "advanced",

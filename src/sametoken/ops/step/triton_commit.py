@@ -8,26 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    pdl_options,
-)
-from sametoken.ops.sampling.sample_triton import (
-    has_nan,
-    has_no_valid_token,
-    token_of,
-)
-from sametoken.ops.step import (
-    reference,
-    types,
-)
-from sametoken.ops.step.types import (
-    Chances,
-    CommittedLengths,
-    Sequences,
-    StepInputs,
-    VerifyResult,
-)
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
+from sametoken.ops.sampling.sample_triton import has_nan, has_no_valid_token, token_of
+from sametoken.ops.step import reference, types
+from sametoken.ops.step.types import Chances, CommittedLengths, Sequences, StepInputs, VerifyResult
 
 SOUND = tl.constexpr(types.SOUND)
 HAS_NAN = tl.constexpr(types.HAS_NAN)

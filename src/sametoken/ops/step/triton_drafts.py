@@ -10,26 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    RowRuns,
-)
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    gdc_wait,
-    pdl_options,
-)
+from sametoken.ops.backend import AttentionRows, RowRuns
+from sametoken.ops.pdl import gdc_launch_and_wait, gdc_wait, pdl_options
 from sametoken.ops.step.reference import widened
-from sametoken.ops.step.triton_inputs import (
-    kv_slot_of,
-    store_rows,
-)
-from sametoken.ops.step.types import (
-    CatchUp,
-    Chains,
-    Sequences,
-    StepInputs,
-)
+from sametoken.ops.step.triton_inputs import kv_slot_of, store_rows
+from sametoken.ops.step.types import CatchUp, Chains, Sequences, StepInputs
 
 _MAX_BLOCK = 256
 

@@ -11,15 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    RowRuns,
-    SampledRows,
-)
-from sametoken.types.layout import (
-    ROW_START,
-    StepShape,
-)
+from sametoken.ops.backend import AttentionRows, RowRuns, SampledRows
+from sametoken.types.layout import ROW_START, StepShape
 
 #: Columns of a result before the window's tokens: step id, drafts, drafts before the limit,
 #: accepted drafts, fault.

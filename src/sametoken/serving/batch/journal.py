@@ -13,11 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from sametoken.errors import ConfigError
-from sametoken.io.files import (
-    DirectoryLock,
-    replacing,
-    sync,
-)
+from sametoken.io.files import DirectoryLock, replacing, sync
 from sametoken.io.json_text import parse_json
 
 _FORMAT = "sametoken-batch-1"

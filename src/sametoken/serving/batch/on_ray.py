@@ -19,20 +19,9 @@ from sametoken.errors import EngineDeadError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.batch.lines import InputLine
-from sametoken.serving.batch.run import (
-    BATCH_LIMITS,
-    Answer,
-    answers_of,
-    batch_server_config,
-)
+from sametoken.serving.batch.run import BATCH_LIMITS, Answer, answers_of, batch_server_config
 from sametoken.serving.http.app import create_app
-from sametoken.serving.ray.serve import (
-    connect,
-    device_on_ray,
-    last_line,
-    num_gpus,
-    num_slots,
-)
+from sametoken.serving.ray.serve import connect, device_on_ray, last_line, num_gpus, num_slots
 
 #: Blocks that an engine works on at once, so that a block's last line does not idle the device.
 _BLOCKS_PER_ENGINE = 2

@@ -17,10 +17,7 @@ from sametoken.engine.resolve import resolve_device, resolve_sizes
 from sametoken.errors import ConfigError, EngineDeadError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.batch.config import BatchConfig
-from sametoken.serving.batch.journal import (
-    Journal,
-    write_whole,
-)
+from sametoken.serving.batch.journal import Journal, write_whole
 from sametoken.serving.batch.lines import (
     BatchRequest,
     BatchResponse,
@@ -32,10 +29,7 @@ from sametoken.serving.batch.lines import (
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import invalid
-from sametoken.serving.http.in_process import (
-    AppRequest,
-    whole_answer,
-)
+from sametoken.serving.http.in_process import AppRequest, whole_answer
 from sametoken.serving.limits import ServingLimits
 
 #: Options that tokens depend on. Speculation is none: a run may be resumed with another drafter.

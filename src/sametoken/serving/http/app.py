@@ -18,18 +18,9 @@ from sametoken.serving.http.body import JsonRoute
 from sametoken.serving.http.chat import answer_chat
 from sametoken.serving.http.completions import complete
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.errors import (
-    as_api_error,
-    install_handlers,
-    invalid,
-)
+from sametoken.serving.http.errors import as_api_error, install_handlers, invalid
 from sametoken.serving.http.metrics import make_registry
-from sametoken.serving.http.middleware import (
-    Authentication,
-    BodyBounds,
-    BodyLimit,
-    RateLimit,
-)
+from sametoken.serving.http.middleware import Authentication, BodyBounds, BodyLimit, RateLimit
 from sametoken.serving.http.responses import (
     ChatResponse,
     CompletionResponse,
@@ -48,10 +39,7 @@ from sametoken.serving.http.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from sametoken.serving.http.served import (
-    Served,
-    served_names,
-)
+from sametoken.serving.http.served import Served, served_names
 from sametoken.serving.http.times import RequestTimes
 from sametoken.serving.http.tools import template_tools
 from sametoken.serving.stats import AuditStats

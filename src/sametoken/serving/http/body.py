@@ -15,10 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.io.json_text import parse_json
-from sametoken.serving.http.errors import (
-    invalid,
-    invalid_field,
-)
+from sametoken.serving.http.errors import invalid, invalid_field
 
 #: Members, objects and lists of a body. Parsing one costs far more than its bytes.
 MAX_NODES = 2**16

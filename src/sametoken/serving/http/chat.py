@@ -15,17 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.serving.http.errors import invalid
-from sametoken.serving.http.generation import (
-    Generation,
-    respond,
-    speculation_stats,
-    usage,
-)
-from sametoken.serving.http.logprobs import (
-    chat_logprobs,
-    positions,
-    prompt_logprobs,
-)
+from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
+from sametoken.serving.http.logprobs import chat_logprobs, positions, prompt_logprobs
 from sametoken.serving.http.params import chat_params, structured_outputs
 from sametoken.serving.http.responses import (
     CalledFunction,
@@ -41,14 +32,8 @@ from sametoken.serving.http.responses import (
 from sametoken.serving.http.schemas import ChatRequest
 from sametoken.serving.http.served import Served
 from sametoken.serving.http.tool_parsers import Parsed
-from sametoken.serving.http.tools import (
-    ToolUse,
-    tool_use,
-)
-from sametoken.types.outputs import (
-    CompletionOutput,
-    RequestOutput,
-)
+from sametoken.serving.http.tools import ToolUse, tool_use
+from sametoken.types.outputs import CompletionOutput, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 Kind = TypeVar("Kind", ChatResponse, ChatChunk)

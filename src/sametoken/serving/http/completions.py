@@ -15,17 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sametoken.engine.input_processor import PromptTokens
-from sametoken.serving.http.generation import (
-    Generation,
-    respond,
-    speculation_stats,
-    usage,
-)
-from sametoken.serving.http.logprobs import (
-    completion_logprobs,
-    positions,
-    prompt_logprobs,
-)
+from sametoken.serving.http.generation import Generation, respond, speculation_stats, usage
+from sametoken.serving.http.logprobs import completion_logprobs, positions, prompt_logprobs
 from sametoken.serving.http.params import completion_params, structured_outputs
 from sametoken.serving.http.responses import (
     CompletionChoice,
@@ -34,10 +25,7 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import CompletionRequest
 from sametoken.serving.http.served import Served
-from sametoken.types.outputs import (
-    CompletionOutput,
-    RequestOutput,
-)
+from sametoken.types.outputs import CompletionOutput, RequestOutput
 
 
 async def complete(served: Served, request: CompletionRequest, http: Request) -> Response:

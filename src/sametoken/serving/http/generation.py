@@ -27,11 +27,7 @@ from sametoken.serving.http.responses import (
 )
 from sametoken.serving.http.schemas import DETAILED
 from sametoken.serving.http.times import RequestTimes
-from sametoken.types.outputs import (
-    CompletionOutput,
-    RequestOutput,
-    SpeculationMetrics,
-)
+from sametoken.types.outputs import CompletionOutput, RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

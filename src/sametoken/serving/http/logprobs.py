@@ -13,10 +13,7 @@ from sametoken.serving.http.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from sametoken.types.outputs import (
-    Logprob,
-    PositionLogprobs,
-)
+from sametoken.types.outputs import Logprob, PositionLogprobs
 
 #: Replaces the -inf of masked tokens, which JSON cannot represent.
 MIN_LOGPROB = -9999.0

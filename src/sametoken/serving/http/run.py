@@ -15,16 +15,8 @@ from sametoken.config import EngineConfig
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.connections import (
-    Connection,
-    Connections,
-    LogRateLimit,
-)
-from sametoken.serving.http.listen import (
-    address_of,
-    connections_that_fit,
-    raise_descriptor_limit,
-)
+from sametoken.serving.http.connections import Connection, Connections, LogRateLimit
+from sametoken.serving.http.listen import address_of, connections_that_fit, raise_descriptor_limit
 from sametoken.serving.limits import ServingLimits
 
 #: Seconds to send the rest of the responses, a few packets, once the engine is done.

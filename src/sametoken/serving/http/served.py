@@ -10,27 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from sametoken.engine.input_processor import PromptTokens
 from sametoken.errors import shown
-from sametoken.serving.http.config import (
-    AUTO,
-    NONE,
-    ServerConfig,
-)
-from sametoken.serving.http.errors import (
-    ApiError,
-    invalid,
-)
+from sametoken.serving.http.config import AUTO, NONE, ServerConfig
+from sametoken.serving.http.errors import ApiError, invalid
 from sametoken.serving.http.generation import Generation
 from sametoken.serving.http.responses import ModelCard
-from sametoken.serving.http.schemas import (
-    Message,
-    Tool,
-)
+from sametoken.serving.http.schemas import Message, Tool
 from sametoken.serving.http.times import RequestTimes
-from sametoken.serving.http.tool_parsers import (
-    TOOL_PARSERS,
-    ToolParser,
-    parser_of_template,
-)
+from sametoken.serving.http.tool_parsers import TOOL_PARSERS, ToolParser, parser_of_template
 from sametoken.serving.http.tools import template_messages
 from sametoken.types.sampling_params import SamplingParams
 

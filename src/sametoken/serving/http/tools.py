@@ -10,12 +10,7 @@ from sametoken.errors import shown
 from sametoken.serving.http.body import read_json
 from sametoken.serving.http.errors import invalid
 from sametoken.serving.http.params import json_schema
-from sametoken.serving.http.schemas import (
-    ChatRequest,
-    Message,
-    NamedTool,
-    Tool,
-)
+from sametoken.serving.http.schemas import ChatRequest, Message, NamedTool, Tool
 from sametoken.serving.http.tool_parsers import (
     ToolParser,
     named_parser,

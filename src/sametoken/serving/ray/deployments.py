@@ -24,10 +24,7 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import as_api_error
 from sametoken.serving.http.generation import while_connected
 from sametoken.serving.http.in_process import AppRequest, messages_of
-from sametoken.serving.http.middleware import (
-    BodyBounds,
-    BodyLimit,
-)
+from sametoken.serving.http.middleware import BodyBounds, BodyLimit
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.router import prefix_keys
 

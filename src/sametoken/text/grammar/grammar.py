@@ -20,11 +20,7 @@ from sametoken.text.grammar.compiled import (
     vocabulary_of,
 )
 from sametoken.text.grammar.json_schema import check_schema
-from sametoken.text.grammar.regular_expressions import (
-    check_grammar,
-    check_regex,
-    plain_regex,
-)
+from sametoken.text.grammar.regular_expressions import check_grammar, check_regex, plain_regex
 from sametoken.types.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:

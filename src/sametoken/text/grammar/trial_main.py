@@ -16,11 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sametoken.errors import RequestError, SametokenError
-from sametoken.text.grammar.compiled import (
-    CompiledGrammars,
-    GrammarSource,
-    Vocabulary,
-)
+from sametoken.text.grammar.compiled import CompiledGrammars, GrammarSource, Vocabulary
 from sametoken.text.grammar.grammar import XGrammar
 
 #: Lower priority than the engine and the serving process.

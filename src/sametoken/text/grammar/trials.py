@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.errors import OverloadedError, RequestError
-from sametoken.io.child_process import (
-    spawn,
-    status_text,
-)
+from sametoken.io.child_process import spawn, status_text
 from sametoken.text.grammar.compiled import Vocabulary
 from sametoken.text.grammar.grammar import XGrammar
 

@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV
 
 
 def attention(q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV) -> Tensor:

@@ -17,12 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    RunGroup,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGroup
 from sametoken.ops.model.attention.arithmetic import (
     isolate,
     next_isolated,
@@ -39,18 +34,8 @@ from sametoken.ops.model.attention.splits import (
     sequential_result,
     split_result,
 )
-from sametoken.ops.model.attention.tuning import (
-    SPLIT,
-    AttentionConfig,
-    Form,
-    choose,
-)
-from sametoken.ops.pdl import (
-    gdc_launch_dependents,
-    gdc_wait,
-    gdc_wait_once,
-    pdl_options,
-)
+from sametoken.ops.model.attention.tuning import SPLIT, AttentionConfig, Form, choose
+from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
 
 __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
 

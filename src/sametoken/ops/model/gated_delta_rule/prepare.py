@@ -9,10 +9,7 @@ from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
-from sametoken.ops.model.recurrent.rule import (
-    LayerMemory,
-    RawRows,
-)
+from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import (
     EMPTY,
     FIELDS,
@@ -23,11 +20,7 @@ from sametoken.ops.model.recurrent.runs import (
     Runs,
     fact,
 )
-from sametoken.ops.pdl import (
-    gdc_launch_dependents,
-    gdc_wait,
-    pdl_options,
-)
+from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 _EPS = tl.constexpr(NORM_EPS)
 _LOG2_E = tl.constexpr(1.4426950408889634)

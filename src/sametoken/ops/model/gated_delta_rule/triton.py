@@ -17,20 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.model.gated_delta_rule.keep import (
-    KEPT_CHANNELS,
-    keep_raw,
-    num_keepers,
-)
+from sametoken.ops.model.gated_delta_rule.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
-from sametoken.ops.model.recurrent.rule import (
-    LayerMemory,
-    RawRows,
-)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import (
     BROKEN,
     EMPTY,
@@ -44,11 +34,7 @@ from sametoken.ops.model.recurrent.runs import (
     Runs,
     fact,
 )
-from sametoken.ops.pdl import (
-    gdc_launch_dependents,
-    gdc_wait,
-    pdl_options,
-)
+from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 # State elements that a warp reads per load: 16 bytes per thread.
 _FLOATS_PER_WARP = 128

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from sametoken.ops.model.activation import silu_mul
-from sametoken.ops.model.gemm.reference import (
-    MatrixWeight,
-    product_fp32,
-)
+from sametoken.ops.model.gemm.reference import MatrixWeight, product_fp32
 
 #: Scale per unit of a row's largest element, which becomes the largest number of e4m3.
 STEP = 1 / torch.finfo(torch.float8_e4m3fn).max

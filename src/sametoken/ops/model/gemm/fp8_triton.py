@@ -18,24 +18,10 @@ from torch import Tensor
 from triton.runtime import driver
 
 from sametoken.ops.model.gemm import triton as gemm
-from sametoken.ops.model.gemm.fp8 import (
-    STEP,
-    TINY,
-    Fp8Weight,
-)
-from sametoken.ops.model.gemm.triton import (
-    Scaling,
-    epilogue_of,
-)
-from sametoken.ops.model.gemm.tuning import (
-    Epilogue,
-    GemmShape,
-    TritonConfig,
-)
-from sametoken.ops.pdl import (
-    gdc_launch_and_wait,
-    pdl_options,
-)
+from sametoken.ops.model.gemm.fp8 import STEP, TINY, Fp8Weight
+from sametoken.ops.model.gemm.triton import Scaling, epilogue_of
+from sametoken.ops.model.gemm.tuning import Epilogue, GemmShape, TritonConfig
+from sametoken.ops.pdl import gdc_launch_and_wait, pdl_options
 
 #: Elements of the sum per loop iteration.
 DEPTH = 128

@@ -17,18 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sametoken.ops.model.activation_triton import silu_mul
-from sametoken.ops.model.gemm.tuning import (
-    CublasConfig,
-    Epilogue,
-    GemmConfig,
-    TritonConfig,
-)
-from sametoken.ops.pdl import (
-    gdc_launch_dependents,
-    gdc_wait,
-    prefetch_l2,
-    supports_pdl,
-)
+from sametoken.ops.model.gemm.tuning import CublasConfig, Epilogue, GemmConfig, TritonConfig
+from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, prefetch_l2, supports_pdl
 
 
 @triton.jit

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
-from sametoken.ops.model.recurrent.layout import (
-    SlotRows,
-    slot_rows,
-)
+from sametoken.ops.model.recurrent.layout import SlotRows, slot_rows
 from sametoken.ops.model.recurrent.rule import (
     Folded,
     LayerMemory,

@@ -13,15 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import (
-    AttentionRows,
-    RowRuns,
-)
+from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.model.recurrent.rule import Folded
-from sametoken.ops.pdl import (
-    gdc_wait,
-    pdl_options,
-)
+from sametoken.ops.pdl import gdc_wait, pdl_options
 
 # Columns of the table of runs.
 SLOT = tl.constexpr(0)

@@ -9,10 +9,7 @@ from torch import Tensor
 from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import (
     Folded,
     LayerMemory,
@@ -20,10 +17,7 @@ from sametoken.ops.model.recurrent.rule import (
     RecurrentRule,
     RuleWeights,
 )
-from sametoken.ops.model.recurrent.runs import (
-    Runs,
-    plan_runs,
-)
+from sametoken.ops.model.recurrent.runs import Runs, plan_runs
 
 
 @dataclass(frozen=True, slots=True)

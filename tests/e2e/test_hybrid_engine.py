@@ -79,8 +79,7 @@ def speculative(method: str, k: int, **settings) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernels"),
-    [("float32", "native"), ("bfloat16", "native"), ("float32", "reference")],
+    ("dtype", "kernels"), [("float32", "native"), ("bfloat16", "native"), ("float32", "reference")]
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_no_drafter_changes_a_token(checkpoint, dtype, kernels, temperature, monkeypatch):

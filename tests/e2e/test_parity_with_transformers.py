@@ -103,11 +103,7 @@ def transformers_model(config, seed: int):
 
 def load(path: Path, kernels, max_positions: int = 128):
     return load_model(
-        path,
-        kernels=kernels,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=max_positions,
+        path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=max_positions
     )
 
 

@@ -7,10 +7,7 @@ import torch
 from helpers.checkpoints import HIDDEN, VOCAB
 from helpers.recurrent import poison
 from helpers.rows import ragged_rows
-from sametoken.ops.backend import (
-    AttentionRows,
-    Kernels,
-)
+from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 
@@ -40,12 +37,7 @@ def rows_of_one_slot(first: int, count: int) -> AttentionRows:
 
 def empty_kv(head) -> ModelCache:
     cache = ModelCache.allocate(
-        head.caches,
-        num_blocks=4,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=1,
-        num_drafts=0,
-        device=CPU,
+        head.caches, num_blocks=4, block_size=BLOCK_SIZE, max_num_seqs=1, num_drafts=0, device=CPU
     )
     return poison(cache)
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sametoken.audit.asks import Answer
-from sametoken.audit.compare import (
-    repeated_fragment,
-    text_defects,
-)
+from sametoken.audit.compare import repeated_fragment, text_defects
 
 CLEAN = tuple(range(60))
 

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sametoken.bench.documents import (
-    read_json,
-    write_json,
-    write_text,
-)
+from sametoken.bench.documents import read_json, write_json, write_text
 from sametoken.errors import ConfigError
 
 

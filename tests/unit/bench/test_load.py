@@ -8,10 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from sametoken.bench.openai_stream import (
-    Load,
-    run_load,
-)
+from sametoken.bench.openai_stream import Load, run_load
 from sametoken.errors import ConfigError
 
 

@@ -10,13 +10,7 @@ import httpx
 import pytest
 
 from sametoken.bench.measure import Window
-from sametoken.bench.openai_stream import (
-    Endpoint,
-    ServedRequest,
-    send,
-    served_trace,
-    traced_body,
-)
+from sametoken.bench.openai_stream import Endpoint, ServedRequest, send, served_trace, traced_body
 
 ENDPOINT = Endpoint("/v1/completions", "m", is_chat=False)
 DONE = "data: [DONE]\n\n"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.bench.workload import (
-    Server,
-    ServingWorkload,
-)
+from sametoken.bench.workload import Server, ServingWorkload
 from sametoken.errors import ConfigError
 
 

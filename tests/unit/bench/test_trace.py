@@ -8,12 +8,7 @@ import pytest
 
 from helpers.bench_engine import tiny_engine, tiny_requests
 from helpers.chat_model import byte_tokenizer
-from sametoken.bench.measure import (
-    Trace,
-    Window,
-    measure,
-    token_texts,
-)
+from sametoken.bench.measure import Trace, Window, measure, token_texts
 from sametoken.text.tokenizer import Tokenizer
 
 

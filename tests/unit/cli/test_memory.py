@@ -10,10 +10,7 @@ from typer.testing import CliRunner
 from helpers.checkpoints import LLAMA
 from sametoken.bench.memory import Memory
 from sametoken.cli.main import app
-from sametoken.cli.report import (
-    in_units,
-    memory_report,
-)
+from sametoken.cli.report import in_units, memory_report
 from sametoken.engine.resolve import RequestMemory
 
 HYBRID = Memory(

@@ -11,10 +11,7 @@ from helpers.checkpoints import HIDDEN, VOCAB
 from helpers.head_files import HeadFiles
 from helpers.packed import packed_in
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
-from sametoken.ops.reference import (
-    PlainWeight,
-    ReferenceKernels,
-)
+from sametoken.ops.reference import PlainWeight, ReferenceKernels
 
 HEADS = ("eagle", "eagle3", "mtp", "mtp with experts")
 EMBEDDING = {"embedding"}

@@ -10,11 +10,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.resolve import RequestMemory
 from sametoken.engine.summary import explanation
-from sametoken.ops.cache_types import (
-    LatentKV,
-    PagedKV,
-    Recurrent,
-)
+from sametoken.ops.cache_types import LatentKV, PagedKV, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 
 DRAFT_KV = (PagedKV(3, 5, 5, torch.float32),)

@@ -25,12 +25,7 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.ops.cache_types import (
-    LayerCache,
-    PagedKV,
-    Recurrent,
-    bytes_per_block,
-)
+from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, bytes_per_block
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 
 MODEL = toy_config(11, max_positions=512)

@@ -11,10 +11,7 @@ from helpers.toy import toy_config
 from sametoken.config import EXTRACT, SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.errors import CheckpointError, ConfigError
-from sametoken.extraction.recording import (
-    NoExtraction,
-    open_extraction,
-)
+from sametoken.extraction.recording import NoExtraction, open_extraction
 from sametoken.extraction.shards import read_manifest
 from sametoken.extraction.writer import StateWriter
 

@@ -8,22 +8,10 @@ import torch
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import InvariantError
 from sametoken.extraction.recording import StateWriter
-from sametoken.extraction.shards import (
-    ExtractedStates,
-    Manifest,
-    StateSource,
-    read_manifest,
-)
+from sametoken.extraction.shards import ExtractedStates, Manifest, StateSource, read_manifest
 from sametoken.io.files import DirectoryLock
-from sametoken.types.outputs import (
-    RequestResult,
-    StepResult,
-)
-from sametoken.types.plan import (
-    Admission,
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.outputs import RequestResult, StepResult
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 LAYERS, HIDDEN = 2, 3

@@ -9,10 +9,7 @@ import sys
 import pytest
 
 from sametoken.errors import ConfigError
-from sametoken.io.files import (
-    LOCK,
-    DirectoryLock,
-)
+from sametoken.io.files import LOCK, DirectoryLock
 
 
 def test_one_at_a_time_and_the_next_once_it_is_closed(tmp_path):

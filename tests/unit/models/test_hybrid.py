@@ -12,10 +12,7 @@ from helpers.checkpoints import random_weight, write_checkpoint
 from helpers.forward import CPU, Bench
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.loader import load_model, read_config
-from sametoken.ops.cache_types import (
-    PagedKV,
-    Recurrent,
-)
+from sametoken.ops.cache_types import PagedKV, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.reference import ReferenceKernels
 

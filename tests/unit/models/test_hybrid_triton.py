@@ -10,10 +10,7 @@ import torch
 from helpers.forward import CPU, Bench
 from helpers.hybrids import write_hybrid
 from sametoken.models.loader import load_model
-from sametoken.ops.backend import (
-    Kernels,
-    RowRuns,
-)
+from sametoken.ops.backend import Kernels, RowRuns
 from sametoken.ops.model.gemm.tuning import load_table
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.triton import TritonKernels

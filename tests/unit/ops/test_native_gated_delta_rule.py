@@ -13,10 +13,7 @@ from helpers.recurrent import Slots
 from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import Recurrent
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.ops.native.backend import NativeKernels
@@ -129,11 +126,7 @@ def test_rows_states_and_what_is_kept_are_the_references(
     params, caches = params_of(spec, bias), (empty(spec, 4), empty(spec, 4, reference))
     prompt, drafts, accepted = counts[0], counts[1], min(counts[1:])
     first = prompt + accepted
-    for part in (
-        Part(1, 0, prompt, drafts),
-        Part(1, first, 1, 4, seed=1),
-        Part(1, first + 1, 1),
-    ):
+    for part in (Part(1, 0, prompt, drafts), Part(1, first, 1, 4, seed=1), Part(1, first + 1, 1)):
         found, wanted = (run(cache, [part], params)[0] for cache in caches)
         assert found.dtype == wanted.dtype == dtype
         tolerance = 1e-5 if dtype == FP32 else 2**-7

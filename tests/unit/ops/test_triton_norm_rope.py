@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model import norm_rope as reference
 from sametoken.ops.model import norm_rope_triton as norm_rope
 

@@ -6,15 +6,8 @@ import pytest
 
 from helpers.step_scenes import DEVICE, STATIC_OPS
 from sametoken.runner.graphs import LayoutRing
-from sametoken.types.layout import (
-    NO_REQUESTS,
-    StepLayout,
-    StepShape,
-)
-from sametoken.types.plan import (
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.layout import NO_REQUESTS, StepLayout, StepShape
+from sametoken.types.plan import ScheduledRequest, StepPlan
 
 RESERVED = 7
 each_op = pytest.mark.parametrize("ops", STATIC_OPS.values(), ids=STATIC_OPS)

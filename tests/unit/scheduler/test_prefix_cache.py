@@ -1,10 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sametoken.scheduler.block_pool import (
-    PrefixCache,
-    block_keys,
-)
+from sametoken.scheduler.block_pool import PrefixCache, block_keys
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12).map(tuple)
 

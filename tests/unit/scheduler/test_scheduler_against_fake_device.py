@@ -18,15 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sametoken.scheduler.block_pool import block_keys
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
-from sametoken.types.outputs import (
-    RequestResult,
-    StepResult,
-)
-from sametoken.types.plan import (
-    Admission,
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.outputs import RequestResult, StepResult
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams
 

@@ -58,10 +58,7 @@ def test_a_chunk_takes_the_blocks_that_are_left_and_preempts_for_its_next_token_
 
 def test_nobody_comes_in_while_a_running_request_lacks_blocks(kit):
     scheduler = kit.scheduler(
-        max_num_seqs=7,
-        num_blocks=16,
-        max_num_batched_tokens=16,
-        num_speculative_tokens=2,
+        max_num_seqs=7, num_blocks=16, max_num_batched_tokens=16, num_speculative_tokens=2
     )
     for name in "abcde":
         scheduler.add(kit.request(name, 3, max_total=11))

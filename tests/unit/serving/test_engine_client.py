@@ -22,13 +22,7 @@ from sametoken.errors import (
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.serving.engine_client import EngineClient
 from sametoken.serving.limits import ServingLimits
-from sametoken.serving.messages import (
-    Ready,
-    Refused,
-    Release,
-    StepReport,
-    Submit,
-)
+from sametoken.serving.messages import Ready, Refused, Release, StepReport, Submit
 from sametoken.serving.stats import EngineLoad
 from sametoken.types.request import RequestUpdate
 from sametoken.types.sampling_params import SamplingParams

@@ -22,10 +22,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.errors import ConfigError, EngineDeadError
 from sametoken.serving.engine_process import EngineProcess
-from sametoken.serving.messages import (
-    StepReport,
-    Submit,
-)
+from sametoken.serving.messages import StepReport, Submit
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams
 

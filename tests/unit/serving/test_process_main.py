@@ -12,16 +12,8 @@ import pytest
 from sametoken.errors import EngineDeadError, RequestError
 from sametoken.io.child_process import Failure
 from sametoken.serving.engine_main import EngineLoop, Preparation
-from sametoken.serving.messages import (
-    Refused,
-    Release,
-    StepReport,
-    Submit,
-)
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.serving.messages import Refused, Release, StepReport, Submit
+from sametoken.types.request import EngineRequest, RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
 

@@ -9,10 +9,7 @@ import pytest
 
 from sametoken.errors import EngineDeadError
 from sametoken.serving.engine_client import RequestStream
-from sametoken.types.outputs import (
-    RequestMetrics,
-    RequestOutput,
-)
+from sametoken.types.outputs import RequestMetrics, RequestOutput
 
 
 def output(number, *, finished=False):

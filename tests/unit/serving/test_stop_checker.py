@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sametoken.serving.engine_main import StopChecker
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 
 from sametoken.state.commit import admit
-from sametoken.state.sequences import (
-    NO_HISTORY,
-    Sequences,
-    TokenHistory,
-)
+from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
 from sametoken.types.plan import Admission
 from sametoken.types.sampling_params import SamplingParams
 

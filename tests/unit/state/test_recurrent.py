@@ -16,18 +16,9 @@ from hypothesis import strategies as st
 from helpers.decaying_sum import DecayingSum, DecayingSumWeights
 from helpers.recurrent import Slots
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import (
-    AttentionRows,
-    Kernels,
-)
-from sametoken.ops.cache_types import (
-    Recurrent,
-    bytes_per_slot,
-)
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
+from sametoken.ops.backend import AttentionRows, Kernels
+from sametoken.ops.cache_types import Recurrent, bytes_per_slot
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -106,11 +97,7 @@ def empty(num_drafts: int, kernels: Kernels, dtype: torch.dtype = torch.float32)
 def plain_like(cache: Slots) -> Slots:
     """For committed rows alone, run by the same pass."""
     return Slots(
-        cache.declared,
-        0,
-        num_slots=NUM_SLOTS,
-        num_layers=NUM_LAYERS,
-        begin_pass=cache.begin_pass,
+        cache.declared, 0, num_slots=NUM_SLOTS, num_layers=NUM_LAYERS, begin_pass=cache.begin_pass
     )
 
 

@@ -13,12 +13,7 @@ from sametoken.ops.step.types import LayoutTable
 from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
-from sametoken.types.plan import (
-    Admission,
-    BlockAssignment,
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.plan import Admission, BlockAssignment, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 BLOCK, K, SLOTS, MAX_LEN = 4, 3, 3, 48

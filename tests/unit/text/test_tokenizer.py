@@ -13,10 +13,7 @@ from sametoken.errors import CheckpointError, RequestError, UnsupportedError
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
-from sametoken.text.tokenizer import (
-    load_tokenizer,
-    load_tokenizer_of,
-)
+from sametoken.text.tokenizer import load_tokenizer, load_tokenizer_of
 
 TEXTS = [
     "the cat sat on the mat",
@@ -99,8 +96,7 @@ def test_known_word_splits(backend, name, pieces):
 def test_add_bos_token_puts_it_in_front(backend):
     built = build_gguf_tokenizer(
         gguf_metadata(
-            backend,
-            **{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1},
+            backend, **{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1}
         )
     )
     assert built.encode("the").ids[0] == 1

@@ -8,11 +8,7 @@ import math
 import pytest
 
 from sametoken.errors import RequestError
-from sametoken.types.sampling_params import (
-    MAX_LOGPROBS,
-    MAX_SEED,
-    SamplingParams,
-)
+from sametoken.types.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 
 NAN, INF = math.nan, math.inf
 

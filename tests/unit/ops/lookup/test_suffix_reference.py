@@ -8,11 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.suffixes import Options, earlier, slow_search, table
-from sametoken.ops.lookup.suffix import (
-    GROUP,
-    MAX_VOTERS,
-    search,
-)
+from sametoken.ops.lookup.suffix import GROUP, MAX_VOTERS, search
 
 options = st.builds(
     Options,

@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from sametoken.ops.model import activation as reference
-from sametoken.ops.model.activation_triton import (
-    sigmoid_mul,
-    silu_mul,
-)
+from sametoken.ops.model.activation_triton import sigmoid_mul, silu_mul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

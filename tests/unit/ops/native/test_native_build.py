@@ -15,11 +15,7 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.ops.backend import AttentionShape
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.native.backend import NativeKernels
-from sametoken.ops.native.build import (
-    RECIPES,
-    build,
-    find_compiler,
-)
+from sametoken.ops.native.build import RECIPES, build, find_compiler
 from sametoken.ops.native.library import WeightMemory, load_library
 from sametoken.ops.reference import ReferenceKernels
 

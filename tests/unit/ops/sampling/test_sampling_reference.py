@@ -4,24 +4,12 @@ import pytest
 import torch
 
 from sametoken.ops.sampling import sample as reference
-from sametoken.ops.sampling.sample import (
-    gumbel_noise,
-    philox,
-    sample,
-)
+from sametoken.ops.sampling.sample import gumbel_noise, philox, sample
 
 # Random123's tests/kat_vectors, lines "philox4x32 10": counter, key, output.
 KNOWN_ANSWERS = [
-    (
-        (0, 0, 0, 0),
-        (0, 0),
-        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
-    ),
-    (
-        (0xFFFFFFFF,) * 4,
-        (0xFFFFFFFF,) * 2,
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),

@@ -11,11 +11,7 @@ from sametoken.ops.backend import SampledRows
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.sampling import sample_triton as sampling
-from sametoken.ops.sampling.sample import (
-    is_nan,
-    is_nothing,
-    token_of,
-)
+from sametoken.ops.sampling.sample import is_nan, is_nothing, token_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = [0, 1, 2**31, 2**32 + 5, 2**63 - 1]

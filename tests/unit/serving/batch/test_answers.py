@@ -9,10 +9,7 @@ from helpers.fake_engine import FakeEngine
 from sametoken.errors import EngineDeadError, EngineRestartingError, OverloadedError
 from sametoken.serving.batch import run as module
 from sametoken.serving.batch.lines import InputLine
-from sametoken.serving.batch.run import (
-    answers_of,
-    batch_server_config,
-)
+from sametoken.serving.batch.run import answers_of, batch_server_config
 from sametoken.serving.http.app import create_app
 
 

@@ -6,10 +6,7 @@ import socket
 
 import pytest
 
-from sametoken.serving.http.connections import (
-    Connections,
-    Seldom,
-)
+from sametoken.serving.http.connections import Connections, Seldom
 
 
 class Held:

@@ -9,12 +9,7 @@ from prometheus_client import CollectorRegistry
 from helpers.fake_engine import FakeEngine
 from sametoken.errors import NumericalError, OverloadedError
 from sametoken.serving.http.errors import ApiError
-from sametoken.serving.http.generation import (
-    Generation,
-    speculation_stats,
-    usage,
-    while_connected,
-)
+from sametoken.serving.http.generation import Generation, speculation_stats, usage, while_connected
 from sametoken.serving.http.times import RequestTimes
 from sametoken.types.sampling_params import SamplingParams
 

@@ -11,11 +11,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.middleware import BodyBounds
 from sametoken.serving.ray import deployments as gateway
-from sametoken.serving.ray.deployments import (
-    REPLICA_HEADER,
-    Forwarded,
-    Gateway,
-)
+from sametoken.serving.ray.deployments import REPLICA_HEADER, Forwarded, Gateway
 
 BOUNDS = BodyBounds(1000, 10**6, 60.0)
 

@@ -4,12 +4,7 @@ import json
 
 import pytest
 
-from sametoken.serving.ray.router import (
-    BLOCK_CHARS,
-    MAX_KEYS,
-    Homes,
-    prefix_keys,
-)
+from sametoken.serving.ray.router import BLOCK_CHARS, MAX_KEYS, Homes, prefix_keys
 
 SYSTEM = {"role": "system", "content": "a" * (2 * BLOCK_CHARS)}
 

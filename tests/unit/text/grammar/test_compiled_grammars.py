@@ -9,11 +9,7 @@ import pytest
 from helpers.structured import compiler
 from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar import compiled as module
-from sametoken.text.grammar.compiled import (
-    CompiledGrammars,
-    GrammarSource,
-    not_valid,
-)
+from sametoken.text.grammar.compiled import CompiledGrammars, GrammarSource, not_valid
 from sametoken.types.structured_outputs import StructuredOutputs
 
 

@@ -14,18 +14,9 @@ import torch
 from helpers.compiled import compile_launches
 from helpers.rows import runs_of
 from sametoken.errors import InvariantError
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-    RowRuns,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 from sametoken.ops.model.attention import reference
-from sametoken.ops.model.attention.triton import (
-    AttentionConfig,
-    attention,
-    choose,
-)
+from sametoken.ops.model.attention.triton import AttentionConfig, attention, choose
 
 WALK = AttentionConfig("walk", 16, num_warps=4, num_stages=2, split=32, tile=16)
 SPREAD = replace(WALK, form="spread")

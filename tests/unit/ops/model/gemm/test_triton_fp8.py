@@ -15,14 +15,8 @@ import pytest
 import torch
 
 from helpers.compiled import compile_launches
-from sametoken.ops.model.gemm import (
-    fp8,
-    fp8_triton,
-)
-from sametoken.ops.model.gemm.fp8 import (
-    Fp8Weight,
-    quantize,
-)
+from sametoken.ops.model.gemm import fp8, fp8_triton
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.fp8_triton import (
     DEPTH,
     NARROW,
@@ -32,10 +26,7 @@ from sametoken.ops.model.gemm.fp8_triton import (
     product,
     rounded,
 )
-from sametoken.ops.model.gemm.tuning import (
-    GemmShape,
-    TritonConfig,
-)
+from sametoken.ops.model.gemm.tuning import GemmShape, TritonConfig
 
 CONFIGS = [
     TritonConfig(16, 64, DEPTH, num_warps=4, num_stages=2),

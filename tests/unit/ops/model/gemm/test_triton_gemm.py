@@ -13,10 +13,7 @@ import torch
 from helpers.compiled import compile_launches
 from sametoken.ops.model.gemm import selfcheck
 from sametoken.ops.model.gemm import triton as gemm
-from sametoken.ops.model.gemm.selfcheck import (
-    Refusal,
-    check_gemm,
-)
+from sametoken.ops.model.gemm.selfcheck import Refusal, check_gemm
 from sametoken.ops.model.gemm.tuning import (
     CANONICAL,
     GemmShape,

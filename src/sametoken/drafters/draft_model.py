@@ -19,7 +19,7 @@ class DraftModelDrafter:
     samples also runs the newest token, at ``end``, whose logits give draft 1; then one
     row per further draft. Every position below ``end`` is written anew from committed
     tokens before anything reads it, so KV of rejected drafts is never seen
-    (tests/unit/drafters/test_draft_model_drafter.py).
+    (tests/unit/drafters/test_draft_model.py).
 
     The KV at p depends on tokens up to p, and inside a prompt nothing at ``end`` or above is
     written: a block that is full of committed tokens holds what its prefix-cache key says,

@@ -62,7 +62,7 @@ class EagleDrafter:
     prompt token at the edge of a prefill chunk. The row at ``end - 1`` gives draft 1; each
     further draft is a row at ``end`` or above with a drafted token and the head's own
     state. The next step writes all of those anew, from ``start`` on, with true tokens and
-    states before any row reads them (tests/unit/drafters/test_eagle_drafter.py).
+    states before any row reads them (tests/unit/drafters/test_eagle.py).
 
     The KV at p depends on the token at p + 1, so ``lookahead_tokens`` is 1.
 

@@ -49,7 +49,7 @@ class ExtractDrafter:
     """Hands a step's committed rows to a sink, then lets another drafter propose.
 
     The rows are the live ones of the context: positions ``start .. end - 1``. Rejected drafts
-    are not among them (tests/unit/drafters/test_extract_drafter.py).
+    are not among them (tests/unit/drafters/test_extract.py).
 
     It runs in eager steps: a captured one would copy to the same host memory at every replay.
 

@@ -107,7 +107,7 @@ class StateWriter:
 
     Host memory holds ``shard_bytes`` and one step's rows at most, twice while they are
     written. Only rows of steps before the one being settled are written, because the front
-    may still cut the newest (tests/unit/extraction/test_state_writer.py).
+    may still cut the newest (tests/unit/extraction/test_writer.py).
 
     Args:
         directory: where shards and manifest go.

@@ -85,7 +85,7 @@ class KVMemory:
         plan, so every step that is settled or in flight has then run, drafter included. And
         it stays right: the windows in flight start at the newest settled token or later,
         drafters catch up from a window's start, and drafts go above it
-        (tests/unit/scheduler/test_scheduler_against_fake_device.py).
+        (tests/unit/scheduler/test_scheduler.py).
         A swapped request has no blocks, so nothing of it is entered.
 
         Raises:

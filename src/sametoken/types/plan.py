@@ -83,7 +83,7 @@ class StepPlan:
 
     ``discarded_swaps`` are keys whose saved KV will never be read again (aborts). Of ``rows``
     those with one committed token that sample come first, windows to the device; the others are
-    chunks of prompts (tests/unit/scheduler/test_scheduler_rows.py).
+    chunks of prompts (tests/unit/scheduler/test_plan_draft.py).
     """
 
     step_id: int

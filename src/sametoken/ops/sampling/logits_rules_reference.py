@@ -2,7 +2,7 @@
 
 Row r of a window is judged as if its r drafts were committed: its prefix is the committed
 tokens and drafts 1..r. Nothing is remembered between steps, so a rejected draft cannot
-leave a trace (tests/unit/runner/test_processing.py).
+leave a trace (tests/unit/runner/test_logits_processing.py).
 
 In this order: allowed ids, bad words (matched within the output, as in vLLM), min_tokens, biases,
 repetition (prompt and output), frequency and presence (output only). Where a bad word of

@@ -233,8 +233,7 @@ def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
 @mutant(
     "rejected-rows-extracted",
     LAW,
-    "tests/unit/drafters/test_extract.py"
-    "::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
+    "tests/unit/drafters/test_extract.py::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
     "position",
 )
 def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -24,12 +25,16 @@ from helpers.heads import (
     KERNELS,
     OPTIONS,
     SharedTarget,
-    empty_kv,
+    attended,
+    gated_mlp,
+    linear,
+    require_defined_states,
     require_kept_rows_alone,
-    rows_of_one_slot,
+    require_reads_what_logits_are_made_from,
+    rms_norm,
+    rotated,
 )
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.models.base import HiddenStates
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
@@ -41,33 +46,18 @@ def load(directory, target=None):
     return Eagle1Checkpoint(directory).load(target or SharedTarget(), **OPTIONS)
 
 
-def linear(tensors, x, name):
-    return torch.nn.functional.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-
-
 def attention(tensors, x, prefix):
-    """Causal, over the whole sequence, two heads of 8 that share one key-value head."""
-
-    def rotated(y):
-        frequencies = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-        angles = torch.arange(y.shape[1])[:, None] * frequencies
-        low, high = y.chunk(2, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-
+    """Two heads of 8 that share one key-value head."""
     projected = [linear(tensors, x, f"{prefix}.{name}_proj") for name in "qkv"]
     q, k, v = (y.view(len(y), -1, 8).transpose(0, 1) for y in projected)
-    scores = rotated(q) @ rotated(k).transpose(1, 2) / 8**0.5
-    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    attended = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
-    return linear(tensors, attended.transpose(0, 1).flatten(1), f"{prefix}.o_proj")
+    return linear(tensors, attended(rotated(q), rotated(k), v), f"{prefix}.o_proj")
 
 
 def defined_head(tensors, embedding, token_ids, hidden):
     """The whole sequence at once: what logits are made from and what is fed back."""
 
     def norm(x, name):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * tensors[f"{name}.weight"]
+        return rms_norm(x, tensors[f"{name}.weight"])
 
     x, index = linear(tensors, torch.cat((embedding[token_ids], hidden), -1), "fc"), 0
     while f"layers.{index}.mlp.up_proj.weight" in tensors:
@@ -75,9 +65,7 @@ def defined_head(tensors, embedding, token_ids, hidden):
         inner = norm(x, f"{layer}.input_layernorm") if index else x
         x = x + attention(tensors, inner, f"{layer}.self_attn")
         inner = norm(x, f"{layer}.post_attention_layernorm")
-        gate = torch.nn.functional.silu(linear(tensors, inner, f"{layer}.mlp.gate_proj"))
-        up = linear(tensors, inner, f"{layer}.mlp.up_proj")
-        x, index = x + linear(tensors, gate * up, f"{layer}.mlp.down_proj"), index + 1
+        x, index = x + gated_mlp(tensors, inner, f"{layer}.mlp"), index + 1
     return x
 
 
@@ -96,25 +84,7 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
     head = load(WRITERS[layout](tmp_path, tensors), target)
     embedding = tensors.get("embed_tokens.weight", target.embedding_matrix)
     lm_head = tensors.get("lm_head.weight", target.head_matrix)
-
-    generator = torch.Generator().manual_seed(1)
-    token_ids = torch.randint(VOCAB, (9,), generator=generator)
-    hidden = torch.randn(9, HIDDEN, generator=generator)
-    kv = empty_kv(head)
-    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
-    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
-    # A drafted row: the head's own state in the place of the target's.
-    drafted = torch.tensor([3])
-    own = head.forward(drafted, rest.feedback[-1:].clone(), rows_of_one_slot(9, 1), kv)
-
-    states = defined_head(tensors, embedding, token_ids, hidden)
-    hidden = torch.cat((hidden, states[-1:]))
-    states = defined_head(tensors, embedding, torch.cat((token_ids, drafted)), hidden)
-    passes = (first, rest, own)
-    found = torch.cat([head.compute_logits(one.last) for one in passes])
-    torch.testing.assert_close(found, states @ lm_head.T, atol=1e-4, rtol=1e-4)
-    feedback = torch.cat([one.feedback for one in passes])
-    torch.testing.assert_close(feedback, states, atol=1e-4, rtol=1e-4)
+    require_defined_states(head, partial(defined_head, tensors, embedding), lm_head)
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
@@ -128,14 +98,7 @@ def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, num_layers, kerne
 
 def test_it_reads_what_the_target_makes_its_logits_from(tmp_path):
     head = load(write_eagle1(tmp_path, eagle1_tensors()))
-    hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 0))
-    rows = torch.tensor([3, 0])
-    assert torch.equal(head.target_states(hidden, rows), hidden.last[rows])
-    # All rows are not copied, so that a pass must leave the target's states as they are.
-    given, before = head.target_states(hidden, None), hidden.last.clone()
-    head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
-    assert torch.equal(given, before)
-    assert torch.equal(hidden.last, before)
+    require_reads_what_logits_are_made_from(head)
     assert Eagle1Checkpoint(tmp_path).aux_layers(4) == ()
 
 

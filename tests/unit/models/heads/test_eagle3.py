@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from helpers.checkpoints import (
     DRAFT_IDS,
@@ -21,8 +22,13 @@ from helpers.heads import (
     KERNELS,
     OPTIONS,
     SharedTarget,
+    attended,
     empty_kv,
+    gated_mlp,
+    linear,
     require_kept_rows_alone,
+    rms_norm,
+    rotated,
     rows_of_one_slot,
 )
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
@@ -40,46 +46,28 @@ def defined_head(tensors, embedding, token_ids, hidden, flags):
     """The whole sequence at once: logits over the draft vocabulary, and the fed-back state."""
 
     def norm(x, name):
-        weight = tensors[f"{name}.weight"]
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+        return rms_norm(x, tensors[f"{name}.weight"])
 
-    def linear(x, name):
-        bias = tensors.get(f"{name}.bias")
-        return torch.nn.functional.linear(x, tensors[f"{name}.weight"], bias)
-
-    def heads(x):
-        return x.view(len(x), -1, 8).transpose(0, 1)
-
-    def rotated(x):
-        frequencies = 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-        angles = torch.arange(x.shape[1])[:, None] * frequencies
-        low, high = x.chunk(2, dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+    def heads(x, name):
+        return linear(tensors, x, f"layers.0.self_attn.{name}_proj").view(len(x), -1, 8)
 
     layer = "layers.0"
     normed = norm(hidden, f"{layer}.hidden_norm")
     residual = normed if flags.get("norm_before_residual") else hidden
     x = torch.cat((norm(embedding[token_ids], f"{layer}.input_layernorm"), normed), -1)
-    q, k, v = (heads(linear(x, f"{layer}.self_attn.{name}_proj")) for name in "qkv")
+    q, k, v = (heads(x, name).transpose(0, 1) for name in "qkv")
     if f"{layer}.self_attn.q_norm.weight" in tensors:
         q, k = norm(q, f"{layer}.self_attn.q_norm"), norm(k, f"{layer}.self_attn.k_norm")
-    k, v = rotated(k).expand_as(q), v.expand_as(q)
-    scores = rotated(q) @ k.transpose(1, 2) / 8**0.5
-    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    attended = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
-    attended = attended.transpose(0, 1).flatten(1)
-    x = residual + linear(attended, f"{layer}.self_attn.o_proj")
-    inner = norm(x, f"{layer}.post_attention_layernorm")
-    gate = torch.nn.functional.silu(linear(inner, f"{layer}.mlp.gate_proj"))
-    x = x + linear(gate * linear(inner, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
+    x = attended(rotated(q), rotated(k), v)
+    x = residual + linear(tensors, x, f"{layer}.self_attn.o_proj")
+    x = x + gated_mlp(tensors, norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
     last = norm(x, "norm")
-    return linear(last, "lm_head"), last if flags.get("norm_output") else x
+    return linear(tensors, last, "lm_head"), last if flags.get("norm_output") else x
 
 
 def defined_combine(tensors, auxiliary, flags):
     def norm(x, name):
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * tensors[f"{name}.weight"]
+        return rms_norm(x, tensors[f"{name}.weight"])
 
     if flags.get("norm_before_fc"):
         auxiliary = norm(auxiliary, "input_norm")
@@ -195,14 +183,8 @@ def test_an_lm_head_may_come_from_the_target(tmp_path):
     write_safeailab(tmp_path, tensors)
     del tensors["lm_head.weight"]
     target = SharedTarget()
-    save_again(tmp_path, tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
     assert load(tmp_path, target).lm_head is target.head
-
-
-def save_again(directory, tensors):
-    from safetensors.torch import save_file
-
-    save_file(tensors, directory / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -289,9 +271,11 @@ def test_broken_tensors_are_refused(tmp_path):
             del tensors[name]
         else:
             tensors[name] = value
-        save_again(tmp_path, tensors)
+        save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match=message):
             load(tmp_path)
-    save_again(tmp_path, head_tensors() | {"mask_hidden": torch.zeros(1, HIDDEN)})
+    save_file(
+        head_tensors() | {"mask_hidden": torch.zeros(1, HIDDEN)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(UnsupportedError, match="mask_hidden"):
         load(tmp_path)

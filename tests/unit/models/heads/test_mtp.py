@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -13,8 +14,15 @@ from helpers.heads import (
     KERNELS,
     OPTIONS,
     SharedTarget,
+    attended,
     empty_kv,
+    gated_mlp,
+    linear,
+    require_defined_states,
     require_kept_rows_alone,
+    require_reads_what_logits_are_made_from,
+    rms_norm,
+    rotated,
     rows_of_one_slot,
 )
 from helpers.hybrids import (
@@ -27,7 +35,6 @@ from helpers.hybrids import (
     write_hybrid,
 )
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
-from sametoken.models.base import HiddenStates
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
@@ -35,22 +42,8 @@ from sametoken.ops.dispatch import select_kernels
 LAYER = "mtp.layers.0"
 
 
-def linear(tensors, x, name):
-    return torch.nn.functional.linear(x, tensors[f"{name}.weight"])
-
-
 def norm(tensors, x, name):
-    weight = 1 + tensors[f"{name}.weight"]
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
-
-
-def rotated(y):
-    """[heads, T, 8]: the first half of a head is turned, the other half stays."""
-    frequencies = 1000.0 ** (-torch.arange(0, 4, 2) / 4)
-    angles = torch.arange(y.shape[1])[:, None] * frequencies
-    low, high, rest = y.split((2, 2, 4), dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
+    return rms_norm(x, 1 + tensors[f"{name}.weight"], EPS)
 
 
 def attention(tensors, x):
@@ -58,18 +51,10 @@ def attention(tensors, x):
     prefix = f"{LAYER}.self_attn"
     q, gate = linear(tensors, x, f"{prefix}.q_proj").view(-1, 2, 16).chunk(2, dim=-1)
     k, v = (linear(tensors, x, f"{prefix}.{name}_proj").view(-1, 1, 8) for name in "kv")
-    q = rotated(norm(tensors, q, f"{prefix}.q_norm").transpose(0, 1))
-    k = rotated(norm(tensors, k, f"{prefix}.k_norm").transpose(0, 1))
-    scores = q @ k.transpose(1, 2) / 8**0.5
-    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-    attended = scores.masked_fill(future, -torch.inf).softmax(-1) @ v.transpose(0, 1)
-    gated = attended.transpose(0, 1).flatten(1) * gate.flatten(1).sigmoid()
+    q = rotated(norm(tensors, q, f"{prefix}.q_norm").transpose(0, 1), 4, 1000.0)
+    k = rotated(norm(tensors, k, f"{prefix}.k_norm").transpose(0, 1), 4, 1000.0)
+    gated = attended(q, k, v.transpose(0, 1)) * gate.flatten(1).sigmoid()
     return linear(tensors, gated, f"{prefix}.o_proj")
-
-
-def gated_mlp(tensors, x, name):
-    gate = torch.nn.functional.silu(linear(tensors, x, f"{name}.gate_proj"))
-    return linear(tensors, gate * linear(tensors, x, f"{name}.up_proj"), f"{name}.down_proj")
 
 
 def mlp(tensors, x):
@@ -117,25 +102,8 @@ def test_logits_and_states_are_those_of_the_definition(tmp_path, kind, changes, 
     head = MTPCheckpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
     assert head.embedding is shared.embedding
     assert head.lm_head is shared.head
-
-    generator = torch.Generator().manual_seed(1)
-    token_ids = torch.randint(VOCAB, (9,), generator=generator)
-    hidden = torch.randn(9, HIDDEN, generator=generator)
-    kv = empty_kv(head)
-    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
-    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
-    # A drafted row: the module's own state in the place of the target's.
-    drafted = torch.tensor([3])
-    own = head.forward(drafted, rest.feedback[-1:].clone(), rows_of_one_slot(9, 1), kv)
-
-    states = defined_module(tensors, target.embedding_matrix, token_ids, hidden)
-    token_ids, hidden = torch.cat((token_ids, drafted)), torch.cat((hidden, states[-1:]))
-    states = defined_module(tensors, target.embedding_matrix, token_ids, hidden)
-    passes = (first, rest, own)
-    found = torch.cat([head.compute_logits(one.last) for one in passes])
-    torch.testing.assert_close(found, states @ target.head_matrix.T, atol=1e-5, rtol=1e-5)
-    feedback = torch.cat([one.feedback for one in passes])
-    torch.testing.assert_close(feedback, states, atol=1e-5, rtol=1e-5)
+    define = partial(defined_module, tensors, target.embedding_matrix)
+    require_defined_states(head, define, target.head_matrix, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
@@ -151,14 +119,7 @@ def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, changes, kernels)
 def test_it_reads_what_the_target_makes_its_logits_from(tmp_path):
     checkpoint = MTPCheckpoint(write_hybrid(tmp_path))
     head = checkpoint.load(SharedTarget(), **OPTIONS)
-    hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 0))
-    rows = torch.tensor([3, 0])
-    assert torch.equal(head.target_states(hidden, rows), hidden.last[rows])
-    # All rows are not copied, so that a pass must leave the target's states as they are.
-    given, before = head.target_states(hidden, None), hidden.last.clone()
-    head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
-    assert torch.equal(given, before)
-    assert torch.equal(hidden.last, before)
+    require_reads_what_logits_are_made_from(head)
     assert checkpoint.aux_layers(4) == ()
     assert head.token_ids is None
     assert [cache.dtype for cache in head.caches] == [torch.float32]

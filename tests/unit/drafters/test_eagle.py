@@ -15,25 +15,110 @@ from helpers.checkpoints import (
     write_llama,
     write_speculators,
 )
-from helpers.drafting import CPU, MAX_LEN
-from helpers.head_drafting import (
-    check_everything_is_accepted,
-    check_from_scratch,
-    check_lookahead_slots,
-    head_bench,
-)
+from helpers.drafting import BLOCK_SIZE, CPU, MAX_LEN, Bench, requests_of
 from helpers.hybrids import FULL, hybrid_config, hybrid_tensors, twin_config, twin_tensors
+from sametoken.drafters.eagle import EagleDrafter
 from sametoken.models.base import HiddenStates
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.loader import load_model
+from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import PagedKV
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.state.caches import ModelCache
 
 KERNELS = ReferenceKernels()
 OPTIONS = {"kernels": KERNELS, "dtype": torch.float32, "device": CPU, "max_positions": MAX_LEN}
 EAGLE1, EAGLE3 = "eagle", "eagle3"
+
+
+ONE_SLOT = torch.tensor([list(range(MAX_LEN // BLOCK_SIZE))])
+
+
+def head_bench(target, head, k: int, **options) -> Bench:
+    bench = Bench(target, k, **options)
+    bench.drafter = EagleDrafter(head, bench.allocate(head.caches), k, bench.coupling)
+    return bench
+
+
+def check_from_scratch(bench: Bench, head, steps: int, vocab: int) -> None:
+    """KV and drafts of random steps, to the bit: a rejected row or a stale state would show."""
+
+    def check(context, drafts):
+        (cache,) = bench.drafter.kv_caches
+        for b, slot in requests_of(context):
+            end, samples = int(context.end[b]), bool(context.samples[b])
+            kv, expected = from_scratch(bench, head, slot, end, samples, vocab)
+            assert torch.equal(bench.cached(cache, slot, end), kv)
+            assert drafts.draft_ids[b, : int(drafts.num_drafts[b])].tolist() == expected
+
+    bench.run(steps, vocab, check)
+    assert bench.counts.cached
+
+
+def check_lookahead_slots(bench: Bench, steps: int, vocab: int) -> None:
+    """KV is written up to ``lookahead_slots`` above the committed tokens, and no further."""
+    k = bench.k
+    assert bench.drafter.lookahead_slots == max(k - 2, 0)
+
+    def check(context, drafts):
+        (cache,) = bench.drafter.kv_caches
+        for b, slot in requests_of(context):
+            written = int(context.end[b])
+            if context.samples[b]:
+                written = int(context.num_tokens[b]) + k - 2
+            keys = bench.cached(cache, slot, MAX_LEN)[0, 0, :, 0, 0]
+            assert not keys[:written].isnan().any()
+            assert keys[written:].isnan().all()
+
+    bench.run(steps, vocab, check)
+
+
+def check_everything_is_accepted(bench: Bench, steps: int, vocab: int) -> None:
+    bench.run(steps, vocab, lambda context, drafts: None)
+    assert bench.counts.offered > 30
+    assert bench.counts.accepted == bench.counts.offered
+
+
+def alone(first: int, count: int) -> AttentionRows:
+    positions = torch.arange(first, first + count)
+    return AttentionRows(positions, torch.zeros_like(positions), positions, ONE_SLOT)
+
+
+def fresh(caches) -> ModelCache:
+    return ModelCache.allocate(
+        caches,
+        num_blocks=ONE_SLOT.shape[1],
+        block_size=BLOCK_SIZE,
+        max_num_seqs=1,
+        num_drafts=0,
+        device=CPU,
+    )
+
+
+def from_scratch(bench: Bench, head, slot: int, end: int, samples: bool, vocab: int):
+    """KV below ``end`` and k drafts, by one pass over the committed tokens of one slot."""
+    committed = torch.tensor(bench.tokens(slot))
+    target_kv, kv = fresh(bench.target.caches), fresh(head.caches)
+    hidden = bench.target.forward(committed[:end], alone(0, end), target_kv)
+    given = head.target_states(hidden, torch.arange(end))
+    states = head.forward(committed[1 : end + 1], given, alone(0, end), kv)
+    found = torch.stack(kv.blocks, dim=1)[:, :, :-1].permute(0, 1, 2, 4, 3, 5)
+    found = found.flatten(2, 3)[:, :, :end].clone()
+    drafts: list[int] = []
+    while samples and len(drafts) < bench.k:
+        position = end + len(drafts)
+        slots, positions = torch.tensor([slot]), torch.tensor([position + 1])
+        logits = head.compute_logits(states.last[-1:])
+        if head.token_ids is not None:
+            full = logits.new_full((1, vocab), -torch.inf)
+            full[:, head.token_ids] = logits
+            logits = full
+        token = bench.coupling.choose(logits, slots, positions)
+        drafts.append(int(token))
+        states = head.forward(token, states.feedback[-1:].clone(), alone(position, 1), kv)
+    return found, drafts
 
 
 def load_both(directory, version: str, seed: int, **flags):
@@ -154,20 +239,14 @@ def test_an_exact_head_of_the_first_version_is_always_accepted(tmp_path, tempera
     accept_everything(target, markov_eagle1(tmp_path, target, reads), temperature)
 
 
-MTP_OPTIONS = {
-    "kernels": ReferenceKernels(),
-    "dtype": torch.float32,
-    "device": CPU,
-    "max_positions": MAX_LEN,
-}
 # The bench keeps no recurrent state: tests/e2e/test_mtp_engine.py has layers with some.
 DENSE = {"num_hidden_layers": 3, "layer_types": [FULL] * 3}
 
 
 def load_module(directory, config: dict, tensors: dict):
     write_checkpoint(directory, config, tensors)
-    target = load_model(directory, **MTP_OPTIONS)
-    return target, MTPCheckpoint(directory).load(target, **MTP_OPTIONS)
+    target = load_model(directory, **OPTIONS)
+    return target, MTPCheckpoint(directory).load(target, **OPTIONS)
 
 
 def load_random(directory, kind: str, seed: int = 0):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.hybrids import hybrid_config
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
@@ -296,22 +297,6 @@ def test_tables_end_where_memory_does(options, found):
 DRAFT_KV = (PagedKV(3, 5, 5, torch.float32),)
 TARGET_KV = 2 * DRAFT_KV
 TARGET_RECURRENT = 2 * (Recurrent(GatedDelta(1, 2, 4, 4, 4), torch.bfloat16),)
-HYBRID_CONFIG = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "dtype": "float32",
-    "vocab_size": 23,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 4,
-    "max_position_embeddings": 64,
-}
 
 
 def test_bytes_are_those_of_every_cache():
@@ -341,7 +326,7 @@ def test_a_latent_is_one_vector_a_token_and_values_may_be_wider_than_keys():
 
 
 def test_the_start_up_report_shows_what_drafts_cost_and_would_cost(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(HYBRID_CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(hybrid_config("qwen3_5")))
     spec = {"method": "ngram", "num_speculative_tokens": 8}
     options = {"load_format": "dummy", "num_kv_blocks": 8, "max_num_seqs": 2, "device": "cpu"}
     config = EngineConfig.from_options(model=str(tmp_path), speculative_config=spec, **options)

@@ -94,7 +94,9 @@ EXTRACTED = (
     "tests/unit/extraction/test_writer.py"
     "::test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not"
 )
-TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
+TOKEN_MAP = (
+    "tests/e2e/test_draft_heads.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
+)
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
 LAW = "the law: one truth"
 BOTH, STATIC = ("compact", "static"), ("static", "kernels")

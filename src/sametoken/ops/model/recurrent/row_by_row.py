@@ -4,7 +4,7 @@ A slot keeps one state per layer, good for positions below ``Folded.position``, 
 inputs of the rows from there on (pending). A pass whose first row of the slot stands at p0
 first runs the pending rows below p0: those are the drafts that were accepted, since p0 is
 what is computed. Rejected drafts lie at p0 and above and are never run again
-(docs/decisions/0009-fold-by-position.md; tests/unit/state/test_recurrent.py).
+(docs/decisions/0009-fold-by-position.md; tests/unit/ops/model/recurrent/test_runs.py).
 """
 
 from __future__ import annotations

@@ -121,9 +121,7 @@ def test_drafter_bugs_are_named_although_no_token_changes(
 ):
     monkeypatch.setenv(CHOICE, steps)
     verdict = audit_twin(
-        tmp_path,
-        plant=lambda: plant(monkeypatch),
-        spoil=plant is not stale_rows_in_the_chain,
+        tmp_path, plant=lambda: plant(monkeypatch), spoil=plant is not stale_rows_in_the_chain
     )
     assert verdict.summary == IDENTICAL
     assert cause in causes(verdict), verdict.diagnosis

@@ -16,10 +16,7 @@ from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
 from sametoken.models.base import HiddenStates
 from sametoken.runner.stream import LaggingStream
-from sametoken.state.sequences import (
-    NO_HISTORY,
-    TokenHistory,
-)
+from sametoken.state.sequences import NO_HISTORY, TokenHistory
 
 K = 4
 PROMPT = (50, 51, 52)

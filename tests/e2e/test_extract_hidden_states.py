@@ -24,17 +24,9 @@ from sametoken.cli.main import app
 from sametoken.config import EngineConfig
 from sametoken.engine.resolve import resolve_extraction
 from sametoken.errors import ConfigError, EngineDeadError
-from sametoken.extraction import (
-    recording as extraction,
-)
-from sametoken.extraction import (
-    writer as state_writer,
-)
-from sametoken.extraction.shards import (
-    ExtractedStates,
-    prompt_digest,
-    read_manifest,
-)
+from sametoken.extraction import recording as extraction
+from sametoken.extraction import writer as state_writer
+from sametoken.extraction.shards import ExtractedStates, prompt_digest, read_manifest
 from sametoken.io.files import LOCK
 from sametoken.models.loader import load_model
 from sametoken.ops.dispatch import select_kernels

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, their_greedy
 from helpers.hybrids import merged_experts
 from helpers.rows import ragged_rows
 from sametoken.errors import UnsupportedError
@@ -75,15 +75,6 @@ PUBLISHED_ROPE = {
     "rope_theta": 10_000_000,
     "partial_rotary_factor": 0.25,
 }
-
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    """Small matrices gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def without_dense_size(sizes: dict) -> dict:
@@ -165,17 +156,6 @@ def load(path: str | Path, kernels=None):
         device=CPU,
         max_positions=128,
     )
-
-
-@torch.inference_mode()
-def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
-    token_ids, past = torch.tensor([token_ids]), None
-    produced: list[int] = []
-    while len(produced) < num_tokens:
-        out = model(token_ids, past_key_values=past, use_cache=True)
-        past, token_ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        produced.append(int(token_ids))
-    return produced
 
 
 def rename(directory: Path, change) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralC
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.utils import logging as transformers_logging
 
-from helpers.forward import CPU, Bench
+from helpers.forward import CPU, Bench, their_greedy
 from sametoken.errors import CheckpointError
 from sametoken.models.loader import load_model
 from sametoken.models.names import resolve_model
@@ -46,15 +46,6 @@ CODE_EDIT = (
     "6347 727 472 1792 446 216 32 472 327 1685 281 2396 42 448 1792 4519 1685 472 1003 1792 198 "
     "3725 2 198 1 520 9531 198 3725 5367 198 1604 803 24 6347 727 198"
 )
-
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    """Small matrices gain nothing from threads, and lose much on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @st.composite
@@ -103,23 +94,8 @@ def transformers_model(config, seed: int):
 
 def load(path: Path, kernels, max_positions: int = 128):
     return load_model(
-        path,
-        kernels=kernels,
-        dtype=torch.float32,
-        device=CPU,
-        max_positions=max_positions,
+        path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=max_positions
     )
-
-
-@torch.inference_mode()
-def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
-    token_ids, past = torch.tensor([token_ids]), None
-    produced: list[int] = []
-    while len(produced) < num_tokens:
-        out = model(token_ids, past_key_values=past, use_cache=True)
-        past, token_ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        produced.append(int(token_ids))
-    return produced
 
 
 @settings(

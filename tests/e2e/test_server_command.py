@@ -37,12 +37,7 @@ NGRAM = (
 "prompt_lookup_max":10,"prompt_lookup_min":2}'
 """
 )
-REQUEST = {
-    "model": NAME,
-    "prompt": PROMPT,
-    "max_tokens": MAX_TOKENS,
-    "temperature": 0,
-}
+REQUEST = {"model": NAME, "prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0}
 #: Ports are the system's choice, and a toy needs no gigabyte.
 TEST_OPTIONS = "--port 0 --device cpu --num-kv-blocks 9000"
 

@@ -17,11 +17,7 @@ from sametoken import LLM, SamplingParams
 from sametoken.bench.datasets import load_dataset
 from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError
-from sametoken.models.names import (
-    HEAD_DIRECTORY,
-    HEAD_NAME,
-    resolve_model,
-)
+from sametoken.models.names import HEAD_DIRECTORY, HEAD_NAME, resolve_model
 
 pytestmark = pytest.mark.xdist_group("shipped head")
 ROOT = Path(__file__).parents[2]

@@ -21,14 +21,8 @@ from transformers.utils import logging as transformers_logging
 from helpers import calculator
 from sametoken import LLM, SamplingParams
 from sametoken.cli.demo import CALCULATOR_EDIT, WORD_PROBLEM
-from sametoken.models.names import (
-    HYBRID_DIRECTORY,
-    HYBRID_NAME,
-)
-from sametoken.types.outputs import (
-    CompletionOutput,
-    SpeculationMetrics,
-)
+from sametoken.models.names import HYBRID_DIRECTORY, HYBRID_NAME
+from sametoken.types.outputs import CompletionOutput, SpeculationMetrics
 
 transformers_logging.disable_progress_bar()
 CODE = '''\

@@ -15,10 +15,7 @@ from helpers.harness import ScriptedDrafter, Shape, build, request
 from helpers.static_steps import DeviceChoices
 from helpers.structured import model, structured_request
 from sametoken.sampling.grammar_masks import SlowGrammarError
-from sametoken.types.structured_outputs import (
-    MaskFault,
-    StructuredOutputs,
-)
+from sametoken.types.structured_outputs import MaskFault, StructuredOutputs
 
 SHAPE = Shape(num_drafts=3, max_num_seqs=4, prefill_chunk_size=8, block_size=4, num_blocks=40)
 WORD, LETTERS = StructuredOutputs(regex="[a-z]{3,8}"), StructuredOutputs(regex="[a-z]{3}")

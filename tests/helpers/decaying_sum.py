@@ -9,14 +9,8 @@ import torch
 from helpers.hybrid_toy import HIDDEN, rowwise
 from helpers.toy import toy_config
 from sametoken.models.base import HiddenStates
-from sametoken.ops.cache_types import (
-    LatentKV,
-    Recurrent,
-)
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
+from sametoken.ops.cache_types import LatentKV, Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.ops.reference import ReferenceKernels
 

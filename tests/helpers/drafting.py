@@ -25,12 +25,7 @@ from sametoken.state.commit import admit, assign_blocks
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
-from sametoken.types.plan import (
-    Admission,
-    BlockAssignment,
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.plan import Admission, BlockAssignment, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

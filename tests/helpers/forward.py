@@ -69,3 +69,15 @@ class Bench:
             produced.append(int(self.model.compute_logits(hidden).argmax()))
             token_ids.append(produced[-1])
         return produced
+
+
+@torch.inference_mode()
+def their_greedy(model, token_ids: list[int], num_tokens: int) -> list[int]:
+    """What a model of transformers gives."""
+    token_ids, past = torch.tensor([token_ids]), None
+    produced: list[int] = []
+    while len(produced) < num_tokens:
+        out = model(token_ids, past_key_values=past, use_cache=True)
+        past, token_ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        produced.append(int(token_ids))
+    return produced

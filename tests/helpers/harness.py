@@ -28,11 +28,7 @@ from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
-from sametoken.state.sequences import (
-    NO_HISTORY,
-    Sequences,
-    TokenHistory,
-)
+from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
 from sametoken.types.plan import Admission
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams

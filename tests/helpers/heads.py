@@ -1,4 +1,7 @@
-"""Runs draft heads alone: what they take from a target, rows of one slot, poisoned KV."""
+"""Runs draft heads alone: what they take from a target, rows of one slot, poisoned KV.
+
+And what they are defined as, in plain PyTorch over a whole sequence.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,8 @@ import torch
 from helpers.checkpoints import HIDDEN, VOCAB
 from helpers.recurrent import poison
 from helpers.rows import ragged_rows
-from sametoken.ops.backend import (
-    AttentionRows,
-    Kernels,
-)
+from sametoken.models.base import HiddenStates
+from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.state.caches import ModelCache
 
@@ -34,18 +35,79 @@ class SharedTarget:
         return self.head
 
 
+def linear(tensors, x, name):
+    return torch.nn.functional.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+
+def rms_norm(x, weight, eps: float = 1e-5):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def gated_mlp(tensors, x, name):
+    gate = torch.nn.functional.silu(linear(tensors, x, f"{name}.gate_proj"))
+    return linear(tensors, gate * linear(tensors, x, f"{name}.up_proj"), f"{name}.down_proj")
+
+
+def rotated(y, width: int = 8, theta: float = 10000.0):
+    """[heads, T, 8]: the first ``width`` elements of a head are turned, the others stay."""
+    angles = torch.arange(y.shape[1])[:, None] * theta ** (-torch.arange(0, width, 2) / width)
+    low, high, rest = y.split((width // 2, width // 2, 8 - width), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
+
+
+def attended(q, k, v):
+    """[T, heads * 8]: causal, over the whole sequence; q and k are already turned."""
+    scores = q @ k.transpose(1, 2) / 8**0.5
+    future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(future, -torch.inf).softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+def require_defined_states(head, definition, lm_head, tolerance: float = 1e-4) -> None:
+    """Logits and fed-back states of two chunks and a drafted row are those of a definition.
+
+    Args:
+        head: reads the states that the target makes its logits from.
+        definition: of ids and states of a whole sequence, gives the head's own states.
+        lm_head: the matrix that its logits are made with.
+    """
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(VOCAB, (9,), generator=generator)
+    hidden = torch.randn(9, HIDDEN, generator=generator)
+    kv = empty_kv(head)
+    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
+    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
+    # A drafted row: the head's own state in the place of the target's.
+    drafted = torch.tensor([3])
+    own = head.forward(drafted, rest.feedback[-1:].clone(), rows_of_one_slot(9, 1), kv)
+
+    hidden = torch.cat((hidden, definition(token_ids, hidden)[-1:]))
+    states = definition(torch.cat((token_ids, drafted)), hidden)
+    passes, close = (first, rest, own), {"atol": tolerance, "rtol": tolerance}
+    found = torch.cat([head.compute_logits(one.last) for one in passes])
+    torch.testing.assert_close(found, states @ lm_head.T, **close)
+    feedback = torch.cat([one.feedback for one in passes])
+    torch.testing.assert_close(feedback, states, **close)
+
+
+def require_reads_what_logits_are_made_from(head) -> None:
+    """And leaves it as it is: all rows are not copied for it."""
+    hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 0))
+    rows = torch.tensor([3, 0])
+    assert torch.equal(head.target_states(hidden, rows), hidden.last[rows])
+    given, before = head.target_states(hidden, None), hidden.last.clone()
+    head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
+    assert torch.equal(given, before)
+    assert torch.equal(hidden.last, before)
+
+
 def rows_of_one_slot(first: int, count: int) -> AttentionRows:
     return ragged_rows([(0, first, count)], torch.tensor([[2, 0, 3, 1], [4, 4, 4, 4]]), BLOCK_SIZE)
 
 
 def empty_kv(head) -> ModelCache:
     cache = ModelCache.allocate(
-        head.caches,
-        num_blocks=4,
-        block_size=BLOCK_SIZE,
-        max_num_seqs=1,
-        num_drafts=0,
-        device=CPU,
+        head.caches, num_blocks=4, block_size=BLOCK_SIZE, max_num_seqs=1, num_drafts=0, device=CPU
     )
     return poison(cache)
 

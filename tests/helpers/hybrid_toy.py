@@ -6,14 +6,8 @@ import torch
 
 from helpers.toy import toy_config
 from sametoken.models.base import HiddenStates
-from sametoken.ops.cache_types import (
-    PagedKV,
-    Recurrent,
-)
-from sametoken.ops.model.gated_delta_rule.rule import (
-    GatedDelta,
-    GatedDeltaParams,
-)
+from sametoken.ops.cache_types import PagedKV, Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import RawRows
 from sametoken.ops.reference import ReferenceKernels
 

@@ -15,11 +15,7 @@ from sametoken.drafters.base import NoDrafter
 from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.base import HiddenStates
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.ops.step.types import (
-    Chances,
-    StepInputs,
-    VerifyResult,
-)
+from sametoken.ops.step.types import Chances, StepInputs, VerifyResult
 from sametoken.runner.async_output import HostBuffer, OutputRing
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.step import Step
@@ -28,11 +24,7 @@ from sametoken.state import commit
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
 from sametoken.types.layout import StepLayout
-from sametoken.types.plan import (
-    Admission,
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -7,10 +7,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from sametoken.ops.step.types import (
-    StepInputs,
-    VerifyResult,
-)
+from sametoken.ops.step.types import StepInputs, VerifyResult
 from sametoken.runner.runner import StepRunner
 from sametoken.runner.step import Step
 

@@ -7,10 +7,7 @@ import torch
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
-from sametoken.ops.model.recurrent.rule import (
-    LayerMemory,
-    RawRows,
-)
+from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.state.caches import ModelCache
 
 

@@ -6,10 +6,7 @@ import socket
 import sys
 
 from sametoken.errors import UnsupportedError
-from sametoken.io.child_process import (
-    Failure,
-    encode,
-)
+from sametoken.io.child_process import Failure, encode
 
 if __name__ == "__main__":
     sock = socket.socket(fileno=int(sys.argv[1]))

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    RowRuns,
-)
+from sametoken.ops.backend import AttentionRows, RowRuns
 
 #: A run: its slot, the position of its first row, and how many rows follow.
 Run = tuple[int, int, int]

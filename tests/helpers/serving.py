@@ -33,10 +33,7 @@ SIZES = {
 def write_model(directory: Path, backend) -> Path:
     """A random Llama over the vocabulary of a tokenizer that is saved beside it."""
     write_llama(
-        directory,
-        vocab_size=backend.get_vocab_size(),
-        max_position_embeddings=256,
-        eos_token_id=0,
+        directory, vocab_size=backend.get_vocab_size(), max_position_embeddings=256, eos_token_id=0
     )
     backend.save(str(directory / "tokenizer.json"))
     return directory

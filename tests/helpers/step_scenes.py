@@ -10,21 +10,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sametoken.ops.step import (
-    compact,
-    reference,
-)
+from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.ops.step.types import LayoutTable
 from sametoken.state.sequences import Sequences
-from sametoken.types.layout import (
-    StepLayout,
-    StepShape,
-)
-from sametoken.types.plan import (
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.layout import StepLayout, StepShape
+from sametoken.types.plan import ScheduledRequest, StepPlan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: Every implementation of ``StepOps``, and those whose shapes are static.

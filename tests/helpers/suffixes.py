@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sametoken.ops.lookup.suffix import (
-    GROUP,
-    MAX_VOTERS,
-    Earlier,
-    Limits,
-)
+from sametoken.ops.lookup.suffix import GROUP, MAX_VOTERS, Earlier, Limits
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,7 @@ class Twin:
         config = twin_config()
         write_checkpoint(directory, config, twin_tensors(config, seed))
         kernels = kernels or ReferenceKernels()
-        options = {
-            "kernels": kernels,
-            "dtype": torch.float32,
-            "device": CPU,
-            "max_positions": 96,
-        }
+        options = {"kernels": kernels, "dtype": torch.float32, "device": CPU, "max_positions": 96}
         self.target = load_model(directory, **options)
         mapped = None if token_ids is None else torch.tensor(token_ids)
         self.head = MTPCheckpoint(directory).load(

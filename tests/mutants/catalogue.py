@@ -61,12 +61,12 @@ ACCEPTANCE = (
 SELF, LOOKAHEAD = (f"{ACCEPTANCE}[{kind}-1-late-0.0]" for kind in ("self", "lookahead"))
 PREFIXES = "tests/e2e/test_acceptance.py::test_shared_prefixes_and_chunk_edges_cost_no_acceptance"
 EAGLE_HEAD = (
-    "tests/unit/drafters/test_eagle_drafter.py"
+    "tests/unit/drafters/test_eagle.py"
     "::test_kv_and_drafts_are_those_of_a_run_from_scratch[eagle3-3-0.0-flags4]"
 )
 MTP_MODULE = (
-    "tests/unit/drafters/test_mtp_drafter.py"
-    "::test_kv_and_drafts_are_those_of_a_run_from_scratch[qwen3_5-3-0.8]"
+    "tests/unit/drafters/test_eagle.py"
+    "::test_a_module_s_kv_and_drafts_are_those_of_a_run_from_scratch[qwen3_5-3-0.8]"
 )
 BACKUP_TOKEN = (
     "tests/regression/test_vllm_38419.py::test_a_draft_chain_goes_on_from_the_committed_token[3]"
@@ -91,10 +91,12 @@ STRUCTURED = (
     "::test_drafts_of_the_right_form_that_are_wrong_leave_no_trace"
 )
 EXTRACTED = (
-    "tests/unit/extraction/test_state_writer.py"
+    "tests/unit/extraction/test_writer.py"
     "::test_rows_of_kept_tokens_are_written_and_rows_past_the_end_are_not"
 )
-TOKEN_MAP = "tests/e2e/test_token_map.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
+TOKEN_MAP = (
+    "tests/e2e/test_draft_heads.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
+)
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
 LAW = "the law: one truth"
 BOTH, STATIC = ("compact", "static"), ("static", "kernels")
@@ -233,8 +235,7 @@ def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
 @mutant(
     "rejected-rows-extracted",
     LAW,
-    "tests/unit/drafters/test_extract_drafter.py"
-    "::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
+    "tests/unit/drafters/test_extract.py::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
     "position",
 )
 def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:

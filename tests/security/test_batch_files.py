@@ -16,10 +16,7 @@ from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, RequestError
 from sametoken.serving.batch import run as module
 from sametoken.serving.batch.config import BatchConfig
-from sametoken.serving.batch.run import (
-    BatchSummary,
-    run_batch,
-)
+from sametoken.serving.batch.run import BatchSummary, run_batch
 
 CONFIG = EngineConfig(model="toy", device="cpu")
 BATCH = BatchConfig(("toy",), concurrency=2)

@@ -17,10 +17,7 @@ import sametoken
 from helpers.checkpoints import write_llama
 from sametoken import LLM
 from sametoken.errors import RequestError, SametokenError, UnsupportedError
-from sametoken.text.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-)
+from sametoken.text.tokenizer import Tokenizer, load_tokenizer
 
 PACKAGE = Path(sametoken.__file__).parent
 ROOT = Path(__file__).parents[2]

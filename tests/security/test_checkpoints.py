@@ -39,18 +39,10 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models import decoder
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
-from sametoken.models.load.huggingface import (
-    INDEX,
-    SINGLE,
-    SafetensorsSource,
-)
+from sametoken.models.load.huggingface import INDEX, SINGLE, SafetensorsSource
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.text.tokenizer import (
-    MAX_BYTES,
-    load_tokenizer,
-    require_own_end,
-)
+from sametoken.text.tokenizer import MAX_BYTES, load_tokenizer, require_own_end
 
 CPU = torch.device("cpu")
 #: Of one example, on a busy machine; without bounds it is minutes, or never.

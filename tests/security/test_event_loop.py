@@ -12,25 +12,13 @@ from helpers.budgets import heartbeat
 from helpers.fake_engine import SUMMARY, FakeEngine
 from sametoken.engine.input_processor import PromptTokens
 from sametoken.serving.http.app import create_app
-from sametoken.serving.http.chat import (
-    _Answer,
-    _ChoiceWriter,
-)
+from sametoken.serving.http.chat import _Answer, _ChoiceWriter
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.in_process import (
-    AppRequest,
-    whole_answer,
-)
+from sametoken.serving.http.in_process import AppRequest, whole_answer
 from sametoken.serving.http.schemas import ChatRequest
-from sametoken.serving.http.tool_parsers import (
-    parse_hermes,
-    parse_required,
-)
+from sametoken.serving.http.tool_parsers import parse_hermes, parse_required
 from sametoken.serving.http.tools import ToolUse
-from sametoken.text.stop_strings import (
-    StopCursor,
-    StopStrings,
-)
+from sametoken.text.stop_strings import StopCursor, StopStrings
 from sametoken.types.outputs import CompletionOutput
 from sametoken.types.sampling_params import (
     MAX_BAD_WORD_CHARS,

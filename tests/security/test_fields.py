@@ -15,12 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.fake_engine import FakeEngine
-from sametoken.engine.input_processor import (
-    PromptTokens,
-    conversations_of,
-    params_of,
-    prompts_of,
-)
+from sametoken.engine.input_processor import PromptTokens, conversations_of, params_of, prompts_of
 from sametoken.errors import RequestError, shown
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.body import read_model

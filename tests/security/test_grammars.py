@@ -30,10 +30,7 @@ from sametoken.text.grammar.json_schema import (
     check_schema,
 )
 from sametoken.text.grammar.trials import TrialProcess
-from sametoken.types.structured_outputs import (
-    MaskFault,
-    StructuredOutputs,
-)
+from sametoken.types.structured_outputs import MaskFault, StructuredOutputs
 
 AMBIGUOUS = 'root ::= root root root | "a" | "b" | ""'
 

@@ -12,11 +12,7 @@ import pytest
 
 from sametoken.errors import UnsupportedError
 from sametoken.ops.native import build as building
-from sametoken.ops.native.build import (
-    RECIPES,
-    build,
-    find_compiler,
-)
+from sametoken.ops.native.build import RECIPES, build, find_compiler
 
 PLAIN = RECIPES[-1]
 

@@ -17,11 +17,7 @@ from helpers.bench_engine import document
 from sametoken.audit.servers import _post, parse_completion
 from sametoken.bench.comparison import compare_runs
 from sametoken.bench.datasets import load_dataset
-from sametoken.bench.documents import (
-    read_json,
-    render_page,
-    write_json,
-)
+from sametoken.bench.documents import read_json, render_page, write_json
 from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
 from sametoken.bench.workload import Server
 from sametoken.bench.workload import read_prompts as read_bench_prompts

@@ -17,19 +17,9 @@ from sametoken.config import EXTRACT, SpeculativeConfig
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.extraction.recording import open_extraction
-from sametoken.extraction.shards import (
-    ExtractedStates,
-    read_manifest,
-)
-from sametoken.types.outputs import (
-    RequestResult,
-    StepResult,
-)
-from sametoken.types.plan import (
-    Admission,
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.extraction.shards import ExtractedStates, read_manifest
+from sametoken.types.outputs import RequestResult, StepResult
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
 
 LAYERS, HIDDEN, VOCAB = (1, 2), toy_config(50).hidden_size, 50

@@ -18,10 +18,7 @@ from sametoken.errors import EngineDeadError
 from sametoken.llm import LLM
 from sametoken.models.base import ModelConfig
 from sametoken.text.tokenizer import Tokenizer
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.request import EngineRequest, RequestUpdate
 
 CORPUS = [
     "the cat sat on the mat and the dog sat on the log",

@@ -61,7 +61,7 @@ class EagleDrafter:
     prefill chunk it is the next prompt token. The row at ``end - 1`` gives draft 1; each further
     draft is a row at ``end`` or above with a drafted token and the head's state. The next step
     recomputes those from ``start`` on, with committed tokens and the target's states, before any
-    row reads them (tests/unit/drafters/test_eagle_drafter.py).
+    row reads them (tests/unit/drafters/test_eagle.py).
 
     The KV at p depends on the token at p + 1, so ``lookahead_tokens`` is 1.
 

@@ -97,7 +97,7 @@ class StateWriter:
 
     Host memory holds at most ``shard_bytes`` plus one step's rows, and twice that while a shard
     is written. Only rows of steps before the one being processed are written, because the
-    engine client may still cut the newest (tests/unit/extraction/test_state_writer.py).
+    engine client may still cut the newest (tests/unit/extraction/test_writer.py).
 
     Args:
         directory: the directory of the shards and the manifest.

@@ -81,7 +81,7 @@ class KVMemory:
         later plan, which runs after every step that is processed or in flight, drafter
         included. It stays correct: windows in flight start at the newest processed token or
         later, drafters catch up from a window's start, and drafts are written above it
-        (tests/unit/scheduler/test_scheduler_against_fake_device.py).
+        (tests/unit/scheduler/test_scheduler.py).
         A swapped request has no blocks to cache.
 
         Raises:

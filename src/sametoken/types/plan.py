@@ -83,7 +83,7 @@ class StepPlan:
 
     ``discarded_swaps`` are keys whose saved KV will never be read again (aborts). In
     ``requests``, windows (one committed token, sampled) come before prompt chunks
-    (tests/unit/scheduler/test_scheduler_rows.py).
+    (tests/unit/scheduler/test_plan_draft.py).
     """
 
     step_id: int

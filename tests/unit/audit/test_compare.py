@@ -1,4 +1,4 @@
-"""First differences, their margins and their kinds."""
+"""Answers compared: token by token, and for defects of their text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from sametoken.audit.compare import (
     compare_logits,
     first_difference,
     margin_of,
+    repeated_fragment,
+    text_defects,
 )
 from sametoken.bench.measure import Window
 
@@ -84,3 +86,34 @@ def test_logits_are_compared_up_to_the_first_difference():
     found = {"a": Answer((4, 5, 9, 7, 8), top=tuple(other))}
     comparison = compare_logits("run", {"a": BASELINE}, found)
     assert (comparison.num_logits, comparison.num_logits_differ) == (3, 0)
+
+
+CLEAN = tuple(range(60))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (CLEAN, None),
+        ((), None),
+        ((1, 2) * 3, None),
+        ((7,) * 11, None),
+        ((7,) * 12, (0, 1)),
+        ((*range(20), *(1, 2, 3) * 6), (20, 3)),
+        ((*range(20), *range(10, 20), *range(10, 20), *range(10, 20), 0), (10, 10)),
+    ],
+)
+def test_repeated_fragments(tokens, expected):
+    assert repeated_fragment(tokens) == expected
+
+
+def test_only_what_the_baseline_does_not_show_is_a_defect():
+    looping = Answer((*range(20), *(1, 2, 3) * 10))
+    assert [d.kind for d in text_defects("a", Answer(CLEAN), looping)] == ["repeated fragment"]
+    assert not text_defects("a", looping, looping)
+
+
+def test_a_short_answer_is_truncated():
+    (defect,) = text_defects("a", Answer(CLEAN), Answer(CLEAN[:20]))
+    assert (defect.kind, defect.position) == ("truncated", 20)
+    assert not text_defects("a", Answer(CLEAN), Answer(CLEAN[:40]))

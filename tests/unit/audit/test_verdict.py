@@ -9,11 +9,7 @@ import pytest
 from sametoken.audit import verdict as words
 from sametoken.audit.asks import Answer
 from sametoken.audit.compare import Comparison, TextDefect, compare
-from sametoken.audit.verdict import (
-    Verdict,
-    html_of,
-    lines_of,
-)
+from sametoken.audit.verdict import Verdict, html_of, lines_of
 
 PLAIN = {
     str(i): Answer(tuple(range(10)), top=(((0, -0.1), (1, -0.1 - margin)),) * 10)

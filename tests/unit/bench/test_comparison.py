@@ -8,11 +8,7 @@ import pytest
 
 from helpers.bench_engine import document
 from sametoken.bench.comparison import METRICS, compare_runs
-from sametoken.bench.documents import (
-    embedded_json,
-    render_page,
-    write_json,
-)
+from sametoken.bench.documents import embedded_json, render_page, write_json
 from sametoken.errors import ConfigError
 
 
@@ -82,8 +78,7 @@ def test_equal_names_are_numbered(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "cause"),
-    [({}, "holds no results"), ({"results": [{}]}, "is no measurement")],
+    ("value", "cause"), [({}, "holds no results"), ({"results": [{}]}, "is no measurement")]
 )
 def test_what_is_no_measurement_is_refused(tmp_path, value, cause):
     write_json(tmp_path / "a.json", value)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.checkpoints import LLAMA
+from helpers.hybrids import hybrid_config
 from helpers.packed import packed_in
 from sametoken.bench import memory
 from sametoken.bench.memory import measure_memory
@@ -47,26 +48,6 @@ QWEN_3_5_9B = {
         "mtp_num_hidden_layers": 1,
     },
 }
-HYBRID = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "dtype": "float32",
-    "vocab_size": 23,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 4,
-    "max_position_embeddings": 64,
-    "num_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
-}
 
 
 def write_config(directory, config: dict, **changes) -> str:
@@ -102,7 +83,9 @@ def test_64_drafts_cost_a_hybrid_of_9b_less_than_60_mb_and_a_state_each_over_3_g
 def cases(tmp_path):
     llama = write_config(tmp_path / "llama", LLAMA)
     tied = write_config(tmp_path / "tied", LLAMA, tie_word_embeddings=True)
-    hybrid = write_config(tmp_path / "hybrid", HYBRID)
+    hybrid = write_config(
+        tmp_path / "hybrid", hybrid_config("qwen3_next", max_position_embeddings=64)
+    )
     eagle = write_config(tmp_path / "eagle", LLAMA, num_hidden_layers=2)
     eagle3 = write_config(tmp_path / "eagle3", LLAMA, num_hidden_layers=1, draft_vocab_size=9)
     return {

@@ -16,11 +16,7 @@ from sametoken import llm as llm_module
 from sametoken.cli import demo
 from sametoken.cli.demo import ACCEPTED_STYLE, HYBRID_SCENE, SCENES, Comparison, answer
 from sametoken.cli.main import app
-from sametoken.types.outputs import (
-    CompletionOutput,
-    RequestMetrics,
-    RequestOutput,
-)
+from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 LETTERS = "abcdefgh"

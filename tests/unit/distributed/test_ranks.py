@@ -22,12 +22,7 @@ from sametoken.config import EngineConfig
 from sametoken.distributed import ranks
 from sametoken.engine.build import build_engine
 from sametoken.engine.input_processor import PromptTokens
-from sametoken.errors import (
-    ConfigError,
-    EngineDeadError,
-    EngineRestartingError,
-    UnsupportedError,
-)
+from sametoken.errors import ConfigError, EngineDeadError, EngineRestartingError, UnsupportedError
 from sametoken.serving.async_llm import AsyncLLM
 from sametoken.serving.limits import ServingLimits
 

@@ -1,15 +1,19 @@
-"""Which drafter a speculative config gives, and what it needs of the target."""
+"""Which drafter a config gives; heads in fp8, and heads over some of the target's tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from helpers.checkpoints import (
+    HIDDEN,
     LLAMA,
     VOCAB,
     eagle1_tensors,
@@ -19,19 +23,33 @@ from helpers.checkpoints import (
     write_safeailab,
 )
 from helpers.drafting import CPU, MAX_LEN, Bench
+from helpers.head_files import HeadFiles
 from helpers.hybrids import FULL, write_hybrid
+from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
-from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
+from sametoken.drafters.build import (
+    Placement,
+    load_drafter,
+    require_drafter_fits,
+    required_aux_layers,
+)
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.draft_model import DraftModelDrafter
-from sametoken.drafters.eagle import EagleDrafter
+from sametoken.drafters.eagle import EagleDrafter, read_token_map
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.drafters.suffix import SuffixDrafter
-from sametoken.errors import CheckpointError, DrafterMismatchError, InvariantError, UnsupportedError
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    DrafterMismatchError,
+    InvariantError,
+    UnsupportedError,
+)
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.dispatch import select_backend
-from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.model.gemm.fp8 import Fp8Weight
+from sametoken.ops.reference import PlainWeight, ReferenceKernels
 
 KERNELS = ReferenceKernels()
 BACKEND = dataclasses.replace(select_backend(CPU), model=KERNELS)
@@ -201,3 +219,194 @@ def test_a_drafter_may_have_dummy_weights(tmp_path, target_directory, method):
     assert load_drafter(spec, target, placement).caches
     with pytest.raises(CheckpointError, match="no safetensors"):
         load_drafter(spec, target, PLACEMENT)
+
+
+HEADS = ("eagle", "eagle3", "mtp", "mtp with experts")
+EMBEDDING = {"embedding"}
+PROJECTIONS = {
+    "eagle": {"fc.weight", "lm_head"}
+    | {f"layers.0.attention.{name}.weight" for name in ("qkv", "output")}
+    | {f"layers.0.mlp.{name}.weight" for name in ("gate_up", "down")},
+    "eagle3": {"fc.weight", "lm_head"}
+    | {f"attention.{name}.weight" for name in ("qkv", "output")}
+    | {f"mlp.{name}.weight" for name in ("gate_up", "down")},
+    "mtp": {"fc.weight", "lm_head"}
+    | {f"layer.attention.{name}.weight" for name in ("projection", "output")}
+    | {f"layer.mlp.{name}.weight" for name in ("gate_up", "down")},
+    "mtp with experts": {"fc.weight", "lm_head"}
+    | {f"layer.attention.{name}.weight" for name in ("projection", "output")},
+}
+
+
+class Recording(ReferenceKernels):
+    """Remembers the matrices that it packed, without keeping them."""
+
+    def __init__(self) -> None:
+        self.packed: list[weakref.ref[torch.Tensor]] = []
+
+    def pack(self, weight: torch.Tensor) -> PlainWeight:
+        packed = super().pack(weight.clone())
+        self.packed.append(weakref.ref(packed.matrix))
+        return packed
+
+
+@pytest.fixture(params=HEADS)
+def which(request) -> str:
+    return request.param
+
+
+def test_all_projections_of_a_head_become_fp8_and_nothing_else(tmp_path, which):
+    files = HeadFiles(tmp_path, which)
+    plain = files.head()
+    head = files.head(quantization="fp8")
+    before, after = dict(packed_in(plain)), dict(packed_in(head))
+    assert before.keys() == after.keys() >= PROJECTIONS[which] | EMBEDDING
+    rounded = {name for name, weight in after.items() if isinstance(weight, Fp8Weight)}
+    assert rounded == PROJECTIONS[which]
+    mixture = before.keys() - rounded - EMBEDDING
+    assert bool(mixture) == (which == "mtp with experts")
+    assert all(name.startswith("layer.mlp.") for name in mixture)
+    for name in rounded:
+        exact, weight = before[name].matrix, after[name]
+        error = (weight.matrix.float() * weight.scale[:, None] - exact).norm() / exact.norm()
+        assert 0.005 < error < 0.05
+
+
+def test_the_target_s_weights_stay_as_they_are(tmp_path, which):
+    files = HeadFiles(tmp_path, which)
+    shared, own = files.target.embedding, files.target.head
+    before = own.matrix.clone()
+    head = files.head(quantization="fp8")
+    assert files.target.embedding is shared
+    assert files.target.head is own
+    assert isinstance(own, PlainWeight)
+    assert torch.equal(own.matrix, before)
+    assert isinstance(head.embedding, PlainWeight)
+
+
+def test_a_quantized_head_drafts(tmp_path, which):
+    files = HeadFiles(tmp_path, which)
+    plain, rounded = (files.bench(quantization=one) for one in (None, "fp8"))
+    for bench in (plain, rounded):
+        bench.run(5, VOCAB, lambda context, drafts: None)
+        assert bench.counts.offered > 0
+    x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    exact, got = (bench.drafter._head.compute_logits(x) for bench in (plain, rounded))
+    # A matrix in e4m3 is 0.026 off, its mantissa of 3 bits rounded to nearest, and rows are too.
+    assert 0.005 < (got - exact).norm() / exact.norm() < 0.06
+
+
+def test_matrices_that_became_fp8_leave_memory(tmp_path, which):
+    files = HeadFiles(tmp_path, which)
+    kernels = Recording()
+    head = files.head(kernels, quantization="fp8")
+    alive = [one() for one in kernels.packed if one() is not None]
+    kept = [weight.matrix for _, weight in packed_in(head) if isinstance(weight, PlainWeight)]
+    assert len(kernels.packed) > len(alive)
+    assert all(any(matrix is one for one in kept) for matrix in alive)
+
+
+MAPPED_HEADS = ("eagle", "eagle3", "mtp")
+SOME = [19, 2, 3, 7, 11, 0, 22, 5]
+
+
+def with_map(folder: Path, method: str, token_ids=SOME, *, full_vocab=True) -> HeadFiles:
+    """A head whose spec names ``map.json`` in the folder."""
+    path = folder / "map.json"
+    path.write_text(json.dumps(token_ids))
+    files = HeadFiles(folder, method, full_vocab=full_vocab)
+    files.spec = replace(files.spec, token_map=str(path))
+    return files
+
+
+@pytest.fixture(params=MAPPED_HEADS)
+def method(request) -> str:
+    return request.param
+
+
+def proposed(bench: Bench) -> list[list[int]]:
+    """Every draft that counts, step by step."""
+    seen = []
+
+    def remember(context, drafts) -> None:
+        for ids, count in zip(drafts.draft_ids.tolist(), drafts.num_drafts.tolist(), strict=True):
+            seen.append(ids[:count])
+
+    bench.run(12, VOCAB, remember)
+    return seen
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_its_rows_are_those_of_the_tokens_in_the_map(tmp_path, method, quantization):
+    files = with_map(tmp_path, method)
+    head = files.head(quantization=quantization)
+    whole = files.head(quantization=quantization, token_map=None)
+    assert head.token_ids.tolist() == sorted(SOME)
+    assert whole.token_ids is None
+    assert isinstance(head.lm_head, Fp8Weight) == (quantization is not None)
+    rows, all_rows = head.lm_head.matrix.float(), whole.lm_head.matrix.float()
+    assert torch.equal(rows, all_rows[sorted(SOME)])
+    if quantization:
+        assert torch.equal(head.lm_head.scale, whole.lm_head.scale[sorted(SOME)])
+
+
+def test_it_proposes_tokens_of_the_map_alone(tmp_path, method):
+    files = with_map(tmp_path, method)
+    drafts = [token for ids in proposed(files.bench()) for token in ids]
+    assert len(set(drafts)) > 1
+    assert set(drafts) <= set(SOME)
+    whole = [token for ids in proposed(files.bench(token_map=None)) for token in ids]
+    assert set(whole) - set(SOME)
+
+
+def test_a_map_of_all_tokens_changes_no_draft(tmp_path, method):
+    files = with_map(tmp_path, method, list(range(VOCAB)))
+    mapped = proposed(files.bench())
+    assert mapped == proposed(files.bench(token_map=None))
+    assert any(mapped)
+
+
+def test_the_target_keeps_its_own_head(tmp_path):
+    files = with_map(tmp_path, "mtp")
+    before = files.target.head.matrix.clone()
+    head = files.head()
+    assert torch.equal(files.target.head.matrix, before)
+    assert head.embedding is files.target.embedding
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("no JSON", "cannot be read"),
+        (100_000 * "[", "cannot be read"),
+        ("{}", "no list of integers"),
+        ("[]", "no list of integers"),
+        ("[1, 2.0]", "no list of integers"),
+        ("[true]", "no list of integers"),
+        ("[3, 1, 3]", "a token twice"),
+        (f"[0, {VOCAB}]", f"outside a vocabulary of {VOCAB}"),
+        ("[-1]", "outside a vocabulary"),
+    ],
+)
+def test_what_is_no_map_is_refused(tmp_path, text, cause):
+    path = tmp_path / "map.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=cause) as caught:
+        read_token_map(path, VOCAB)
+    assert caught.value.remedy
+
+
+def test_a_map_that_is_not_there_is_refused_before_the_target_is_loaded(tmp_path, method):
+    files = with_map(tmp_path, method)
+    (tmp_path / "map.json").unlink()
+    with pytest.raises(ConfigError, match=r"map\.json cannot be read"):
+        require_drafter_fits(files.spec, read_config(files.path), max_model_len=40)
+
+
+def test_a_head_with_a_map_of_its_own_takes_no_other(tmp_path):
+    files = with_map(tmp_path, "eagle3", full_vocab=False)
+    with pytest.raises(ConfigError, match="a map of its own") as caught:
+        required_aux_layers(files.spec, read_config(files.path), files.path)
+    assert caught.value.remedy == 'leave "token_map" out'
+    with pytest.raises(ConfigError, match="a map of its own"):
+        files.bench()

@@ -17,15 +17,8 @@ from sametoken.engine.build_gpu import (
 )
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.runner import EagerLauncher
-from sametoken.types.layout import (
-    StepLayout,
-    StepShape,
-    padded,
-)
-from sametoken.types.plan import (
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.layout import StepLayout, StepShape, padded
+from sametoken.types.plan import ScheduledRequest, StepPlan
 
 sizes = st.tuples(st.integers(1, 300), st.sampled_from([0, 1, 3, 7, 64]), st.integers(64, 9000))
 

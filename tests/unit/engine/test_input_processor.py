@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
-from sametoken.engine.input_processor import InputProcessor, PromptTokens
-from sametoken.errors import RequestError
+from sametoken.engine.input_processor import InputProcessor, PromptTokens, default_sampling_params
+from sametoken.errors import CheckpointError, RequestError
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 from sametoken.types.structured_outputs import StructuredOutputs
 
@@ -210,3 +211,23 @@ def test_a_request_chooses_its_number_of_drafts(tokenizer, own):
 def test_more_drafts_than_the_engine_s_are_refused(tokenizer):
     with pytest.raises(RequestError, match="num_speculative_tokens=5 is above the engine's 4"):
         process(make(tokenizer), num_speculative_tokens=5)
+
+
+def test_recommended_values_take_the_place_of_the_usual_ones(tmp_path):
+    values = {"temperature": 0.6, "top_p": None, "top_k": 20, "max_length": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    assert default_sampling_params(tmp_path) == SamplingParams(temperature=0.6, top_k=20)
+
+
+def test_without_the_file_the_usual_ones_hold(tmp_path):
+    assert default_sampling_params(tmp_path) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{", "JSON"), ("[1]", "JSON object"), ('{"temperature": -1}', "temperature=-1")],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, text, why):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json.*{why}"):
+        default_sampling_params(tmp_path)

@@ -6,13 +6,7 @@ import os
 
 import pytest
 
-from sametoken.io.files import (
-    MAX_JSON_BYTES,
-    is_there,
-    open_regular,
-    read_json,
-    replacing,
-)
+from sametoken.io.files import MAX_JSON_BYTES, is_there, open_regular, read_json, replacing
 
 
 def test_a_link_to_a_file_is_read(tmp_path):

@@ -8,11 +8,7 @@ import json
 import pytest
 
 from sametoken.errors import ConfigError
-from sametoken.io.json_text import (
-    MAX_LINE_BYTES,
-    json_lines,
-    parse_json,
-)
+from sametoken.io.json_text import MAX_LINE_BYTES, json_lines, parse_json
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,7 @@ from sametoken.layers.parallel import SINGLE_RANK
 from sametoken.models.load import weights
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.registry import require_divisible
-from sametoken.ops.cache_types import (
-    bytes_per_block,
-    bytes_per_slot,
-)
+from sametoken.ops.cache_types import bytes_per_block, bytes_per_slot
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -41,10 +38,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-HYBRID_SIZES = SIZES | {
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-}
+HYBRID_SIZES = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
 
 
@@ -218,12 +212,7 @@ def test_a_tensor_of_another_shape_is_refused_whatever_the_share(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [
-        ("num_heads", 6),
-        ("num_kv_heads", 2),
-        ("intermediate_size", 42),
-        ("vocab_size", 40),
-    ],
+    [("num_heads", 6), ("num_kv_heads", 2), ("intermediate_size", 42), ("vocab_size", 40)],
 )
 def test_what_does_not_divide_is_refused_by_name(tmp_path, name, count):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 64}

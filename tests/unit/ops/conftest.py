@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sametoken.ops.backend import (
-    AttentionRows,
-    AttentionShape,
-    LayerKV,
-)
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from sametoken.layers.norm import RMSNorm
-from sametoken.ops.backend import (
-    AttentionShape,
-    QKNorm,
-    RotaryTable,
-)
+from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 

@@ -8,17 +8,10 @@ import pytest
 import torch
 
 from sametoken.errors import InvariantError, StaleInputsError
-from sametoken.ops.step.types import (
-    HAS_NAN,
-    NO_TOKEN,
-    SOUND,
-)
+from sametoken.ops.step.types import HAS_NAN, NO_TOKEN, SOUND
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
 from sametoken.runner.stream import LaggingStream
-from sametoken.types.plan import (
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.plan import ScheduledRequest, StepPlan
 from sametoken.types.structured_outputs import MaskFault
 
 PLAN = StepPlan(

@@ -27,10 +27,7 @@ from sametoken.ops.model.recurrent.triton import TritonPass
 from sametoken.ops.sampling import sample as reference
 from sametoken.ops.step import compact
 from sametoken.ops.step import triton as in_triton
-from sametoken.ops.step.types import (
-    NUM_COUNTS,
-    Chances,
-)
+from sametoken.ops.step.types import NUM_COUNTS, Chances
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.step import Step
 from sametoken.state.sampling import SamplingTable

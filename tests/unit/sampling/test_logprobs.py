@@ -3,10 +3,7 @@ import torch
 
 from helpers.logprobs import check_entry
 from sametoken.runner.async_output import split_by_owner
-from sametoken.sampling.logprobs import (
-    ScoredRows,
-    score_tokens,
-)
+from sametoken.sampling.logprobs import ScoredRows, score_tokens
 
 
 def random_logits(count, vocab_size, seed=0):

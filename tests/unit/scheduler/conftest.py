@@ -4,10 +4,7 @@ import pytest
 
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
-from sametoken.types.outputs import (
-    RequestResult,
-    StepResult,
-)
+from sametoken.types.outputs import RequestResult, StepResult
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams
 

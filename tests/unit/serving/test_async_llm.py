@@ -11,14 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.serving import (
-    FATAL_TOKEN,
-    HANGING_TOKEN,
-    SIZES,
-    build_faulty,
-    build_once,
-    write_model,
-)
+from helpers.serving import FATAL_TOKEN, HANGING_TOKEN, SIZES, build_faulty, build_once, write_model
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig
 from sametoken.errors import (

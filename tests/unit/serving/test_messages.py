@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sametoken.errors import ConfigError, EngineRestartingError, OverloadedError
-from sametoken.io.child_process import (
-    LENGTH,
-    Failure,
-    decode,
-    encode,
-)
+from sametoken.io.child_process import LENGTH, Failure, decode, encode
 from sametoken.serving.messages import Release
 
 

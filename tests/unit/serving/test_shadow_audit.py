@@ -7,21 +7,11 @@ import logging
 import pytest
 
 from sametoken.engine.input_processor import ProcessedRequest, PromptTokens
-from sametoken.serving.shadow_audit import (
-    ShadowAudit,
-    is_chosen,
-)
+from sametoken.serving.shadow_audit import ShadowAudit, is_chosen
 from sametoken.serving.stats import AuditDifference
 from sametoken.text.stop_strings import StopStrings
-from sametoken.types.outputs import (
-    CompletionOutput,
-    RequestMetrics,
-    RequestOutput,
-)
-from sametoken.types.request import (
-    EngineRequest,
-    RequestUpdate,
-)
+from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.types.request import EngineRequest, RequestUpdate
 from sametoken.types.sampling_params import SamplingParams
 
 PROMPT = (3, 1, 4)

@@ -6,21 +6,11 @@ import torch
 
 from helpers.decaying_sum import DecayingSum
 from helpers.recurrent import poison
-from sametoken.ops.cache_types import (
-    LatentKV,
-    PagedKV,
-    Recurrent,
-    bytes_per_block,
-    bytes_per_slot,
-)
+from sametoken.ops.cache_types import LatentKV, PagedKV, Recurrent, bytes_per_block, bytes_per_slot
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.runner.swap import SwapStore
 from sametoken.state.caches import ModelCache
-from sametoken.types.plan import (
-    StepPlan,
-    SwapIn,
-    SwapOut,
-)
+from sametoken.types.plan import StepPlan, SwapIn, SwapOut
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDE, NARROW = PagedKV(2, 6, 6, BF16), PagedKV(1, 8, 4, BF16, window=5)
@@ -36,12 +26,7 @@ CACHES = (
 
 def allocate(caches=CACHES) -> ModelCache:
     return ModelCache.allocate(
-        caches,
-        num_blocks=7,
-        block_size=4,
-        max_num_seqs=2,
-        num_drafts=5,
-        device=torch.device("cpu"),
+        caches, num_blocks=7, block_size=4, max_num_seqs=2, num_drafts=5, device=torch.device("cpu")
     )
 
 

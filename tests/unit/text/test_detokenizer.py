@@ -10,15 +10,8 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from sametoken.models.names import resolve_model
-from sametoken.text.detokenizer import (
-    ByteLevelDetokenizer,
-    WindowDetokenizer,
-    make_detokenizer,
-)
-from sametoken.text.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-)
+from sametoken.text.detokenizer import ByteLevelDetokenizer, WindowDetokenizer, make_detokenizer
+from sametoken.text.tokenizer import Tokenizer, load_tokenizer
 
 IDS = st.lists(st.integers(0, 335), max_size=24)
 

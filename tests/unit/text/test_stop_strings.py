@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sametoken.text.stop_strings import (
-    StopCursor,
-    StopMatch,
-    StopStrings,
-)
+from sametoken.text.stop_strings import StopCursor, StopMatch, StopStrings
 
 STOPS = st.lists(st.text("abc", min_size=1, max_size=5), max_size=6).map(tuple)
 PIECES = st.lists(st.tuples(st.text("abc", max_size=6), st.booleans()), max_size=8)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import gguf
+import jinja2
 import pytest
 from tokenizers import Tokenizer as Backend
 
@@ -13,10 +15,7 @@ from sametoken.errors import CheckpointError, RequestError, UnsupportedError
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
-from sametoken.text.tokenizer import (
-    load_tokenizer,
-    load_tokenizer_of,
-)
+from sametoken.text.tokenizer import bounded_steps, load_tokenizer, load_tokenizer_of
 
 TEXTS = [
     "the cat sat on the mat",
@@ -99,8 +98,7 @@ def test_known_word_splits(backend, name, pieces):
 def test_add_bos_token_puts_it_in_front(backend):
     built = build_gguf_tokenizer(
         gguf_metadata(
-            backend,
-            **{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1},
+            backend, **{"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 1}
         )
     )
     assert built.encode("the").ids[0] == 1
@@ -186,3 +184,35 @@ def test_dummy_weights_need_no_tokenizer_but_use_one_that_is_there(tokenizer, tm
     assert load_tokenizer_of(EngineConfig(skip_tokenizer_init=True), tmp_path) is None
     other = EngineConfig(load_format="dummy", tokenizer=str(tmp_path))
     assert load_tokenizer_of(other, tmp_path / "elsewhere") is not None
+
+
+LOOP = jinja2.Environment(autoescape=True).from_string("{% for i in range(n) %}{{ i }}{% endfor %}")
+
+
+def test_a_template_within_the_bound_renders():
+    with bounded_steps(1000):
+        assert LOOP.render(n=3) == "012"
+
+
+def test_one_beyond_it_is_broken_off():
+    with pytest.raises(RuntimeError, match="more than 100 lines"), bounded_steps(100):
+        LOOP.render(n=1000)
+
+
+def test_other_code_is_not_counted():
+    with bounded_steps(1):
+        assert sum(i for i in range(1000)) == 499500
+
+
+def test_whoever_traced_before_traces_again():
+    def outer(frame, event, argument):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(outer)
+    try:
+        with pytest.raises(RuntimeError), bounded_steps(1):
+            LOOP.render(n=10)
+        assert sys.gettrace() is outer
+    finally:
+        sys.settrace(before)

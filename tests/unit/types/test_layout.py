@@ -25,10 +25,7 @@ from sametoken.types.layout import (
     StepShape,
     padded,
 )
-from sametoken.types.plan import (
-    ScheduledRequest,
-    StepPlan,
-)
+from sametoken.types.plan import ScheduledRequest, StepPlan
 
 RESERVED = 99
 
@@ -94,9 +91,7 @@ def test_padding_stands_behind_the_windows_and_behind_the_chunks(plan, windows, 
     layout, count = StepLayout.of(plan), len(plan.requests)
     exact = layout.shape
     shape = replace(
-        exact,
-        num_requests=count + windows + chunks,
-        num_windows=exact.num_windows + windows,
+        exact, num_requests=count + windows + chunks, num_windows=exact.num_windows + windows
     )
     table = layout.table(shape, RESERVED, first)
     assert (len(table), {len(row) for row in table}) == (TABLE_ROWS, {shape.table_width})

@@ -8,11 +8,7 @@ import math
 import pytest
 
 from sametoken.errors import RequestError
-from sametoken.types.sampling_params import (
-    MAX_LOGPROBS,
-    MAX_SEED,
-    SamplingParams,
-)
+from sametoken.types.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams, derive_seed
 
 NAN, INF = math.nan, math.inf
 
@@ -121,3 +117,20 @@ def test_contradictions_are_refused(params, cause, remedy):
 
 def test_min_tokens_has_no_limit_without_max_tokens():
     assert SamplingParams(min_tokens=1000, max_tokens=None).min_tokens == 1000
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42, 2**63 - 1])
+def test_the_first_completion_keeps_the_seed(seed):
+    assert derive_seed(seed, 0) == seed
+
+
+def test_derived_seeds_are_distinct_in_range_and_fixed():
+    derived = [derive_seed(seed, index) for seed in range(100) for index in range(1, 20)]
+    assert len(set(derived)) == len(derived)
+    assert all(0 <= seed < 2**63 for seed in derived)
+    assert derive_seed(42, 1) == derive_seed(42, 1)
+    assert derive_seed(1, 11) != derive_seed(11, 1)
+
+
+def test_a_derived_seed_never_changes_between_releases():
+    assert derive_seed(42, 1) == 6478890928803595225

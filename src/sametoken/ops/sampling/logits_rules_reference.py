@@ -2,7 +2,7 @@
 
 Row r of a window is processed as if its r drafts were committed: its prefix is the committed
 tokens and drafts 1..r. No state is kept between steps, so rejected drafts have no effect
-(tests/unit/runner/test_processing.py).
+(tests/unit/runner/test_logits_processing.py).
 
 Order: allowed ids, bad words (matched within the output, as in vLLM), min_tokens, biases,
 repetition (prompt and output), frequency and presence (output only). If a bad word of several

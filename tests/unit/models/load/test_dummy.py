@@ -12,11 +12,7 @@ from helpers.heads import OPTIONS, SharedTarget
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
-from sametoken.models.load.dummy import (
-    SCALE,
-    VOCABULARY_SCALE,
-    DummySource,
-)
+from sametoken.models.load.dummy import SCALE, VOCABULARY_SCALE, DummySource
 from sametoken.models.load.weights import CHUNK_ELEMENTS
 from sametoken.models.loader import load_model, read_config
 

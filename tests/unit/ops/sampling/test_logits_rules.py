@@ -23,10 +23,7 @@ from sametoken.errors import InvariantError
 from sametoken.ops.backend import SampledRows
 from sametoken.ops.sampling import logits_rules_reference as reference
 from sametoken.ops.sampling import logits_rules_triton as kernel
-from sametoken.ops.sampling.logits_rules import (
-    Edits,
-    Parts,
-)
+from sametoken.ops.sampling.logits_rules import Edits, Parts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GAPS = (2, 0, 1, 3)

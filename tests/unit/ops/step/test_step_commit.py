@@ -24,12 +24,7 @@ from helpers.step_scenes import (
 from sametoken.ops.sampling.sample import make_keys
 from sametoken.ops.step import reference
 from sametoken.ops.step import triton as in_triton
-from sametoken.ops.step.types import (
-    HAS_NAN,
-    NO_TOKEN,
-    SOUND,
-    Chances,
-)
+from sametoken.ops.step.types import HAS_NAN, NO_TOKEN, SOUND, Chances
 
 RATES = torch.tensor([0.8, 0.5, 0.9, 0.95, 0.7, 0.99, 0.6])
 SEEDS = integers([7, 2**63 - 1, 0, 123456789, 5, 11])

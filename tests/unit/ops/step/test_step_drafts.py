@@ -20,10 +20,7 @@ from helpers.step_scenes import (
     row_of,
     scenes,
 )
-from sametoken.ops.step import (
-    compact,
-    reference,
-)
+from sametoken.ops.step import compact, reference
 from sametoken.ops.step import triton as in_triton
 from sametoken.types.layout import StepShape
 

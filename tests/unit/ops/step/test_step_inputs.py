@@ -22,13 +22,7 @@ from helpers.step_scenes import (
 )
 from sametoken.ops.step import reference
 from sametoken.ops.step import triton as in_triton
-from sametoken.types.layout import (
-    NO_PLACE,
-    NUM_QUERY,
-    SAMPLES,
-    SLOT,
-    StepShape,
-)
+from sametoken.types.layout import NO_PLACE, NUM_QUERY, SAMPLES, SLOT, StepShape
 
 DEAD_KV_SLOT = RESERVED_BLOCK * BLOCK_SIZE
 

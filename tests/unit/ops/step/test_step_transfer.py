@@ -19,14 +19,8 @@ from helpers.step_scenes import (
     scenes,
 )
 from sametoken.ops.step import triton as in_triton
-from sametoken.ops.step.types import (
-    NUM_COUNTS,
-    VerifyResult,
-)
-from sametoken.types.layout import (
-    NO_PLACE,
-    PLACE,
-)
+from sametoken.ops.step.types import NUM_COUNTS, VerifyResult
+from sametoken.types.layout import NO_PLACE, PLACE
 
 ON_GPU = torch.cuda.is_available()
 UNTOUCHED = -(10**9)

@@ -5,10 +5,7 @@ import pytest
 import sametoken
 from helpers.fake_engine import STATS, SUMMARY, FakeEngine
 from sametoken.errors import EngineRestartingError
-from sametoken.serving.stats import (
-    AuditDifference,
-    AuditStats,
-)
+from sametoken.serving.stats import AuditDifference, AuditStats
 
 
 def test_models(serve):

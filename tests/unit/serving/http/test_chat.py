@@ -42,10 +42,7 @@ def calls_of(message: dict) -> list[tuple[str, str]]:
         (CALL[:-20], {"tools": [ADD], "return_token_ids": True}),
         (CALL, {"tools": [ADD], "tool_choice": "none"}),
         ('{"a": 1}', {"tools": [ADD], "tool_choice": NAMED}),
-        (
-            '[{"name": "add", "parameters": {"a": 1}}]',
-            {"tools": [ADD], "tool_choice": "required"},
-        ),
+        ('[{"name": "add", "parameters": {"a": 1}}]', {"tools": [ADD], "tool_choice": "required"}),
         ("", {}),
     ],
 )
@@ -87,10 +84,7 @@ def test_content_is_null_beside_a_bare_call(serve):
 
 def test_forced_calls(serve):
     whole, _ = both(
-        serve,
-        '[{"name": "add", "parameters": {"a": 1}}]',
-        tools=[ADD],
-        tool_choice="required",
+        serve, '[{"name": "add", "parameters": {"a": 1}}]', tools=[ADD], tool_choice="required"
     )
     (choice,) = whole["choices"]
     assert (choice["finish_reason"], calls_of(choice["message"])) == (

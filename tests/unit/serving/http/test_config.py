@@ -3,10 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sametoken.errors import ConfigError
-from sametoken.serving.http.config import (
-    TOOL_CALL_PARSERS,
-    ServerConfig,
-)
+from sametoken.serving.http.config import TOOL_CALL_PARSERS, ServerConfig
 from sametoken.serving.http.tool_parsers import TOOL_PARSERS
 
 

@@ -2,16 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sametoken.errors import (
-    NumericalError,
-    RequestError,
-    StructuredOutputError,
-    UnsupportedError,
-)
-from sametoken.serving.http.errors import (
-    ApiError,
-    as_api_error,
-)
+from sametoken.errors import NumericalError, RequestError, StructuredOutputError, UnsupportedError
+from sametoken.serving.http.errors import ApiError, as_api_error
 
 JSON = {"Content-Type": "application/json"}
 

@@ -9,11 +9,7 @@ import pytest
 from helpers.fake_engine import FakeEngine
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.in_process import (
-    AppRequest,
-    messages_of,
-    whole_answer,
-)
+from sametoken.serving.http.in_process import AppRequest, messages_of, whole_answer
 
 JSON = ((b"content-type", b"application/json"),)
 

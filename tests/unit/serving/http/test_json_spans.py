@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sametoken.serving.http.json_spans import (
-    read_object,
-    skip_space,
-    string_value,
-    value_end,
-)
+from sametoken.serving.http.json_spans import read_object, skip_space, string_value, value_end
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),

@@ -10,10 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from helpers.fake_engine import STATS, SUMMARY, FakeEngine
-from sametoken.serving.http.metrics import (
-    conditional_acceptance,
-    make_registry,
-)
+from sametoken.serving.http.metrics import conditional_acceptance, make_registry
 from sametoken.types.outputs import SpeculationMetrics
 
 DASHBOARD = Path(__file__).parents[4] / "docs" / "grafana" / "sametoken.json"

@@ -4,15 +4,8 @@ import pytest
 
 from sametoken.errors import RequestError
 from sametoken.serving.http.errors import ApiError
-from sametoken.serving.http.params import (
-    chat_params,
-    completion_params,
-    structured_outputs,
-)
-from sametoken.serving.http.schemas import (
-    ChatRequest,
-    CompletionRequest,
-)
+from sametoken.serving.http.params import chat_params, completion_params, structured_outputs
+from sametoken.serving.http.schemas import ChatRequest, CompletionRequest
 from sametoken.types.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams(temperature=0.6, top_k=20)

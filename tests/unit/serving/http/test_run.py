@@ -10,10 +10,7 @@ from helpers.fake_engine import FakeEngine
 from sametoken.errors import DrainingError
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
-from sametoken.serving.http.listen import (
-    address_of,
-    bind,
-)
+from sametoken.serving.http.listen import address_of, bind
 from sametoken.serving.http.run import DrainingServer
 
 CONFIG = ServerConfig(port=0, log_level="warning", drain_timeout=5.0, root_path="/llm")

@@ -6,15 +6,8 @@ import pytest
 
 from sametoken.serving.http.errors import ApiError
 from sametoken.serving.http.schemas import ChatRequest
-from sametoken.serving.http.tool_parsers import (
-    parse_hermes,
-    parse_nothing,
-    parse_required,
-)
-from sametoken.serving.http.tools import (
-    template_messages,
-    tool_use,
-)
+from sametoken.serving.http.tool_parsers import parse_hermes, parse_nothing, parse_required
+from sametoken.serving.http.tools import template_messages, tool_use
 from sametoken.types.structured_outputs import StructuredOutputs
 
 ADD = {

@@ -5,10 +5,7 @@ import sys
 import pytest
 
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.serving.ray.config import (
-    RayConfig,
-    require_ray,
-)
+from sametoken.serving.ray.config import RayConfig, require_ray
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,7 @@ from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray import serve as cluster
 from sametoken.serving.ray import serve as ours
 from sametoken.serving.ray.config import RayConfig
-from sametoken.serving.ray.serve import (
-    build_application,
-    deploy,
-)
+from sametoken.serving.ray.serve import build_application, deploy
 
 LIMITS = ServingLimits()
 SERVER = ServerConfig(drain_timeout=7.0, max_request_bytes=99, root_path="/under")

@@ -12,15 +12,8 @@ from tokenizers import AddedToken
 
 from sametoken.errors import OverloadedError, RequestError
 from sametoken.text.grammar import trials as module
-from sametoken.text.grammar.compiled import (
-    MAX_CHARACTERS,
-    MAX_NESTING,
-    MAX_WHITESPACE,
-)
-from sametoken.text.grammar.grammar import (
-    GrammarCompiler,
-    XGrammar,
-)
+from sametoken.text.grammar.compiled import MAX_CHARACTERS, MAX_NESTING, MAX_WHITESPACE
+from sametoken.text.grammar.grammar import GrammarCompiler, XGrammar
 from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.structured_outputs import StructuredOutputs

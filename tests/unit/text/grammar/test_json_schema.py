@@ -7,10 +7,7 @@ import json
 import pytest
 
 from sametoken.errors import RequestError
-from sametoken.text.grammar.json_schema import (
-    MAX_DEPTH,
-    check_schema,
-)
+from sametoken.text.grammar.json_schema import MAX_DEPTH, check_schema
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"]}

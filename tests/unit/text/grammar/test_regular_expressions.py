@@ -6,11 +6,7 @@ import pytest
 import xgrammar
 
 from sametoken.errors import RequestError
-from sametoken.text.grammar.regular_expressions import (
-    check_grammar,
-    check_regex,
-    plain_regex,
-)
+from sametoken.text.grammar.regular_expressions import check_grammar, check_regex, plain_regex
 
 CHARACTERS = [chr(code) for code in (9, 10, *range(32, 127), 0xE9, 0x1F389)]
 

@@ -4,7 +4,7 @@ A slot keeps one state per layer, which covers positions below ``Folded.position
 inputs of the rows from there on (pending). A pass whose first row of the slot is at position p0
 first runs the pending rows below p0: the accepted drafts, since p0 positions are computed. Rejected
 drafts are at p0 and above and never run again (docs/decisions/0009-fold-by-position.md;
-tests/unit/state/test_recurrent.py).
+tests/unit/ops/model/recurrent/test_runs.py).
 """
 
 from __future__ import annotations

@@ -7,11 +7,7 @@ import torch
 
 from sametoken.errors import UnsupportedError
 from sametoken.ops.model.activation import silu_mul
-from sametoken.ops.model.gemm.fp8 import (
-    Fp8Weight,
-    quantize,
-    rounded,
-)
+from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize, rounded
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 

@@ -1,0 +1,281 @@
+"""EAGLE-3 heads of both layouts against the definition in plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helpers.checkpoints import (
+    DRAFT_IDS,
+    HIDDEN,
+    LLAMA,
+    VOCAB,
+    head_tensors,
+    write_safeailab,
+    write_speculators,
+)
+from helpers.heads import (
+    CPU,
+    KERNELS,
+    OPTIONS,
+    SharedTarget,
+    attended,
+    empty_kv,
+    gated_mlp,
+    linear,
+    require_kept_rows_alone,
+    rms_norm,
+    rotated,
+    rows_of_one_slot,
+)
+from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
+from sametoken.models.base import HiddenStates
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.loader import read_config
+from sametoken.ops.dispatch import select_kernels
+
+
+def load(directory, target=None):
+    return Eagle3Checkpoint(directory).load(target or SharedTarget(), **OPTIONS)
+
+
+def defined_head(tensors, embedding, token_ids, hidden, flags):
+    """The whole sequence at once: logits over the draft vocabulary, and the fed-back state."""
+
+    def norm(x, name):
+        return rms_norm(x, tensors[f"{name}.weight"])
+
+    def heads(x, name):
+        return linear(tensors, x, f"layers.0.self_attn.{name}_proj").view(len(x), -1, 8)
+
+    layer = "layers.0"
+    normed = norm(hidden, f"{layer}.hidden_norm")
+    residual = normed if flags.get("norm_before_residual") else hidden
+    x = torch.cat((norm(embedding[token_ids], f"{layer}.input_layernorm"), normed), -1)
+    q, k, v = (heads(x, name).transpose(0, 1) for name in "qkv")
+    if f"{layer}.self_attn.q_norm.weight" in tensors:
+        q, k = norm(q, f"{layer}.self_attn.q_norm"), norm(k, f"{layer}.self_attn.k_norm")
+    x = attended(rotated(q), rotated(k), v)
+    x = residual + linear(tensors, x, f"{layer}.self_attn.o_proj")
+    x = x + gated_mlp(tensors, norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
+    last = norm(x, "norm")
+    return linear(tensors, last, "lm_head"), last if flags.get("norm_output") else x
+
+
+def defined_combine(tensors, auxiliary, flags):
+    def norm(x, name):
+        return rms_norm(x, tensors[f"{name}.weight"])
+
+    if flags.get("norm_before_fc"):
+        auxiliary = norm(auxiliary, "input_norm")
+    if flags.get("fc_norm"):
+        parts = auxiliary.chunk(3, -1)
+        auxiliary = torch.cat([norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
+    return auxiliary @ tensors["fc.weight"].T
+
+
+FLAGS = (
+    {},
+    {"norm_before_residual": True},
+    {"norm_before_fc": True, "norm_output": True},
+    {"fc_norm": True, "norm_before_residual": True},
+    {"attention_bias": True},
+    {"own_embedding": True},
+    {"full_vocab": True},
+)
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_logits_and_states_are_those_of_the_definition(tmp_path, layout, flags):
+    tensors = head_tensors(5, **flags)
+    settings = {k: v for k, v in flags.items() if k not in ("own_embedding", "full_vocab")}
+    if layout == "safeailab":
+        write_safeailab(tmp_path, tensors, **settings)
+    else:
+        bias = {"attention_bias": settings.pop("attention_bias", False)}
+        write_speculators(tmp_path, tensors, bias, **settings)
+    target = SharedTarget()
+    head = load(tmp_path, target)
+    embedding = tensors.get("embed_tokens.weight", target.embedding_matrix)
+
+    generator = torch.Generator().manual_seed(1)
+    token_ids = torch.randint(VOCAB, (9,), generator=generator)
+    auxiliary = torch.randn(9, 3 * HIDDEN, generator=generator)
+    combined = defined_combine(tensors, auxiliary, flags)
+    torch.testing.assert_close(head.combine(auxiliary), combined, atol=1e-4, rtol=1e-4)
+
+    kv = empty_kv(head)
+    first = head.forward(token_ids[:5], head.combine(auxiliary[:5]), rows_of_one_slot(0, 5), kv)
+    rest = head.forward(token_ids[5:], head.combine(auxiliary[5:]), rows_of_one_slot(5, 4), kv)
+    found = torch.cat([head.compute_logits(states.last) for states in (first, rest)])
+    logits, feedback = defined_head(tensors, embedding, token_ids, combined, flags)
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+    proposed = None if head.token_ids is None else tuple(head.token_ids.tolist())
+    assert proposed == (None if flags.get("full_vocab") else DRAFT_IDS)
+    mine = torch.cat((first.feedback, rest.feedback))
+    torch.testing.assert_close(mine, feedback, atol=1e-4, rtol=1e-4)
+
+    # A drafted row: the head's own state in the place of the target's.
+    drafted = torch.tensor([3])
+    again = head.forward(drafted, rest.feedback[-1:].clone(), rows_of_one_slot(9, 1), kv)
+    hidden = torch.cat((combined, feedback[-1:]))
+    logits, _ = defined_head(tensors, embedding, torch.cat((token_ids, drafted)), hidden, flags)
+    torch.testing.assert_close(head.compute_logits(again.last), logits[-1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
+def test_a_pass_leaves_the_target_s_states_as_they_are(tmp_path, flags, kernels):
+    settings = {k: v for k, v in flags.items() if k not in ("own_embedding", "full_vocab")}
+    write_safeailab(tmp_path, head_tensors(5, **flags), **settings)
+    shared = SharedTarget(kernels=kernels)
+    head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    hidden = HiddenStates(torch.randn(5, HIDDEN), torch.randn(5, 3 * HIDDEN))
+    before, rows = hidden.auxiliary.clone(), torch.tensor([3, 0])
+    given = head.target_states(hidden, None)
+    assert torch.equal(head.target_states(hidden, rows), given[rows])
+    head.forward(torch.arange(5), given, rows_of_one_slot(0, 5), empty_kv(head))
+    assert torch.equal(hidden.auxiliary, before)
+
+
+def test_a_head_with_qk_norm(tmp_path):
+    tensors = head_tensors(6)
+    for name in ("q_norm", "k_norm"):
+        tensors[f"layers.0.self_attn.{name}.weight"] = torch.linspace(0.5, 2.0, 8)
+    target, head = SharedTarget(), load(write_speculators(tmp_path, tensors))
+    token_ids, hidden = torch.arange(6), torch.randn(6, HIDDEN)
+    logits, _ = defined_head(tensors, target.embedding_matrix, token_ids, hidden, {})
+    states = head.forward(token_ids, hidden, rows_of_one_slot(0, 6), empty_kv(head))
+    found = head.compute_logits(states.last)
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernels", [KERNELS, select_kernels(CPU)], ids=["reference", "selected"])
+@pytest.mark.parametrize("flags", [{}, {"norm_before_residual": True, "norm_output": True}])
+def test_rows_that_are_not_kept_leave_their_kv_alone(tmp_path, flags, kernels):
+    write_safeailab(tmp_path, head_tensors(5), **flags)
+    shared = SharedTarget(kernels=kernels)
+    head = Eagle3Checkpoint(tmp_path).load(shared, **OPTIONS | {"kernels": kernels})
+    require_kept_rows_alone(head, VOCAB, HIDDEN)
+
+
+@pytest.mark.parametrize("write", [write_safeailab, write_speculators])
+@pytest.mark.parametrize("chunk_elements", [1 << 20, 2 * HIDDEN], ids=["whole", "chunks"])
+def test_a_draft_vocabulary_in_any_order_is_sorted(tmp_path, monkeypatch, write, chunk_elements):
+    monkeypatch.setattr("sametoken.models.load.weights.CHUNK_ELEMENTS", chunk_elements)
+    tensors = head_tensors(8)
+    ascending = load(write(tmp_path / "ascending", tensors))
+    order = torch.randperm(len(DRAFT_IDS), generator=torch.Generator().manual_seed(4))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+    tensors["d2t"] = torch.tensor(DRAFT_IDS)[order] - torch.arange(len(order))
+    shuffled = load(write(tmp_path / "shuffled", tensors))
+    states = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(4))
+    assert shuffled.token_ids.tolist() == list(DRAFT_IDS)
+    assert torch.equal(shuffled.compute_logits(states), ascending.compute_logits(states))
+
+
+def test_an_lm_head_may_come_from_the_target(tmp_path):
+    tensors = head_tensors(7, full_vocab=True)
+    write_safeailab(tmp_path, tensors)
+    del tensors["lm_head.weight"]
+    target = SharedTarget()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert load(tmp_path, target).lm_head is target.head
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({}, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 32]}, (1, 5, 32)),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 15, 28],
+                "eagle_aux_layer_semantics": "sglang",
+            },
+            (2, 16, 29),
+        ),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),
+    ],
+    ids=["default", "vllm", "sglang", "nested"],
+)
+def test_auxiliary_layers(tmp_path, settings, layers):
+    write_safeailab(tmp_path, head_tensors(), **settings)
+    assert Eagle3Checkpoint(tmp_path).aux_layers(32) == layers
+
+
+def test_a_layer_that_the_target_lacks_is_refused(tmp_path):
+    write_safeailab(tmp_path, head_tensors(), eagle_aux_hidden_state_layer_ids=[1, 5, 9])
+    with pytest.raises(DrafterMismatchError, match=r"\(1, 5, 9\), the target has 8 layers"):
+        Eagle3Checkpoint(tmp_path).aux_layers(8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 31}, "31 tokens, the target has 23"),
+        ({"target_hidden_size": 48}, "48 hidden elements, the target has 16"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(tmp_path, change, message):
+    write_safeailab(tmp_path / "head", head_tensors(), **change)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    with pytest.raises(DrafterMismatchError, match=message):
+        Eagle3Checkpoint(tmp_path / "head").require_fit(read_config(tmp_path))
+
+
+def test_weights_of_another_width_cannot_be_shared(tmp_path):
+    write_safeailab(tmp_path, head_tensors())
+    with pytest.raises(DrafterMismatchError, match="23 x 16, the target's is 23 x 20"):
+        load(tmp_path, SharedTarget(hidden=20))
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"speculators_model_type": "peagle"}, "peagle"),
+        ({"num_hidden_layers": 2}, "2 decoder layers"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"layer_types": ["sliding_attention"]}, "sliding-window"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "no auxiliary"),
+        ({"fc_norm": True, "norm_before_fc": True}, "two places"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(tmp_path, settings, what):
+    write_safeailab(tmp_path, head_tensors(), **settings)
+    with pytest.raises(UnsupportedError, match=what):
+        Eagle3Checkpoint(tmp_path)
+
+
+def test_pickled_heads_are_refused_with_a_remedy(tmp_path):
+    write_safeailab(tmp_path, head_tensors())
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match="safetensors"):
+        load(tmp_path)
+
+
+def test_broken_tensors_are_refused(tmp_path):
+    write_safeailab(tmp_path, head_tensors())
+    for name, value, message in (
+        ("fc.weight", None, "fc.weight"),
+        ("d2t", None, "d2t"),
+        ("d2t", torch.full((len(DRAFT_IDS),), VOCAB), "outside a vocabulary of 23"),
+        ("fc.weight", torch.zeros(HIDDEN, 2 * HIDDEN), "fc.weight"),
+    ):
+        tensors = head_tensors()
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path)
+    save_file(
+        head_tensors() | {"mask_hidden": torch.zeros(1, HIDDEN)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(UnsupportedError, match="mask_hidden"):
+        load(tmp_path)

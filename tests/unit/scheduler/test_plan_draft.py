@@ -1,0 +1,478 @@
+"""Which rows a step has: windows, drafts, chunks, the row budget, and whose turn it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from sametoken.errors import InvariantError
+from sametoken.scheduler.plan_draft import SHARE
+from sametoken.types.outputs import StepResult
+
+
+def test_nothing_to_do_is_no_plan(kit):
+    scheduler = kit.scheduler()
+    assert scheduler.plan() is None
+    assert not scheduler.has_unfinished
+
+
+def test_a_prompt_takes_all_that_is_left_and_its_end_samples(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=16)
+    scheduler.add(kit.request("r", 39))
+    plans = [scheduler.plan() for _ in range(4)]
+    assert [kit.rows(plan) for plan in plans] == [
+        [(0, 16, 0, False)],
+        [(0, 16, 0, False)],
+        [(0, 7, 0, True)],
+        [(0, 1, 0, True)],
+    ]
+    assert [plan.step_id for plan in plans] == [0, 1, 2, 3]
+    assert [len(plan.admissions) for plan in plans] == [1, 0, 0, 0]
+    assert plans[0].admissions[0].num_cached == 0
+
+
+def test_a_prompt_begins_in_what_the_one_before_leaves(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=13)
+    scheduler.add(kit.request("a", 8))
+    scheduler.add(kit.request("b", 17))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 8, 0, True), (1, 5, 0, False)]
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 12, 0, True)]
+
+
+def test_one_prompt_may_have_a_longest_chunk(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=16, longest_chunk=6)
+    for name in "abc":
+        scheduler.add(kit.request(name, 20))
+    # What one may not take, the next one may.
+    assert kit.rows(kit.step(scheduler)[0]) == [
+        (0, 6, 0, False),
+        (1, 6, 0, False),
+        (2, 4, 0, False),
+    ]
+
+
+def test_windows_come_before_chunks(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=12, num_speculative_tokens=2)
+    scheduler.add(kit.request("long", 19, max_total=40))
+    scheduler.add(kit.request("short", 2, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 10, 0, False), (1, 2, 0, True)]
+    # The older one's chunk stands behind the younger one's window.
+    scheduler.add(kit.request("next", 9, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0]) == [(1, 1, 2, True), (0, 9, 0, True)]
+    scheduler.add(kit.request("other", 20, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0])[:2] == [(0, 1, 2, True), (1, 1, 2, True)]
+
+
+def test_a_last_chunk_of_one_token_is_a_window_and_a_first_one_is_not(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=8)
+    scheduler.add(kit.request("a", 9))
+    kit.step(scheduler)
+    scheduler.add(kit.request("b", 30))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 7, 0, False)]
+    scheduler = kit.scheduler(max_num_batched_tokens=2)
+    scheduler.add(kit.request("a", 2))
+    kit.step(scheduler)
+    scheduler.add(kit.request("b", 2))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True), (1, 1, 0, False)]
+
+
+def test_chunks_of_several_requests_share_a_step(kit):
+    scheduler = kit.scheduler()
+    for name in "abc":
+        scheduler.add(kit.request(name, 5))
+    assert kit.rows(scheduler.plan()) == [(0, 5, 0, True), (1, 5, 0, True), (2, 5, 0, True)]
+
+
+def test_admission_is_first_come_first_served(kit):
+    scheduler = kit.scheduler(max_num_seqs=1)
+    for name in "abc":
+        scheduler.add(kit.request(name, 3, max_total=4))
+    served = []
+    for _ in range(3):
+        _, updates = kit.step(scheduler)
+        served.append(updates[0].request_id)
+        scheduler.release(updates[0].request_id)
+    assert served == ["a", "b", "c"]
+
+
+def test_steps_in_flight_widen_the_bound_and_stop_at_the_length_limit(kit):
+    scheduler = kit.scheduler(num_speculative_tokens=4)
+    scheduler.add(kit.request("r", 3, max_total=12))
+    plans = [scheduler.plan() for _ in range(3)]
+    # hi: 4 after the prompt, 9 after a full window; 12 - 9 - 1 drafts are left.
+    assert [row.draft_limit for plan in plans for row in plan.requests] == [0, 4, 2]
+    assert scheduler.plan() is None
+    scheduler.process_output(kit.result(plans[0]))
+    assert scheduler.plan() is None
+    # One token came where five might have: there is room again.
+    scheduler.process_output(kit.result(plans[1], accept=0))
+    assert [row.draft_limit for row in scheduler.plan().requests] == [3]
+
+
+def test_the_last_token_has_no_drafts(kit):
+    scheduler = kit.scheduler(num_speculative_tokens=4)
+    scheduler.add(kit.request("r", 3, max_total=5))
+    kit.step(scheduler)
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 0, True)]
+    assert scheduler.plan() is None
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 4), (2, 2), (0, 0), (9, 4)])
+def test_a_request_has_its_own_limit_on_drafts(kit, own, expected):
+    scheduler = kit.scheduler(num_speculative_tokens=4)
+    scheduler.add(kit.request("r", 3, max_total=30, max_drafts=own))
+    kit.step(scheduler)
+    assert kit.rows(scheduler.plan()) == [(0, 1, expected, True)]
+
+
+def test_every_decode_gets_a_row_before_any_gets_drafts(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=9, num_speculative_tokens=4)
+    for name in "abc":
+        scheduler.add(kit.request(name, 3, max_total=30))
+    kit.step(scheduler)
+    plan, _ = kit.step(scheduler)
+    assert kit.rows(plan) == [(0, 1, 2, True), (1, 1, 2, True), (2, 1, 2, True)]
+
+
+def test_drafts_that_one_cannot_use_go_to_the_others(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=9, num_speculative_tokens=4)
+    for name, own in (("a", None), ("b", 0), ("c", 1)):
+        scheduler.add(kit.request(name, 3, max_total=30, max_drafts=own))
+    kit.step(scheduler)
+    plan, _ = kit.step(scheduler)
+    assert [row.draft_limit for row in plan.requests] == [4, 0, 1]
+
+
+def test_decodes_take_turns_when_not_all_fit(kit):
+    scheduler = kit.scheduler(max_num_seqs=5, max_num_batched_tokens=2, num_speculative_tokens=3)
+    for name in "abcde":
+        scheduler.add(kit.request(name, 2, max_total=40))
+    while scheduler.num_waiting or any(state.prefilling for state in scheduler._running.values()):
+        kit.step(scheduler)
+    steps = [[row.slot for row in kit.step(scheduler)[0].requests] for _ in range(12)]
+    assert all(len(slots) == 2 for slots in steps)
+    # Five requests, two rows: each is served once in any three steps.
+    for start in range(10):
+        assert {slot for slots in steps[start : start + 3] for slot in slots} == {0, 1, 2, 3, 4}
+
+
+def test_drafts_leave_a_quarter_of_the_step_to_prompts(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=24, num_speculative_tokens=8)
+    for name in "abc":
+        scheduler.add(kit.request(name, 3, max_total=60))
+    kit.step(scheduler)
+    assert [row.draft_limit for row in kit.step(scheduler)[0].requests] == [7, 7, 7]
+    scheduler.add(kit.request("long", 30, max_total=40))
+    for _ in range(3):
+        assert kit.rows(kit.step(scheduler)[0]) == [
+            (0, 1, 5, True),
+            (1, 1, 5, True),
+            (2, 1, 5, True),
+            (3, 6, 0, False),
+        ]
+
+
+def test_what_a_prompt_does_not_need_of_its_quarter_goes_to_drafts(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=24, num_speculative_tokens=16)
+    for name in "ab":
+        scheduler.add(kit.request(name, 3, max_total=60))
+    kit.step(scheduler)
+    scheduler.add(kit.request("short", 2, max_total=40))
+    assert kit.rows(kit.step(scheduler)[0]) == [(0, 1, 10, True), (1, 1, 10, True), (2, 2, 0, True)]
+
+
+def test_decodes_that_fill_the_step_alternate_with_prompts(kit):
+    scheduler = kit.scheduler(max_num_seqs=9, num_blocks=60, max_num_batched_tokens=8)
+    for name in "abcdefgh":
+        scheduler.add(kit.request(name, 1, max_total=60))
+    kit.step(scheduler)
+    scheduler.add(kit.request("long", 7, max_total=30))
+    steps = [kit.rows(kit.step(scheduler)[0]) for _ in range(7)]
+    chunks = [[row[1] for row in rows if row[0] == 8] for rows in steps]
+    assert chunks == [[2], [], [2], [], [2], [], [1]]
+    assert all(len(rows) == 8 for rows in steps[1::2])
+    # Beside the prompt's two rows six of eight go on; nobody misses two steps in a row.
+    for one, other in itertools.pairwise(steps):
+        assert {*range(8)} <= {row[0] for row in (*one, *other)}
+
+
+def test_one_row_is_shared_by_turns(kit):
+    scheduler = kit.scheduler(max_num_batched_tokens=1)
+    scheduler.add(kit.request("a", 1, max_total=30))
+    kit.step(scheduler)
+    scheduler.add(kit.request("b", 3, max_total=30))
+    assert [kit.step(scheduler)[0].requests[0].slot for _ in range(6)] == [1, 0, 1, 0, 1, 0]
+
+
+def test_a_stream_of_prompts_does_not_starve_decoding(kit):
+    scheduler = kit.scheduler(max_num_seqs=2, max_num_batched_tokens=8)
+    scheduler.add(kit.request("first", 3, max_total=30))
+    kit.step(scheduler)
+    for count in range(20):
+        if scheduler.num_running + scheduler.num_waiting < 2:
+            scheduler.add(kit.request(f"prompt {count}", 9, max_total=10))
+        plan, updates = kit.step(scheduler)
+        assert 0 in [row.slot for row in plan.requests]
+        for update in updates:
+            if update.request_id != "first":
+                scheduler.release(update.request_id)
+
+
+def test_small_prompts_pass_a_huge_one_within_a_quarter(kit):
+    scheduler = kit.scheduler(max_num_seqs=6, max_num_batched_tokens=16)
+    scheduler.add(kit.request("huge", 60, max_total=64))
+    for name, length in (("a", 3), ("large", 5), ("b", 1), ("c", 2)):
+        scheduler.add(kit.request(name, length, max_total=40))
+    # "large" needs more than the four rows, and "c" more than is left of them.
+    plan, _ = kit.step(scheduler)
+    assert kit.rows(plan) == [(2, 1, 0, True), (0, 12, 0, False), (1, 3, 0, True)]
+    assert [admission.request_id for admission in plan.admissions] == ["huge", "a", "b"]
+    plan, _ = kit.step(scheduler)
+    assert [admission.request_id for admission in plan.admissions] == ["c"]
+    assert kit.rows(plan)[2:] == [(0, 12, 0, False), (3, 2, 0, True)]
+    # Nobody small is left: the huge one has all that is left.
+    plan, _ = kit.step(scheduler)
+    assert kit.rows(plan)[3:] == [(0, 13, 0, False)]
+
+
+def test_whoever_overtakes_leaves_the_others_a_slot(kit):
+    scheduler = kit.scheduler(max_num_seqs=2, max_num_batched_tokens=16)
+    for name, length in (("huge", 40), ("large", 10), ("small", 2)):
+        scheduler.add(kit.request(name, length, max_total=60))
+    admitted = []
+    while scheduler.num_waiting > 1:
+        admitted += [one.request_id for one in kit.step(scheduler)[0].admissions]
+    assert admitted == ["huge", "large"]
+
+
+def test_nobody_overtakes_a_prompt_that_lacks_blocks(kit):
+    scheduler = kit.scheduler(num_blocks=20, max_num_batched_tokens=16)
+    scheduler.add(kit.request("huge", 50, max_total=60))
+    kit.step(scheduler)
+    kit.step(scheduler)
+    scheduler.add(kit.request("large", 46, max_total=60))
+    scheduler.add(kit.request("small", 2, max_total=60))
+    admitted = []
+    while not admitted:
+        admitted = [one.request_id for one in kit.step(scheduler)[0].admissions]
+        for name in [name for name, state in scheduler._running.items() if state.at_limit]:
+            scheduler.release(name)
+    assert admitted == ["large", "small"]
+
+
+def test_the_update_carries_the_verdict(kit):
+    scheduler = kit.scheduler(num_speculative_tokens=3, longest_chunk=8)
+    scheduler.add(kit.request("r", 12, max_total=30))
+    assert kit.step(scheduler)[1] == ()
+    [first] = kit.step(scheduler)[1]
+    assert (first.token_ids, first.samples, first.num_cached) == ((7,), True, 0)
+    [second] = kit.step(scheduler, accept=2)[1]
+    assert (second.num_drafts, second.num_accepted, second.token_ids) == (3, 2, (7, 7, 7))
+
+
+def test_prompt_logprobs_of_a_chunk_make_an_update(kit):
+    scheduler = kit.scheduler(longest_chunk=8)
+    scheduler.add(kit.request("r", 12, prompt_logprobs=0))
+    plan = scheduler.plan()
+    entry = {3: None}
+    row = dataclasses.replace(kit.result(plan).requests[0], prompt_logprobs=(entry,))
+    [update] = scheduler.process_output(StepResult(plan.step_id, (row,)))
+    assert update.token_ids == ()
+    assert not update.samples
+    assert update.prompt_logprobs == (entry,)
+
+
+def test_results_are_settled_in_step_order(kit):
+    scheduler = kit.scheduler()
+    scheduler.add(kit.request("r", 12))
+    first, second = scheduler.plan(), scheduler.plan()
+    with pytest.raises(InvariantError, match="result of step 1 arrived, expected 0"):
+        scheduler.process_output(kit.result(second))
+    scheduler.process_output(kit.result(first))
+    with pytest.raises(InvariantError, match="result of step 0 arrived, expected 1"):
+        scheduler.process_output(kit.result(first))
+    scheduler.process_output(kit.result(second))
+    with pytest.raises(InvariantError, match="expected none"):
+        scheduler.process_output(kit.result(second))
+
+
+def test_a_verdict_that_the_row_cannot_have_is_refused(kit):
+    scheduler = kit.scheduler(num_speculative_tokens=2)
+    scheduler.add(kit.request("r", 3))
+    kit.step(scheduler)
+    plan = scheduler.plan()
+    good = kit.result(plan).requests[0]
+    with pytest.raises(InvariantError, match="has 0 requests, its plan 1"):
+        scheduler.process_output(StepResult(plan.step_id, ()))
+    bad = dataclasses.replace(good, num_drafts=3)
+    with pytest.raises(InvariantError, match="0 of 3 drafts where at most 2"):
+        scheduler.process_output(StepResult(plan.step_id, (bad,)))
+
+
+def test_a_missing_token_is_refused(kit):
+    scheduler = kit.scheduler(num_speculative_tokens=2)
+    scheduler.add(kit.request("r", 3))
+    kit.step(scheduler)
+    plan = scheduler.plan()
+    bad = dataclasses.replace(kit.result(plan, accept=2).requests[0], token_ids=(7, 7))
+    with pytest.raises(InvariantError, match="emitted 2 tokens, expected 3"):
+        scheduler.process_output(StepResult(plan.step_id, (bad,)))
+
+
+def test_equal_calls_give_equal_plans(kit):
+    def run():
+        scheduler = kit.scheduler(num_blocks=8, num_speculative_tokens=2)
+        for name in "abcd":
+            scheduler.add(kit.request(name, 6, max_total=20))
+        return [kit.step(scheduler, accept=1)[0] for _ in range(8)]
+
+    assert run() == run()
+
+
+class Load:
+    """Requests of mixed lengths come and go; every plan is held against the policy."""
+
+    def __init__(self, kit, seed):
+        self.kit, self.random = kit, random.Random(seed)
+        self.rows = self.random.choice([16, 24, 40])
+        self.slots = self.random.choice([4, 8, 12])
+        self.scheduler = kit.scheduler(
+            max_num_seqs=self.slots,
+            max_num_batched_tokens=self.rows,
+            longest_chunk=self.rows,
+            num_blocks=400,
+            max_model_len=200,
+            num_speculative_tokens=self.random.choice([0, 3, 8]),
+            adaptive_drafts=self.random.random() < 0.5,
+            enable_prefix_caching=False,
+        )
+        self.arrived, self.answered = set(), set()
+        self.num_full = self.num_overtaken = 0
+
+    def add(self):
+        name = f"r{len(self.arrived)}"
+        length = self.random.choice([1, 2, 3, 5, 9, 30, 150])
+        self.arrived.add(name)
+        total = length + self.random.randint(1, 30)
+        self.scheduler.add(self.kit.request(name, length, max_total=total))
+
+    def step(self):
+        waiting = list(self.scheduler._waiting)
+        running = list(self.scheduler._running.values())
+        lacked = {state.request.request_id: state.num_left for state in running}
+        lacked |= {n: state.prompt_len for n, state in self.scheduler._waiting.items()}
+        decoding = [s.slot for s in running if not s.prefilling and not s.at_limit]
+        free_slots = len(self.scheduler._free_slots)
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert not lacked
+            return
+        name_of = {s.slot: n for n, s in self.scheduler._running.items()}
+        rows = {row.slot: row for row in plan.requests}
+        total = sum(row.num_query + row.draft_limit for row in plan.requests)
+        assert total <= self.rows
+        # Every decode is served in every step: there are fewer of them than rows.
+        assert set(decoding) <= set(rows)
+        chunks = {n: rows[s].num_query for s, n in name_of.items() if s in rows}
+        chunks = {n: chunk for n, chunk in chunks.items() if lacked[n]}
+        self.check_prompts(chunks, lacked, waiting[:free_slots], total)
+        updates = self.scheduler.process_output(
+            self.kit.result(plan, self.random.randint(0, 8), proposed=self.random.randint(0, 8))
+        )
+        self.scheduler.check_integrity()
+        for update in updates:
+            name = update.request_id
+            self.answered.add(name)
+            if self.scheduler._running[name].at_limit:
+                self.scheduler.release(name)
+
+    def check_prompts(self, chunks, lacked, in_reach, total):
+        could = [n for n in lacked if lacked[n] and (n in in_reach or n in self.scheduler._running)]
+        if not could:
+            return
+        prompt_rows = sum(chunks.values())
+        left_over = [n for n in could if chunks.get(n, 0) < lacked[n]]
+        if not left_over:
+            return
+        # Not all prompts ended, so the step is full, and prompts had their share.
+        self.num_full += 1
+        assert total == self.rows
+        assert prompt_rows >= self.rows // SHARE
+        oldest = left_over[0]
+        before = sum(chunks[n] for n in could[: could.index(oldest)])
+        room = prompt_rows - before
+        overtakers = [n for n in could[could.index(oldest) + 1 :] if n in chunks]
+        self.num_overtaken += len(overtakers)
+        taken = chunks.get(oldest, 0)
+        assert taken == room - sum(chunks[n] for n in overtakers)
+        assert taken >= room - room // SHARE
+        for name in overtakers:
+            assert chunks[name] == lacked[name], "whoever overtakes ends"
+
+
+def test_every_step_of_a_random_load_keeps_the_policy(kit):
+    num_full = num_overtaken = 0
+    for seed in range(40):
+        load = Load(kit, seed)
+        for _ in range(150):
+            if load.random.random() < 0.25:
+                load.add()
+            load.step()
+        for _ in range(600):
+            if not load.scheduler.has_unfinished:
+                break
+            load.step()
+        assert not load.scheduler.has_unfinished
+        assert load.answered == load.arrived
+        num_full += load.num_full
+        num_overtaken += load.num_overtaken
+    assert num_full > 500
+    assert num_overtaken > 100
+
+
+def test_small_prompts_behind_a_huge_one_start_within_one_step_and_it_keeps_three_quarters(kit):
+    scheduler = kit.scheduler(
+        max_num_seqs=64,
+        max_num_batched_tokens=64,
+        num_blocks=800,
+        max_model_len=2000,
+        enable_prefix_caching=False,
+    )
+    scheduler.add(kit.request("huge", 1900, max_total=1901))
+    answered, steps = set(), 0
+    while scheduler.num_running == 0 or scheduler._running["huge"].prefilling:
+        scheduler.add(kit.request(f"small {steps}", 8, max_total=9))
+        plan, updates = kit.step(scheduler)
+        steps += 1
+        names = {update.request_id for update in updates}
+        assert f"small {steps - 1}" in names, "answered in the step after it came"
+        answered |= names - {"huge"}
+        for name in names - {"huge"}:
+            scheduler.release(name)
+        if steps > 1 and scheduler._running["huge"].prefilling:
+            assert max(row.num_query for row in plan.requests) >= 48
+    assert len(answered) == steps
+    assert steps <= 1900 // 48 + 1
+
+
+def test_nobody_starves_in_a_crowd_of_more_requests_than_rows(kit):
+    scheduler = kit.scheduler(
+        max_num_seqs=24, max_num_batched_tokens=8, num_blocks=400, num_speculative_tokens=4
+    )
+    for index in range(60):
+        scheduler.add(kit.request(f"r{index}", 1 + index % 11, max_total=30))
+    missed = {}
+    for _ in range(4000):
+        if not scheduler.has_unfinished:
+            break
+        plan, _ = kit.step(scheduler, accept=1)
+        served = {row.slot for row in plan.requests}
+        for name, state in list(scheduler._running.items()):
+            missed[name] = 0 if state.slot in served else missed.get(name, 0) + 1
+            assert state.prefilling or missed[name] <= 2 * 24 // 8 + 1, name
+            if state.at_limit:
+                scheduler.release(name)
+    assert not scheduler.has_unfinished

@@ -1,0 +1,424 @@
+"""The scheduler against a device written in lists, which runs every plan in order.
+
+The fake device keeps what a real one keeps: tokens and lengths per slot, block tables, and
+what was written to every position of every block, for the target and for a drafter. Its next
+token is a hash of what it reads back, so a wrong block gives a wrong token; it also says at
+once which position is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sametoken.scheduler.block_pool import block_keys
+from sametoken.scheduler.limits import SchedulerLimits
+from sametoken.scheduler.scheduler import Scheduler
+from sametoken.types.outputs import RequestResult, StepResult
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
+from sametoken.types.request import EngineRequest
+from sametoken.types.sampling_params import SamplingParams
+
+VOCAB = 5
+GARBAGE = "garbage"
+
+
+def next_token(tokens):
+    digest = hashlib.blake2b(bytes(tokens), digest_size=4).digest()
+    return int.from_bytes(digest, "big") % VOCAB
+
+
+def reference(prompt, count):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tuple(tokens[len(prompt) :])
+
+
+@dataclass
+class Slot:
+    tokens: list
+    prompt_len: int
+    num_computed: int
+    num_cached: int
+    table: list = field(default_factory=list)
+
+
+class FakeDevice:
+    def __init__(self, limits, rng):
+        self.limits, self.rng = limits, rng
+        self.slots = {}
+        self.kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
+        self.drafter_kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
+        self.saved = {}
+        self.next_step_id = 0
+        self.accepted = 0
+
+    def run(self, plan: StepPlan, poison: bool) -> StepResult:
+        assert plan.step_id == self.next_step_id
+        self.next_step_id += 1
+        for swap in plan.swap_outs:
+            table = self.slots[swap.slot].table
+            assert list(swap.block_ids) == table[: len(swap.block_ids)]
+            assert swap.key not in self.saved
+            self.saved[swap.key] = [
+                (list(self.kv[block]), list(self.drafter_kv[block])) for block in swap.block_ids
+            ]
+            table.clear()
+        for key in plan.discarded_swaps:
+            del self.saved[key]
+        for admission in plan.admissions:
+            self.admit(admission)
+        for assignment in plan.block_assignments:
+            table = self.slots[assignment.slot].table
+            assert assignment.first_index == len(table)
+            table.extend(assignment.block_ids)
+        for swap in plan.swap_ins:
+            assert list(swap.block_ids) == self.slots[swap.slot].table[: len(swap.block_ids)]
+            saved = self.saved.pop(swap.key)
+            for block, (kv, drafter_kv) in zip(swap.block_ids, saved, strict=True):
+                self.kv[block], self.drafter_kv[block] = kv, drafter_kv
+            # All blocks are its own now.
+            self.slots[swap.slot].num_cached = 0
+        assert len({row.slot for row in plan.requests}) == len(plan.requests)
+        failed = self.rng.choice(plan.requests).slot if poison and plan.requests else None
+        return StepResult(
+            plan.step_id, tuple(self.run_row(row, row.slot == failed) for row in plan.requests)
+        )
+
+    def admit(self, admission: Admission):
+        prompt = admission.prompt_token_ids
+        self.slots[admission.slot] = Slot(
+            list(prompt), len(prompt), admission.num_cached, admission.num_cached
+        )
+
+    def run_row(self, row: ScheduledRequest, failed: bool) -> RequestResult:
+        slot = self.slots[row.slot]
+        start, num_tokens = slot.num_computed, len(slot.tokens)
+        if row.samples:
+            assert start + row.num_query == num_tokens
+        in_output = num_tokens > slot.prompt_len
+        if in_output:
+            assert (row.num_query, row.samples) == (1, True)
+        else:
+            chunk_end = start + row.num_query
+            assert row.num_query <= self.limits.longest_chunk
+            assert row.samples == (chunk_end == slot.prompt_len)
+            assert row.draft_limit == 0
+        self.check_readable(slot)
+        for position in range(start, start + row.num_query):
+            self.write(self.kv, slot, position, slot.tokens[position])
+        if not row.samples:
+            slot.num_computed += row.num_query
+            self.draft(slot, start)
+            return RequestResult(0, 0, 0, ())
+        proposed = self.proposed_drafts(slot) if in_output else []
+        drafts = proposed[: row.draft_limit]
+        for index, draft in enumerate(drafts):
+            self.write(self.kv, slot, num_tokens + index, draft)
+        seen = [self.read(self.kv, slot, position) for position in range(num_tokens)]
+        emitted = [next_token(seen)]
+        for draft in drafts:
+            if draft != emitted[-1]:
+                break
+            emitted.append(next_token(seen + emitted))
+        slot.tokens.extend(emitted)
+        slot.num_computed = len(slot.tokens) - 1
+        self.draft(slot, start)
+        self.accepted += len(emitted) - 1
+        return RequestResult(
+            len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), failed=failed
+        )
+
+    def proposed_drafts(self, slot):
+        count = self.rng.randint(0, self.limits.num_speculative_tokens)
+        right = list(reference(slot.tokens, count))
+        wrong = self.rng.randint(0, len(right))
+        if wrong < len(right):
+            right[wrong] = (right[wrong] + 1) % VOCAB
+        return right
+
+    def draft(self, slot, start):
+        """A drafter whose KV depends on later tokens, and that writes ahead."""
+        end = slot.num_computed
+        for position in range(start, end):
+            self.write(self.drafter_kv, slot, position, self.drafter_entry(slot, position))
+        for position in range(end, end + 1 + self.limits.lookahead_slots):
+            self.write(self.drafter_kv, slot, position, GARBAGE)
+
+    def drafter_entry(self, slot, position):
+        return tuple(slot.tokens[position : position + 1 + self.limits.lookahead_tokens])
+
+    def check_readable(self, slot):
+        for position in range(slot.num_computed):
+            assert self.read(self.kv, slot, position) == slot.tokens[position]
+            expected = self.drafter_entry(slot, position)
+            assert self.read(self.drafter_kv, slot, position) == expected
+
+    def read(self, memory, slot, position):
+        block, offset = divmod(position, self.limits.block_size)
+        return memory[slot.table[block]][offset]
+
+    def write(self, memory, slot, position, value):
+        assert position >= slot.num_cached, "a shared block was written"
+        block, offset = divmod(position, self.limits.block_size)
+        memory[slot.table[block]][offset] = value
+
+
+class Driver:
+    """An engine's loop, one call at a time, with every promise checked after each."""
+
+    def __init__(self, limits, seed):
+        self.limits = limits
+        self.rng = random.Random(seed)
+        self.scheduler = Scheduler(limits)
+        self.device = FakeDevice(limits, self.rng)
+        self.results = deque()
+        self.wanted, self.emitted = {}, {}
+        self.prompts = {}
+        # Prompts that go on a former request's kept tokens, and the length of its prompt.
+        self.kept, self.turns = [], {}
+        self.known_keys = set()
+        self.count = 0
+        self.swap_ins = self.discards = self.most_lingering = 0
+        self.hits_on_emitted = self.hits_on_lingering = self.cuts = 0
+
+    def add(self, prompt, max_new, max_drafts=None):
+        total = min(len(prompt) + max_new, self.limits.max_model_len)
+        needed = self.limits.blocks_for(total + self.limits.lookahead_slots)
+        if len(prompt) >= total or needed > self.limits.num_blocks:
+            return
+        # Ids are used again, as soon as that is allowed.
+        name = next(str(i) for i in range(self.count + 1) if str(i) not in self.wanted)
+        self.count += 1
+        params = SamplingParams(temperature=0.0)
+        request = EngineRequest(name, prompt, params, total, num_speculative_tokens=max_drafts)
+        self.scheduler.add(request)
+        self.prompts[name] = prompt
+        self.note_keys(prompt)
+        stop = self.rng.randint(1, total - len(prompt))
+        self.wanted[name] = reference(prompt, total - len(prompt))[:stop]
+        self.emitted[name] = ()
+        self.check()
+
+    def follow_up(self, tail, max_new):
+        """The next turn of a chat: what a former request has kept, and something new."""
+        if not self.kept:
+            return
+        prompt_len, tokens = self.rng.choice(self.kept[-2:])
+        self.turns[tokens + tail] = prompt_len
+        self.add(tokens + tail, max_new)
+
+    def plan(self, poison=False):
+        lingering = {b for state in self.scheduler._lingering for b in state.blocks}
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert self.results or not self.wanted, "nothing runs and nothing ever will"
+            return
+        rows = sum(row.num_query + row.draft_limit for row in plan.requests)
+        assert rows <= self.limits.max_num_batched_tokens
+        are_chunks = [row.num_query > 1 or not row.samples for row in plan.requests]
+        assert are_chunks == sorted(are_chunks), "windows come before chunks"
+        assert plan.requests or plan.discarded_swaps
+        for admission in plan.admissions:
+            former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
+            self.hits_on_emitted += admission.num_cached > former
+            self.hits_on_lingering += any(
+                assignment.slot == admission.slot and lingering & set(assignment.block_ids)
+                for assignment in plan.block_assignments
+            )
+        self.swap_ins += len(plan.swap_ins)
+        self.discards += len(plan.discarded_swaps)
+        self.results.append(self.device.run(plan, poison))
+        self.check()
+
+    def settle(self):
+        for update in self.scheduler.process_output(self.results.popleft()):
+            name = update.request_id
+            if update.failed:
+                assert update.token_ids == ()
+                self.forget(name)
+                continue
+            assert len(update.token_ids) == update.num_accepted + 1
+            self.emitted[name] += update.token_ids
+            if len(self.emitted[name]) >= len(self.wanted[name]):
+                wanted = self.wanted[name]
+                assert self.emitted[name][: len(wanted)] == wanted
+                self.cuts += len(self.emitted[name]) > len(wanted)
+                self.release(name, wanted)
+        self.most_lingering = max(self.most_lingering, len(self.scheduler._lingering))
+        self.check()
+
+    def abort(self, name):
+        self.release(name, self.emitted[name])
+        self.check()
+
+    def release(self, name, output):
+        """Now and then as one that does not say what it keeps."""
+        if self.rng.random() < 0.1:
+            self.scheduler.release(name)
+        else:
+            tokens = self.prompts[name] + output
+            self.note_keys(tokens)
+            self.kept.append((len(self.prompts[name]), tokens))
+            self.scheduler.release(name, len(tokens))
+        self.forget(name)
+
+    def forget(self, name):
+        del self.wanted[name], self.emitted[name], self.prompts[name]
+
+    def note_keys(self, tokens):
+        """Only prompts and what was kept may ever be found."""
+        limits = self.limits
+        self.known_keys.update(block_keys(tokens, limits.block_size, limits.lookahead_tokens))
+
+    def check(self):
+        self.scheduler.check_integrity()
+        assert self.scheduler._memory.prefix_cache._block_of.keys() <= self.known_keys
+        for states in (self.scheduler._running, self.scheduler._swapped):
+            for state in states.values():
+                num_tokens = len(self.device.slots[state.slot].tokens)
+                assert state.bound.lo <= num_tokens <= state.bound.hi
+                if not state.num_in_flight:
+                    assert state.bound.exact == num_tokens
+
+    def drain(self, depth):
+        for _ in range(2000):
+            if not self.scheduler.has_unfinished:
+                break
+            if len(self.results) < depth:
+                self.plan()
+            if self.results and (len(self.results) == depth or self.rng.random() < 0.5):
+                self.settle()
+        assert not self.wanted
+        assert not self.results
+        assert not self.device.saved
+        assert self.scheduler.kv_usage == 0
+        assert not self.scheduler._lingering
+
+
+def draw_limits(rng):
+    rows = rng.choice([1, 2, 3, 5, 8, 9, 12, 18])
+    return SchedulerLimits(
+        max_num_seqs=rng.randint(1, 4),
+        max_num_batched_tokens=rows,
+        longest_chunk=rng.choice([rows, rows, rng.randint(1, 8)]),
+        block_size=rng.randint(1, 4),
+        num_blocks=rng.randint(5, 16),
+        max_model_len=rng.randint(8, 30),
+        num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
+        adaptive_drafts=rng.random() < 0.5,
+        rows_per_weight_read=rng.choice([1, 4, 32]),
+        lookahead_slots=rng.choice([0, 1, 3]),
+        lookahead_tokens=rng.choice([0, 1]),
+        enable_prefix_caching=rng.random() < 0.8,
+        cache_emitted_blocks=rng.random() < 0.9,
+    )
+
+
+def draw_prompt(rng):
+    """A few beginnings of two tokens, so that prefixes are shared and nearly shared."""
+    shared = [rng.choice([(0, 1), (0, 0)])[i % 2] for i in range(rng.randint(0, 9))]
+    tail = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))]
+    return tuple(shared + tail)
+
+
+def test_driver_reaches_every_corner():
+    """Random runs keep every promise, and see swaps, shared blocks, drafts and lingering."""
+    swaps = discards = hits = accepted = lingering = failed = 0
+    emitted_hits = lingering_hits = cuts = 0
+    for seed in range(250):
+        rng = random.Random(seed)
+        depth = rng.randint(1, 3)
+        driver = Driver(draw_limits(rng), seed)
+        for _ in range(60):
+            action = rng.random()
+            if action < 0.2:
+                driver.add(draw_prompt(rng), rng.randint(1, 20), rng.choice([None, None, 0, 1]))
+            elif action < 0.32:
+                tail = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 3)))
+                driver.follow_up(tail, rng.randint(1, 8))
+            elif action < 0.35 and driver.wanted:
+                driver.abort(rng.choice(list(driver.wanted)))
+            elif action < 0.7 and len(driver.results) < depth:
+                before = driver.device.next_step_id
+                driver.plan(poison=rng.random() < 0.02)
+                failed += driver.device.next_step_id > before and any(
+                    row.failed for row in driver.results[-1].requests
+                )
+            elif driver.results:
+                driver.settle()
+        driver.drain(depth)
+        swaps += driver.swap_ins
+        discards += driver.discards
+        hits += driver.scheduler.prefix_cache_hits
+        accepted += driver.device.accepted
+        lingering = max(lingering, driver.most_lingering)
+        emitted_hits += driver.hits_on_emitted
+        lingering_hits += driver.hits_on_lingering
+        cuts += driver.cuts
+    assert swaps > 50
+    assert discards > 5
+    assert hits > 100
+    assert accepted > 100
+    assert lingering > 1
+    assert failed > 5
+    assert emitted_hits > 50
+    assert lingering_hits > 5
+    assert cuts > 50
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 2**20), depth=st.integers(1, 3))
+    def start(self, seed, depth):
+        self.driver = Driver(draw_limits(random.Random(seed)), seed)
+        self.depth = depth
+
+    @rule(seed=st.integers(0, 2**20), max_new=st.integers(1, 20), drafts=st.none() | st.just(1))
+    def add(self, seed, max_new, drafts):
+        self.driver.add(draw_prompt(random.Random(seed)), max_new, drafts)
+
+    @rule(tail=st.lists(st.integers(0, 4), min_size=1, max_size=3), max_new=st.integers(1, 8))
+    def follow_up(self, tail, max_new):
+        self.driver.follow_up(tuple(tail), max_new)
+
+    @rule(poison=st.sampled_from([False] * 9 + [True]))
+    def plan(self, poison):
+        if len(self.driver.results) < self.depth:
+            self.driver.plan(poison)
+
+    @precondition(lambda self: self.driver.results)
+    @rule()
+    def settle(self):
+        self.driver.settle()
+
+    @precondition(lambda self: self.driver.wanted)
+    @rule(index=st.integers(0, 20))
+    def abort(self, index):
+        names = list(self.driver.wanted)
+        self.driver.abort(names[index % len(names)])
+
+    @invariant()
+    def holds_together(self):
+        if hasattr(self, "driver"):
+            self.driver.check()
+
+    def teardown(self):
+        if hasattr(self, "driver"):
+            self.driver.drain(self.depth)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -6,6 +6,8 @@ it. Every row is compared by ``torch.equal``, keyed by request and position.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -77,20 +79,26 @@ def drafters(target, tmp_path_factory):
     }
 
 
+@cache
+def plain(target, dtype: str, temperature: float):
+    """Tokens of every prompt without drafts and in a batch of its own, and its rows' logits."""
+    tokens, rows = [], {}
+    for prompt in PROMPTS.values():
+        ran, recorded = run_engine(
+            target, [prompt], temperature, dtype=dtype, enable_prefix_caching=False
+        )
+        tokens.append(ran.tokens["r0"])
+        rows |= recorded.rows
+    return tokens, rows
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("method", ["ngram", "ngram-64", "self", "other", "eagle", "eagle3"])
 def test_accepted_rows_have_the_bits_of_plain_decoding(
     target, drafters, method, dtype, temperature
 ):
-    truth: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
-    tokens = []
-    for prompt in PROMPTS.values():
-        ran, alone = run_engine(
-            target, [prompt], temperature, dtype=dtype, enable_prefix_caching=False
-        )
-        truth |= alone.rows
-        tokens.append(ran.tokens["r0"])
+    tokens, truth = plain(target, dtype, temperature)
     for steps_in_flight, steps in ((1, "compact"), (3, "static")):
         ran, recorded = run_engine(
             target,

@@ -53,9 +53,8 @@ def plain_tokens():
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("model", [{}, {"model": HEAD_NAME}], ids=["by default", "by name"])
-def test_smollm2_says_the_same_with_the_head(plain_tokens, model):
-    llm = smollm2(speculative_config=HEAD | model)
+def test_smollm2_says_the_same_with_the_head_by_default(plain_tokens):
+    llm = smollm2(speculative_config=HEAD)
     assert token_ids(llm.chat(CHATS, GREEDY)) == plain_tokens
     metrics = llm.speculation_metrics
     assert len(metrics.offered_per_position) == HEAD["num_speculative_tokens"]
@@ -63,8 +62,8 @@ def test_smollm2_says_the_same_with_the_head(plain_tokens, model):
 
 
 @pytest.mark.network
-def test_smollm2_says_the_same_with_matches_before_the_head(plain_tokens):
-    llm = smollm2(speculative_config=CASCADE)
+def test_smollm2_says_the_same_with_matches_before_the_head_by_name(plain_tokens):
+    llm = smollm2(speculative_config=CASCADE | {"model": HEAD_NAME})
     assert token_ids(llm.chat(CHATS, GREEDY)) == plain_tokens
     # Matches give more drafts than the head may, and both were asked.
     offered = llm.speculation_metrics.offered_per_position

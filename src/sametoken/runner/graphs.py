@@ -137,7 +137,7 @@ class StepGraphs:
         return self.step.forward(layout)
 
 
-PoolTensors = TypeVar("PoolTensors")
+T = TypeVar("T")
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -156,7 +156,7 @@ class _Memory:
         }
 
 
-def pool_tensors(held: PoolTensors) -> PoolTensors:
+def pool_tensors(held: T) -> T:
     """Non-owning views of a tensor, or of a frozen dataclass's tensors.
 
     A live tensor keeps its block out of the graph pool for later captures. A view does not: the

@@ -118,7 +118,7 @@ def test_a_process_that_tries_grammars_waits_for_the_first(servers):
     servers[0].url()
     serving = psutil.Process(servers[0].process.pid)
     deadline = time.monotonic() + 60
-    while not any("text.grammar.trial_main" in " ".join(one.cmdline()) for one in serving.children()):
+    while not any("grammar.trial_main" in " ".join(one.cmdline()) for one in serving.children()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -53,8 +53,9 @@ def plain_tokens():
 
 
 @pytest.mark.network
-def test_smollm2_says_the_same_with_the_head_by_default(plain_tokens):
-    llm = smollm2(speculative_config=HEAD)
+@pytest.mark.parametrize("model", [{}, {"model": HEAD_NAME}], ids=["by default", "by name"])
+def test_smollm2_says_the_same_with_the_head(plain_tokens, model):
+    llm = smollm2(speculative_config=HEAD | model)
     assert token_ids(llm.chat(CHATS, GREEDY)) == plain_tokens
     metrics = llm.speculation_metrics
     assert len(metrics.offered_per_position) == HEAD["num_speculative_tokens"]
@@ -62,8 +63,8 @@ def test_smollm2_says_the_same_with_the_head_by_default(plain_tokens):
 
 
 @pytest.mark.network
-def test_smollm2_says_the_same_with_matches_before_the_head_by_name(plain_tokens):
-    llm = smollm2(speculative_config=CASCADE | {"model": HEAD_NAME})
+def test_smollm2_says_the_same_with_matches_before_the_head(plain_tokens):
+    llm = smollm2(speculative_config=CASCADE)
     assert token_ids(llm.chat(CHATS, GREEDY)) == plain_tokens
     # Matches give more drafts than the head may, and both were asked.
     offered = llm.speculation_metrics.offered_per_position

@@ -116,25 +116,6 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether ids, bad words, ``min_tokens`` or penalties change the logits.
-
-        Truncation, temperature and grammars do not count.
-        """
-        return (
-            self.has_penalties
-            or bool(self.logit_bias)
-            or self.allowed_token_ids is not None
-            or bool(self.bad_words)
-            or self.min_tokens > 0
-        )
-
-    @property
-    def reports_logprobs(self) -> bool:
-        """Whether log-probabilities of the output or of the prompt are requested."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
-
     def _check_kinds(self) -> None:
         for name in _SWITCHES:
             value = getattr(self, name)

@@ -44,6 +44,7 @@ from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.hub import Needed
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
@@ -239,8 +240,10 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     device = resolve_device(config)
     require_quantization(config, device)
     config = resolve_sizes(config, device)
-    path = Path(resolve_model(config.model, announce))
-    spec, shipped = resolve_drafter(config.speculative_config, path, announce)
+    path = resolve_model(config.model, announce, Needed.of(config.load_format))
+    spec, shipped = resolve_drafter(
+        config.speculative_config, path, announce, config.draft_load_format
+    )
     config = replace(config, speculative_config=spec)
     architecture = read_config(path, load_format=config.load_format)
     dtype = resolve_dtype(config, architecture.dtype)

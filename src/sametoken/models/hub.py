@@ -220,18 +220,26 @@ def _fetch(hub_id: HubId, names: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import tqdm
 
+    if not names:
+        raise CheckpointError(f"{hub_id} holds no files of a model", "give another repository")
+    bars: list[Bar] = []
+
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             # The client's own bar of all files shows in pipes and files too.
-            super().__init__(*arguments, **options | {"disable": not sys.stderr.isatty()})
+            shown = {"disable": not sys.stderr.isatty(), "leave": False}
+            super().__init__(*arguments, **options | shown)
+            bars.append(self)
 
-    if not names:
-        raise CheckpointError(f"{hub_id} holds no files of a model", "give another repository")
-    return Path(
-        snapshot_download(
+    try:
+        folder = snapshot_download(
             hub_id.repository, revision=hub_id.revision, allow_patterns=names, tqdm_class=Bar
         )
-    )
+    finally:
+        # The client leaves some open, which would be drawn again at the process's end.
+        for bar in reversed(bars):
+            bar.close()
+    return Path(folder)
 
 
 @contextmanager

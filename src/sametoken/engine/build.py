@@ -250,6 +250,10 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
         config.speculative_config, path, announce, config.draft_load_format
     )
     config = replace(config, speculative_config=spec)
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        # Loaded after the weights, so that a wrong name must be found before.
+        tokenizer = resolve_model(config.tokenizer, announce, Needed.TOKENIZER)
+        config = replace(config, tokenizer=str(tokenizer))
     architecture = read_config(path, load_format=config.load_format)
     dtype = resolve_dtype(config, architecture.dtype)
     max_len = resolve_max_model_len(config, architecture)

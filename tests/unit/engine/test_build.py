@@ -13,7 +13,7 @@ from helpers.harness import request, run
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.summary import explanation
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
@@ -149,6 +149,14 @@ def test_the_tightest_step_that_is_possible_works(target):
 def test_what_the_user_did_not_set_is_explained(target):
     without = {one.name for one in explanation(build(target).resolved) if not one.reason}
     assert without == {"model", *SIZES}
+
+
+def test_a_wrong_tokenizer_is_found_before_the_weights_are_read(target):
+    told = []
+    config = EngineConfig.from_options(model=str(target), tokenizer="/no/such/file", **SIZES)
+    with pytest.raises(CheckpointError, match="'/no/such/file' is neither a path"):
+        build_engine(config, told.append)
+    assert told == []
 
 
 def test_the_user_is_told_what_is_loaded(target):

@@ -44,7 +44,10 @@ _NUM_TOKENS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
 ADAPTIVE, FIXED = "adaptive", "fixed"
 DUMMY = "dummy"
 DEFAULT_MODEL = "smollm2"
-MODEL_HELP = "checkpoint directory, GGUF file, smollm2, or in a checkout hybrid-28m"
+MODEL_HELP = (
+    "checkpoint directory, GGUF file, Hugging Face hub id as org/name[@revision], smollm2, "
+    "or in a checkout hybrid-28m"
+)
 
 
 def option(default: Any, text: str) -> Any:
@@ -65,7 +68,9 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = option(0, "drafts per step at most, 1..64; mtp: 1..8")
     model: str | None = option(
-        None, "the drafter's checkpoint, or smollm2-eagle3; eagle3 may leave it out with smollm2"
+        None,
+        "the drafter's checkpoint or hub id, or smollm2-eagle3; "
+        "eagle3 may leave it out with smollm2",
     )
     prompt_lookup_max: int = option(5, "ngram: longest suffix to match, in tokens, <= 1024")
     prompt_lookup_min: int = option(1, "ngram: shortest suffix to match, in tokens")
@@ -212,7 +217,9 @@ class EngineConfig:
     """
 
     model: str = option(DEFAULT_MODEL, MODEL_HELP)
-    tokenizer: str | None = option(None, "tokenizer directory or file; default: the model's")
+    tokenizer: str | None = option(
+        None, "tokenizer directory, file or hub id; default: the model's"
+    )
     skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
     dtype: str = option("auto", "auto, bfloat16 or float32")
     device: str = option("auto", "auto, cpu or cuda")

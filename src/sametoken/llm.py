@@ -72,7 +72,7 @@ class LLM:
         engine = build_engine(config, announce)
         for what in config.synthetic:
             announce(f"{what}: only times mean anything")
-        self._start(engine, load_tokenizer_of(config, engine.resolved.model_path))
+        self._start(engine, load_tokenizer_of(engine.resolved.config, engine.resolved.model_path))
 
     @classmethod
     def from_engine(cls, engine: EngineCore, tokenizer: Tokenizer | None) -> LLM:

@@ -39,7 +39,8 @@ from sametoken.layers.rotary import rotary_table
 from sametoken.models import decoder
 from sametoken.models.heads.eagle import Eagle1Checkpoint
 from sametoken.models.heads.eagle3 import Eagle3Checkpoint
-from sametoken.models.load.huggingface import INDEX, SINGLE, SafetensorsSource
+from sametoken.models.load.files import INDEX, SINGLE
+from sametoken.models.load.huggingface import SafetensorsSource
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.text.tokenizer import MAX_BYTES, load_tokenizer, require_own_end

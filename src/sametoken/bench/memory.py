@@ -23,6 +23,7 @@ from sametoken.engine.resolve import (
 )
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.hub import Needed
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
@@ -103,15 +104,15 @@ def measure_memory(
             ``build_engine``.
     """
     config = resolve_sizes(config, resolve_device(config))
-    path = resolve_model(config.model, announce)
-    spec, _ = resolve_drafter(config.speculative_config, path, announce)
+    path = resolve_model(config.model, announce, Needed.CONFIG)
+    spec, _ = resolve_drafter(config.speculative_config, path, announce, DUMMY)
     architecture = read_config(path, load_format=config.load_format)
     dtype, _ = resolve_dtype(config, architecture.dtype)
     longest = resolve_max_model_len(config, architecture)
     require_drafter_fits(spec, architecture, longest)
-    target = load_shapes(architecture, Path(path), dtype)
+    target = load_shapes(architecture, path, dtype)
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
-    placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, Path(path))
+    placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)
     return Memory(
         model=str(path),

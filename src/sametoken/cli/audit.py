@@ -204,10 +204,11 @@ def _audit_engine(config: EngineConfig, prompts: _Prompts, settings: AuditSettin
 
 
 def _tokenizer(config: EngineConfig) -> tuple[Path, Tokenizer]:
+    from sametoken.models.hub import Needed
     from sametoken.models.names import resolve_model
     from sametoken.text.tokenizer import load_tokenizer_of
 
-    path = resolve_model(config.model, _announce)
+    path = resolve_model(config.model, _announce, Needed.of(config.load_format))
     tokenizer = load_tokenizer_of(config, path)
     if tokenizer is None:
         raise RequestError("an audit needs a tokenizer", "leave skip_tokenizer_init out")

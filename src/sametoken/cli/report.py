@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from sametoken.types.outputs import RequestOutput, SpeculationMetrics
+from sametoken.types.units import in_units
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,9 +97,6 @@ def explain(resolved: ResolvedConfig) -> str:
     )
 
 
-_UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-
-
 def memory_report(memory: Memory) -> str:
     """List the counted memory, beside that of a recurrent state per draft position."""
     request, k = memory.request, memory.request.num_drafts
@@ -122,14 +120,6 @@ def memory_report(memory: Memory) -> str:
     head = f"{memory.model}, {memory.dtype}, {drafts}: counted, nothing is loaded"
     width = max(map(len, lines))
     return "\n".join([head, *(f"{name:<{width}}  {in_units(n):>9}" for name, n in lines.items())])
-
-
-def in_units(num_bytes: int) -> str:
-    """Format bytes in the largest decimal unit that is at least 1."""
-    for size, unit in _UNITS:
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 _WIDTH = 120

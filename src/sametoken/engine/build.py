@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sametoken.config import ADAPTIVE, EngineConfig
+from sametoken.config import ADAPTIVE, DUMMY, EngineConfig
 from sametoken.distributed.ranks import Ranks, start_ranks
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
@@ -22,6 +23,7 @@ from sametoken.drafters.build import (
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
+from sametoken.engine.reasons import reasons_of_defaults
 from sametoken.engine.resolve import (
     ROWS_PER_WEIGHT_READ,
     MemoryPlan,
@@ -44,6 +46,7 @@ from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.hub import Needed
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
@@ -61,6 +64,7 @@ from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.types.units import in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class _Requested:
     """The requested engine, validated as far as configs allow before loading.
 
     Attributes:
+        given: the user's options.
         config: sizes resolved, the drafter's path in place of its name.
         path: the target's checkpoint.
         dtype: dtype of weights and activations, and the reason.
@@ -75,6 +80,7 @@ class _Requested:
         reasons: options that were turned off or filled in, and why.
     """
 
+    given: EngineConfig
     config: EngineConfig
     device: torch.device
     path: Path
@@ -238,10 +244,16 @@ def _launcher(
 def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Requested:
     device = resolve_device(config)
     require_quantization(config, device)
-    config = resolve_sizes(config, device)
-    path = Path(resolve_model(config.model, announce))
-    spec, shipped = resolve_drafter(config.speculative_config, path, announce)
+    given, config = config, resolve_sizes(config, device)
+    path = resolve_model(config.model, announce, Needed.of(config.load_format))
+    spec, shipped = resolve_drafter(
+        config.speculative_config, path, announce, config.draft_load_format
+    )
     config = replace(config, speculative_config=spec)
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        # Loaded after the weights, so that a wrong name must be found before.
+        tokenizer = resolve_model(config.tokenizer, announce, Needed.TOKENIZER)
+        config = replace(config, tokenizer=str(tokenizer))
     architecture = read_config(path, load_format=config.load_format)
     dtype = resolve_dtype(config, architecture.dtype)
     max_len = resolve_max_model_len(config, architecture)
@@ -250,13 +262,17 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
-    return _Requested(config, device, path, architecture, dtype, layers, shipped | reasons)
+    return _Requested(given, config, device, path, architecture, dtype, layers, shipped | reasons)
 
 
 def _load(
     requested: _Requested, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
 ) -> _Loaded:
+    begun = time.monotonic()
     target, drafter, backend = _load_models(requested, ranks)
+    made = "made random" if requested.config.load_format == DUMMY else "loaded"
+    num_bytes = target.weights_bytes + drafter.weights_bytes
+    announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
     caches = (*target.caches, *drafter.caches)
     config, off_reasons = resolve_recurrent(requested.config, caches)
     off_reasons = requested.reasons | off_reasons
@@ -270,6 +286,7 @@ def _load(
         plan_memory(config, requested.architecture, caches, drafter.lookahead_slots, budget)
     )
     dtype, why = requested.dtype
+    defaults = reasons_of_defaults(requested.given, requested.device.type)
     resolved = ResolvedConfig(
         config=config,
         model_path=requested.path,
@@ -279,7 +296,7 @@ def _load(
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
-        reasons={**memory.reasons, **off_reasons, "dtype": why},
+        reasons={**defaults, **memory.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,

@@ -14,6 +14,7 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
+from sametoken.types.units import in_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +369,7 @@ def plan_memory(
         num_blocks = config.num_kv_blocks
     else:
         num_blocks = min(budget // block_bytes, most_useful)
-        reasons["num_kv_blocks"] = f"{num_blocks * block_bytes} of {budget} bytes"
+        reasons["num_kv_blocks"] = f"{in_units(num_blocks * block_bytes)} of {in_units(budget)}"
     longest = num_blocks * block_size - extra_tokens
     if longest < max_len:
         if config.max_model_len is not None or longest < block_size:

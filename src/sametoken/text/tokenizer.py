@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,9 +15,13 @@ from typing import Any
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.errors import CheckpointError, RequestError, SametokenError, UnsupportedError
 from sametoken.io.files import is_there, open_regular
+from sametoken.models.hub import Needed
+from sametoken.models.load.files import read_json_object
 from sametoken.models.load.gguf_file import read_gguf
-from sametoken.models.load.huggingface import read_json_object
+from sametoken.models.names import resolve_model
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
+
+_logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 #: One token may cover more characters than any vocabulary entry: a run of spaces or of unknown
@@ -142,9 +147,11 @@ def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | Non
     None with ``skip_tokenizer_init``, and for dummy weights whose directory has none.
 
     Raises:
-        CheckpointError, UnsupportedError: as ``load_tokenizer``.
+        CheckpointError, UnsupportedError: as ``load_tokenizer`` and ``resolve_model``.
     """
-    chosen = Path(config.tokenizer) if config.tokenizer else model_path
+    chosen = model_path
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        chosen = resolve_model(config.tokenizer, _logger.info, Needed.TOKENIZER)
     is_left_out = config.load_format == DUMMY and config.tokenizer is None and not _has_one(chosen)
     return None if config.skip_tokenizer_init or is_left_out else load_tokenizer(chosen)
 

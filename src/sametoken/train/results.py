@@ -25,7 +25,7 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.io.files import LOCK, DirectoryLock
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.mtp import PREFIX
-from sametoken.models.load.huggingface import INDEX, SINGLE
+from sametoken.models.load.files import INDEX, SINGLE
 from sametoken.train.networks import DecoderNetwork
 
 RESULT = "training.json"

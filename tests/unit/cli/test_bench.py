@@ -13,7 +13,7 @@ from sametoken.bench.memory import Memory
 from sametoken.bench.roofline import Bandwidth
 from sametoken.cli.bench import _workload
 from sametoken.cli.main import app
-from sametoken.cli.report import in_units, memory_report
+from sametoken.cli.report import memory_report
 from sametoken.engine.resolve import RequestMemory
 from sametoken.errors import ConfigError
 
@@ -169,18 +169,10 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
     lines = memory_report(COUNTED).splitlines()
     assert lines[0] == "a/model, bfloat16, ngram, 64 drafts: counted, nothing is loaded"
     values = {line[: line.rindex("  ")].strip(): line.split()[-2:] for line in lines[1:]}
-    assert values["pending inputs of 64 drafts, per request"] == ["25.0", "MB"]
-    assert values["(one recurrent state per draft would take)"] == ["3.3", "GB"]
-    assert values["KV per block of 64 tokens"] == ["2.1", "MB"]
-    assert values["of which speculation adds"] == ["27.1", "MB"]
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (25_362_432, "25.4 MB"), (3 * 10**9, "3.0 GB")],
-)
-def test_units(num_bytes, text):
-    assert in_units(num_bytes) == text
+    assert values["pending inputs of 64 drafts, per request"] == ["23.8", "MiB"]
+    assert values["(one recurrent state per draft would take)"] == ["3.0", "GiB"]
+    assert values["KV per block of 64 tokens"] == ["2.0", "MiB"]
+    assert values["of which speculation adds"] == ["25.8", "MiB"]
 
 
 def test_the_command_prints_lines_or_one_object(tmp_path):

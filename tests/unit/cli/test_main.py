@@ -44,12 +44,10 @@ class FakeLLM:
             model=SimpleNamespace(architecture="LlamaForCausalLM"),
             request_memory=RequestMemory(),
             **dict.fromkeys(
-                (
-                    *("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight"),
-                    *("model_path", "kernels", "weights_bytes", "kv_bytes", "recurrent_bytes"),
-                ),
-                "resolved",
+                ("dtype", "device", "steps_in_flight", "model_path", "kernels"), "resolved"
             ),
+            **dict.fromkeys(("max_model_len", "num_kv_blocks"), 2048),
+            **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes"), 2**20),
         )
 
     def get_default_sampling_params(self):

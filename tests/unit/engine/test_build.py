@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from helpers.checkpoints import LLAMA, VOCAB, head_tensors, write_llama, write_s
 from helpers.harness import request, run
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
-from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.engine.summary import explanation
+from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.runner.stream import ImmediateStream, LaggingStream
 
 SIZES = {"max_num_seqs": 2, "prefill_chunk_size": 16, "block_size": 8, "max_model_len": 32}
@@ -41,7 +43,7 @@ def test_it_says_what_it_decided(target):
     assert resolved.steps_in_flight == 1
     assert resolved.kernels in ("native", "reference")
     assert resolved.reasons["dtype"] == "the checkpoint is fp32"
-    assert resolved.reasons["num_kv_blocks"].endswith(f"of {2**30} bytes")
+    assert resolved.reasons["num_kv_blocks"].endswith("of 1.0 GiB")
 
 
 def test_memory_is_accounted_for(target):
@@ -144,10 +146,24 @@ def test_the_tightest_step_that_is_possible_works(target):
     assert run(build(target, **options), [request("r", prompt, 10)]).tokens == truth
 
 
-def test_the_user_is_told_what_is_fetched(target):
+def test_what_the_user_did_not_set_is_explained(target):
+    without = {one.name for one in explanation(build(target).resolved) if not one.reason}
+    assert without == {"model", *SIZES}
+
+
+def test_a_wrong_tokenizer_is_found_before_the_weights_are_read(target):
+    told = []
+    config = EngineConfig.from_options(model=str(target), tokenizer="/no/such/file", **SIZES)
+    with pytest.raises(CheckpointError, match="'/no/such/file' is neither a path"):
+        build_engine(config, told.append)
+    assert told == []
+
+
+def test_the_user_is_told_what_is_loaded(target):
     told = []
     build_engine(EngineConfig.from_options(model=str(target), **SIZES), told.append)
-    assert told == []
+    (line,) = told
+    assert re.fullmatch(r"loaded weights of 48\.0 KiB in \d+\.\d s", line)
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -14,7 +14,6 @@ from helpers.toy import toy_config
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.resolve import (
-    CPU_KV_BYTES,
     RequestMemory,
     ResolvedConfig,
     plan_memory,
@@ -32,6 +31,7 @@ from sametoken.engine.summary import explanation
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.ops.cache_types import LatentKV, LayerCache, PagedKV, Recurrent, bytes_per_block
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
+from sametoken.types.units import in_units
 
 MODEL = toy_config(11, max_positions=512)
 BLOCK = 16
@@ -113,7 +113,7 @@ def test_no_more_blocks_than_all_requests_can_fill():
     assert memory.max_model_len == 512
     assert memory.reasons == {
         "max_model_len": "the model's longest position",
-        "num_kv_blocks": f"{128 * BLOCK_BYTES} of {CPU_KV_BYTES} bytes",
+        "num_kv_blocks": f"{in_units(128 * BLOCK_BYTES)} of 1.0 GiB",
     }
 
 
@@ -333,7 +333,10 @@ def test_the_start_up_report_shows_what_drafts_cost_and_would_cost(tmp_path):
     resolved = build_engine(config).resolved
     lines = {one.name: one for one in explanation(resolved)}
     memory = resolved.request_memory
-    assert int(lines["recurrent_bytes_per_request"].value) == memory.recurrent_state > 0
-    assert int(lines["pending_bytes_per_request"].value) == memory.pending > 0
-    assert f"would take {8 * memory.recurrent_state}" in lines["pending_bytes_per_request"].reason
-    assert int(lines["kv_bytes_per_token"].value) == memory.kv_per_token
+    assert memory.recurrent_state > 0
+    assert memory.pending > 0
+    assert lines["recurrent_bytes_per_request"].value == in_units(memory.recurrent_state)
+    assert lines["pending_bytes_per_request"].value == in_units(memory.pending)
+    would_take = f"would take {in_units(8 * memory.recurrent_state)}"
+    assert would_take in lines["pending_bytes_per_request"].reason
+    assert lines["kv_bytes_per_token"].value == in_units(memory.kv_per_token)

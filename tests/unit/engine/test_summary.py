@@ -27,7 +27,25 @@ def test_without_speculation_there_is_no_method(resolved):
 
 def test_every_setting_is_explained_where_the_engine_chose(resolved):
     settings = {setting.name: setting for setting in explanation(resolved)}
-    assert settings["dtype"].value == "torch.float32"
+    assert settings["dtype"].value == "float32"
     assert settings["dtype"].reason == "the checkpoint is fp32"
-    assert (settings["block_size"].value, settings["block_size"].reason) == ("16", "")
+    assert (settings["block_size"].value, settings["block_size"].reason) == ("16 tokens", "")
     assert settings["synthetic"].value == "nothing"
+    assert settings["tokenizer"].value == "none"
+
+
+def test_settings_are_in_people_s_units(resolved):
+    config = replace(
+        resolved.config,
+        kv_cache_memory_bytes=3 * 2**30,
+        max_num_batched_tokens=4096,
+        speculative_config=SpeculativeConfig("ngram", 4),
+    )
+    sizes = {"weights_bytes": 5 * 2**20, "kv_bytes": 3 * 2**29, "max_model_len": 40 * 1024}
+    found = explanation(replace(resolved, config=config, **sizes))
+    settings = {one.name: one.value for one in found}
+    assert settings["kv_cache_memory_bytes"] == "3.0 GiB"
+    assert settings["max_num_batched_tokens"] == "4 k tokens"
+    assert settings["max_model_len"] == "40 k tokens"
+    assert (settings["weights_bytes"], settings["kv_bytes"]) == ("5.0 MiB", "1.5 GiB")
+    assert settings["speculative_config"] == '{"method": "ngram", "num_speculative_tokens": 4}'

@@ -361,7 +361,7 @@ def test_a_start_that_fails_raises_the_engine_s_own_error(model, tmp_path):
 
     with pytest.raises(CheckpointError, match="neither a path"):
         asyncio.run(start(model=str(tmp_path / "nowhere")))
-    with pytest.raises(CheckpointError, match="no tokenizer at"):
+    with pytest.raises(CheckpointError, match="none' is neither a path"):
         asyncio.run(start(model=model, tokenizer=str(tmp_path / "none"), **SIZES))
     synthetic = {**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2}
     limits = ServingLimits(shadow_audit_rate=0.1)

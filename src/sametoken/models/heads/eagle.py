@@ -58,7 +58,7 @@ from sametoken.models.heads.base import (
     refuse,
     require_sizes,
 )
-from sametoken.models.load.huggingface import read_json_object
+from sametoken.models.load.files import read_json_object
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels, RotaryTable
 from sametoken.ops.cache_types import PagedKV

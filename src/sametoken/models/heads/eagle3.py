@@ -67,7 +67,8 @@ from sametoken.models.heads.base import (
     require_layers,
     require_sizes,
 )
-from sametoken.models.load.huggingface import SafetensorsSource, read_json_object
+from sametoken.models.load.files import read_json_object
+from sametoken.models.load.huggingface import SafetensorsSource
 from sametoken.models.load.settings import MAX_LAYERS, Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels, QKNorm

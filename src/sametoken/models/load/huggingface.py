@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
@@ -14,18 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.io.files import is_there, open_regular, read_json
+from sametoken.io.files import is_there, open_regular
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
+from sametoken.models.load.files import AGAIN, read_json_object, safetensors_files
 from sametoken.models.load.settings import MAX_LAYERS, NO_SETTINGS, Settings, require_head_counts
 from sametoken.models.load.weights import rows_per_chunk
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-PICKLED = (".bin", ".pt", ".pth")
-#: Longest file name on any system.
-MAX_NAME_BYTES = 255
-AGAIN = "download the checkpoint again"
+from sametoken.models.registry import model_class
 
 _HYBRID = {
     "head_dim": 256,
@@ -73,13 +68,16 @@ class HuggingFaceCheckpoint:
 
     Raises:
         CheckpointError: no config.json, malformed JSON, or a key is missing or impossible.
-        UnsupportedError: the weights are quantized, or a setting is not implemented.
+        UnsupportedError: the architecture or a setting is not implemented, or the weights are
+            quantized.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         config_file = directory / "config.json"
         config = Settings(read_json_object(config_file), str(config_file))
+        # First: other architectures may name their sizes otherwise.
+        model_class(_architecture(config))
         self.config = model_config(config, read_generation_config(directory))
 
     def open_tensors(self) -> SafetensorsSource:
@@ -103,10 +101,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         raise UnsupportedError(
             f"{location} has a quantization_config", "use the checkpoint's unquantized weights"
         )
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise CheckpointError(f"{location} names no architecture", 'set "architectures"')
-    architecture = str(architectures[0])
+    architecture = _architecture(given)
     text = config.get("text_config")
     if isinstance(text, dict):
         config = text | {key: config[key] for key in _COMMON if config.get(key) is not None}
@@ -141,14 +136,24 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     )
 
 
+def _architecture(given: Settings) -> str:
+    architectures = given.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CheckpointError(f"{given.location} names no architecture", 'set "architectures"')
+    return str(architectures[0])
+
+
 def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
     """Rope settings from ``rope_parameters``, or from ``rope_scaling`` and ``rope_theta``."""
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise CheckpointError(f"{settings.location}: the rope settings are not an object", AGAIN)
-    if any(isinstance(value, dict) for value in given.values()):
+    types = [short(name) for name, value in given.items() if isinstance(value, dict)]
+    if types:
         raise UnsupportedError(
-            f"{settings.location} has rope settings per layer type", "use another checkpoint"
+            f"{settings.location} has rope settings per layer type ({', '.join(types)}), "
+            "which are not supported",
+            "use a checkpoint whose layers share one",
         )
     own = Settings(given, settings.location)
     whole = settings.number("partial_rotary_factor", 1.0)
@@ -187,25 +192,6 @@ def _dtype(settings: Settings) -> torch.dtype:
     return _DTYPES[name]
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a checkpoint's JSON file.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, or not a JSON object.
-    """
-    try:
-        value = read_json(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path.parent} holds no {path.name}", "give a checkpoint directory or a GGUF file"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error})", AGAIN) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object", AGAIN)
-    return value
-
-
 def read_generation_config(directory: Path) -> Settings:
     """The settings of generation_config.json; empty without the file.
 
@@ -231,7 +217,7 @@ class SafetensorsSource:
     def __init__(self, directory: Path, prefix: str = "") -> None:
         self.location = str(directory)
         self._files: dict[str, Path] = {}
-        for path in _safetensors_files(directory):
+        for path in safetensors_files(directory):
             with _opened(path) as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             for name in names:
@@ -277,49 +263,6 @@ class SafetensorsSource:
             step = rows_per_chunk(math.prod(shape[1:]))
             for first in range(0, shape[0], step):
                 yield tensor[first : first + step]
-
-
-def _safetensors_files(directory: Path) -> list[Path]:
-    single, index = directory / SINGLE, directory / INDEX
-    if is_there(single):
-        return [single]
-    if is_there(index):
-        return _shards(index)
-    files = sorted(directory.glob("*.safetensors"))
-    if files:
-        return files
-    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
-    if pickled:
-        raise UnsupportedError(
-            f"{directory} holds pickled weights only ({pickled[0]}), which may run code when read",
-            "convert them to safetensors",
-        )
-    raise CheckpointError(f"{directory} holds no safetensors file", AGAIN)
-
-
-def _shards(index: Path) -> list[Path]:
-    """The files of a weight map, all in its own folder."""
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index} has no weight_map", AGAIN)
-    names = list(weight_map.values())
-    for name in names:
-        if not isinstance(name, str) or not _is_plain(name):
-            raise CheckpointError(
-                f"{index} lists {short(name)}, which is no name of a file beside it", AGAIN
-            )
-    shards = [index.parent / name for name in dict.fromkeys(names)]
-    missing = [shard.name for shard in shards if not shard.is_file()]
-    if missing:
-        raise CheckpointError(f"{index} lists {missing[0]}, which is not there", AGAIN)
-    return shards
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a name stays within its folder, on any system."""
-    is_one = name == PurePosixPath(name).name == PureWindowsPath(name).name
-    fits = len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
-    return is_one and fits and name not in ("", "..") and "\0" not in name
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen3Config
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.decoder import sliding_windows
 from sametoken.models.loader import read_config
+from sametoken.models.registry import ARCHITECTURES
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,6 +40,27 @@ def test_absent_keys_take_the_values_transformers_implies(tmp_path):
     assert config.rope == theirs.rope_parameters
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12},
+        {
+            "architectures": ["NemotronHForCausalLM"],
+            "hybrid_override_pattern": "M-M*",
+            "head_dim": 0,
+        },
+        {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"full_attention": {}}},
+        {"architectures": ["OPTForCausalLM"], "quantization_config": {"bits": 4}},
+    ],
+    ids=lambda config: config["architectures"][0],
+)
+def test_other_architectures_are_refused_by_name_before_any_key_is_read(tmp_path, config):
+    with pytest.raises(UnsupportedError) as caught:
+        read(tmp_path, config)
+    assert caught.value.cause == f"architecture {config['architectures'][0]!r} is not supported"
+    assert caught.value.remedy == f"supported: {', '.join(ARCHITECTURES)}"
 
 
 @pytest.mark.parametrize("config_class", [MistralConfig, Qwen3Config])
@@ -117,7 +139,10 @@ def test_dtype_by_either_name(tmp_path, key):
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            r"rope settings per layer type \('full_attention'\), which are not supported",
+        ),
         ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn'"),
     ],
 )

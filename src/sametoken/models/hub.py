@@ -1,0 +1,296 @@
+"""Checkpoints of the Hugging Face hub: found in its cache, else downloaded into it.
+
+``huggingface_hub`` names the cache and the hub by its own variables (``HF_HOME``,
+``HF_HUB_CACHE``, ``HF_ENDPOINT``, ``HF_TOKEN``), and is imported when a hub id is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from sametoken.config import DUMMY
+from sametoken.errors import CheckpointError, SametokenError, clipped
+from sametoken.models.load.files import INDEX, SINGLE, choose_safetensors, safetensors_files
+from sametoken.types.units import in_units
+
+CONFIG = "config.json"
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+_SETTINGS = (
+    CONFIG,
+    "generation_config.json",
+    *_TOKENIZER,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+#: Vocabularies, for repositories without tokenizer.json.
+_VOCABULARIES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt")
+_TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
+_FILES = (".gguf", ".json", ".safetensors")
+_CANNOT_STORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_MAX_REASON = 160
+
+
+class Needed(Enum):
+    """What a caller reads of a checkpoint; other files are not downloaded."""
+
+    MODEL = "a model's config, tokenizer and weights"
+    HEAD = "the config and weights of a draft head"
+    CONFIG = "a model's config and tokenizer"
+    TOKENIZER = "a tokenizer"
+
+    @classmethod
+    def of(cls, load_format: str, *, head: bool = False) -> Needed:
+        """What loading in this format reads: no weights for dummy ones."""
+        if load_format == DUMMY:
+            return cls.CONFIG
+        return cls.HEAD if head else cls.MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """A repository of models, ``org/name``, at a branch, tag or commit."""
+
+    repository: str
+    revision: str = "main"
+
+    @classmethod
+    def parse(cls, name: str) -> HubId | None:
+        """Parse ``org/name[@revision]``; None for what can only be a path."""
+        match = _ID.fullmatch(name)
+        if match is None or name.lower().endswith(_FILES):
+            return None
+        return cls(match["repository"], match["revision"] or "main")
+
+    def __str__(self) -> str:
+        return self.repository + ("" if self.revision == "main" else f"@{self.revision}")
+
+    @property
+    def command(self) -> str:
+        """The command that downloads it."""
+        revision = "" if self.revision == "main" else f" --revision {self.revision}"
+        return f"hf download {self.repository}{revision}"
+
+
+def find_on_hub(
+    hub_id: HubId, needed: Needed, announce: Callable[[str], None], hint: str = ""
+) -> Path:
+    """The directory of a repository's files, or the path of its GGUF file.
+
+    What the cache holds is used without asking the hub, so a branch stays where it was when it
+    was downloaded.
+
+    Args:
+        hub_id: the repository.
+        needed: which files.
+        announce: called with a sentence on what is used or downloaded.
+        hint: a sentence for the error if there is no such repository.
+
+    Raises:
+        CheckpointError: the repository or the needed files do not exist, or cannot be had.
+        UnsupportedError: the model is not supported; its weights are not downloaded.
+    """
+    found = _cached(hub_id, needed)
+    if found is not None:
+        announce(f"using {hub_id} from {found}")
+        return found
+    with _errors(hub_id, hint):
+        return _download(hub_id, needed, announce)
+
+
+def cached_repositories() -> list[str]:
+    """Ids of the models in the cache."""
+    from huggingface_hub import constants
+
+    folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+    return [folder.name.removeprefix("models--").replace("--", "/", 1) for folder in folders]
+
+
+def _cached(hub_id: HubId, needed: Needed) -> Path | None:
+    """What is needed of the cached snapshot, if all of it is there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            hub_id.repository,
+            revision=hub_id.revision,
+            local_files_only=True,
+            allow_patterns=[CONFIG],
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return _complete(Path(folder), needed)
+
+
+def _complete(folder: Path, needed: Needed) -> Path | None:
+    """The folder, or its GGUF file, unless something that is needed is missing."""
+    names = [file.name for file in folder.iterdir() if file.is_file()]
+    gguf_files = _gguf_files(names, needed)
+    if gguf_files:
+        return folder / gguf_files[0] if len(gguf_files) == 1 else None
+    if needed is Needed.TOKENIZER:
+        is_whole = any(name in names for name in _TOKENIZER)
+    else:
+        is_whole = CONFIG in names and (needed is Needed.CONFIG or _has_weights(folder))
+    return folder if is_whole else None
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return all(file.is_file() for file in safetensors_files(folder))
+    except SametokenError:
+        return False
+
+
+def _download(hub_id: HubId, needed: Needed, announce: Callable[[str], None]) -> Path:
+    from huggingface_hub import HfApi, constants
+
+    # Imports torch, which the command's help does without.
+    from sametoken.models.loader import read_config
+
+    info = HfApi().model_info(hub_id.repository, revision=hub_id.revision, files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    announce(f"fetching {hub_id} from {constants.ENDPOINT} into {constants.HF_HUB_CACHE}")
+    begun = time.monotonic()
+    gguf_files = _gguf_files(sizes, needed)
+    if gguf_files:
+        names = [_the_only(hub_id, gguf_files)]
+        found = _fetch(hub_id, names) / names[0]
+    else:
+        names = _settings(sizes)
+        found = _fetch(hub_id, names)
+        if needed is Needed.MODEL:
+            # Refuses a model that is not supported before its weights come.
+            read_config(found)
+        if needed in (Needed.MODEL, Needed.HEAD):
+            weights = _weights(hub_id, sizes, found)
+            found = _fetch(hub_id, weights)
+            names += weights
+    fetched = in_units(sum(sizes.get(name, 0) for name in names))
+    announce(f"fetched {fetched} in {time.monotonic() - begun:.1f} s")
+    return found
+
+
+def _weights(hub_id: HubId, names: Collection[str], folder: Path) -> list[str]:
+    """The files with the weights; an index is in ``folder`` already."""
+    own = [name for name in names if "/" not in name]
+    return choose_safetensors(own, hub_id, lambda: folder / INDEX)
+
+
+def _settings(names: Collection[str]) -> list[str]:
+    """The small files among a repository's: configs, tokenizer, templates, index."""
+    wanted = {*_SETTINGS}
+    if _TOKENIZER[0] not in names:
+        wanted |= {*_VOCABULARIES}
+    if SINGLE not in names:
+        wanted |= {INDEX}
+    return [name for name in names if name in wanted or _TEMPLATES.fullmatch(name)]
+
+
+def _gguf_files(names: Collection[str], needed: Needed) -> list[str]:
+    """The GGUF files where there are no safetensors; they hold config and tokenizer too."""
+    if needed is Needed.HEAD or any(name.endswith(".safetensors") for name in names):
+        return []
+    return [name for name in names if name.lower().endswith(".gguf")]
+
+
+def _the_only(hub_id: HubId, gguf_files: list[str]) -> str:
+    if len(gguf_files) > 1:
+        raise CheckpointError(
+            f"{hub_id} holds {len(gguf_files)} GGUF files: {clipped(', '.join(gguf_files), 400)}",
+            f"run `{hub_id.command} FILE` for one of them, and give the path that it prints",
+        )
+    return gguf_files[0]
+
+
+def _fetch(hub_id: HubId, names: list[str]) -> Path:
+    """Download files into the cache; bars on stderr where it is a terminal."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import tqdm
+
+    if not names:
+        raise CheckpointError(f"{hub_id} holds no files of a model", "give another repository")
+    bars: list[Bar] = []
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            # The client's own bar of all files shows in pipes and files too.
+            shown = {"disable": not sys.stderr.isatty(), "leave": False}
+            super().__init__(*arguments, **options | shown)
+            bars.append(self)
+
+    try:
+        folder = snapshot_download(
+            hub_id.repository, revision=hub_id.revision, allow_patterns=names, tqdm_class=Bar
+        )
+    finally:
+        # The client leaves some open, which would be drawn again at the process's end.
+        for bar in reversed(bars):
+            bar.close()
+    return Path(folder)
+
+
+@contextmanager
+def _errors(hub_id: HubId, hint: str) -> Iterator[None]:
+    """Turn the hub's errors into one sentence each, with a remedy."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    page, cache = f"{constants.ENDPOINT}/{hub_id.repository}", constants.HF_HUB_CACHE
+    try:
+        yield
+    except SametokenError:
+        raise
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{hub_id} is gated", f"accept its terms at {page}, then run `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise CheckpointError(
+            f"{str(hub_id)!r} is neither a path nor a repository of {constants.ENDPOINT}",
+            hint + "check the spelling; if it is private, run `hf auth login`",
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{hub_id.repository} has no revision {hub_id.revision!r}",
+            f"give a branch, tag or commit listed at {page}",
+        ) from error
+    except Exception as error:
+        # Versions of huggingface_hub use different HTTP libraries, each with errors of its own.
+        if isinstance(error, OSError) and error.errno in _CANNOT_STORE:
+            raise CheckpointError(
+                f"{hub_id} cannot be stored in {cache} ({error})",
+                "set HF_HOME to a directory that has the room",
+            ) from error
+        raise CheckpointError(
+            f"{str(hub_id)!r} is no path, the cache {cache} does not hold all of it, and it cannot "
+            f"be downloaded ({_reason(error)})",
+            hint + f"run `{hub_id.command}` on a machine with network, and copy its cache to "
+            f"{cache}, or set HF_HOME to the copy",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    first_line = str(error).strip().partition("\n")[0]
+    return clipped(f"{type(error).__name__}: {first_line}", _MAX_REASON)

@@ -1,0 +1,107 @@
+"""The files of a Hugging Face checkpoint: JSON objects, and which files hold the weights.
+
+This module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from reprlib import repr as short
+from typing import Any
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.io.files import is_there, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth")
+#: Longest file name on any system.
+MAX_NAME_BYTES = 255
+AGAIN = "download the checkpoint again"
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a checkpoint's JSON file.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or not a JSON object.
+    """
+    try:
+        value = read_json(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path.parent} holds no {path.name}", "give a checkpoint directory or a GGUF file"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error})", AGAIN) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object", AGAIN)
+    return value
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """The files with the weights of a directory.
+
+    Raises:
+        CheckpointError: there are none, or the index is malformed or lists a missing file.
+        UnsupportedError: only pickled weights.
+    """
+    names = [path.name for path in directory.iterdir()]
+    index = directory / INDEX
+    files = [directory / name for name in choose_safetensors(names, directory, lambda: index)]
+    missing = [file.name for file in files if not is_there(file)]
+    if missing:
+        raise CheckpointError(f"{index} lists {missing[0]}, which is not there", AGAIN)
+    return files
+
+
+def choose_safetensors(
+    names: Collection[str], location: object, index: Callable[[], Path]
+) -> list[str]:
+    """The names of the files with the weights, among those of a checkpoint.
+
+    Args:
+        names: the checkpoint's files.
+        location: the checkpoint, for messages.
+        index: the path of the index; called if it decides.
+
+    Raises:
+        CheckpointError: there are none, or the index is malformed.
+        UnsupportedError: only pickled weights.
+    """
+    if SINGLE in names:
+        return [SINGLE]
+    if INDEX in names:
+        return _shards(index())
+    files = sorted(name for name in names if name.endswith(".safetensors"))
+    if files:
+        return files
+    pickled = sorted(name for name in names if name.endswith(PICKLED))
+    if pickled:
+        raise UnsupportedError(
+            f"{location} holds pickled weights only ({pickled[0]}), which may run code when read",
+            "convert them to safetensors",
+        )
+    raise CheckpointError(f"{location} holds no safetensors file", AGAIN)
+
+
+def _shards(index: Path) -> list[str]:
+    """The files of a weight map, all in its own folder."""
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map", AGAIN)
+    names = list(weight_map.values())
+    for name in names:
+        if not isinstance(name, str) or not _is_plain(name):
+            raise CheckpointError(
+                f"{index} lists {short(name)}, which is no name of a file beside it", AGAIN
+            )
+    return list(dict.fromkeys(names))
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name stays within its folder, on any system."""
+    is_one = name == PurePosixPath(name).name == PureWindowsPath(name).name
+    fits = len(name.encode("utf-8", "replace")) <= MAX_NAME_BYTES
+    return is_one and fits and name not in ("", "..") and "\0" not in name

@@ -1,0 +1,30 @@
+"""Sizes as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sametoken.types.units import in_tokens, in_units
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (25_362_432, "24.2 MiB"),
+        (3 * 2**30, "3.0 GiB"),
+        (3 * 2**39, "1.5 TiB"),
+    ],
+)
+def test_bytes(num_bytes, text):
+    assert in_units(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 tokens"), (1000, "1000 tokens"), (1024, "1 k tokens"), (40_960, "40 k tokens")],
+)
+def test_tokens(count, text):
+    assert in_tokens(count) == text

@@ -36,6 +36,8 @@ from sametoken.serving.limits import ServingLimits
 _SETTINGS = (
     "model",
     "tokenizer",
+    "chat_template",
+    "generation_config",
     "dtype",
     "device",
     "load_format",

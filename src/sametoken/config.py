@@ -18,6 +18,7 @@ from sametoken.types.option_values import (
     check_acceptance,
     check_lookups,
     json_object,
+    require_files,
     require_path,
     require_types,
     suggestion,
@@ -50,9 +51,15 @@ MODEL_HELP = (
 )
 
 
-def option(default: Any, text: str) -> Any:
-    """A dataclass field with a help text for the CLI and the docs."""
-    return field(default=default, metadata={"help": text})
+def option(default: Any, text: str, *spellings: str) -> Any:
+    """A dataclass field with a help text for the CLI and the docs.
+
+    Args:
+        default: the field's default.
+        text: the help text.
+        spellings: flags beside the field's own name on the command line.
+    """
+    return field(default=default, metadata={"help": text, "spellings": spellings})
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +227,12 @@ class EngineConfig:
     tokenizer: str | None = option(
         None, "tokenizer directory, file or hub id; default: the model's"
     )
+    chat_template: str | None = option(None, "Jinja file that replaces the model's chat template")
+    generation_config: str = option(
+        "auto",
+        "default sampling parameters: auto, of the model's generation_config.json; vllm, of no "
+        "file; or a directory with that file",
+    )
     skip_tokenizer_init: bool = option(False, "load no tokenizer; prompts are token ids")
     dtype: str = option("auto", "auto, bfloat16 or float32")
     device: str = option("auto", "auto, cpu or cuda")
@@ -237,14 +250,16 @@ class EngineConfig:
         None, "KV memory; default 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU"
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use in all")
-    num_kv_blocks: int | None = option(None, "KV blocks, overriding kv_cache_memory_bytes")
+    num_kv_blocks: int | None = option(
+        None, "KV blocks, overriding kv_cache_memory_bytes", "--num-gpu-blocks-override"
+    )
     enable_prefix_caching: bool = option(True, "share KV of equal prompt blocks")
     steps_in_flight: int = option(
         0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU"
     )
     enforce_eager: bool = option(False, "use no CUDA graphs")
     tensor_parallel_size: int = option(
-        1, "ranks that share the model, each with a shard of every layer and its own GPU"
+        1, "ranks that share the model, each with a shard of every layer and its own GPU", "-tp"
     )
     load_format: str = option(
         "auto", "auto, safetensors, gguf, or dummy: random weights, to measure times"
@@ -265,6 +280,7 @@ class EngineConfig:
                 f"gpu_memory_utilization={shown(self.gpu_memory_utilization)} is not possible",
                 "use a number above 0 and up to 1",
             )
+        require_files(self.chat_template, self.generation_config)
 
     def _check_choices(self) -> None:
         for name in _PATHS:
@@ -330,7 +346,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "safetensors", "gguf", DUMMY),
 }
-_PATHS = ("model", "tokenizer")
+_PATHS = ("model", "tokenizer", "chat_template", "generation_config")
 _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
 _LIMITS = (
     ("seed", 0, 2**63 - 1),

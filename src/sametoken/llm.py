@@ -36,6 +36,7 @@ from sametoken.text.tokenizer import (
 )
 from sametoken.types.outputs import RequestOutput, SpeculationMetrics
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.vllm_options import take_vllm_options
 
 _logger = logging.getLogger("sametoken")
 
@@ -53,7 +54,7 @@ class LLM:
     Args:
         model: checkpoint directory, GGUF file, or a known name.
         announce: called with a line of text on each slow phase; logs it by default.
-        options: the fields of ``EngineConfig``.
+        options: the fields of ``EngineConfig``, and vLLM's options that have no effect here.
 
     Raises:
         ConfigError: an option is unknown or impossible.
@@ -68,6 +69,8 @@ class LLM:
         announce: Callable[[str], None] = _logger.info,
         **options: Any,
     ) -> None:
+        if (notice := take_vllm_options(options, kept=EngineConfig.__slots__)) is not None:
+            _logger.warning(notice)
         config = EngineConfig.from_options(model=model, **options)
         engine = build_engine(config, announce)
         for what in config.synthetic:
@@ -121,12 +124,13 @@ class LLM:
         return self._tokenizer.hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Defaults from the checkpoint's generation_config.json, else those of SamplingParams.
+        """Defaults from the file that ``generation_config`` names, else those of SamplingParams.
 
         Raises:
             CheckpointError: the file is not a JSON object.
         """
-        return default_sampling_params(self.resolved.model_path)
+        resolved = self.resolved
+        return default_sampling_params(resolved.model_path, resolved.config.generation_config)
 
     def generate(
         self,

@@ -18,6 +18,8 @@ from sametoken.types.sampling_params import SamplingParams
 ENGINE = {
     "model": "smollm2",
     "tokenizer": None,
+    "chat_template": None,
+    "generation_config": "auto",
     "skip_tokenizer_init": False,
     "dtype": "auto",
     "device": "auto",

@@ -142,6 +142,10 @@ def test_sigterm_lets_requests_finish_and_takes_no_new_ones(servers):
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(60) == 0
+    log = server.log.read_text()
+    assert "POST /v1/completions" in log
+    assert "GET /ready" not in log
+    assert "GET /health" not in log
 
 
 def test_sigint_ends_the_server_at_once(servers):

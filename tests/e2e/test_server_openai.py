@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
+from sametoken.errors import RequestError
 
 pytestmark = pytest.mark.xdist_group("server openai")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
@@ -75,6 +76,36 @@ def test_completions_are_the_offline_answer(client, offline, temperature):
     assert found.usage.completion_tokens == len(expected.token_ids)
     stream = client.completions.create(model="tiny", prompt=PROMPT, stream=True, **params)
     assert whole_text(stream) == expected.text
+
+
+def test_the_context_ends_an_answer_and_refuses_a_prompt(client, offline):
+    context = offline.resolved.max_model_len
+    more = {"temperature": 0.0, "max_tokens": 5 * context}
+    forever = {"extra_body": {"ignore_eos": True, "return_token_ids": True}}
+
+    def said(num_words: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "cat " * num_words}]
+
+    short, longer = (len(offline.render_chat(said(n)).token_ids) for n in (1, 2))
+    messages = said((context - short) // (longer - short) - 1)
+    chat = list(offline.render_chat(messages).token_ids)
+    expected = answer(offline, {"prompt_token_ids": chat}, ignore_eos=True, **more)
+    assert (len(chat) + len(expected.token_ids), expected.finish_reason) == (context, "length")
+    found = [
+        client.completions.create(model="tiny", prompt=chat, **more, **forever),
+        client.chat.completions.create(model="tiny", messages=messages, **more, **forever),
+    ]
+    for one in found:
+        assert tuple(one.choices[0].token_ids) == expected.token_ids
+        assert one.choices[0].finish_reason == "length"
+
+    ids = (chat * 2)[:context]
+    with pytest.raises(RequestError, match=f"at most {context - 1} fit") as refused:
+        answer(offline, {"prompt_token_ids": ids})
+    with pytest.raises(openai.BadRequestError, match=re.escape(refused.value.cause)):
+        client.completions.create(model="tiny", prompt=ids)
+    with pytest.raises(openai.BadRequestError, match=f"at most {context - 1} fit"):
+        client.chat.completions.create(model="tiny", messages=messages * 20)
 
 
 def test_speculation_of_a_request_changes_its_speed_alone(client, offline):

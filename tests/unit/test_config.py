@@ -56,6 +56,17 @@ def test_unknown_options_are_hinted_at(name, hint):
     assert hint in caught.value.remedy
 
 
+def test_files_must_be_there(tmp_path):
+    file = tmp_path / "generation_config.json"
+    for name, value in (("chat_template", tmp_path), ("generation_config", tmp_path)):
+        with pytest.raises(ConfigError, match=f"{name}=") as refused:
+            EngineConfig(**{name: value})
+        assert refused.value.remedy
+    file.write_text("{}")
+    config = EngineConfig(chat_template=file, generation_config=tmp_path)
+    assert (config.chat_template, config.generation_config) == (str(file), str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["dtype", "device", "load_format"])
 def test_choices_are_named(name):
     with pytest.raises(ConfigError, match=f"{name}='float16x' is not possible") as caught:

@@ -212,6 +212,20 @@ def test_get_tokenizer_is_the_hugging_face_one(scripted, tokenizer):
     assert llm.get_tokenizer() is tokenizer.hf
 
 
+def test_options_of_vllm_are_taken_as_on_the_command_line(caplog):
+    with pytest.raises(ConfigError, match=r"revision='main' is not offered: .* MODEL@REVISION"):
+        LLM("nowhere", revision="main")
+    assert caplog.records == []
+    with pytest.raises(ConfigError, match="dtype"):
+        LLM("nowhere", trust_remote_code=True, dtype="float8")
+    assert [(one.levelname, one.message) for one in caplog.records] == [
+        (
+            "WARNING",
+            "without effect here: trust_remote_code=True (code of a checkpoint is never run)",
+        )
+    ]
+
+
 def test_options_are_checked_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="did you mean 'dtype'"):
         LLM("nowhere", dtyp="float32")

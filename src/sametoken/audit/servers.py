@@ -43,9 +43,27 @@ class Server:
         return self.url.rstrip("/").removesuffix("/v1")
 
     def client(self) -> httpx.AsyncClient:
-        """Open a client that sends the key with every request."""
+        """Open a client that sends the key with every request.
+
+        Raises:
+            RequestError: the URL is malformed.
+        """
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        return httpx.AsyncClient(base_url=self.root, headers=headers, timeout=self.timeout_s)
+        try:
+            return httpx.AsyncClient(base_url=self.root, headers=headers, timeout=self.timeout_s)
+        except httpx.InvalidURL as error:
+            raise RequestError(
+                f"{self.url!r} is no URL ({error})", "give one as in http://127.0.0.1:8000"
+            ) from error
+
+
+def require_server(server: Server) -> None:
+    """Check that a server answers as an audit needs it, with a request for one token.
+
+    Raises:
+        RequestError: as ``query_server``.
+    """
+    query_server(server, [AuditRequest("check", (), "a", 0.0, 0, 1)], concurrency=1)
 
 
 def query_server(server: Server, requests: Sequence[AuditRequest], *, concurrency: int) -> Answers:

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,19 +90,18 @@ def require_harness() -> None:
         raise UnsupportedError("lm-eval is not installed", "pip install 'sametoken[eval]'")
 
 
-def evaluate(llm: LLM, settings: EvalSettings, *, plain: bool = False) -> Evaluation:
+def evaluate(llm: LLM, tasks: Any, settings: EvalSettings, *, plain: bool = False) -> Evaluation:
     """Run lm-eval tasks.
 
     Args:
         llm: the engine.
-        settings: the tasks.
+        tasks: from ``load_tasks``; a second run needs others, since they draw their examples.
+        settings: how to run them.
         plain: decode without drafts.
 
     Raises:
-        UnsupportedError: lm-eval is missing, or a task needs an option that the engine lacks.
-        ConfigError: a task is unknown or its data cannot be loaded.
+        UnsupportedError: a task needs an option that the engine lacks.
     """
-    require_harness()
     from lm_eval.evaluator import evaluate as run_tasks
 
     from sametoken.bench.harness import EngineLM
@@ -111,7 +111,7 @@ def evaluate(llm: LLM, settings: EvalSettings, *, plain: bool = False) -> Evalua
     model = EngineLM(llm, plain=plain, max_tokens=settings.max_tokens)
     output = run_tasks(
         model,
-        _load_tasks(settings),
+        tasks,
         limit=settings.limit,
         bootstrap_iters=0,
         log_samples=False,
@@ -126,8 +126,14 @@ def evaluate(llm: LLM, settings: EvalSettings, *, plain: bool = False) -> Evalua
     )
 
 
-def _load_tasks(settings: EvalSettings) -> Any:
-    """Load the tasks, and set their number of few-shot examples."""
+def load_tasks(settings: EvalSettings) -> Any:
+    """Load lm-eval's tasks and their data, and set their number of few-shot examples.
+
+    Raises:
+        UnsupportedError: lm-eval is missing.
+        ConfigError: a task is unknown or its data cannot be loaded.
+    """
+    require_harness()
     from lm_eval.tasks import TaskManager
 
     others = [name for name in settings.tasks if name != GSM8K]
@@ -135,7 +141,11 @@ def _load_tasks(settings: EvalSettings) -> Any:
     configs: list[Any] = [_gsm8k(settings.path)] if GSM8K in settings.tasks else []
     unknown = [name for name in others if not manager.match_tasks([name])]
     if unknown:
-        raise ConfigError(f"lm-eval has no task {', '.join(unknown)}", "see lm-eval ls tasks")
+        close = get_close_matches(unknown[0], [GSM8K, *manager.all_tasks], n=1)
+        raise ConfigError(
+            f"lm-eval has no task {', '.join(unknown)}",
+            f"did you mean {close[0]!r}?" if close else "see lm-eval ls tasks",
+        )
     try:
         loaded = manager.load(configs + others)
     except Exception as error:

@@ -14,11 +14,13 @@ import typer
 from sametoken.cli.options import engine_options, with_options
 from sametoken.config import MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError, RequestError
+from sametoken.io.files import require_writable
 
 if TYPE_CHECKING:
     from sametoken.audit.asks import AuditRequest
     from sametoken.audit.engine_audit import AuditSettings
     from sametoken.audit.server_audit import Side
+    from sametoken.audit.servers import Server
     from sametoken.audit.verdict import Verdict
     from sametoken.bench.datasets import DatasetItem
     from sametoken.text.tokenizer import Tokenizer
@@ -79,12 +81,27 @@ class _Servers:
     api_key: str | None
     concurrency: int
 
+    def check(self) -> None:
+        """Ask every server for one token.
+
+        Raises:
+            RequestError: a server cannot be reached, or lacks what an audit needs.
+        """
+        from sametoken.audit.servers import require_server
+
+        for url in filter(None, (self.url, self.baseline_url)):
+            require_server(self._server(url))
+
     def side(self, url: str) -> Side:
         """Make a side of one server."""
         from sametoken.audit.server_audit import server_side
+
+        return server_side(self._server(url), self.concurrency)
+
+    def _server(self, url: str) -> Server:
         from sametoken.audit.servers import Server
 
-        return server_side(Server(url, self.served_model, self.api_key), self.concurrency)
+        return Server(url, self.served_model, self.api_key)
 
 
 def _prompt_options(
@@ -150,6 +167,8 @@ def audit(
     from sametoken.audit.engine_audit import AuditSettings
     from sametoken.audit.verdict import html_of, lines_of
 
+    if html is not None:
+        require_writable(html)
     prompts = _Prompts.of(**{one.name: options.pop(one.name) for one in _PROMPTS})
     servers = _Servers(concurrency=concurrency, **{o.name: options.pop(o.name) for o in _SERVERS})
     if servers.url is None:
@@ -231,13 +250,14 @@ def _audit_servers(
     from sametoken.audit.server_audit import audit_sides
 
     subject = servers.side(str(servers.url))
-    if model is None:
-        if servers.baseline_url is None:
-            raise ConfigError("there is no baseline", "give --baseline-url, or MODEL")
+    if model is None and servers.baseline_url is None:
+        raise ConfigError("there is no baseline", "give --baseline-url, or MODEL")
+    config = None if model is None else _config(model, options)
+    servers.check()
+    if config is None:
         requests = prompts.requests(None, templated=False)
-        baseline = servers.side(servers.baseline_url)
+        baseline = servers.side(str(servers.baseline_url))
         return audit_sides(subject, baseline, requests, announce=_announce)
-    config = _config(model, options)
     path, tokenizer = _tokenizer(config)
     templated = bool(tokenizer.hf.chat_template) and not prompts.raw
     requests = prompts.requests(tokenizer, templated=templated)

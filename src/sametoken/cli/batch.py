@@ -13,6 +13,8 @@ from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.ray.config import require_ray
 
+REFUSED = 1
+
 
 @with_options(
     options_of(BatchConfig), options_of(EngineConfig, ("model", "skip_tokenizer_init", "seed"))
@@ -29,7 +31,8 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    After a stop or a crash, the same command continues with the remaining requests.
+    After a stop or a crash, the same command continues with the remaining requests. Exits with 1
+    if a line was refused or failed; its result says why.
     """
     given = {field.name: options.pop(field.name) for field in dataclasses.fields(BatchConfig)}
     names = tuple(given.pop("served_model_name"))
@@ -43,6 +46,8 @@ def batch(
     summary = run_batch(config, Path(source), Path(output), batch_config)
     typer.echo(
         f"{output}: {summary.num_answered} answered, {summary.num_kept} kept from an earlier run, "
-        f"{summary.num_refused} refused",
+        f"{summary.num_refused} refused, {summary.num_failed} failed",
         err=True,
     )
+    if summary.num_refused or summary.num_failed:
+        raise typer.Exit(REFUSED)

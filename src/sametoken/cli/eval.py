@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sametoken.cli.options import engine_options, options_of, with_options
-from sametoken.config import DEFAULT_MODEL, MODEL_HELP, option
+from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig, option
 from sametoken.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def evaluate(
     """
     from rich.console import Console
 
-    from sametoken.bench.accuracy import EvalSettings, require_harness
+    from sametoken.bench.accuracy import EvalSettings, load_tasks, require_harness
     from sametoken.llm import LLM
 
     require_harness()
@@ -73,9 +73,13 @@ def evaluate(
     settings = EvalSettings(tuple(task.split(",")), **task_options)
     if compare_plain and options["speculative_config"] is None:
         raise ConfigError("there is no speculation to compare", "give speculative_config")
+    # Before the model is loaded: options, tasks and their data.
+    EngineConfig.from_options(model=model, **options)
     status = Console(stderr=True, highlight=False, soft_wrap=True)
+    status.print(f"loading the data of {task}", markup=False)
+    tasks = load_tasks(settings)
     llm = LLM(model, announce=lambda text: status.print(text, markup=False), **options)
-    found = _found(llm, settings, metric, min_score, compare_plain=compare_plain)
+    found = _found(llm, tasks, settings, metric, min_score, compare_plain=compare_plain)
     typer.echo(json.dumps(found) if json_output else "\n".join(_lines(found)))
     if not found["passed"]:
         raise typer.Exit(BELOW)
@@ -83,6 +87,7 @@ def evaluate(
 
 def _found(
     llm: LLM,
+    tasks: Any,
     settings: EvalSettings,
     metric: str | None,
     min_score: float | None,
@@ -91,11 +96,14 @@ def _found(
 ) -> dict[str, Any]:
     """Evaluate, and collect scores, comparisons and whether all checks passed."""
     from sametoken.bench.accuracy import evaluate as run
+    from sametoken.bench.accuracy import load_tasks
 
-    evaluation = run(llm, settings)
+    evaluation = run(llm, tasks, settings)
     speculation = llm.speculation_metrics
     scores = {name: evaluation.score(name, metric) for name in evaluation.scores}
-    differ = _differ(evaluation, run(llm, settings, plain=True)) if compare_plain else None
+    differ = None
+    if compare_plain:
+        differ = _differ(evaluation, run(llm, load_tasks(settings), settings, plain=True))
     high = min_score is None or all(score >= min_score for _, score in scores.values())
     return {
         "model": str(llm.resolved.model_path),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.types.option_values import parse_integer
 from sametoken.types.sampling_params import SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -81,7 +82,8 @@ def options_of(
             kind = str | None
         if kind == tuple[str, ...]:
             kind, default = list[str], list(default)
-        parameters.append(_parameter(field.name, kind, default, field.metadata["help"]))
+        spellings = field.metadata.get("spellings", ())
+        parameters.append(_parameter(field.name, kind, default, field.metadata["help"], spellings))
     return parameters
 
 
@@ -121,10 +123,20 @@ def sampling_params(recommended: SamplingParams, given: Mapping[str, Any]) -> Sa
     return replace(recommended, **given)
 
 
-def _parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
+def _integer(given: str | int) -> int:
+    try:
+        return parse_integer(given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _parameter(
+    name: str, kind: Any, default: Any, text: str, spellings: Sequence[str] = ()
+) -> inspect.Parameter:
+    flags = [f"--{name.replace('_', '-')}", *spellings] if spellings else []
+    sized: dict[str, Any] = {"parser": _integer, "metavar": "<int>"}
+    is_integer = kind in (int, int | None)
+    option = typer.Option(*flags, help=text, **(sized if is_integer else {}))
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, typer.Option(help=text)],
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

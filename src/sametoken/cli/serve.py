@@ -9,14 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from sametoken.cli.config_file import ConfigFile
 from sametoken.cli.options import options_of, with_options
+from sametoken.cli.vllm_flags import as_flag, vllm_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
-from sametoken.io.json_text import parse_json
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import bind, check_certificate
 from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.config import RayConfig, require_ray
+from sametoken.types.vllm_options import take_vllm_options
 
 API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
 
@@ -26,56 +28,62 @@ API_KEY_VARIABLE = "SAMETOKEN_API_KEY"
     options_of(ServingLimits),
     options_of(RayConfig),
     options_of(EngineConfig, ("model", "skip_tokenizer_init")),
+    vllm_options(),
 )
 def serve(
-    model: Annotated[str, typer.Argument(help=MODEL_HELP)] = DEFAULT_MODEL,
-    trust_remote_code: Annotated[
-        bool, typer.Option(help="vLLM option without effect: code of a checkpoint is never run")
-    ] = False,
-    enable_chunked_prefill: Annotated[
-        bool | None, typer.Option(help="vLLM option without effect: prefill is always chunked")
+    ctx: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(help=MODEL_HELP, show_default=DEFAULT_MODEL)
     ] = None,
-    enable_auto_tool_choice: Annotated[
-        bool, typer.Option(help="vLLM option without effect: requests with tools need no flag")
-    ] = False,
-    additional_config: Annotated[
-        str | None, typer.Option(help="vLLM option without effect: a JSON object")
+    model_option: Annotated[
+        str | None, typer.Option("--model", help="MODEL, as an option", show_default=False)
     ] = None,
+    config: ConfigFile = None,
     ray: Annotated[bool, typer.Option("--ray", help="serve on a Ray cluster")] = False,
     **options: Any,
 ) -> None:
     """Serve a model: an OpenAI-compatible API, metrics and a web page.
 
-    The API key can also be set in the environment variable SAMETOKEN_API_KEY.
+    The API key can also be set in the environment variable SAMETOKEN_API_KEY. vLLM's flags that
+    are not listed here are accepted where they change nothing, or refused with the reason.
     """
-    if enable_chunked_prefill is False:
-        raise ConfigError("prefill is always chunked", "leave the option out")
-    for flag, given, why in (
-        ("--trust-remote-code", trust_remote_code, "code of a checkpoint is never run"),
-        ("--enable-chunked-prefill", enable_chunked_prefill, "prefill is always chunked"),
-        ("--enable-auto-tool-choice", enable_auto_tool_choice, "requests with tools need no flag"),
-    ):
-        if given:
-            typer.echo(f"{flag} has no effect: {why}", err=True)
-    if additional_config is not None:
-        _announce_ignored(additional_config)
+    if (notice := take_vllm_options(options, as_flag)) is not None:
+        typer.echo(notice, err=True)
+    source = ctx.get_parameter_source("model_option")
+    if model is not None and source is not None and source.name == "DEFAULT_MAP":
+        # It stands in --config, which the command line overrides.
+        model_option = None
+    model = _one_model(model, model_option)
     limits = ServingLimits(**_take(ServingLimits, options))
-    config = _server_config(_take(ServerConfig, options))
+    server = _server_config(_take(ServerConfig, options))
     ray_config = _ray_config(_take(RayConfig, options), ray)
     engine_config = EngineConfig.from_options(model=model, **options)
-    check_certificate(config)
+    check_certificate(server)
     if ray_config is not None:
         from sametoken.serving.ray.serve import run as run_on_ray
 
-        if run_on_ray(engine_config, limits, config, ray_config):
+        if run_on_ray(engine_config, limits, server, ray_config):
             raise KeyboardInterrupt
         return
-    with bind(config) as listener:
+    with bind(server) as listener:
         from sametoken.serving.http.run import run
 
-        interrupted = run(engine_config, limits, config, listener)
+        interrupted = run(engine_config, limits, server, listener)
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _one_model(positional: str | None, option: str | None) -> str:
+    """The model, however it was given.
+
+    Raises:
+        ConfigError: it was given twice, with different names.
+    """
+    if None not in (positional, option) and positional != option:
+        raise ConfigError(
+            f"two models were given, {positional!r} and --model {option!r}", "leave one out"
+        )
+    return positional or option or DEFAULT_MODEL
 
 
 def _take(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -112,17 +120,3 @@ def _ray_config(given: Mapping[str, Any], wanted: bool) -> RayConfig | None:
     if ray_config != RayConfig():
         raise ConfigError("options of Ray were given", "add --ray, or leave them out")
     return None
-
-
-def _announce_ignored(additional_config: str) -> None:
-    """Print which of vLLM's additional settings have no effect.
-
-    Raises:
-        ConfigError: it is not a JSON object.
-    """
-    try:
-        keys = parse_json(additional_config).keys()
-    except (ValueError, AttributeError) as error:
-        raise ConfigError("additional_config is not a JSON object", "leave it out") from error
-    names = ", ".join(keys) or "nothing"
-    typer.echo(f"--additional-config has no effect: {names}", err=True)

@@ -15,6 +15,7 @@ import typer
 from sametoken.cli.options import engine_options, options_of, with_options
 from sametoken.config import MODEL_HELP
 from sametoken.errors import ConfigError
+from sametoken.io.files import require_writable
 from sametoken.train.options import (
     DraftOptions,
     Eagle3Options,
@@ -146,7 +147,7 @@ def token_map(
         result,
         json_output,
         f"{output}: {result.tokens} of {result.vocab_size} tokens, of {result.counted} counted; "
-        f"they cover {100 * result.coverage:.2f} % of the answers",
+        f"they cover {100 * result.coverage:.2f} %, {_measured_on(result.held_back)}",
     )
 
 
@@ -174,7 +175,8 @@ def lm(
         result,
         json_output,
         f"{output}: {result.parameters} parameters, loss {result.loss:.3f} after {result.steps} "
-        f"steps, perplexity {result.perplexity:.2f}; {_rates(result.acceptance)}",
+        f"steps, perplexity {result.perplexity:.2f}; {_rates(result.acceptance)}, on new windows "
+        "of the training text",
     )
 
 
@@ -208,7 +210,8 @@ def _train_drafter(
         result,
         given["json_output"],
         f"{output}: loss {result.loss:.3f} after {result.steps} steps; "
-        f"{_rates(result.acceptance)}, acceptance length {result.acceptance_length:.2f}",
+        f"{_rates(result.acceptance)}, acceptance length {result.acceptance_length:.2f}, "
+        f"{_measured_on(result.held_back)}",
     )
 
 
@@ -223,6 +226,15 @@ def _show(result: Any, as_json: bool, line: str) -> None:
 def _rates(acceptance: Sequence[float]) -> str:
     rates = " ".join(f"{100 * rate:.0f}" for rate in acceptance)
     return f"drafts accepted one after the other {rates} %" if rates else "no drafts"
+
+
+def _measured_on(held_back: int) -> str:
+    """What figures were measured on, and a word of caution where that is little."""
+    if not held_back:
+        return "measured on the training text itself: none was held back"
+    if held_back == 1:
+        return "measured on one held-back answer alone: use more text for a figure to rely on"
+    return f"measured on {held_back} held-back answers"
 
 
 def _take(kind: type[Any], options: dict[str, Any]) -> Any:
@@ -258,6 +270,7 @@ def _write_text(
     from sametoken.train.generate import read_prompts, write_text
     from sametoken.types.sampling_params import SamplingParams
 
+    require_writable(output)
     requests = read_prompts(prompts)
     llm = LLM(model, announce=_announce, **options)
     with Progress(console=_console()) as progress:

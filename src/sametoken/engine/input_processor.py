@@ -16,6 +16,7 @@ from sametoken.text.grammar.grammar import GrammarCompiler, GrammarTrials
 from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.stop_strings import StopStrings
 from sametoken.text.tokenizer import Messages, Tokenizer
+from sametoken.types.option_values import MODELS_OWN, NO_FILE
 from sametoken.types.request import EngineRequest
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Grammar
@@ -395,13 +396,19 @@ def _listed(name: str, given: Any) -> list[Any]:
 _RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
-def default_sampling_params(model_path: Path) -> SamplingParams:
-    """Defaults from the checkpoint's generation_config.json, else those of SamplingParams.
+def default_sampling_params(model_path: Path, source: str = MODELS_OWN) -> SamplingParams:
+    """Defaults from a generation_config.json, else those of SamplingParams.
+
+    Args:
+        model_path: the checkpoint.
+        source: ``EngineConfig.generation_config``.
 
     Raises:
         CheckpointError: the file is not a JSON object, or a value in it is impossible.
     """
-    recommended = read_generation_config(model_path)
+    if source == NO_FILE:
+        return SamplingParams()
+    recommended = read_generation_config(model_path if source == MODELS_OWN else Path(source))
     chosen = {name: recommended.get(name) for name in _RECOMMENDED}
     try:
         return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})

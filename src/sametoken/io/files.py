@@ -55,6 +55,23 @@ def read_json(path: Path) -> Any:
     return from_json(data)
 
 
+def require_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before there is anything to write.
+
+    Raises:
+        ConfigError: it is a directory, has none, or may not be written.
+    """
+    if path.is_dir():
+        why = "it is a directory"
+    elif not path.parent.is_dir():
+        why = f"there is no directory {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied"
+    else:
+        return
+    raise ConfigError(f"{path} cannot be written ({why})", "choose another file")
+
+
 def is_there(path: Path) -> bool:
     """Whether the directory has an entry of this name, even a broken link."""
     return os.path.lexists(path)

@@ -64,6 +64,7 @@ class AsyncLLM:
         eos = all_eos_ids(summary.eos_token_ids, tokenizer)
         self.resolved = replace(summary, eos_token_ids=eos)
         self._tokenizer = tokenizer
+        self._generation_config = config.generation_config
         self._trials = ProcessTrials()
         self._inputs = InputProcessor(
             tokenizer,
@@ -194,12 +195,12 @@ class AsyncLLM:
             loop.call_soon_threadsafe(self._grammar_slots.release)
 
     def default_sampling_params(self) -> SamplingParams:
-        """The defaults of the checkpoint's generation_config.json, else of ``SamplingParams``.
+        """Defaults from the file that ``generation_config`` names, else of ``SamplingParams``.
 
         Raises:
             CheckpointError: the file is not a JSON object.
         """
-        return default_sampling_params(Path(self.resolved.model_path))
+        return default_sampling_params(Path(self.resolved.model_path), self._generation_config)
 
     def generate(
         self, prompt: Prompt | PromptTokens, params: SamplingParams, request_id: str

@@ -106,7 +106,7 @@ class EngineStats:
         step_time: seconds per step.
         speculation: of all requests, finished or not. ``offered_per_position[0]`` is the number
             of windows with drafts.
-        num_prompt_tokens, num_cached_tokens: prompt tokens of requests that began to emit, and
+        num_prompt_tokens, num_cached_tokens: prompt tokens of requests that have ended, and
             those of them from the prefix cache.
         num_output_tokens: emitted tokens, including those cut at a stop.
         num_finished: finished requests by finish reason ("stop", "length", "abort", "error").

@@ -12,8 +12,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from sametoken.config import DUMMY, EngineConfig
-from sametoken.errors import CheckpointError, RequestError, SametokenError, UnsupportedError
+from sametoken.errors import (
+    CheckpointError,
+    ConfigError,
+    RequestError,
+    SametokenError,
+    UnsupportedError,
+)
 from sametoken.io.files import is_there, open_regular
 from sametoken.models.hub import Needed
 from sametoken.models.load.files import read_json_object
@@ -142,18 +150,40 @@ def all_eos_ids(model_ids: tuple[int, ...], tokenizer: Tokenizer | None) -> tupl
 
 
 def load_tokenizer_of(config: EngineConfig, model_path: Path) -> Tokenizer | None:
-    """The configured tokenizer: ``config.tokenizer``, else the model's own.
+    """The configured tokenizer: ``config.tokenizer``, else the model's own, with its template.
 
     None with ``skip_tokenizer_init``, and for dummy weights whose directory has none.
 
     Raises:
         CheckpointError, UnsupportedError: as ``load_tokenizer`` and ``resolve_model``.
+        ConfigError: ``config.chat_template`` cannot be read, or is no Jinja.
     """
     chosen = model_path
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         chosen = resolve_model(config.tokenizer, _logger.info, Needed.TOKENIZER)
     is_left_out = config.load_format == DUMMY and config.tokenizer is None and not _has_one(chosen)
-    return None if config.skip_tokenizer_init or is_left_out else load_tokenizer(chosen)
+    if config.skip_tokenizer_init or is_left_out:
+        return None
+    tokenizer = load_tokenizer(chosen)
+    if config.chat_template is not None:
+        _set_template(tokenizer, Path(config.chat_template))
+    return tokenizer
+
+
+def _set_template(tokenizer: Tokenizer, path: Path) -> None:
+    """Replace the chat template by a file's."""
+    try:
+        tokenizer.hf.chat_template = path.read_text(encoding="utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}])
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error})", "give a file of Jinja") from error
+    except RequestError as error:
+        # What it refuses in a message is the template's right; its syntax is not.
+        if isinstance(error.__cause__, TemplateSyntaxError):
+            raise ConfigError(
+                f"{path} has no valid Jinja at line {error.__cause__.lineno} ({error.__cause__})",
+                "repair the template",
+            ) from error
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sametoken.errors import ConfigError
+from sametoken.io.files import require_writable
 from sametoken.io.json_text import json_lines
 from sametoken.train.text import messages_in, text_in, token_ids_in
+from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,13 +32,15 @@ class TextPrompt:
 
     Attributes:
         token_ids: the prompt as tokens, or empty.
-        messages: otherwise the conversation to answer.
+        messages: otherwise the conversation to answer, or empty.
+        text: otherwise a text: a user's message, or without a chat template a beginning.
         temperature: None for that of all prompts.
         seed: None for one that follows from the prompt's index in the file.
     """
 
-    token_ids: list[int]
-    messages: list[dict[str, Any]]
+    token_ids: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
     temperature: float | None = None
     seed: int | None = None
 
@@ -85,40 +89,50 @@ def write_text(
     Args:
         llm: the target.
         prompts: what to answer, in this order.
-        output: the file; an existing one is replaced.
+        output: the file; an existing one is replaced, once there are answers.
         params: of every answer; a prompt's own temperature and seed take precedence.
         max_seconds: start no more answers after this time.
         advance: receives the number of new answers.
 
     Raises:
         ConfigError: the file cannot be written.
-        RequestError: a prompt is too long or outside the vocabulary.
+        RequestError: a prompt is too long or outside the vocabulary, or it is a conversation and
+            the target has no chat template.
+        SametokenError: none of the first prompts could be answered.
     """
+    require_writable(output)
     began, answers, tokens = time.monotonic(), 0, 0
     size = _REQUESTS_PER_SLOT * llm.resolved.config.max_num_seqs
+    for first in range(0, len(prompts), size):
+        if max_seconds is not None and time.monotonic() - began > max_seconds:
+            break
+        chunk = prompts[first : first + size]
+        chosen = [_params(one, first + i, params) for i, one in enumerate(chunk)]
+        outputs = llm.generate([_prompt_of(llm, one) for one in chunk], chosen)
+        errors = [error for done in outputs if (error := done.outputs[0].error) is not None]
+        if not first and len(errors) == len(outputs):
+            raise errors[0]
+        rows = [_row(done) for done in outputs if done.outputs[0].error is None]
+        _write(output, rows, is_first=not first)
+        tokens += sum(len(row["output_token_ids"]) for row in rows)
+        answers += len(outputs)
+        advance(len(outputs))
+    return Written(answers, tokens, time.monotonic() - began)
+
+
+def _row(done: RequestOutput) -> dict[str, list[int]]:
+    return {
+        "prompt_token_ids": list(done.prompt_token_ids),
+        "output_token_ids": list(done.outputs[0].token_ids),
+    }
+
+
+def _write(output: Path, rows: Sequence[Mapping[str, Any]], *, is_first: bool) -> None:
     try:
-        with output.open("w", encoding="utf-8") as file:
-            for first in range(0, len(prompts), size):
-                if max_seconds is not None and time.monotonic() - began > max_seconds:
-                    break
-                chunk = prompts[first : first + size]
-                chosen = [_params(one, first + i, params) for i, one in enumerate(chunk)]
-                outputs = llm.generate([_tokens(llm, one) for one in chunk], chosen)
-                for done in outputs:
-                    if done.outputs[0].error is not None:
-                        continue
-                    answer = list(done.outputs[0].token_ids)
-                    row = {
-                        "prompt_token_ids": list(done.prompt_token_ids),
-                        "output_token_ids": answer,
-                    }
-                    file.write(json.dumps(row) + "\n")
-                    tokens += len(answer)
-                answers += len(outputs)
-                advance(len(outputs))
+        with output.open("w" if is_first else "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     except OSError as error:
         raise ConfigError(f"{output} cannot be written ({error})", "choose another file") from error
-    return Written(answers, tokens, time.monotonic() - began)
 
 
 def _prompt(row: Any) -> TextPrompt:
@@ -130,10 +144,10 @@ def _prompt(row: Any) -> TextPrompt:
     # The constructor refuses impossible values.
     SamplingParams(**own)
     if row.get("prompt_token_ids"):
-        return TextPrompt(token_ids_in(row, "prompt_token_ids"), [], **own)
+        return TextPrompt(token_ids=token_ids_in(row, "prompt_token_ids"), **own)
     if row.get("messages"):
-        return TextPrompt([], messages_in(row), **own)
-    return TextPrompt([], [{"role": "user", "content": text_in(row, "prompt")}], **own)
+        return TextPrompt(messages=messages_in(row), **own)
+    return TextPrompt(text=text_in(row, "prompt"), **own)
 
 
 def _params(prompt: TextPrompt, index: int, params: SamplingParams) -> SamplingParams:
@@ -142,7 +156,10 @@ def _params(prompt: TextPrompt, index: int, params: SamplingParams) -> SamplingP
     return replace(params, temperature=temperature, seed=seed)
 
 
-def _tokens(llm: LLM, prompt: TextPrompt) -> dict[str, Any]:
-    if prompt.messages:
-        return {"prompt_token_ids": list(llm.render_chat(prompt.messages).token_ids)}
-    return {"prompt_token_ids": prompt.token_ids}
+def _prompt_of(llm: LLM, prompt: TextPrompt) -> dict[str, Any]:
+    if prompt.token_ids:
+        return {"prompt_token_ids": prompt.token_ids}
+    if prompt.text and not llm.get_tokenizer().chat_template:
+        return {"prompt": prompt.text}
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    return {"prompt_token_ids": list(llm.render_chat(messages).token_ids)}

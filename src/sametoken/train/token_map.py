@@ -26,12 +26,14 @@ class TokenMapResult:
         counted: answer tokens that the map was counted from.
         coverage: share of the held-back answers' tokens that the map holds; without held-back
             answers, of the counted ones.
+        held_back: held-back answers.
     """
 
     tokens: int
     vocab_size: int
     counted: int
     coverage: float
+    held_back: int
 
 
 def write_token_map(
@@ -71,6 +73,7 @@ def write_token_map(
         vocab_size=config.vocab_size,
         counted=int(counts.sum()),
         coverage=coverage(verified, token_ids),
+        held_back=len(held),
     )
 
 

@@ -6,8 +6,11 @@ import difflib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from sametoken.errors import ConfigError, shown
@@ -115,6 +118,61 @@ def require_path(name: str, given: str | None) -> None:
     longest = max(map(len, path.split(b"/")))
     if b"\0" in path or len(path) > _MAX_PATH or longest > _MAX_NAME:
         raise ConfigError(f"{name}={shown(given)} is not a path", "give the path of a file")
+
+
+#: Values of ``generation_config`` that are no directory.
+MODELS_OWN, NO_FILE = "auto", "vllm"
+GENERATION_FILE = "generation_config.json"
+
+
+def require_files(chat_template: str | None, generation_config: str) -> None:
+    """Refuse a chat template or a generation config that is not there.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if chat_template is not None and not Path(chat_template).is_file():
+        raise ConfigError(
+            f"chat_template={shown(chat_template)} is not a file", "give a file of Jinja"
+        )
+    own = generation_config in (MODELS_OWN, NO_FILE)
+    if not own and not Path(generation_config, GENERATION_FILE).is_file():
+        raise ConfigError(
+            f"generation_config={shown(generation_config)} is no directory with a "
+            f"{GENERATION_FILE}",
+            f"use {MODELS_OWN!r}, {NO_FILE!r}, or such a directory",
+        )
+
+
+#: Factors of a number's last letters: binary in capitals, decimal in small letters, as in vLLM.
+_FACTORS = {
+    name: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for name, base in (
+        (letter.lower(), 1000),
+        (letter, 1024),
+        (f"{letter}i", 1024),
+        (f"{letter}iB", 1024),
+    )
+}
+_NUMBER = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?)([A-Za-z]*)")
+
+
+def parse_integer(given: str | int) -> int:
+    """An integer as on the command line: ``32768``, ``32k`` (32000), ``32K``, ``1.5G``, ``4GiB``.
+
+    Raises:
+        ValueError: it has another form, or a fraction is left.
+    """
+    matched = _NUMBER.fullmatch(str(given).strip())
+    if matched and (matched[2] in _FACTORS or not matched[2]):
+        value = Fraction(matched[1]) * _FACTORS.get(matched[2], 1)
+        if value.denominator == 1:
+            return int(value)
+    raise ValueError(
+        f"{given!r} is not a whole number; write it in full, or as 32k (32000), 32K (32768), 4G or "
+        "4GiB"
+    )
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

@@ -13,7 +13,13 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import TOY_ENGINE
 from sametoken import LLM, SamplingParams
 from sametoken.bench import accuracy
-from sametoken.bench.accuracy import EvalSettings, Evaluation, evaluate, require_harness
+from sametoken.bench.accuracy import (
+    EvalSettings,
+    Evaluation,
+    evaluate,
+    load_tasks,
+    require_harness,
+)
 from sametoken.errors import ConfigError, UnsupportedError
 
 pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")
@@ -42,6 +48,10 @@ def questions(tmp_path):
     return path
 
 
+def run(llm, settings, *, plain=False):
+    return evaluate(llm, load_tasks(settings), settings, plain=plain)
+
+
 def instance(*arguments, kind="generate_until"):
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
@@ -52,7 +62,7 @@ def test_gsm8k_over_local_questions_scores_what_is_right(llm, questions, monkeyp
         return ["So it is 1. The answer is 1.", "I see 7 and then 2", "The answer is 9."]
 
     monkeypatch.setattr(EngineLM, "generate_until", say)
-    found = evaluate(llm, EvalSettings(("gsm8k",), questions, num_fewshot=2))
+    found = run(llm, EvalSettings(("gsm8k",), questions, num_fewshot=2))
     assert found.scores["gsm8k"]["exact_match,strict-match"] == pytest.approx(1 / 3)
     assert found.score("gsm8k") == ("exact_match,flexible-extract", pytest.approx(2 / 3))
     assert found.score("gsm8k", "exact_match,strict-match")[1] == pytest.approx(1 / 3)
@@ -62,7 +72,7 @@ def test_gsm8k_over_local_questions_scores_what_is_right(llm, questions, monkeyp
 
 
 def test_the_shipped_questions_are_asked_in_order(llm):
-    found = evaluate(llm, EvalSettings(("gsm8k",), limit=2, num_fewshot=0, max_tokens=4))
+    found = run(llm, EvalSettings(("gsm8k",), limit=2, num_fewshot=0, max_tokens=4))
     assert [len(answer) for answer in found.answers] == [4, 4]
     assert found.num_truncated == 0
 
@@ -70,9 +80,9 @@ def test_the_shipped_questions_are_asked_in_order(llm):
 def test_answers_with_and_without_drafts_are_the_same(llm, questions):
     asked = EvalSettings(("gsm8k",), questions, num_fewshot=1, max_tokens=24)
     before = llm.speculation_metrics
-    with_drafts = evaluate(llm, asked)
+    with_drafts = run(llm, asked)
     between = llm.speculation_metrics
-    plain = evaluate(llm, asked, plain=True)
+    plain = run(llm, asked, plain=True)
     assert between.num_draft_tokens > before.num_draft_tokens
     assert llm.speculation_metrics.num_draft_tokens == between.num_draft_tokens
     assert with_drafts.answers == plain.answers
@@ -156,13 +166,13 @@ def test_wrong_use_is_refused(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: none(include_defaults=False))
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="no task nonsense_task"):
-        evaluate(llm, EvalSettings(("nonsense_task",)))
+        run(llm, EvalSettings(("nonsense_task",)))
     with pytest.raises(ConfigError, match="only gsm8k"):
         EvalSettings(("hellaswag",), path=tmp_path)
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question": "a"}')
     with pytest.raises(ConfigError, match="has no answer"):
-        evaluate(llm, EvalSettings(("gsm8k",), path))
+        run(llm, EvalSettings(("gsm8k",), path))
     with pytest.raises(ConfigError, match="has no metric 'f1'"):
         Evaluation({"gsm8k": {"acc,none": 1.0}}, [], 0).score("gsm8k", "f1")
 

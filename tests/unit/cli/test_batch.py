@@ -19,7 +19,8 @@ def source(tmp_path):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "model": "toy"}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     path = tmp_path / "in.jsonl"
-    path.write_text(json.dumps(line) + "\n{\n")
+    long = line | {"custom_id": "b", "body": body | {"max_tokens": -1}}
+    path.write_text(json.dumps(line) + "\n{\n" + json.dumps(long) + "\n")
     return path
 
 
@@ -31,8 +32,10 @@ def test_a_file_is_answered_by_an_engine_of_its_own(source, tmp_path):
     model, output = write_chat_model(tmp_path / "model"), tmp_path / "out.jsonl"
     names = ["--model", model, "--served-model-name", "toy"]
     done = run(source, output, *names, *OPTIONS)
-    assert done.exit_code == 0, done.output
-    assert "1 answered, 0 kept from an earlier run, 1 refused" in done.stderr
+    assert done.exit_code == 1, done.output
+    assert "1 answered, 0 kept from an earlier run, 2 refused, 0 failed" in done.stderr
+    last = json.loads(output.read_text().splitlines()[2])
+    assert last["response"]["status_code"] == 400
     result = json.loads(output.read_text().splitlines()[0])
     seed = int(result["id"].removeprefix("batch_req_"), 16) % 2**63
     llm = LLM(str(model), **TOY_ENGINE)

@@ -9,11 +9,14 @@ import torch
 from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from sametoken import llm as llm_module
 from sametoken.bench import accuracy
 from sametoken.bench.accuracy import Evaluation
 from sametoken.cli.main import app
 
 pytest.importorskip("lm_eval", reason="lm-eval, the extra eval, is not installed")
+
+from lm_eval import tasks
 
 SIZES = ("--device", "cpu", "--dtype", "float32", "--num-kv-blocks", "256", "--max-num-seqs", "4")
 NGRAM = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}')
@@ -30,7 +33,7 @@ def run(model, *arguments):
 
 
 def fake(monkeypatch, score, drafted=(1, 2), plain=(1, 2)):
-    def evaluate(llm, asked, *, plain_answers=plain, plain=False):
+    def evaluate(llm, tasks, asked, *, plain_answers=plain, plain=False):
         answers = list(plain_answers if plain else drafted)
         return Evaluation({"gsm8k": {"exact_match,flexible-extract": score}}, answers, 0)
 
@@ -71,6 +74,24 @@ def test_without_speculation_there_is_nothing_to_compare(model):
     result = run(model, "--compare-plain")
     assert result.exit_code == 2
     assert "no speculation to compare" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("gsm9k",), "lm-eval has no task gsm9k. did you mean 'gsm8k'?"),
+        (("gsm8k", "--path", "/no/such/file"), "/no/such/file"),
+        (("gsm8k", "--dtype", "float8"), "dtype='float8'"),
+    ],
+)
+def test_tasks_and_files_are_checked_before_the_model_is_loaded(monkeypatch, arguments, why):
+    monkeypatch.setattr(llm_module, "build_engine", None)
+    # Reading all of lm-eval's tasks takes long.
+    few = tasks.TaskManager(include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", lambda **options: few)
+    result = CliRunner().invoke(app, ["eval", arguments[0], "some-model", *arguments[1:]])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert why in result.stderr.splitlines()[-1]
 
 
 def test_a_missing_harness_exits_with_3(model, monkeypatch):

@@ -60,22 +60,9 @@ def test_the_key_may_stand_in_a_variable(started, monkeypatch):
     assert [server.api_key for _, _, server, _ in started] == [("secret",), ("other",)]
 
 
-def test_options_of_vllm_that_change_nothing(started):
-    flags = ("--trust-remote-code", "--enable-chunked-prefill", "--enable-auto-tool-choice")
-    result = invoke(*flags, "--additional-config", '{"a": 1}')
-    assert result.exit_code == 0
-    assert "--additional-config has no effect: a" in result.stderr.splitlines()
-    for flag in flags:
-        assert f"{flag} has no effect: " in result.stderr
-    assert "has no effect" not in invoke().output
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--no-enable-chunked-prefill",),
-        ("--additional-config", "[1]"),
-        ("--additional-config", "{"),
         ("--log-level", "loud"),
         ("--shadow-audit-rate", "2"),
         ("--speculative-config", "{}"),

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.chat_model import write_chat_model
+from sametoken.cli import train as command
 from sametoken.cli.main import app
 
 QUICK = ["--steps", "3", "--warmup-steps", "1", "--device", "cpu", "--validation", "0"]
@@ -66,8 +67,15 @@ def test_a_head_straight_from_prompts(target, prompts, tmp_path):
     trained = run("eagle3", target, tmp_path / "head", *options, *HEAD, *QUICK)
     assert trained.exit_code == 0, trained.output
     assert "acceptance length" in trained.output
+    # QUICK holds none back.
+    assert "measured on the training text itself: none was held back" in trained.output
     assert (tmp_path / "head" / "text.jsonl").is_file()
     assert (tmp_path / "head" / "model.safetensors").is_file()
+
+
+def test_figures_say_what_they_were_measured_on():
+    assert command._measured_on(12) == "measured on 12 held-back answers"
+    assert command._measured_on(1).startswith("measured on one held-back answer alone: use more")
 
 
 def test_a_log_gets_lines_in_place_of_a_bar(target, prompts, tmp_path, monkeypatch):

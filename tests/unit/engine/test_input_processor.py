@@ -219,6 +219,16 @@ def test_recommended_values_take_the_place_of_the_usual_ones(tmp_path):
     assert default_sampling_params(tmp_path) == SamplingParams(temperature=0.6, top_k=20)
 
 
+def test_another_file_or_none_may_be_chosen(tmp_path):
+    for name, temperature in (("own", 0.6), ("other", 0.2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "generation_config.json").write_text(f'{{"temperature": {temperature}}}')
+    own, other = tmp_path / "own", tmp_path / "other"
+    assert default_sampling_params(own, "auto") == SamplingParams(temperature=0.6)
+    assert default_sampling_params(own, str(other)) == SamplingParams(temperature=0.2)
+    assert default_sampling_params(own, "vllm") == SamplingParams()
+
+
 def test_without_the_file_the_usual_ones_hold(tmp_path):
     assert default_sampling_params(tmp_path) == SamplingParams()
 

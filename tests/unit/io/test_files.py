@@ -6,7 +6,15 @@ import os
 
 import pytest
 
-from sametoken.io.files import MAX_JSON_BYTES, is_there, open_regular, read_json, replacing
+from sametoken.errors import ConfigError
+from sametoken.io.files import (
+    MAX_JSON_BYTES,
+    is_there,
+    open_regular,
+    read_json,
+    replacing,
+    require_writable,
+)
 
 
 def test_a_link_to_a_file_is_read(tmp_path):
@@ -100,3 +108,13 @@ def test_content_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     with replacing(path) as unfinished:
         unfinished.write_text("text")
     assert len(synced) == 1
+
+
+def test_what_cannot_be_written_is_said_beforehand(tmp_path):
+    require_writable(tmp_path / "new")
+    (tmp_path / "old").write_text("a")
+    require_writable(tmp_path / "old")
+    for path, why in ((tmp_path, "it is a directory"), (tmp_path / "no" / "a", "no directory")):
+        with pytest.raises(ConfigError, match=why):
+            require_writable(path)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["old"]

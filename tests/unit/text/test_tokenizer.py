@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from sametoken.config import EngineConfig
-from sametoken.errors import CheckpointError, RequestError, UnsupportedError
+from sametoken.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from sametoken.models.load.gguf_file import read_gguf
 from sametoken.models.names import resolve_model
 from sametoken.text.gguf_tokenizer import build_gguf_tokenizer
@@ -184,6 +184,23 @@ def test_dummy_weights_need_no_tokenizer_but_use_one_that_is_there(tokenizer, tm
     assert load_tokenizer_of(EngineConfig(skip_tokenizer_init=True), tmp_path) is None
     other = EngineConfig(load_format="dummy", tokenizer=str(tmp_path))
     assert load_tokenizer_of(other, tmp_path / "elsewhere") is not None
+
+
+def test_a_file_replaces_the_chat_template(tokenizer, tmp_path):
+    tokenizer.hf.save_pretrained(tmp_path)
+    file = tmp_path / "my.jinja"
+    file.write_text("{% for one in messages %}<{{ one.content }}>{% endfor %}")
+    loaded = load_tokenizer_of(EngineConfig(chat_template=str(file)), tmp_path)
+    assert loaded.apply_chat_template([{"role": "user", "content": "hi"}]) == "<hi>"
+    # A template may refuse messages, but it must be one.
+    file.write_text("{{ raise_exception('only three messages') }}")
+    load_tokenizer_of(EngineConfig(chat_template=str(file)), tmp_path)
+    file.write_text("a\n{% for %}")
+    with pytest.raises(ConfigError, match=r"my\.jinja has no valid Jinja at line 2"):
+        load_tokenizer_of(EngineConfig(chat_template=str(file)), tmp_path)
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"my\.jinja cannot be read"):
+        load_tokenizer_of(EngineConfig(chat_template=str(file)), tmp_path)
 
 
 LOOP = jinja2.Environment(autoescape=True).from_string("{% for i in range(n) %}{{ i }}{% endfor %}")

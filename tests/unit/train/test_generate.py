@@ -8,9 +8,14 @@ import pytest
 
 from helpers.clock import Clock
 from helpers.training import GREEDY, open_llm, prompts_of, write_own_text
-from sametoken.errors import ConfigError, RequestError
+from sametoken.config import EngineConfig
+from sametoken.errors import ConfigError, NumericalError, RequestError
 from sametoken.train import generate
 from sametoken.train.generate import TextPrompt, read_prompts, write_text
+from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.types.sampling_params import SamplingParams
+
+EOS = 0
 
 
 def rows_of(path):
@@ -67,13 +72,12 @@ def test_every_kind_of_prompt_is_read(tmp_path):
     messages = [{"role": "user", "content": "b"}]
     rows = ["a", {"prompt": "b"}, {"messages": messages}, {"prompt_token_ids": [1, 2]}]
     found = read_prompts(write_prompts(tmp_path / "p.jsonl", rows))
-    assert [one.messages for one in found] == [
-        [{"role": "user", "content": "a"}],
-        messages,
-        messages,
-        [],
+    assert found == [
+        TextPrompt(text="a"),
+        TextPrompt(text="b"),
+        TextPrompt(messages=messages),
+        TextPrompt(token_ids=[1, 2]),
     ]
-    assert found[3].token_ids == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,38 @@ def test_bad_prompts_are_named(tmp_path, text, says):
 
 
 def test_prompts_that_the_target_cannot_answer_are_named(target, tmp_path):
+    output = tmp_path / "t.jsonl"
     with pytest.raises(RequestError):
-        write_text(open_llm(target), [TextPrompt([999], [])], tmp_path / "t.jsonl", GREEDY)
+        write_text(open_llm(target), [TextPrompt([999])], output, GREEDY)
+    assert not output.exists(), "a failure leaves an empty file"
+
+
+def test_an_output_that_cannot_be_written_is_found_first(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_text(open_llm(target), [], tmp_path / "none" / "t.jsonl", GREEDY)
+        write_text(None, [TextPrompt([1])], tmp_path / "no" / "t.jsonl", GREEDY)
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_a_text_is_a_message_only_where_there_is_a_template(scripted, tmp_path, has_template):
+    llm, engine = scripted([[7], [EOS]], config=EngineConfig(max_num_seqs=1))
+    hf = llm.get_tokenizer()
+    hf.chat_template = "{% for one in messages %}<{{ one.content }}>{% endfor %}"
+    templated = tuple(llm.render_chat([{"role": "user", "content": "a"}]).token_ids)
+    if not has_template:
+        hf.chat_template = None
+    asked = [TextPrompt(text="a")]
+    write_text(llm, asked, tmp_path / "t.jsonl", SamplingParams(max_tokens=2, temperature=0.0))
+    expected = templated if has_template else tuple(hf.encode("a"))
+    assert engine.requests[0].prompt_token_ids == expected
+    (row,) = rows_of(tmp_path / "t.jsonl")
+    assert row == {"prompt_token_ids": list(expected), "output_token_ids": [7, EOS]}
+
+
+def test_answers_that_all_fail_are_an_error(scripted, tmp_path, monkeypatch):
+    llm, _ = scripted([[7]], config=EngineConfig(max_num_seqs=1))
+    failed = CompletionOutput(0, "", (), "error", error=NumericalError("NaN"))
+    output = RequestOutput("0", None, (5,), (failed,), True, RequestMetrics(0.0))
+    monkeypatch.setattr(llm, "generate", lambda prompts, params: [output])
+    with pytest.raises(NumericalError):
+        write_text(llm, [TextPrompt([5])], tmp_path / "t.jsonl", GREEDY)
+    assert not (tmp_path / "t.jsonl").exists()

@@ -9,6 +9,7 @@ import pytest
 from sametoken.errors import ConfigError
 from sametoken.types.option_values import (
     json_object,
+    parse_integer,
     require_path,
     require_types,
     require_within,
@@ -75,3 +76,34 @@ def test_limits_are_allowed_and_what_lies_beyond_is_not():
         (name,) = changes
         with pytest.raises(ConfigError, match=f"{name}=.* is not possible.*use a number from"):
             require_within(Options(**changes), limits)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("-1", -1),
+        (" 32768 ", 32768),
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("32Ki", 32_768),
+        ("100M", 100 * 2**20),
+        ("100m", 100_000_000),
+        ("4G", 4 * 2**30),
+        ("1GiB", 2**30),
+        ("1.5G", 3 * 2**29),
+        ("25.6k", 25_600),
+        ("2T", 2**41),
+        (7, 7),
+    ],
+)
+def test_whole_numbers_may_have_a_unit(text, value):
+    assert parse_integer(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "1.5", "1.0001k", "4GB", "4 G", "4kib", "1e3", "0x10", "nan"]
+)
+def test_other_forms_of_a_number_are_refused(text):
+    with pytest.raises(ValueError, match="is not a whole number; write it in full, or as 32k"):
+        parse_integer(text)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +37,17 @@ from sametoken.serving.limits import ServingLimits
 _SETTINGS = (
     "model",
     "tokenizer",
+    "chat_template",
+    "generation_config",
     "dtype",
     "device",
     "load_format",
     "max_model_len",
     "tensor_parallel_size",
 )
+
+
+ANSWERED, KEPT, REFUSED, FAILED = "answered", "kept", "refused", "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,14 @@ class BatchSummary:
     Attributes:
         num_answered: answered by this run.
         num_kept: answered by an earlier run of the same batch.
-        num_refused: invalid requests.
+        num_refused: no requests, or answered with a status of 4xx.
+        num_failed: answered with a status of 5xx.
     """
 
     num_answered: int
     num_kept: int
     num_refused: int
+    num_failed: int = 0
 
 
 def run_batch(
@@ -86,9 +94,11 @@ def run_batch(
         pending = [line for line in valid if line.key not in journal]
         if pending:
             answer_pending(config, batch_config, pending, journal.append)
-        write_whole(output, (_result(line, journal) for line in lines))
+        counts: Counter[str] = Counter()
+        new = frozenset(line.key for line in pending)
+        write_whole(output, _counted(lines, journal, new, counts))
         journal.remove()
-    return BatchSummary(len(pending), len(valid) - len(pending), len(lines) - len(valid))
+    return BatchSummary(*(counts[outcome] for outcome in (ANSWERED, KEPT, REFUSED, FAILED)))
 
 
 def _require_free(output: Path, source: Path) -> None:
@@ -142,9 +152,23 @@ async def _answer_here(
         await engine.shutdown()
 
 
-def _result(line: InputLine, journal: Journal) -> bytes:
-    request = line.parse()
-    return journal[line.key] if isinstance(request, BatchRequest) else to_line(request)
+def _counted(
+    lines: Iterable[InputLine], journal: Journal, new: frozenset[str], counts: Counter[str]
+) -> Iterator[bytes]:
+    """The results of all lines, whose outcomes are counted on the way."""
+    for line in lines:
+        request = line.parse()
+        if not isinstance(request, BatchRequest):
+            counts[REFUSED] += 1
+            yield to_line(request)
+            continue
+        result = journal[line.key]
+        status = json.loads(result)["response"]["status_code"]
+        if status < 400:
+            counts[ANSWERED if line.key in new else KEPT] += 1
+        else:
+            counts[REFUSED if status < 500 else FAILED] += 1
+        yield result
 
 
 #: The number of concurrent lines bounds a batch, not the queue.

@@ -9,6 +9,7 @@ from pathlib import Path
 from sametoken.config import option
 from sametoken.errors import ConfigError
 from sametoken.types.option_values import require_within
+from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 #: Tool-call syntaxes by name; ``serving/http/tool_parsers.py`` has a parser for each.
@@ -57,7 +58,12 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "TLS certificate")
     ssl_keyfile: str | None = option(None, "TLS key")
     root_path: str = option("", "path under which a proxy serves the API")
-    log_level: str = option("info", f"one of {', '.join(LOG_LEVELS)}")
+    max_logprobs: int = option(
+        MAX_LOGPROBS, f"most log-probabilities of a position in a request, 0..{MAX_LOGPROBS}"
+    )
+    log_level: str = option("info", f"one of {', '.join(LOG_LEVELS)}", "--uvicorn-log-level")
+    disable_log_stats: bool = option(False, "log no line of load every ten seconds")
+    disable_uvicorn_access_log: bool = option(False, "log no line for each request")
     tool_call_parser: str = option(
         AUTO, f"auto (by the chat template), none, {', '.join(TOOL_CALL_PARSERS)}"
     )
@@ -110,5 +116,6 @@ _LIMITS: tuple[tuple[str, float, float], ...] = (
     ("max_connections", 1, 2**20),
     ("rate_limit", 0, 2**31),
     ("max_completions", 1, 2**16),
+    ("max_logprobs", 0, MAX_LOGPROBS),
     ("drain_timeout", 0.0, 86400.0),
 )

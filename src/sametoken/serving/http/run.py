@@ -17,6 +17,7 @@ from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.connections import Connection, Connections, LogRateLimit
 from sametoken.serving.http.listen import address_of, connections_that_fit, raise_descriptor_limit
+from sametoken.serving.http.log import PollFilter, log_load
 from sametoken.serving.limits import ServingLimits
 
 #: Seconds to send the rest of the responses, a few packets, once the engine is done.
@@ -69,6 +70,7 @@ class DrainingServer(uvicorn.Server):
                 app,
                 root_path=config.root_path,
                 log_level=config.log_level,
+                access_log=not config.disable_uvicorn_access_log,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 timeout_graceful_shutdown=_LAST_SECONDS,
@@ -78,6 +80,7 @@ class DrainingServer(uvicorn.Server):
             )
         )
         logging.getLogger("uvicorn.error").addFilter(_LOG_LIMIT)
+        logging.getLogger("uvicorn.access").addFilter(PollFilter(config.root_path))
         self.interrupted = False
         self._engine = engine
         self._limits = config
@@ -138,9 +141,12 @@ async def _serve(
         where = address_of(listener, config)
         _logger.info("serving %s at %s", engine.resolved.model, where)
         # In the background: no request waits for it.
-        trials = asyncio.create_task(engine.start_grammar_trials())
+        background = [asyncio.create_task(engine.start_grammar_trials())]
+        if not config.disable_log_stats:
+            background.append(asyncio.create_task(log_load(engine.stats)))
         await server.serve(sockets=[listener])
-        trials.cancel()
+        for task in background:
+            task.cancel()
         return server.interrupted
     finally:
         await engine.shutdown()

@@ -101,7 +101,8 @@ class Served:
         """Check a request's counts before its prompts are tokenized.
 
         Raises:
-            ApiError: there are too many completions, or more drafts are requested than k.
+            ApiError: there are too many completions, or more drafts or
+                log-probabilities are requested than there may be.
         """
         num_completions, most = num_prompts * params.n, self.config.max_completions
         if num_completions > most:
@@ -110,6 +111,14 @@ class Served:
                 "Send several requests",
                 "n",
             )
+        for name in ("logprobs", "prompt_logprobs"):
+            num_logprobs, most = getattr(params, name) or 0, self.config.max_logprobs
+            if num_logprobs > most:
+                raise invalid(
+                    f"{num_logprobs} log-probabilities of a position are above the {most} of this "
+                    f"server. Use 0 to {most}",
+                    name,
+                )
         most_drafts = self.engine.resolved.num_speculative_tokens
         num_drafts = params.num_speculative_tokens
         if num_drafts is not None and num_drafts > most_drafts:

@@ -10,7 +10,14 @@ import pytest
 
 from helpers.fake_engine import FakeEngine
 from sametoken.config import EngineConfig
-from sametoken.errors import ConfigError, EngineDeadError, EngineRestartingError, OverloadedError
+from sametoken.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineRestartingError,
+    NumericalError,
+    OverloadedError,
+    RequestError,
+)
 from sametoken.serving.batch import run as module
 from sametoken.serving.batch.config import BatchConfig
 from sametoken.serving.batch.lines import InputLine
@@ -31,10 +38,13 @@ class Engine(FakeEngine):
         super().__init__(lambda prompt, index: f"re {prompt}")
         self.prompts: list[str] = []
         self.is_shut_down = False
+        self.errors: dict[str, Exception] = {}
 
     def begin(self, request):
         if request.prompt.text == self.fatal:
             raise KeyboardInterrupt
+        if request.prompt.text in self.errors:
+            raise self.errors[request.prompt.text]
         self.prompts.append(request.prompt.text)
         return super().begin(request)
 
@@ -146,6 +156,22 @@ def test_lines_that_are_no_requests_stand_in_their_place(engine, source, tmp_pat
     first, *_, last = [json.loads(line) for line in output.read_text().splitlines()]
     assert (first["error"]["code"], first["custom_id"]) == ("invalid_json", None)
     assert (last["error"]["code"], last["custom_id"]) == ("invalid_request", "x")
+
+
+def test_an_error_for_an_answer_is_no_answer(engine, source, tmp_path):
+    engine.errors = {"p1": RequestError("too long", "shorten it"), "p2": NumericalError("NaN")}
+    engine.fatal = "p8"
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(CONFIG, source, output, BATCH)
+    engine.fatal = ""
+    engine.prompts.clear()
+    summary = run_batch(CONFIG, source, output, BATCH)
+    assert (summary.num_refused, summary.num_failed) == (1, 1)
+    assert summary.num_answered == len(engine.prompts)
+    assert summary.num_kept == NUM_LINES - 2 - len(engine.prompts) > 0
+    results = [json.loads(line)["response"] for line in output.read_text().splitlines()]
+    assert [one["status_code"] for one in results[:4]] == [200, 400, 500, 200]
 
 
 def test_nothing_to_do_needs_no_engine(tmp_path, monkeypatch):

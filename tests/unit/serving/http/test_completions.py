@@ -178,6 +178,15 @@ def test_what_is_not_honoured_is_refused_by_name(serve, body, param, stream):
     assert param in error["message"]
 
 
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_have_a_limit(serve, name):
+    client = serve(max_logprobs=2)
+    assert client.post("/v1/completions", json={"prompt": "x", name: 2}).status_code == 200
+    refused = client.post("/v1/completions", json={"prompt": "x", name: 3})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+    assert "above the 2 of this server" in refused.json()["error"]["message"]
+
+
 def test_options_of_a_stream_need_one(serve):
     body = {"prompt": "x", "stream_options": {"include_usage": True}}
     answer = serve().post("/v1/completions", json=body)

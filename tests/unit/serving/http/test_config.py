@@ -14,6 +14,7 @@ from sametoken.serving.http.tool_parsers import TOOL_PARSERS
         {"max_request_bytes": 0},
         {"rate_limit": -1},
         {"max_completions": 0},
+        {"max_logprobs": 21},
         {"drain_timeout": -1.0},
         {"log_level": "loud"},
         {"tool_call_parser": "telepathy"},

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 
 import httpx2 as httpx
 import pytest
 
 from helpers.fake_engine import FakeEngine
+from sametoken.config import EngineConfig
 from sametoken.errors import DrainingError
+from sametoken.serving.http import run
 from sametoken.serving.http.app import create_app
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import address_of, bind
 from sametoken.serving.http.run import DrainingServer
+from sametoken.serving.limits import ServingLimits
 
 CONFIG = ServerConfig(port=0, log_level="warning", drain_timeout=5.0, root_path="/llm")
 
@@ -75,6 +79,41 @@ def test_a_second_signal_or_sigint_waits_for_nobody(signals):
         assert server.interrupted == (signal.SIGINT in signals)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_the_load_is_logged_while_the_server_runs(monkeypatch, is_off):
+    told = []
+
+    class Engine(FakeEngine):
+        async def start_grammar_trials(self) -> None:
+            """There are none."""
+
+        async def shutdown(self) -> None:
+            told.append("ended")
+
+    async def log_load(read) -> None:
+        told.append(read().num_output_tokens)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            told.append("stopped")
+
+    async def start(config, limits):
+        return Engine()
+
+    async def serve(self, sockets) -> None:
+        await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(run.AsyncLLM, "start", start)
+    monkeypatch.setattr(run, "log_load", log_load)
+    monkeypatch.setattr(run.DrainingServer, "serve", serve)
+    config = replace(CONFIG, disable_log_stats=is_off)
+    with bind(config) as listener:
+        assert not asyncio.run(run._serve(EngineConfig(), ServingLimits(), config, listener))
+    assert told == (
+        ["ended"] if is_off else [Engine().stats().num_output_tokens, "ended", "stopped"]
+    )
 
 
 def test_idle_connections_outlive_those_of_clients_and_proxies():

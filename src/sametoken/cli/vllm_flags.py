@@ -1,0 +1,106 @@
+"""vLLM's flags as command-line options, and the page that lists them (docs/vllm-flags.md)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from sametoken.errors import MAX_SHOWN, clipped
+from sametoken.types.vllm_options import SHORT_FLAGS, VLLM_OPTIONS, VllmOptions
+
+#: vLLM's flags with the same meaning here.
+_SAME = """
+    model tokenizer chat_template generation_config dtype device seed load_format max_model_len
+    max_num_seqs max_num_batched_tokens block_size kv_cache_memory_bytes gpu_memory_utilization
+    num_gpu_blocks_override enable_prefix_caching enforce_eager tensor_parallel_size
+    speculative_config max_logprobs host port api_key served_model_name allowed_origins root_path
+    ssl_certfile ssl_keyfile tool_call_parser uvicorn_log_level disable_uvicorn_access_log
+    disable_log_stats config
+"""
+SAME = tuple(_SAME.split())
+
+
+def flag(name: str) -> str:
+    """The flag of an option's name."""
+    return f"--{name.replace('_', '-')}"
+
+
+def as_flag(name: str, value: object) -> str:
+    """An option as on the command line."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return f"{flag(name)} {clipped(str(value), MAX_SHOWN)}"
+
+
+def vllm_options() -> list[inspect.Parameter]:
+    """One hidden option per flag of the table, None where it is not given."""
+    return [
+        _parameter(name, is_switch=name in options.switches.split())
+        for options in VLLM_OPTIONS
+        for name in options.names
+    ]
+
+
+def _parameter(name: str, *, is_switch: bool) -> inspect.Parameter:
+    flags = [flag(name), *SHORT_FLAGS.get(name, ())]
+    if is_switch:
+        flags[0] += f"/{as_flag(name, False)}"
+    kind: Any = bool | None if is_switch else str | None
+    option = typer.Option(*flags, hidden=True)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+def page() -> str:
+    """The text of docs/vllm-flags.md."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# vLLM's flags"
+    yield ""
+    yield "Written by `python -m sametoken.cli.vllm_flags > docs/vllm-flags.md`, of the table that"
+    yield "`sametoken serve` reads (`src/sametoken/types/vllm_options.py`)."
+    yield ""
+    yield "## The same here"
+    yield ""
+    yield ", ".join(f"`{flag(name)}`" for name in SAME) + "."
+    yield ""
+    yield "An option of several values is given once for each: `--served-model-name A"
+    yield "--served-model-name B`. Whole numbers may be written as `32k` (32000), `32K` (32768), "
+    yield "`4G` or `4GiB`."
+    yield ""
+    yield "## Accepted without effect"
+    yield ""
+    yield "One line on stderr names those that were given, with the reasons. `LLM` takes the same"
+    yield "names as keyword arguments (`trust_remote_code=True`) and logs that line as a warning."
+    yield ""
+    yield "| flags | why |"
+    yield "|---|---|"
+    for options in VLLM_OPTIONS:
+        if options.accepted is None:
+            yield f"| {_flags(options)} | {options.why} |"
+    yield ""
+    yield "## Refused"
+    yield ""
+    yield "Values that describe what happens here anyway are accepted like the flags above."
+    yield ""
+    yield "| flags | accepted | why | instead |"
+    yield "|---|---|---|---|"
+    for options in VLLM_OPTIONS:
+        if options.accepted is not None:
+            accepted = ", ".join(f"`{value}`" for value in options.accepted)
+            yield f"| {_flags(options)} | {accepted} | {options.why} | {options.instead} |"
+
+
+def _flags(options: VllmOptions) -> str:
+    spelled = [text for name in options.names for text in (*SHORT_FLAGS.get(name, ()), flag(name))]
+    return ", ".join(f"`{text}`" for text in spelled)
+
+
+if __name__ == "__main__":
+    typer.echo(page(), nl=False)

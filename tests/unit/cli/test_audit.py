@@ -1,0 +1,41 @@
+"""``sametoken audit``: what is checked before any work."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from sametoken.cli import audit as command
+from sametoken.cli.main import app
+
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    def load(config):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(command, "_tokenizer", load)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("model", "--url", NOBODY), f"{NOBODY} does not list a model (ConnectError"),
+        (("model", "--url", NOBODY, "--served-model", "m"), f"{NOBODY} cannot be reached"),
+        (("--url", NOBODY, "--baseline-url", NOBODY), f"{NOBODY} does not list a model"),
+        (("--url", "http://h:port", "--baseline-url", NOBODY), "'http://h:port' is no URL"),
+        (("model", "--url", "127.0.0.1:9"), "127.0.0.1:9/ does not list a model"),
+        (("--url", NOBODY), "there is no baseline"),
+        (("model", "--url", NOBODY, "--dtype", "float8"), "dtype='float8'"),
+        (("model", "--html", "/no/dir/audit.html"), "/no/dir/audit.html cannot be written"),
+        (("model", "--prompts", "/no/file"), "/no/file cannot be read"),
+    ],
+)
+def test_servers_options_and_files_come_first(arguments, why):
+    result = CliRunner().invoke(app, ["audit", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert why in line

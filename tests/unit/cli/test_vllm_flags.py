@@ -1,0 +1,165 @@
+"""Every flag of vLLM's table: accepted with one notice, or refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import sametoken.serving.http.run
+from sametoken.cli.main import app
+from sametoken.cli.vllm_flags import SAME, as_flag, flag, page
+from sametoken.errors import ConfigError
+from sametoken.types.vllm_options import SHORT_FLAGS, VLLM_OPTIONS, take_vllm_options
+
+PAGE = Path(__file__).parents[3] / "docs" / "vllm-flags.md"
+USAGE = 2
+#: A value that no option of the table accepts.
+OTHER = "nonsense"
+SERVE = typer.main.get_command(app).commands["serve"]
+OPTIONS = [(options, name) for options in VLLM_OPTIONS for name in options.names]
+
+
+def is_switch(options, name: str) -> bool:
+    return name in options.switches.split()
+
+
+def words(options, name: str, value: str) -> list[str]:
+    """The words of a command line that set an option to a value."""
+    return [as_flag(name, value == "true")] if is_switch(options, name) else [flag(name), value]
+
+
+@pytest.fixture
+def started(monkeypatch) -> list:
+    calls: list = []
+
+    def run(*arguments) -> bool:
+        calls.append(arguments)
+        return False
+
+    monkeypatch.setattr(sametoken.serving.http.run, "run", run)
+    return calls
+
+
+def serve(*arguments: str):
+    return CliRunner().invoke(app, ["serve", "model", "--port", "0", *arguments])
+
+
+def test_the_page_is_that_of_the_table():
+    assert PAGE.read_text(encoding="utf-8") == page(), (
+        "run python -m sametoken.cli.vllm_flags > docs/vllm-flags.md"
+    )
+
+
+def test_no_option_is_there_twice():
+    names = [name for _, name in OPTIONS]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(SAME)
+    assert set(SHORT_FLAGS) <= set(names)
+
+
+def test_what_is_the_same_is_an_option_of_serve():
+    offered = {text for one in SERVE.params for text in one.opts}
+    assert {flag(name) for name in SAME} <= offered
+
+
+def test_all_that_has_no_effect_takes_one_line(started):
+    arguments, expected = [], []
+    for options, name in OPTIONS:
+        if options.accepted != ():
+            value = "true" if options.accepted is None else options.accepted[0]
+            if is_switch(options, name) and options.accepted is not None:
+                value = "true" if "true" in options.accepted else "false"
+            arguments += words(options, name, value)
+            expected.append(f"{' '.join(words(options, name, value))} ({options.why})")
+    result = serve(*arguments)
+    assert result.exit_code == 0, result.output
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("without effect here: ")
+    # The order is that of the table, in which serve declares them.
+    assert line.removeprefix("without effect here: ") == ", ".join(expected)
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [pair for pair in OPTIONS if pair[0].accepted is not None],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_is_refused_says_why_and_what_to_do(started, options, name):
+    value = OTHER
+    if is_switch(options, name):
+        value = "false" if options.accepts("true") else "true"
+    with pytest.raises(ConfigError) as refused:
+        SERVE.main(["model", *words(options, name, value)], standalone_mode=False)
+    shown = as_flag(name, value == "true") if is_switch(options, name) else f"{flag(name)} {OTHER}"
+    assert refused.value.cause == f"{shown} is not offered: {options.why}"
+    assert refused.value.remedy == options.instead != ""
+    assert started == []
+
+
+@pytest.mark.parametrize(("name", "spellings"), SHORT_FLAGS.items())
+def test_short_spellings(name, spellings):
+    (param,) = (one for one in SERVE.params if one.name == name)
+    assert set(spellings) <= set(param.opts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notice"),
+    [
+        (["-O3"], "--optimization-level 3"),
+        (["-pp", "1"], "--pipeline-parallel-size 1"),
+        (["--no-async-scheduling"], "--no-async-scheduling"),
+        (["--swap-space=4"], "--swap-space 4"),
+    ],
+)
+def test_forms_of_a_flag(started, arguments, notice):
+    assert f"without effect here: {notice} (" in serve(*arguments).stderr
+
+
+def test_names_of_ours_for_vllm_s_flags(started):
+    speculation = '{"method": "ngram", "num_speculative_tokens": 2}'
+    result = serve(
+        *("-tp", "1", "--uvicorn-log-level", "warning", "--num-gpu-blocks-override", "4K"),
+        *("--max-logprobs", "5", "--max-model-len", "32k", "--kv-cache-memory-bytes", "1GiB"),
+        *("--disable-log-stats", "--speculative-config", speculation),
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    ((engine, _, server, _),) = started
+    assert (engine.num_kv_blocks, engine.max_model_len) == (4096, 32000)
+    assert engine.kv_cache_memory_bytes == 2**30
+    assert (server.log_level, server.max_logprobs, server.disable_log_stats) == ("warning", 5, True)
+
+
+def test_a_refusal_is_one_line(started):
+    result = serve("--reasoning-parser", "qwen3")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: --reasoning-parser qwen3 is not offered: answers are not split")
+    assert (result.exit_code, started) == (USAGE, [])
+
+
+def test_a_model_is_given_once(started):
+    runner = CliRunner()
+    assert runner.invoke(app, ["serve", "--model", "a", "--port", "0"]).exit_code == 0
+    assert started[0][0].model == "a"
+    assert runner.invoke(app, ["serve", "a", "--model", "a", "--port", "0"]).exit_code == 0
+    refused = runner.invoke(app, ["serve", "b", "--model", "a"])
+    assert (refused.exit_code, len(started)) == (USAGE, 2)
+    assert "two models were given, 'b' and --model 'a'" in refused.stderr
+
+
+def test_in_python_options_are_keywords():
+    options = {"trust_remote_code": True, "quantization": None, "dtype": "float32"}
+    notice = take_vllm_options(options)
+    assert notice == (
+        "without effect here: trust_remote_code=True (code of a checkpoint is never run)"
+    )
+    assert options == {"dtype": "float32"}
+    assert take_vllm_options(options) is None
+    with pytest.raises(ConfigError, match=r"^quantization='fp8' is not offered: .*--dtype"):
+        take_vllm_options({"quantization": "fp8"})
+    kept = {"skip_tokenizer_init": True}
+    assert take_vllm_options(kept, kept=("skip_tokenizer_init",)) is None
+    assert kept == {"skip_tokenizer_init": True}

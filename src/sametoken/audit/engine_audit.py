@@ -97,7 +97,7 @@ def audit_engine(
     baseline = _baseline(plain, requests, settings)
     del plain
     gc.collect()
-    announce(f"speculation by {speculative.method}")
+    announce(f"speculation by {speculative.label}")
     core = build(config)
     runs = _runs(core, requests, settings)
     with_top = RunSettings(settings.concurrency, top=True)
@@ -113,7 +113,7 @@ def audit_engine(
         trained = speculative.method not in LOOKUPS
         diagnosis = _diagnosis(core, requests, runs, templated, settings, trained=trained)
     return Verdict(
-        subject=f"{config.model} with {speculative.method}, k={config.num_speculative_tokens}",
+        subject=f"{config.model} with {speculative.label}, k={config.num_speculative_tokens}",
         baseline=f"{config.model}, plain",
         comparisons=tuple(comparisons),
         repeats=baseline.repeats,

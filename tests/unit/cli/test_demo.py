@@ -147,7 +147,10 @@ def test_the_table_fits_80_columns():
     console.print(comparison_table(comparisons))
     lines = console.file.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
-    assert sum("10990.0" in line and "100 100 100 ..%" in line for line in lines) == len(comparisons) + 1
+    assert (
+        sum("10990.0" in line and "100 100 100 ..%" in line for line in lines)
+        == len(comparisons) + 1
+    )
 
 
 def test_accepted_drafts_are_coloured():

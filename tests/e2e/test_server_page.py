@@ -135,6 +135,10 @@ def test_markdown_is_rendered_and_accepted_drafts_are_green(visit, fake):
     assert black != green
     page.get_by_label("show accepted drafts in green").uncheck()
     assert page.locator(".accepted").first.evaluate("e => getComputedStyle(e).color") == black
+    # Bytes of a character, and two steps that came as one event.
+    tokens = [{"text": text, "accepted": False} for text in ("\ufffd", "\ufffd", "!", "a")]
+    corrected = "tokens => (correct(tokens, [2, 0]), acceptedParts('é!a', tokens))"
+    assert page.evaluate(corrected, tokens) == [[0, 1]]
 
 
 def test_an_answer_cannot_run_or_load_anything(visit, fake):

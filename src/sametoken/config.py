@@ -127,6 +127,11 @@ class SpeculativeConfig:
         return self.method != EXTRACT and self.num_speculative_tokens > 0
 
     @property
+    def label(self) -> str:
+        """The method for people and metrics; a cascade with the lookup that goes first."""
+        return f"cascade ({self.cascade}, then {self.method})" if self.cascade else self.method
+
+    @property
     def num_model_tokens(self) -> int:
         """Maximum drafts of the method's own drafter; a cascade's lookup may propose more."""
         own = self.cascade_model_tokens

@@ -48,7 +48,7 @@ def test_a_corrupt_engine_exits_with_1(model, monkeypatch):
 
 def embedded(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
-    start = text.index('type="application/json">') + len('type="application/json">')
+    start = text.index('id="data">') + len('id="data">')
     return text[start : text.index("</script>", start)]
 
 
@@ -65,9 +65,11 @@ def test_the_report_works_in_a_browser(model, tmp_path):
         assert page.inner_text("#verdict") == found["summary"]
         runs = page.locator("#runs tbody tr")
         assert runs.count() == len(found["comparisons"]) + len(found["repeats"])
-        page.select_option("#profile", "alone")
-        alone = found["diagnosis"]["profiles"]["alone"]
-        assert page.locator(".bars div").count() == len(alone["judged"])
+        alone = page.locator("#acceptance tbody tr", has_text="alone").locator("td.rate")
+        judged = found["diagnosis"]["profiles"]["alone"]["judged"]
+        assert alone.count() == len([count for count in judged if count])
+        for part in (found["workload"]["dataset"], found["environment"]["device"]):
+            assert part in page.inner_text("#about")
     assert errors == []
 
 

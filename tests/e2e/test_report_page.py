@@ -1,4 +1,4 @@
-"""The report in a browser, from disk: no errors, filters that filter, the numbers of the files."""
+"""Reports in a browser, from disk: no errors, filters that filter, the numbers of the files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typer.testing import CliRunner
 
 from helpers.bench_engine import document
 from helpers.browser import chromium, needs_chromium
+from sametoken.audit.compare import CORRUPTION, Comparison, Divergence, TextDefect
+from sametoken.audit.diagnosis import Diagnosis
+from sametoken.audit.verdict import Verdict, html_of
+from sametoken.bench.acceptance import Profile
 from sametoken.bench.documents import write_json
+from sametoken.bench.measure import Window
 from sametoken.cli.main import app
 
 pytestmark = [needs_chromium, pytest.mark.xdist_group("report page")]
@@ -96,9 +101,12 @@ def test_changes_are_against_the_baseline_and_its_spread(page):
     assert float(cell.locator(".delta").get_attribute("data-change")) == pytest.approx(0.25)
     assert "better" in cell.locator(".delta").get_attribute("class")
     assert "123.8 … 126.3" in cell.inner_text()
+    assert page.inner_text("#about") == "target · random tokens · a chip · 2026-01-01"
     slower = page.locator("td[data-metric=ttft_median][data-run=change] .delta").first
     assert float(slower.get_attribute("data-change")) == pytest.approx(-0.2)
-    assert slower.get_attribute("title") == "spread not known"
+    assert slower.get_attribute("class") == "delta unknown"
+    unknown = page.locator("td[data-metric=ttft_median][data-run=change]").first
+    assert unknown.inner_text().endswith("one run: no spread known")
     # The same numbers lie within each other's spread.
     same = page.locator("td[data-metric=tokens_per_second][data-run=plain] .delta").first
     assert same.get_attribute("title") == "within the spread"
@@ -202,3 +210,77 @@ def test_markup_in_names_is_shown_as_it_is(sources, tab, tmp_path):
         "#bars .legendtext", "all => all.map(e => e.textContent)"
     )
     assert tab.locator("#bars svg a").count() == 0
+
+
+@pytest.fixture(scope="module")
+def audit_path(tmp_path_factory):
+    """An audit with a divergence, a defect and acceptance."""
+    window = Window(8, 3, 1)
+    divergence = Divergence("gsm8k-1@0", 9, 5, None, 0.25, window, 2, CORRUPTION)
+    verdict = Verdict(
+        "target with ngram, k=3",
+        "target, plain",
+        (Comparison("as configured", 12, (divergence,)), Comparison("logits", 2, (), 40, 0)),
+        repeats=(Comparison("plain, again", 12, ()),),
+        noise=0.0,
+        defects=(TextDefect("gsm8k-1@0", "truncated", 9, "9 tokens"),),
+        diagnosis=Diagnosis({"running": Profile((8, 4), (4, 2))}, (), ()),
+        texts={5: "<b>"},
+        workload={
+            "model": "target",
+            "dataset": "gsm8k",
+            "prompts": 6,
+            "temperatures": [0, 0.8],
+            "max_tokens": 48,
+        },
+        environment={
+            "date": "2026-01-01T10:20:30+00:00",
+            "sametoken": "0.1.0",
+            "device": "a chip",
+        },
+    )
+    path = tmp_path_factory.mktemp("audit") / "audit.html"
+    path.write_text(html_of(verdict), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1280, "light")])
+def test_both_reports_fit_and_say_what_was_measured_on_the_first_screen(
+    tab, page_path, audit_path, width, scheme
+):
+    tab.set_viewport_size({"width": width, "height": 800})
+    tab.emulate_media(color_scheme=scheme)
+    grounds = set()
+    for path, told in (
+        (page_path, "target · random tokens · a chip · 2026-01-01"),
+        (audit_path, "target · gsm8k · a chip · 2026-01-01 10:20"),
+    ):
+        tab.goto(path.as_uri())
+        about = tab.locator("#about")
+        assert about.inner_text() == told
+        assert about.bounding_box()["y"] < 800
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        assert tab.evaluate("document.documentElement.dataset.theme") == scheme
+        grounds.add(tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(grounds) == 1, "one design"
+
+
+def test_the_audit_s_page_shows_what_differs(tab, audit_path):
+    tab.goto(audit_path.as_uri())
+    assert tab.inner_text("#verdict") == "corrupted"
+    rows = {
+        name: tab.locator(f"#{name} tbody tr").evaluate_all(
+            "rows => rows.map(row => [...row.cells].map(cell => cell.textContent))"
+        )
+        for name in ("runs", "divergences", "defects", "acceptance")
+    }
+    assert rows["runs"] == [
+        ["plain, again", "12 answers", "none", ""],
+        ["as configured", "12 answers", "1", "1 corruption"],
+        ["logits", "40 positions, bit by bit", "none", ""],
+    ]
+    (divergence,) = rows["divergences"]
+    assert divergence[1:5] == ["9", '"<b>"', "the end", "0.250"]
+    assert divergence[5:] == ["draft 2 of 3, 1 accepted", "corruption"]
+    assert rows["defects"] == [["gsm8k-1@0", "truncated", "9", "9 tokens"]]
+    assert rows["acceptance"] == [["running", "50.0%", "50.0%"]]

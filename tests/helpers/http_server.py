@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
 
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
@@ -74,6 +78,22 @@ class RunningServer:
             await serving
         finally:
             await self.engine.shutdown()
+
+
+@contextmanager
+def running_app(app: FastAPI) -> Iterator[str]:
+    """The address of an application that is served by a thread."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
 
 
 @contextmanager

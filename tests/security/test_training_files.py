@@ -17,7 +17,7 @@ from helpers.bench_engine import document
 from sametoken.audit.servers import _post, parse_completion
 from sametoken.bench.comparison import compare_runs
 from sametoken.bench.datasets import load_dataset
-from sametoken.bench.documents import read_json, render_page, write_json
+from sametoken.bench.documents import read_json, render_report, write_json
 from sametoken.bench.openai_stream import Endpoint, ServedRequest, send
 from sametoken.bench.workload import Server
 from sametoken.bench.workload import read_prompts as read_bench_prompts
@@ -341,7 +341,7 @@ def test_names_in_a_report_are_texts(tmp_path):
     run["settings"]["asked"]["model"] = f"a/{evil}"
     run["benchmark"] = evil
     write_json(tmp_path / "a.json", run)
-    page = render_page("report", evil, compare_runs([tmp_path / "a.json"], [evil]))
+    page = render_report(evil, compare_runs([tmp_path / "a.json"], [evil]))
     assert "<script>alert" not in page
     assert "<img" not in page
     assert page.count("</script>") == 3

@@ -309,6 +309,8 @@ def test_a_cascade_may_draft_more_than_its_model():
     assert (spec.num_speculative_tokens, spec.num_model_tokens) == (20, 3)
     same = SpeculativeConfig("mtp", 3, cascade="ngram")
     assert (same.num_speculative_tokens, same.num_model_tokens) == (3, 3)
+    assert same.label == "cascade (ngram, then mtp)"
+    assert SpeculativeConfig("mtp", 3).label == "mtp"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sametoken.audit.asks import Answers, AuditRequest
 from sametoken.audit.compare import (
@@ -18,6 +19,7 @@ from sametoken.audit.compare import (
 from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
 from sametoken.audit.engine_runs import RunSettings, run_requests
 from sametoken.audit.verdict import Verdict
+from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
@@ -97,7 +99,7 @@ def audit_engine(
     baseline = _baseline(plain, requests, settings)
     del plain
     gc.collect()
-    announce(f"speculation by {speculative.method}")
+    announce(f"speculation by {speculative.label}")
     core = build(config)
     runs = _runs(core, requests, settings)
     with_top = RunSettings(settings.concurrency, top=True)
@@ -112,14 +114,16 @@ def audit_engine(
         announce("drafting some windows again after a fresh prefill")
         trained = speculative.method not in LOOKUPS
         diagnosis = _diagnosis(core, requests, runs, templated, settings, trained=trained)
+    model = Path(config.model).name
     return Verdict(
-        subject=f"{config.model} with {speculative.method}, k={config.num_speculative_tokens}",
-        baseline=f"{config.model}, plain",
+        subject=f"{model} with {speculative.label}, k={config.num_speculative_tokens}",
+        baseline=f"{model}, plain",
         comparisons=tuple(comparisons),
         repeats=baseline.repeats,
         noise=baseline.noise,
         defects=_defects(baseline.answers, runs["as configured"]),
         diagnosis=diagnosis,
+        environment=environment(core.resolved.device),
     )
 
 

@@ -23,6 +23,7 @@ from sametoken.audit.diagnosis import Diagnosis
 from sametoken.audit.servers import Server, query_server, read_counters
 from sametoken.audit.verdict import Verdict
 from sametoken.bench.acceptance import Profile, profile_findings
+from sametoken.bench.report import environment
 from sametoken.bench.scrape import ACCEPTED_PER_POSITION, Counters
 
 #: A larger difference of log-probabilities is not rounding: bf16 logits near 32 step by 1/8.
@@ -115,6 +116,7 @@ def audit_sides(
         noise=noise,
         defects=_defects(speculation, expected, found, found_again),
         diagnosis=_diagnosis(before, after),
+        environment=environment(None),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from sametoken.audit.compare import CORRUPTION, SAMPLED, TIE, Comparison, Divergence, TextDefect
 from sametoken.audit.diagnosis import Diagnosis
-from sametoken.bench.documents import embedded_json
+from sametoken.bench.documents import render_page
 
 IDENTICAL, TIES_ONLY = "identical", "differs at near ties only"
 NONDETERMINISTIC = "nondeterministic without speculation too"
@@ -32,6 +32,8 @@ class Verdict:
         defects: signs of corrupted text.
         diagnosis: diagnosis of acceptance; None if not measured.
         texts: texts of the divergences' tokens.
+        workload: "model", "dataset", the number of "prompts", "temperatures" and "max_tokens".
+        environment: as in the documents of ``bench``.
     """
 
     subject: str
@@ -42,6 +44,8 @@ class Verdict:
     defects: tuple[TextDefect, ...] = ()
     diagnosis: Diagnosis | None = None
     texts: dict[int | str, str] = dataclasses.field(default_factory=dict)
+    workload: dict[str, Any] = dataclasses.field(default_factory=dict)
+    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def identical(self) -> bool:
@@ -107,8 +111,8 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
 
 def html_of(verdict: Verdict) -> str:
     """Render the verdict as one self-contained HTML page."""
-    page = resources.files("sametoken.audit").joinpath("report.html").read_text(encoding="utf-8")
-    return page.replace("__VERDICT__", embedded_json(verdict.as_json()))
+    folder = resources.files("sametoken.audit").joinpath("page")
+    return render_page(folder, "audit", f"{verdict.subject}: audit", verdict.as_json())
 
 
 def _counts(comparison: Comparison) -> str:

@@ -240,4 +240,6 @@ def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
     drafter = str(spec["method"])
     if spec.get("model"):
         drafter += f" {Path(str(spec['model'])).name}"
+    if spec.get("cascade"):
+        drafter = f"cascade ({spec['cascade']}, then {drafter})"
     return drafter, int(_number(spec.get("num_speculative_tokens") or 0))

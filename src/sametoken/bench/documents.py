@@ -11,6 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -20,6 +21,8 @@ from sametoken.bench.session import Session
 from sametoken.errors import ConfigError
 from sametoken.io.files import replacing
 from sametoken.io.json_text import parse_json
+
+_PAGE = resources.files("sametoken.bench").joinpath("page")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -89,28 +92,39 @@ def offline_document(
     }
 
 
-_PAGES = "page"
+def render_report(title: str, data: dict[str, Any]) -> str:
+    """Render runs side by side, with Plotly's charts.
 
-
-def render_page(name: str, title: str, data: dict[str, Any]) -> str:
-    """Render a page of ``bench/page`` as one HTML file that needs no other.
-
-    Args:
-        name: ``NAME.html`` is the body and ``NAME.js`` the script; the style is shared.
-        title: window title.
-        data: embedded JSON, which the script reads from the element with the id ``data``.
+    Raises:
+        ImportError: Plotly is not installed.
     """
     from plotly.offline import get_plotlyjs
 
+    return render_page(_PAGE, "report", title, data, library=get_plotlyjs())
+
+
+def render_page(
+    folder: Traversable, name: str, title: str, data: dict[str, Any], *, library: str = ""
+) -> str:
+    """Render a page as one HTML file that needs no other; all pages have one design.
+
+    Args:
+        folder: holds ``NAME.html``, the body, and ``NAME.js``, the script.
+        name: of the page.
+        title: window title.
+        data: embedded JSON, the script's ``data``.
+        library: a script that runs first.
+    """
     parts = {
         "title": _escaped(title),
-        "style": _file("style.css"),
-        "body": _file(f"{name}.html"),
+        "style": _text(_PAGE, "style.css"),
+        "body": _text(folder, f"{name}.html"),
         "data": embedded_json(data),
-        "plotly": get_plotlyjs(),
-        "script": _file(f"{name}.js"),
+        "library": library,
+        "common": _text(_PAGE, "common.js"),
+        "script": _text(folder, f"{name}.js"),
     }
-    return Template(_file("frame.html")).substitute(parts)
+    return Template(_text(_PAGE, "frame.html")).substitute(parts)
 
 
 def embedded_json(data: dict[str, Any]) -> str:
@@ -125,6 +139,5 @@ def _escaped(text: str) -> str:
     return text
 
 
-def _file(name: str) -> str:
-    page = resources.files("sametoken.bench").joinpath(_PAGES, name)
-    return page.read_text(encoding="utf-8")
+def _text(folder: Traversable, name: str) -> str:
+    return folder.joinpath(name).read_text(encoding="utf-8")

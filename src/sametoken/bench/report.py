@@ -195,16 +195,23 @@ def _floor(steps: Sequence[StepRecord], traffic: Traffic, bandwidth: Bandwidth) 
     return 1e3 * traffic.step_bytes(context, num_requests) / bandwidth.bytes_per_second
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Return date, versions and hardware."""
-    on_cuda = device.type == "cuda"
-    return {
+def environment(device: torch.device | None) -> dict[str, Any]:
+    """Return date, versions and hardware; without a device only the first two.
+
+    The device is None where servers were measured, which are elsewhere.
+    """
+    versions = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "sametoken": sametoken.__version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},
+    }
+    if device is None:
+        return versions
+    on_cuda = device.type == "cuda"
+    return versions | {
         "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if on_cuda else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if on_cuda else f"CPU ({platform.machine()})",
         "cuda": torch.version.cuda if on_cuda else None,
         "threads": torch.get_num_threads(),
     }

@@ -32,6 +32,7 @@ DIFFERENT = 1
 class _Prompts:
     """The prompts of every side, and how they are sampled."""
 
+    dataset: str
     items: Sequence[DatasetItem]
     temperatures: tuple[float, ...]
     max_tokens: int
@@ -56,7 +57,8 @@ class _Prompts:
         from sametoken.bench.datasets import load_dataset
 
         items = load_dataset(dataset, path=prompts, limit=limit)
-        return cls(items, _temperatures(temperature), max_tokens, raw)
+        name = dataset if prompts is None else f"{dataset} from {prompts.name}"
+        return cls(name, items, _temperatures(temperature), max_tokens, raw)
 
     def requests(self, tokenizer: Tokenizer | None, *, templated: bool) -> list[AuditRequest]:
         """Make the requests, with token ids if there is a tokenizer."""
@@ -69,6 +71,16 @@ class _Prompts:
             max_tokens=self.max_tokens,
             templated=templated,
         )
+
+    def workload(self, model: str | None) -> dict[str, Any]:
+        """Describe what was run, for ``Verdict``."""
+        return {
+            "model": None if model is None else Path(model).name,
+            "dataset": self.dataset,
+            "prompts": len(self.items),
+            "temperatures": list(self.temperatures),
+            "max_tokens": self.max_tokens,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +188,7 @@ def audit(
         verdict = _audit_engine(_config(model, options), prompts, settings)
     else:
         verdict = _audit_servers(model, options, prompts, servers)
+    verdict = replace(verdict, workload=prompts.workload(model or servers.served_model))
     if html is not None:
         html.write_text(html_of(verdict), encoding="utf-8")
     if json_output:

@@ -38,13 +38,13 @@ def report(
 ) -> None:
     """Compare runs with the first one."""
     from sametoken.bench.comparison import compare_runs
-    from sametoken.bench.documents import render_page, write_text
+    from sametoken.bench.documents import render_report, write_text
 
     data = compare_runs(runs, label or ())
     if html is not None:
         title = " against ".join(run["label"] for run in reversed(data["runs"]))
         try:
-            page = render_page("report", f"{title}: benchmark", data)
+            page = render_report(f"{title}: benchmark", data)
         except ImportError as error:
             raise ConfigError(f"plotly is missing ({error})", "pip install plotly") from error
         write_text(html, page)

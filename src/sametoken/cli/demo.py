@@ -32,6 +32,8 @@ LONG_NGRAM = SpeculativeConfig(
 )
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
 ACCEPTED_STYLE = "bold green"
+#: Positions in the table, so that it fits 80 columns.
+_SHOWN_POSITIONS = 3
 
 _CODE = """\
 class Account:
@@ -244,17 +246,17 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> R
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Build a table of the speed and acceptance of every run."""
+    """Build a table of the speed and acceptance of every run; it fits 80 columns."""
+    from rich import box
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("", no_wrap=True)
-    for heading in ("tokens", "tokens/s", "acceptance\nlength", "per position", "speed-up"):
-        table.add_column(heading, justify="right")
+    for heading in ("tokens", "tokens/s", "acceptance\nlength", "per\nposition", "speed-up"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for index, comparison in enumerate(comparisons):
         base = tokens_per_second(comparison.plain)
         if index == 0 or comparisons[index - 1].plain is not comparison.plain:
-            table.add_section()
             table.add_row(comparison.title, *_figures(comparison.plain, base))
         table.add_row(f"  {comparison.drafts}", *_figures(comparison.speculative, base))
     return table
@@ -266,7 +268,7 @@ def _figures(output: RequestOutput, base: float) -> tuple[str, ...]:
         str(len(output.outputs[0].token_ids)),
         f"{rate:.1f}",
         f"{speculation.acceptance_length:.2f}",
-        per_position(speculation) if speculation.num_draft_tokens else "-",
+        per_position(speculation, _SHOWN_POSITIONS) if speculation.num_draft_tokens else "-",
         f"{rate / base:.2f}x" if base else "-",
     )
 

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from sametoken.engine.resolve import ResolvedConfig
 
 
-_SHOWN_POSITIONS = 8
-
-
 def tokens_per_second(output: RequestOutput) -> float:
     """Compute tokens per second after the first token; 0 if there is no other."""
     metrics = output.metrics
@@ -36,11 +33,11 @@ def time_to_first_token(output: RequestOutput) -> float:
     return (metrics.first_token_time or metrics.arrival_time) - metrics.arrival_time
 
 
-def per_position(speculation: SpeculationMetrics) -> str:
-    """Format acceptance at the first draft positions, in percent."""
+def per_position(speculation: SpeculationMetrics, num_shown: int = 8) -> str:
+    """Format acceptance at the first ``num_shown`` draft positions, in percent."""
     rates = speculation.acceptance_per_position
-    shown = " ".join(f"{100 * rate:.0f}" for rate in rates[:_SHOWN_POSITIONS])
-    return f"{shown} ..%" if len(rates) > _SHOWN_POSITIONS else f"{shown}%"
+    shown = " ".join(f"{100 * rate:.0f}" for rate in rates[:num_shown])
+    return f"{shown} ..%" if len(rates) > num_shown else f"{shown}%"
 
 
 def summary(output: RequestOutput, synthetic: Sequence[str] = ()) -> str:

@@ -39,7 +39,7 @@ class EngineSummary:
         vocab_size: token ids are below this.
         eos_token_ids: the model's; a tokenizer may add one.
         device, dtype: as text, for example "cuda" and "bfloat16".
-        method: the speculative method; None without speculation.
+        method: the speculative method's label; None without speculation.
         num_speculative_tokens: k; 0 without speculation.
         synthetic: labels of synthetic parts, to show beside every result.
         settings: every setting with its reason.
@@ -70,7 +70,7 @@ def summarise(resolved: ResolvedConfig) -> EngineSummary:
         eos_token_ids=tuple(model.eos_token_ids),
         device=str(resolved.device),
         dtype=str(resolved.dtype).removeprefix("torch."),
-        method=speculative.method if speculative else None,
+        method=speculative.label if speculative else None,
         num_speculative_tokens=config.num_speculative_tokens,
         synthetic=config.synthetic,
         settings=explanation(resolved),

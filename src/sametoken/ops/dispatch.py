@@ -78,7 +78,7 @@ def select_kernels(device: torch.device) -> Kernels:
         if choice == "native":
             raise
         logger.warning(
-            "%s Falling back to the reference kernels in PyTorch, which are several times slower.",
+            "%s. Falling back to the reference kernels in PyTorch, which are several times slower.",
             error,
         )
         return ReferenceKernels()

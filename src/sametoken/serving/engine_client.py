@@ -18,7 +18,7 @@ from sametoken.serving.engine_process import EngineProcess
 from sametoken.serving.limits import QueueBound, ServingLimits
 from sametoken.serving.messages import Build, Refused, Release, StepReport, Submit
 from sametoken.serving.shadow_audit import ShadowAudit
-from sametoken.serving.stats import EngineStats, StatsCollector
+from sametoken.serving.stats import EngineLoad, EngineStats, StatsCollector
 from sametoken.serving.supervisor import Supervisor
 from sametoken.text.tokenizer import Tokenizer
 from sametoken.types.outputs import RequestOutput
@@ -75,9 +75,20 @@ class EngineClient:
         return replace(
             self._collector.snapshot(),
             ready=self.is_ready,
-            load=self._queue.load,
+            load=self._load(),
             num_restarts=self.supervisor.num_restarts,
             audit=self._audit.stats,
+        )
+
+    def _load(self) -> EngineLoad:
+        """The load of requests; a replay runs alone and is none."""
+        load = self._queue.load
+        if not self._audit.is_replaying:
+            return load
+        return EngineLoad(
+            num_received=load.num_received,
+            prefix_cache_queries=load.prefix_cache_queries,
+            prefix_cache_hits=load.prefix_cache_hits,
         )
 
     @property

@@ -49,8 +49,12 @@ class ShadowAudit:
     @property
     def stats(self) -> AuditStats:
         """The counters now."""
-        num_pending = len(self._pending) + (self._running is not None)
-        return replace(self._stats, num_pending=num_pending)
+        return replace(self._stats, num_pending=len(self._pending) + self.is_replaying)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a replay is in the engine."""
+        return self._running is not None
 
     def note_finished(self, request: ProcessedRequest, output: RequestOutput) -> None:
         """Queue the completions of a finished request for replay if it is chosen.
@@ -70,7 +74,7 @@ class ShadowAudit:
 
     def begin(self) -> EngineRequest | None:
         """Begin the next replay, in idle time; None if none is pending or one runs already."""
-        if self._running is not None or not self._pending:
+        if self.is_replaying or not self._pending:
             return None
         self._running = _Replay(self._pending.popleft())
         return self._running.case.replay

@@ -114,7 +114,8 @@ class EngineStats:
         num_overloaded: requests refused because the queue was full.
         num_restarts: engine processes started after the first.
         ready: whether requests are accepted.
-        load: the engine process at its last step; zeros without one.
+        load: of requests, at the engine process's last step; zeros without one, and while a
+            shadow audit replays.
         audit: shadow audits.
     """
 

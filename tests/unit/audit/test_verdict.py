@@ -66,7 +66,7 @@ def test_text_defects_are_corruption():
 def test_the_report_holds_the_json():
     found = Verdict("a", "b", (run("0", "2"),), noise=0.05, texts={99: "</script>"})
     page = html_of(found)
-    start = page.index('type="application/json">') + len('type="application/json">')
+    start = page.index('id="data">') + len('id="data">')
     data = json.loads(page[start : page.index("</script>", start)])
     assert data == json.loads(json.dumps(found.as_json()))
     assert len(data["comparisons"][0]["divergences"]) == 2

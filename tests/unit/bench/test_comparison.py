@@ -8,7 +8,7 @@ import pytest
 
 from helpers.bench_engine import document
 from sametoken.bench.comparison import METRICS, compare_runs
-from sametoken.bench.documents import embedded_json, render_page, write_json
+from sametoken.bench.documents import embedded_json, render_report, write_json
 from sametoken.errors import ConfigError
 
 
@@ -101,7 +101,7 @@ def test_data_cannot_end_its_element(runs):
 
 
 def test_a_page_needs_nothing_from_elsewhere(runs):
-    page = render_page("report", "a < b", compare_runs(runs))
+    page = render_report("a < b", compare_runs(runs))
     assert "<title>a &lt; b</title>" in page
     assert page.count("</script>") == 3
     markup = page[: page.index('<script type="application/json"')]

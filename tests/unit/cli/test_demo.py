@@ -14,9 +14,21 @@ from typer.testing import CliRunner
 
 from sametoken import llm as llm_module
 from sametoken.cli import demo
-from sametoken.cli.demo import ACCEPTED_STYLE, HYBRID_SCENE, SCENES, Comparison, answer
+from sametoken.cli.demo import (
+    ACCEPTED_STYLE,
+    HYBRID_SCENE,
+    SCENES,
+    Comparison,
+    answer,
+    comparison_table,
+)
 from sametoken.cli.main import app
-from sametoken.types.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from sametoken.types.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
 from sametoken.types.sampling_params import SamplingParams
 
 LETTERS = "abcdefgh"
@@ -118,6 +130,27 @@ def test_other_tokens_exit_with_1(scenes, monkeypatch):
     assert result.exit_code == 1
     different = result.stdout.count("same tokens: no (first difference at 2)")
     assert different == num_comparisons(scenes)
+
+
+def test_the_table_fits_80_columns():
+    speculation = SpeculationMetrics(200, 900, 900, (200,) * 64, (200,) * 64)
+    metrics = RequestMetrics(0.0, 1.0, 1.1, 0, speculation)
+    output = RequestOutput(
+        "0", None, (7,), (CompletionOutput(0, "", tuple(range(1100)), "length"),), True, metrics
+    )
+    comparisons = [
+        Comparison(scene.title, drafts, output, output)
+        for scene in (*SCENES, HYBRID_SCENE)
+        for drafts in scene.drafts
+    ]
+    console = Console(file=io.StringIO(), width=300)
+    console.print(comparison_table(comparisons))
+    lines = console.file.getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert (
+        sum("10990.0" in line and "100 100 100 ..%" in line for line in lines)
+        == len(comparisons) + 1
+    )
 
 
 def test_accepted_drafts_are_coloured():

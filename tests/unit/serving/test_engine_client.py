@@ -348,10 +348,13 @@ def test_an_audit_runs_in_idle_time_and_gives_way_to_a_request(play):
         *_, replay = kit.process.take_sent()
         (plain,) = replay.completions
         assert (plain.request_id, plain.num_speculative_tokens) == ("r#replay", 0)
-        kit.report(update("r#replay", 20))
+        kit.report(update("r#replay", 20), num_received=2, num_running=1, kv_usage=0.5)
         assert kit.client.stats.num_output_tokens == 4, "replays are not served"
+        assert kit.client.stats.load == EngineLoad(num_received=2), "nor are they load"
 
         second = kit.begin("second")
+        kit.report(num_received=3, num_running=1)
+        assert kit.client.stats.load.num_running == 1
         release, submit = kit.process.take_sent()
         assert release == Release({"r#replay": None}, aborted=True)
         assert submit.completions[0].request_id == "second"

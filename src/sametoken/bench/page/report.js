@@ -1,22 +1,9 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
 // Okabe and Ito's colours, which colour-blind readers can tell apart.
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7a7a7a"];
+const NO_SPREAD = "one run: no spread known";
 const state = { view: "overview", filters: {}, baseline: null, metric: null };
-const byId = (id) => document.getElementById(id);
 
 /* ---- words and numbers ---- */
-
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") made.className = value;
-    else if (name.startsWith("--")) made.style.setProperty(name, value);
-    else if (value !== null && value !== undefined) made.setAttribute(name, value);
-  }
-  made.append(...children.filter((child) => child !== null));
-  return made;
-}
 
 function shown(value) {
   if (value === null || value === undefined) return "–";
@@ -25,7 +12,6 @@ function shown(value) {
   return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 3);
 }
 
-const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}%`;
 const distinct = (values) => [...new Map(values.map((v) => [JSON.stringify(v), v])).values()];
 const keyOf = (object) => JSON.stringify(Object.values(object));
 
@@ -104,7 +90,8 @@ function change(cell, metric) {
   const [mine, theirs] = [range(cell, metric.name), range(other, metric.name)];
   const within = mine && theirs && mine[0] <= theirs[1] && theirs[0] <= mine[1];
   const good = metric.better === "higher" ? share > 0 : share < 0;
-  return { share, known: Boolean(mine && theirs), kind: share === 0 || within ? "same" : good ? "better" : "worse" };
+  if (!mine || !theirs) return { share, kind: "unknown" };
+  return { share, kind: share === 0 || within ? "same" : good ? "better" : "worse" };
 }
 
 function range(cell, name) {
@@ -160,13 +147,14 @@ function numberCell(cell, metric) {
   const changed = change(cell, metric);
   if (changed) {
     const sign = changed.share > 0 ? "+" : changed.share < 0 ? "−" : "±";
-    const words = changed.known ? (changed.kind === "same" ? "within the spread" : changed.kind) : "spread not known";
-    const mark = !changed.known ? "" : { same: " ≈", better: " ✓", worse: " ✗" }[changed.kind];
+    const words = { same: "within the spread", unknown: NO_SPREAD }[changed.kind] ?? changed.kind;
+    const mark = { same: " ≈", better: " ✓", worse: " ✗", unknown: "" }[changed.kind];
     made.append(element(
       "span",
       { class: `delta ${changed.kind}`, title: words, "data-change": JSON.stringify(changed.share) },
       `${sign}${percent(Math.abs(changed.share))}${mark}`,
     ));
+    if (changed.kind === "unknown") made.append(element("small", {}, NO_SPREAD));
   }
   const spread = range(cell, metric.name);
   if (spread) made.append(element("small", {}, `${shown(spread[0])} … ${shown(spread[1])}`));
@@ -239,7 +227,7 @@ function drawPareto(cells) {
     line: { color: "#888888", dash: "dot", width: 2 },
   });
   draw("pareto", traces, {
-    xaxis: titled("tokens/s of one request (1 / median time per token)", { rangemode: "tozero" }),
+    xaxis: titled("tokens/s of one request", { rangemode: "tozero" }),
     yaxis: titled("tokens/s of all", { rangemode: "tozero" }),
   });
 }
@@ -459,24 +447,25 @@ function makeFilters() {
 }
 
 function makeHead() {
-  byId("made").textContent = `made by sametoken ${data.sametoken}, ${data.date}`;
+  const every = (values) => distinct(values.filter(Boolean)).join(", ");
+  byId("about").textContent = joined([
+    every(data.cells.map((cell) => cell.engine.model)),
+    every(data.cells.map((cell) => cell.workload.dataset).map((name) => (name === "random" ? "random tokens" : name))),
+    every(data.runs.map((run) => run.environment.device)),
+    every(data.runs.map((run) => minutes(run.environment.date))),
+  ]);
+  byId("made").textContent = `made by sametoken ${data.sametoken}, ${minutes(data.date)}`;
   const made = distinct(data.runs.flatMap((run) => run.synthetic));
   byId("synthetic").hidden = !made.length;
   byId("synthetic").textContent = `${made.join(", ").toUpperCase()}: only times mean anything.`;
   byId("runs").replaceChildren(...data.runs.map((run) => {
     const mine = series.filter((one) => one.run === run.label);
-    const list = element("dl");
-    for (const [name, value] of Object.entries(run.environment)) {
-      if (value !== null) list.append(element("dt", {}, name), element("dd", {}, value));
-    }
     const engine = mine.length === 1 ? mine[0].engine : null;
-    if (engine) {
-      const drafts = engine.drafter === "none" ? "plain" : `${engine.drafter}, k=${engine.num_speculative_tokens}`;
-      list.prepend(element("dt", {}, "engine"), element("dd", {}, `${engine.model}, ${drafts}, TP ${engine.tensor_parallel_size}`));
-    }
-    const title = element("h3", {}, run.label);
-    if (run.synthetic.length) title.append(element("span", { class: "tag" }, run.synthetic.join(", ")));
-    return element("article", { class: "card", "--series": mine.length === 1 ? mine[0].colour : "var(--line)" }, title, list);
+    const drafts = engine && (engine.drafter === "none" ? "plain" : `${engine.drafter}, k=${engine.num_speculative_tokens}`);
+    const facts = { engine: engine && `${engine.model}, ${drafts}, TP ${engine.tensor_parallel_size}`, ...run.environment };
+    const made = card(run.label, facts, { "--series": engine ? mine[0].colour : "var(--line)" });
+    if (run.synthetic.length) made.querySelector("h3").append(element("span", { class: "tag" }, run.synthetic.join(", ")));
+    return made;
   }));
   byId("failures").hidden = !data.failures.length;
   byId("failures").replaceChildren(element(
@@ -486,19 +475,10 @@ function makeHead() {
   ));
 }
 
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  byId("theme").textContent = name === "dark" ? "Light" : "Dark";
-}
-
 function start() {
   makeHead();
   makeFilters();
-  setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  byId("theme").addEventListener("click", () => {
-    setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-    refresh();
-  });
+  startTheme(refresh);
   byId("views").addEventListener("click", (event) => {
     const chosen = event.target.closest("button");
     if (!chosen) return;

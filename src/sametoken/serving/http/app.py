@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 import sametoken
 from sametoken.errors import RequestError
@@ -21,6 +20,7 @@ from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import as_api_error, install_handlers, invalid
 from sametoken.serving.http.metrics import make_registry
 from sametoken.serving.http.middleware import Authentication, BodyBounds, BodyLimit, RateLimit
+from sametoken.serving.http.pages import page_routes
 from sametoken.serving.http.responses import (
     ChatResponse,
     CompletionResponse,
@@ -72,10 +72,13 @@ def create_app(engine: AsyncLLM, config: ServerConfig) -> FastAPI:
         title="sametoken",
         version=sametoken.__version__,
         separate_input_output_schemas=False,
+        docs_url=None,
+        redoc_url=None,
     )
     app.include_router(_openai_routes(served))
     app.include_router(_token_routes(served))
     app.include_router(_status_routes(served, registry))
+    app.include_router(page_routes())
     install_handlers(app)
     _document(app)
     # The middleware added last runs first.
@@ -180,7 +183,6 @@ def _token_routes(served: Served) -> APIRouter:
 def _status_routes(served: Served, registry: CollectorRegistry) -> APIRouter:
     router = APIRouter()
     engine = served.engine
-    text = files("sametoken.serving.http").joinpath("page.html").read_text("utf-8")
 
     @router.get("/health", response_model=Health, responses=_UNAVAILABLE)
     async def health() -> Response:
@@ -208,11 +210,6 @@ def _status_routes(served: Served, registry: CollectorRegistry) -> APIRouter:
         """Counters in Prometheus' text format."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/", response_class=HTMLResponse)
-    async def page() -> HTMLResponse:
-        """A page with the server's status and a chat box."""
-        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
-
     return router
 
 
@@ -222,11 +219,6 @@ def _status(engine: AsyncLLM) -> Literal["ok", "draining", "down"]:
     return "ok" if engine.is_ready else "draining"
 
 
-#: The page is self-contained and connects only to this server.
-_PAGE_POLICY = (
-    "default-src 'none'; connect-src 'self'; img-src data:; "
-    "style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-)
 _METRICS = {"text/plain": {"schema": {"type": "string"}}}
 
 

@@ -17,11 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.errors import ApiError
+from sametoken.serving.http.pages import ASSETS
 
 #: Paths of the server's own pages, which need no key. All others are for the model.
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ready", "/version", "/metrics", "/docs", "/redoc", "/openapi.json"}
-)
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"})
 _BEARER = "bearer "
 #: Clients whose rates are remembered.
 _MAX_CLIENTS = 10_000
@@ -35,7 +34,8 @@ _RETRY_AFTER_S = 5
 def is_guarded(scope: Scope) -> bool:
     """Whether a request is for the model."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path not in OPEN_PATHS and scope["method"] != "OPTIONS"
+    is_open = path in OPEN_PATHS or path.startswith(f"{ASSETS}/")
+    return not is_open and scope["method"] != "OPTIONS"
 
 
 class Buckets:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import sametoken
@@ -92,11 +94,15 @@ PATHS = ("/health", "/ready")
 def test_version_and_page(serve):
     client = serve()
     assert client.get("/version").json() == {"version": sametoken.__version__}
-    page = client.get("/")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "http://" not in page.text
-    assert "https://" not in page.text
+    for path in ("/", "/docs"):
+        page = client.get(path)
+        assert page.headers["content-type"].startswith("text/html")
+        policy = page.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; connect-src 'self';")
+        assert "script-src 'self';" in policy
+        loaded = re.findall(r'(?:src|href)="(?!data:)([^"]*)"', page.text)
+        assert all(client.get(f"/{name}").status_code == 200 for name in loaded)
+        assert not re.search(r"(src|href)=.?(https?:|//)|<script>|<style>", page.text)
 
 
 def test_the_document_promises_nothing_that_is_not_kept(serve):

@@ -28,6 +28,8 @@ def test_only_holders_of_a_key_use_the_model(serve):
     assert refused.json()["error"]["code"] == "invalid_api_key"
     assert refused.headers["www-authenticate"] == "Bearer"
     assert all(client.get(path).status_code == 200 for path in OPEN_PATHS)
+    assert client.get("/assets/page.css").status_code == 200
+    assert client.get("/assets/../v1/models").status_code in (401, 404)
     assert client.get("/anything").status_code == 401
 
 
@@ -37,6 +39,7 @@ def test_the_key_is_needed_behind_a_proxy_s_path_too(serve):
     assert client.get("/v1/models").status_code == 401
     assert client.get("/llm/v1/models", headers=KEY).status_code == 200
     assert client.get("/llm/health").status_code == 200
+    assert client.get("/llm/assets/page.css").status_code == 200
 
 
 def test_rates_are_bounded_and_refill(serve):

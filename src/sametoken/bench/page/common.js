@@ -1,0 +1,40 @@
+"use strict";
+/* What every report uses: its data, elements, cards and the theme. */
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}%`;
+const minutes = (date) => date?.replace(/T(\d\d:\d\d)[^ ]*/g, " $1");
+const joined = (parts) => parts.filter(Boolean).join(" · ");
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("--")) made.style.setProperty(name, value);
+    else if (value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+/** A titled list of facts, without those that are not known. */
+function card(title, facts, attributes = {}) {
+  const list = element("dl");
+  for (const [name, value] of Object.entries(facts)) {
+    if (value !== null && value !== undefined) list.append(element("dt", {}, name), element("dd", {}, String(value)));
+  }
+  return element("article", { class: "card", ...attributes }, element("h3", {}, title), list);
+}
+
+/** Begin with the reader's theme; the button changes it and calls `redraw`. */
+function startTheme(redraw = () => {}) {
+  const set = (name) => {
+    document.documentElement.dataset.theme = name;
+    byId("theme").textContent = name === "dark" ? "Light" : "Dark";
+  };
+  set(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  byId("theme").addEventListener("click", () => {
+    set(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+    redraw();
+  });
+}

@@ -1,0 +1,43 @@
+"""The server's own pages, for people. Everything that they load comes from this server."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import HTMLResponse
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+#: Scripts, styles and libraries of the pages; they need no key, as the pages do not.
+ASSETS = "/assets"
+_POLICY = "default-src 'none'; connect-src 'self'; img-src data:; script-src 'self'; style-src "
+
+
+def page_routes() -> APIRouter:
+    """The page at ``/``, the API's document for people at ``/docs``, and what both load."""
+    router = APIRouter()
+    with as_file(files("sametoken.serving.http").joinpath("page")) as folder:
+        status, docs = (_text(folder / f"{name}.html") for name in ("index", "docs"))
+        router.routes.append(Mount(ASSETS, StaticFiles(directory=folder / "assets")))
+
+    @router.get("/", response_class=HTMLResponse)
+    async def page() -> HTMLResponse:
+        """A page with the server's status and a chat box."""
+        return _html(status, "'self'")
+
+    @router.get("/docs", include_in_schema=False)
+    async def api_docs() -> HTMLResponse:
+        # Swagger UI styles its elements in place.
+        return _html(docs, "'self' 'unsafe-inline'")
+
+    return router
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _html(text: str, styles: str) -> HTMLResponse:
+    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY + styles})

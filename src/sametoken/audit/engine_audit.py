@@ -21,8 +21,9 @@ from sametoken.audit.verdict import Verdict
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
+from sametoken.engine.summary import summarise
 from sametoken.errors import ConfigError
-from sametoken.types.option_values import LOOKUPS
+from sametoken.types.speculative_checks import LOOKUPS
 
 Build = Callable[[EngineConfig], EngineCore]
 
@@ -97,8 +98,9 @@ def audit_engine(
     baseline = _baseline(plain, requests, settings)
     del plain
     gc.collect()
-    announce(f"speculation by {speculative.method}")
+    announce(f"speculation by {speculative.method or speculative.model}")
     core = build(config)
+    drafting = summarise(core.resolved)
     runs = _runs(core, requests, settings)
     with_top = RunSettings(settings.concurrency, top=True)
     top = run_requests(core, requests, with_top, _eos(core, settings))
@@ -110,10 +112,10 @@ def audit_engine(
     diagnosis = None
     if settings.diagnose:
         announce("drafting some windows again after a fresh prefill")
-        trained = speculative.method not in LOOKUPS
+        trained = drafting.method not in LOOKUPS
         diagnosis = _diagnosis(core, requests, runs, templated, settings, trained=trained)
     return Verdict(
-        subject=f"{config.model} with {speculative.method}, k={config.num_speculative_tokens}",
+        subject=f"{config.model} with {drafting.method}, k={drafting.num_speculative_tokens}",
         baseline=f"{config.model}, plain",
         comparisons=tuple(comparisons),
         repeats=baseline.repeats,

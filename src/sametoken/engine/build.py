@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sametoken.config import ADAPTIVE, EngineConfig
+from sametoken.config import EngineConfig
 from sametoken.distributed.ranks import Ranks, start_ranks
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
@@ -44,6 +44,7 @@ from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
@@ -61,6 +62,7 @@ from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.types.speculative_config import ADAPTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,7 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     config = resolve_sizes(config, device)
     path = Path(resolve_model(config.model, announce))
     spec, shipped = resolve_drafter(config.speculative_config, path, announce)
+    spec, completed = complete_drafter(spec)
     config = replace(config, speculative_config=spec)
     architecture = read_config(path, load_format=config.load_format)
     dtype = resolve_dtype(config, architecture.dtype)
@@ -250,7 +253,8 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
-    return _Requested(config, device, path, architecture, dtype, layers, shipped | reasons)
+    reasons = shipped | completed | reasons
+    return _Requested(config, device, path, architecture, dtype, layers, reasons)
 
 
 def _load(

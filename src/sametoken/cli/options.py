@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from sametoken.config import EngineConfig, SpeculativeConfig
-from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.sampling_params import RECOMMENDED, SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,6 +34,7 @@ SAMPLING_HELP: Mapping[str, str] = {
 }
 #: The default at a terminal; the API's default is 16 tokens.
 MAX_TOKENS = 256
+_SAMPLING = "Sampling options"
 #: Fields of EngineConfig that commands define themselves or that only servers need.
 _NOT_OPTIONS = ("model", "skip_tokenizer_init", "seed")
 
@@ -81,7 +83,13 @@ def options_of(
             kind = str | None
         if kind == tuple[str, ...]:
             kind, default = list[str], list(default)
-        parameters.append(_parameter(field.name, kind, default, field.metadata["help"]))
+        parameters.append(
+            _parameter(
+                *(field.name, kind, default, field.metadata["help"]),
+                metavar=_metavar(field.metadata.get("choices", ())),
+                rich_help_panel=_panel(config),
+            )
+        )
     return parameters
 
 
@@ -95,13 +103,20 @@ def sampling_options(max_tokens: int = MAX_TOKENS) -> list[inspect.Parameter]:
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     parameters = []
     for name, text in SAMPLING_HELP.items():
-        kind = list[str] if name == "stop" else hints[name]
+        kind, default, shown = hints[name], defaults[name], ""
         if name == "max_tokens":
-            parameters.append(_parameter(name, int, max_tokens, text))
-            continue
-        has_default = isinstance(defaults[name], float | int) and kind is not bool
-        shown = f" [default: {defaults[name]}]" if has_default else ""
-        parameters.append(_parameter(name, kind | None, None, text + shown))
+            kind, default = int, max_tokens
+        elif name == "stop":
+            kind, default = list[str] | None, None
+        elif name in RECOMMENDED:
+            kind, default, shown = kind | None, None, f"the model's, else {default}"
+        parameters.append(
+            _parameter(
+                *(name, kind, default, text),
+                show_default=shown or True,
+                rich_help_panel=_SAMPLING,
+            )
+        )
     return parameters
 
 
@@ -125,10 +140,21 @@ def sampling_params(recommended: SamplingParams, given: Mapping[str, Any]) -> Sa
     return replace(recommended, **given)
 
 
-def _parameter(name: str, kind: Any, default: Any, text: str) -> inspect.Parameter:
+def _metavar(choices: Sequence[str]) -> str | None:
+    return f"[{'|'.join(choices)}]" if choices else None
+
+
+def _panel(config: type[Any]) -> str:
+    """The heading of a dataclass's options: ``Engine options``."""
+    words = re.findall("[A-Z][a-z]*", config.__name__.removesuffix("Config"))
+    return f"{' '.join(words).capitalize()} options"
+
+
+def _parameter(name: str, kind: Any, default: Any, text: str, **settings: Any) -> inspect.Parameter:
+    """An option; ``settings`` are those of ``typer.Option``."""
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[kind, typer.Option(help=text)],
+        annotation=Annotated[kind, typer.Option(help=text, **settings)],
     )

@@ -17,7 +17,7 @@ from sametoken.text.grammar.trials import ThreadTrials
 from sametoken.text.stop_strings import StopStrings
 from sametoken.text.tokenizer import Messages, Tokenizer
 from sametoken.types.request import EngineRequest
-from sametoken.types.sampling_params import SamplingParams, derive_seed
+from sametoken.types.sampling_params import RECOMMENDED, SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Grammar
 
 #: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
@@ -392,9 +392,6 @@ def _listed(name: str, given: Any) -> list[Any]:
     return list(given)
 
 
-_RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
-
-
 def default_sampling_params(model_path: Path) -> SamplingParams:
     """Defaults from the checkpoint's generation_config.json, else those of SamplingParams.
 
@@ -402,7 +399,7 @@ def default_sampling_params(model_path: Path) -> SamplingParams:
         CheckpointError: the file is not a JSON object, or a value in it is impossible.
     """
     recommended = read_generation_config(model_path)
-    chosen = {name: recommended.get(name) for name in _RECOMMENDED}
+    chosen = {name: recommended.get(name) for name in RECOMMENDED}
     try:
         return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
     except RequestError as error:

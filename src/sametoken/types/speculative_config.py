@@ -77,7 +77,7 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = option(
         0,
-        f"k, the maximum number of drafts per step; mtp: at most {MAX_MTP_TOKENS}",
+        f"maximum number of drafts per step, k; mtp: at most {MAX_MTP_TOKENS}",
         limits=(1, MAX_SPECULATIVE_TOKENS),
         methods=METHODS,
     )

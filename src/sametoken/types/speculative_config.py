@@ -278,7 +278,8 @@ class SpeculativeConfig:
         for key in value:
             if key not in fields:
                 raise ConfigError(
-                    f"unknown key {shown(key)} in speculative config", suggestion(str(key), fields)
+                    f"unknown key {shown(key)} in speculative config",
+                    f"{suggestion(str(key), fields)} (sametoken help speculative explains all)",
                 )
         given = {
             key: typed(_SPECULATIVE + key, fields[key].type, one) for key, one in value.items()

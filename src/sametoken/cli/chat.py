@@ -270,7 +270,10 @@ class Chat:
     def drafts(self, argument: str) -> None:
         """Show how drafts are made, or load the model again with other ones."""
         if not argument:
-            self._say(f"Drafts: {self._drafts_shown()}. {COMMANDS['/drafts'].text}", markup=False)
+            others = COMMANDS["/drafts"].argument
+            self._say(
+                f"Drafts: {self._drafts_shown()}. /drafts {others} changes them.", markup=False
+            )
             return
         spec = None if argument == OFF else SpeculativeConfig.parse(argument)
         former, self._config = self._config, replace(self._config, speculative_config=spec)

@@ -122,7 +122,7 @@ def test_drafts_change_the_engine_and_not_the_request():
     talk.say("abc")
     assert talk.say("/drafts off", "/again").startswith("loading m\nDrafts: off; the model was")
     shown = talk.say("/drafts suffix", "/again", "/drafts")
-    assert "Drafts: suffix, up to 24 per step. Loads the model again with these" in shown
+    assert "Drafts: suffix, up to 24 per step. /drafts [off|ngram|" in shown
     specs = [llm.config.speculative_config for llm in EchoLLM.loaded]
     assert specs == [SpeculativeConfig("ngram"), None, SpeculativeConfig("suffix")]
     asked = [llm.asked for llm in EchoLLM.loaded]

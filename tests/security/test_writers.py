@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.toy import toy_config
-from sametoken.config import EXTRACT, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.extraction.recording import open_extraction
@@ -21,6 +21,7 @@ from sametoken.extraction.shards import ExtractedStates, read_manifest
 from sametoken.types.outputs import RequestResult, StepResult
 from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.speculative_checks import EXTRACT
 
 LAYERS, HIDDEN, VOCAB = (1, 2), toy_config(50).hidden_size, 50
 HOLDER = """

@@ -7,18 +7,16 @@ import json
 
 import pytest
 
-from sametoken.config import (
-    EXTRACT,
-    HEADS,
+from sametoken.config import EngineConfig, SpeculativeConfig
+from sametoken.errors import ConfigError
+from sametoken.types.speculative_checks import EXTRACT, HEADS
+from sametoken.types.speculative_config import (
     MAX_MTP_TOKENS,
     MAX_SPECULATIVE_TOKENS,
     METHOD_ALIASES,
     METHODS,
     WITHOUT_MODEL,
-    EngineConfig,
-    SpeculativeConfig,
 )
-from sametoken.errors import ConfigError
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5}
 SYNTHETIC = NGRAM | {"rejection_sample_method": "synthetic"}
@@ -144,7 +142,11 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
     [
         ("{", "is not JSON: .* at column", '{"method": "ngram"'),
         ("3", "is not a JSON object", "braces"),
-        ({}, "method '' is not known", "ngram"),
+        ({}, "neither a method nor a model", "'ngram', 'suffix', 'draft_model'"),
+        ("ngrm", "method 'ngrm' is not known", "did you mean 'ngram'? use 'ngram', 'suffix'"),
+        ({"method": "xyz"}, "'xyz' is not known", "use 'ngram', 'suffix', 'draft_model'"),
+        ({"model": "m", "num_speculative_tokens": 65}, "=65 is not possible", "1 to 64"),
+        (NGRAM | {"num_speculative_tokens": -1}, "=-1 is not possible", "1 to 64"),
         (NGRAM | {"k": 3}, "unknown key 'k'", "known: method"),
         (NGRAM | {"prompt_lookup_mx": 3}, "'prompt_lookup_mx'", "did you mean 'prompt_lookup_max'"),
         (NGRAM | {"num_speculative_tokens": True}, "=True is of the wrong type", "type int"),
@@ -153,14 +155,14 @@ def test_names_that_vllm_had_for_a_method_are_known(name):
         (NGRAM | {"model": None}, "model=None is of the wrong type", "type str"),
         (NGRAM | {"num_speculative_tokens": 0}, "=0 is not possible", "1 to 64"),
         (NGRAM | {"num_speculative_tokens": 65}, "=65 is not possible", "1 to 64"),
-        (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min=0", "1 <= min <= max"),
-        (NGRAM | {"prompt_lookup_min": 6}, "prompt_lookup_min=6", "1 <= min <= max"),
+        (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min=0", "from 1 to 1024"),
+        (NGRAM | {"prompt_lookup_min": 6}, "prompt_lookup_min=6", "min <= max"),
         (NGRAM | {"model": "x"}, "'ngram' loads no drafter", 'leave "model" out'),
         (NGRAM | {"method": "mtp", "model": "x"}, "'mtp' loads no drafter", 'leave "model" out'),
         (NGRAM | {"method": "eagle"}, "'eagle' needs a drafter", 'set "model"'),
         (NGRAM | {"rejection_sample_method": "standard"}, "would differ from plain", "'keyed'"),
         (NGRAM | {"rejection_sample_method": "block"}, "would differ from plain", "'keyed'"),
-        (NGRAM | {"rejection_sample_method": "x"}, "'x' is not known", "'keyed' or 'synthetic'"),
+        (NGRAM | {"rejection_sample_method": "x"}, "='x' is not", "'keyed' or 'synthetic'"),
         (NGRAM | {"synthetic_acceptance_rates": [0.5]}, "verified by keyed", "synthetic"),
         (NGRAM | {"synthetic_acceptance_length": 2}, "verified by keyed", "synthetic"),
         (SYNTHETIC, "one of rates and length, 0 were", "synthetic_acceptance_length"),
@@ -282,7 +284,7 @@ def test_what_has_no_head_takes_no_option_of_heads(method, name, value):
     assert f'leave "{name}" out' in caught.value.remedy
 
 
-@pytest.mark.parametrize(("value", "cause"), [("int4", "'int4' is not known"), (8, "wrong type")])
+@pytest.mark.parametrize(("value", "cause"), [("int4", "='int4' is not"), (8, "wrong type")])
 def test_other_quantizations_are_refused(value, cause):
     given = {"method": "mtp", "num_speculative_tokens": 2, "quantization": value}
     with pytest.raises(ConfigError, match=cause) as caught:
@@ -295,6 +297,32 @@ def test_suffix_drafts_as_far_as_it_matches_unless_told_otherwise():
     deep = {"method": "suffix", "suffix_decoding_max_tree_depth": 32}
     assert SpeculativeConfig.parse(deep).num_speculative_tokens == 32
     assert SpeculativeConfig.parse(deep | {"num_speculative_tokens": 7}).num_speculative_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("method", "k"), [("ngram", 8), ("draft_model", 4), ("mtp", 3), (EXTRACT, 0)]
+)
+def test_every_method_has_a_k_of_its_own(method, k):
+    given = {"method": method}
+    if method == "draft_model":
+        given["model"] = "m"
+    if method == EXTRACT:
+        given["shared_storage_path"] = "d"
+    spec = SpeculativeConfig.parse(given)
+    assert (spec.num_speculative_tokens, spec.is_complete) == (k, True)
+
+
+@pytest.mark.parametrize("given", [{"model": "m"}, {"method": "eagle3"}])
+def test_what_the_checkpoint_completes_is_left_open(given):
+    spec = SpeculativeConfig.parse(given)
+    assert (spec.num_speculative_tokens, spec.is_complete) == (0, False)
+
+
+def test_a_bare_name_is_a_method():
+    for name, method in (("ngram", "ngram"), ("suffix", "suffix"), ("deepseek_mtp", "mtp")):
+        assert SpeculativeConfig.parse(name) == SpeculativeConfig(method)
+    with pytest.raises(ConfigError, match="names neither"):
+        EngineConfig.from_options(speculative_config="{}")
 
 
 def test_a_cascade_may_draft_more_than_its_model():
@@ -321,7 +349,7 @@ def test_a_cascade_may_draft_more_than_its_model():
         ({"suffix_decoding_max_spec_factor": -0.5}, "max_spec_factor=-0.5"),
         ({"suffix_decoding_min_token_prob": 1.5}, "min_token_prob=1.5"),
         ({"cascade_model_tokens": 2}, "without a cascade"),
-        ({"cascade": "mtp"}, "cascade 'mtp' with method 'draft_model'"),
+        ({"cascade": "mtp"}, "cascade='mtp' is not possible"),
         ({"cascade": "ngram", "method": "suffix", "model": None}, "with method 'suffix'"),
         ({"cascade": "ngram", "cascade_min_match": 0}, "cascade_min_match=0"),
         ({"cascade": "suffix", "cascade_min_match": 25}, "cascade_min_match=25"),

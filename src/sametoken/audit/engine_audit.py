@@ -23,8 +23,9 @@ from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
+from sametoken.engine.summary import summarise
 from sametoken.errors import ConfigError
-from sametoken.types.option_values import LOOKUPS
+from sametoken.types.speculative_checks import LOOKUPS
 
 Build = Callable[[EngineConfig], EngineCore]
 
@@ -101,6 +102,7 @@ def audit_engine(
     gc.collect()
     announce(f"speculation by {speculative.label}")
     core = build(config)
+    drafting = summarise(core.resolved)
     runs = _runs(core, requests, settings)
     with_top = RunSettings(settings.concurrency, top=True)
     top = run_requests(core, requests, with_top, _eos(core, settings))
@@ -112,11 +114,11 @@ def audit_engine(
     diagnosis = None
     if settings.diagnose:
         announce("drafting some windows again after a fresh prefill")
-        trained = speculative.method not in LOOKUPS
+        trained = drafting.method not in LOOKUPS
         diagnosis = _diagnosis(core, requests, runs, templated, settings, trained=trained)
     model = Path(config.model).name
     return Verdict(
-        subject=f"{model} with {speculative.label}, k={config.num_speculative_tokens}",
+        subject=f"{model} with {drafting.method}, k={drafting.num_speculative_tokens}",
         baseline=f"{model}, plain",
         comparisons=tuple(comparisons),
         repeats=baseline.repeats,

@@ -237,9 +237,8 @@ def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
     """Return the drafter's label and k."""
     if not spec:
         return _PLAIN, 0
-    drafter = str(spec["method"])
-    if spec.get("model"):
-        drafter += f" {Path(str(spec['model'])).name}"
+    model = Path(str(spec["model"])).name if spec.get("model") else ""
+    drafter = f"{spec.get('method') or ''} {model}".strip()
     if spec.get("cascade"):
         drafter = f"cascade ({spec['cascade']}, then {drafter})"
     return drafter, int(_number(spec.get("num_speculative_tokens") or 0))

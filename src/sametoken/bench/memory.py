@@ -6,7 +6,7 @@ The loading code builds both on the meta device: tensors with shapes and no memo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sametoken.engine.resolve import (
 )
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.loader import read_config
@@ -106,6 +107,8 @@ def measure_memory(
     config = resolve_sizes(config, resolve_device(config))
     path = resolve_model(config.model, announce, Needed.CONFIG)
     spec, _ = resolve_drafter(config.speculative_config, path, announce, DUMMY)
+    spec, _ = complete_drafter(spec)
+    config = replace(config, speculative_config=spec)
     architecture = read_config(path, load_format=config.load_format)
     dtype, _ = resolve_dtype(config, architecture.dtype)
     longest = resolve_max_model_len(config, architecture)

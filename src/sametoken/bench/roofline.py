@@ -24,7 +24,7 @@ from sametoken.models.heads.mtp import MTPHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.types.option_values import HEADS
+from sametoken.types.speculative_checks import HEADS
 
 # Many times the caches' size; at 5 TB/s long enough to make the kernel launch negligible.
 CUDA_BYTES = 4 << 30

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sametoken.bench.documents import read_json, write_json
-from sametoken.bench.sweep_spec import Cell, Sweep
+from sametoken.bench.sweep_spec import Cell, Sweep, drafter_name
 from sametoken.errors import ConfigError
 
 DONE, FAILED = "done", "failed"
@@ -175,5 +175,5 @@ def _with_status(store: CellStore, cells: Iterable[Cell], status: str | None) ->
 
 def _engine_name(cell: Cell) -> str:
     spec = cell.speculative_config
-    drafts = f"{spec['method']}, k={spec.get('num_speculative_tokens')}" if spec else "plain"
+    drafts = f"{drafter_name(spec)}, k={spec.get('num_speculative_tokens')}" if spec else "plain"
     return f"{cell.model}, {drafts}, TP {cell.tensor_parallel_size}"

@@ -21,6 +21,11 @@ NO_DRAFTER = "none"
 _K = "num_speculative_tokens"
 
 
+def drafter_name(spec: Mapping[str, Any]) -> str:
+    """The method of a speculative config, or the model where the checkpoint tells the method."""
+    return str(spec.get("method") or Path(str(spec.get("model"))).name)
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One measurement.
@@ -53,7 +58,7 @@ class Cell:
     def name(self) -> str:
         """A readable, unique name."""
         spec = self.speculative_config
-        drafts = f"{spec['method']}-k{spec.get(_K, 0)}" if spec else "plain"
+        drafts = f"{drafter_name(spec)}-k{spec.get(_K, 0)}" if spec else "plain"
         parts = (
             re.sub(r"[^\w.]+", "-", Path(self.model).name),
             drafts,

@@ -16,6 +16,7 @@ from sametoken.bench.sweep_spec import (
     PRESETS,
     Sweep,
     changed_engine_options,
+    drafter_name,
     make_sweep,
 )
 from sametoken.cli.options import engine_options, options_of, with_options
@@ -187,7 +188,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         cell, spec = row["cell"], row["cell"]["speculative_config"]
-        drafts = f"{spec['method']} {spec.get('num_speculative_tokens', '')}" if spec else "plain"
+        k = spec.get("num_speculative_tokens", "") if spec else ""
+        drafts = f"{drafter_name(spec)} {k}" if spec else "plain"
         names = ("tensor_parallel_size", "input_len", "output_len", "concurrency", "temperature")
         numbers = (row[name] for name in ("tokens_per_second", "tpot_median", "acceptance_length"))
         table.add_row(

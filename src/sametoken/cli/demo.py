@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sametoken.cli.report import per_position, tokens_per_second
+from sametoken.cli.streaming import ACCEPTED_STYLE, shown
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
 from sametoken.models.names import HYBRID_NAME, has_hybrid
 from sametoken.types.outputs import RequestOutput
@@ -31,7 +32,6 @@ LONG_NGRAM = SpeculativeConfig(
     method="ngram", num_speculative_tokens=64, prompt_lookup_max=10, prompt_lookup_min=2
 )
 MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=3)
-ACCEPTED_STYLE = "bold green"
 #: Positions in the table, so that it fits 80 columns.
 _SHOWN_POSITIONS = 3
 
@@ -225,21 +225,10 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, console: Console) -> R
     Raises:
         NumericalError: the request failed.
     """
-    from sametoken.text.detokenizer import make_detokenizer
-    from sametoken.text.tokenizer import Tokenizer
-
-    detokenizer = make_detokenizer(Tokenizer(llm.get_tokenizer()), skip_special_tokens=True)
-    num_shown = num_accepted = 0
-    for output in llm.generate_stream(
-        llm.render_chat([{"role": "user", "content": prompt}]), params
-    ):
-        new_ids = output.outputs[0].token_ids[num_shown:]
-        accepted_now = output.metrics.speculation.num_accepted_tokens - num_accepted
-        for offset, token_id in enumerate(new_ids):
-            _show_piece(console, detokenizer.append(token_id), accepted=offset < accepted_now)
-        num_shown += len(new_ids)
-        num_accepted += accepted_now
-    _show_piece(console, detokenizer.finish() + "\n", accepted=False)
+    prompt_tokens = llm.render_chat([{"role": "user", "content": prompt}])
+    outputs = llm.generate_stream(prompt_tokens, params)
+    *_, output = shown(outputs, llm.get_tokenizer(), console)
+    console.print()
     if output.outputs[0].error is not None:
         raise output.outputs[0].error
     return output
@@ -271,13 +260,6 @@ def _figures(output: RequestOutput, base: float) -> tuple[str, ...]:
         per_position(speculation, _SHOWN_POSITIONS) if speculation.num_draft_tokens else "-",
         f"{rate / base:.2f}x" if base else "-",
     )
-
-
-def _show_piece(console: Console, piece: str, *, accepted: bool) -> None:
-    console.print(
-        piece, end="", style=ACCEPTED_STYLE if accepted else None, markup=False, emoji=False
-    )
-    console.file.flush()
 
 
 def _discard(line: str) -> None:

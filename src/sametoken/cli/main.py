@@ -9,25 +9,33 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 import sametoken
 from sametoken.cli.audit import audit
 from sametoken.cli.batch import batch
 from sametoken.cli.bench import bench
+from sametoken.cli.chat import chat
 from sametoken.cli.demo import demo
 from sametoken.cli.env import env
 from sametoken.cli.eval import evaluate
 from sametoken.cli.generate import generate
+from sametoken.cli.help import show_help
+from sametoken.cli.sections import SectionedCommand, SectionedGroup
 from sametoken.cli.serve import serve
 from sametoken.cli.train import train
+from sametoken.config import DEFAULT_MODEL
 from sametoken.errors import SametokenError
 
+NO_COMMAND = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
 
-class _Group(TyperGroup):
+#: Groups of commands in the help.
+RUN, MEASURE, ABOUT = "Run a model", "Check, measure and train", "About"
+
+
+class _Group(SectionedGroup):
     """Turns expected errors into one line and an exit code, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -55,20 +63,21 @@ def _discard_stdout() -> None:
 app = typer.Typer(
     cls=_Group,
     help="LLM inference whose speculative decoding never changes a token.",
-    add_completion=False,
-    no_args_is_help=True,
+    epilog="sametoken help speculative lists the keys of --speculative-config.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command(no_args_is_help=True)(generate)
-app.command(no_args_is_help=True)(serve)
-app.command(no_args_is_help=True)(batch)
-app.command(no_args_is_help=True)(audit)
-app.command()(demo)
-app.command(name="eval", no_args_is_help=True)(evaluate)
-app.command()(env)
-app.add_typer(bench, name="bench")
-app.add_typer(train, name="train")
+app.command(rich_help_panel=RUN)(chat)
+app.command(rich_help_panel=RUN, no_args_is_help=True)(generate)
+app.command(rich_help_panel=RUN, no_args_is_help=True)(serve)
+app.command(rich_help_panel=RUN, no_args_is_help=True)(batch)
+app.command(rich_help_panel=RUN)(demo)
+app.command(rich_help_panel=MEASURE, no_args_is_help=True)(audit)
+app.add_typer(bench, name="bench", cls=SectionedGroup, rich_help_panel=MEASURE)
+app.command(name="eval", rich_help_panel=MEASURE, no_args_is_help=True)(evaluate)
+app.add_typer(train, name="train", cls=SectionedGroup, rich_help_panel=MEASURE)
+app.command(rich_help_panel=ABOUT)(env)
+app.command(name="help", rich_help_panel=ABOUT)(show_help)
 
 
 def _show_version(wanted: bool) -> None:
@@ -77,14 +86,37 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.command(name="version", rich_help_panel=ABOUT)
+def _version() -> None:
+    """Show the version."""
+    _show_version(True)
+
+
+@app.callback(invoke_without_command=True)
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="show the version"),
     ] = False,
 ) -> None:
     """LLM inference whose speculative decoding never changes a token."""
+    if context.invoked_subcommand is None:
+        _offer_chat(context)
+
+
+def _offer_chat(context: typer.Context) -> None:
+    """Ask a person for a chat; print the help to everyone else."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if not is_terminal or not typer.confirm(f"Start a chat with {DEFAULT_MODEL}?", default=True):
+        typer.echo(context.get_help())
+        raise typer.Exit(0 if is_terminal else NO_COMMAND)
+    app(["chat"])
+
+
+for _group in (app, bench, train):
+    for _info in _group.registered_commands:
+        _info.cls = SectionedCommand
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import typer
 
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.types.option_values import parse_integer
-from sametoken.types.sampling_params import SamplingParams
+from sametoken.types.sampling_params import RECOMMENDED, SamplingParams
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -34,6 +35,7 @@ SAMPLING_HELP: Mapping[str, str] = {
 }
 #: The default at a terminal; the API's default is 16 tokens.
 MAX_TOKENS = 256
+_SAMPLING = "Sampling options"
 #: Fields of EngineConfig that commands define themselves or that only servers need.
 _NOT_OPTIONS = ("model", "skip_tokenizer_init", "seed")
 
@@ -82,24 +84,41 @@ def options_of(
             kind = str | None
         if kind == tuple[str, ...]:
             kind, default = list[str], list(default)
-        spellings = field.metadata.get("spellings", ())
-        parameters.append(_parameter(field.name, kind, default, field.metadata["help"], spellings))
+        parameters.append(
+            _parameter(
+                *(field.name, kind, default, field.metadata["help"]),
+                *field.metadata.get("spellings", ()),
+                metavar=_metavar(field.metadata.get("choices", ())),
+                rich_help_panel=_panel(config),
+            )
+        )
     return parameters
 
 
-def sampling_options() -> list[inspect.Parameter]:
-    """Make the sampling options; those not given use the model's recommended values."""
+def sampling_options(max_tokens: int = MAX_TOKENS) -> list[inspect.Parameter]:
+    """Make the sampling options; those not given use the model's recommended values.
+
+    Args:
+        max_tokens: the command's default.
+    """
     hints = typing.get_type_hints(SamplingParams)
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     parameters = []
     for name, text in SAMPLING_HELP.items():
-        kind = list[str] if name == "stop" else hints[name]
+        kind, default, shown = hints[name], defaults[name], ""
         if name == "max_tokens":
-            parameters.append(_parameter(name, int, MAX_TOKENS, text))
-            continue
-        has_default = isinstance(defaults[name], float | int) and kind is not bool
-        shown = f" [default: {defaults[name]}]" if has_default else ""
-        parameters.append(_parameter(name, kind | None, None, text + shown))
+            kind, default = int, max_tokens
+        elif name == "stop":
+            kind, default = list[str] | None, None
+        elif name in RECOMMENDED:
+            kind, default, shown = kind | None, None, f"the model's, else {default}"
+        parameters.append(
+            _parameter(
+                *(name, kind, default, text),
+                show_default=shown or True,
+                rich_help_panel=_SAMPLING,
+            )
+        )
     return parameters
 
 
@@ -130,13 +149,24 @@ def _integer(given: str | int) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def _metavar(choices: Sequence[str]) -> str | None:
+    return f"[{'|'.join(choices)}]" if choices else None
+
+
+def _panel(config: type[Any]) -> str:
+    """The heading of a dataclass's options: ``Engine options``."""
+    words = re.findall("[A-Z][a-z]*", config.__name__.removesuffix("Config"))
+    return f"{' '.join(words).capitalize()} options"
+
+
 def _parameter(
-    name: str, kind: Any, default: Any, text: str, spellings: Sequence[str] = ()
+    name: str, kind: Any, default: Any, text: str, *spellings: str, **settings: Any
 ) -> inspect.Parameter:
+    """An option; ``settings`` are those of ``typer.Option``."""
     flags = [f"--{name.replace('_', '-')}", *spellings] if spellings else []
-    sized: dict[str, Any] = {"parser": _integer, "metavar": "<int>"}
-    is_integer = kind in (int, int | None)
-    option = typer.Option(*flags, help=text, **(sized if is_integer else {}))
+    if kind in (int, int | None):
+        settings |= {"parser": _integer, "metavar": "<int>"}
+    option = typer.Option(*flags, help=text, **settings)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sametoken.config import EXTRACT, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter, NoDrafter
 from sametoken.drafters.combined import CascadeDrafter
 from sametoken.drafters.context import Coupling
@@ -29,7 +29,7 @@ from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup.suffix import Limits
 from sametoken.state.caches import ModelCache
 from sametoken.state.sequences import NO_HISTORY, TokenHistory
-from sametoken.types.option_values import LOOKUPS
+from sametoken.types.speculative_checks import EXTRACT, LOOKUPS
 
 _Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint
 

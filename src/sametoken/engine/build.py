@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from sametoken.config import ADAPTIVE, DUMMY, EngineConfig
+from sametoken.config import DUMMY, EngineConfig
 from sametoken.distributed.ranks import Ranks, start_ranks
 from sametoken.drafters.base import Drafter
 from sametoken.drafters.build import (
@@ -46,6 +46,7 @@ from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.drafter_config import complete_drafter
 from sametoken.models.hub import Needed
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
@@ -64,6 +65,7 @@ from sametoken.scheduler.scheduler import Scheduler
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import Sequences
+from sametoken.types.speculative_config import ADAPTIVE
 from sametoken.types.units import in_units
 
 
@@ -249,6 +251,7 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     spec, shipped = resolve_drafter(
         config.speculative_config, path, announce, config.draft_load_format
     )
+    spec, completed = complete_drafter(spec)
     config = replace(config, speculative_config=spec)
     if config.tokenizer is not None and not config.skip_tokenizer_init:
         # Loaded after the weights, so that a wrong name must be found before.
@@ -262,7 +265,8 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
-    return _Requested(given, config, device, path, architecture, dtype, layers, shipped | reasons)
+    reasons = shipped | completed | reasons
+    return _Requested(given, config, device, path, architecture, dtype, layers, reasons)
 
 
 def _load(

@@ -18,7 +18,7 @@ from sametoken.text.stop_strings import StopStrings
 from sametoken.text.tokenizer import Messages, Tokenizer
 from sametoken.types.option_values import MODELS_OWN, NO_FILE
 from sametoken.types.request import EngineRequest
-from sametoken.types.sampling_params import SamplingParams, derive_seed
+from sametoken.types.sampling_params import RECOMMENDED, SamplingParams, derive_seed
 from sametoken.types.structured_outputs import Grammar
 
 #: A text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
@@ -393,9 +393,6 @@ def _listed(name: str, given: Any) -> list[Any]:
     return list(given)
 
 
-_RECOMMENDED = ("temperature", "top_p", "top_k", "repetition_penalty")
-
-
 def default_sampling_params(model_path: Path, source: str = MODELS_OWN) -> SamplingParams:
     """Defaults from a generation_config.json, else those of SamplingParams.
 
@@ -409,7 +406,7 @@ def default_sampling_params(model_path: Path, source: str = MODELS_OWN) -> Sampl
     if source == NO_FILE:
         return SamplingParams()
     recommended = read_generation_config(model_path if source == MODELS_OWN else Path(source))
-    chosen = {name: recommended.get(name) for name in _RECOMMENDED}
+    chosen = {name: recommended.get(name) for name in RECOMMENDED}
     try:
         return SamplingParams(**{name: v for name, v in chosen.items() if v is not None})
     except RequestError as error:

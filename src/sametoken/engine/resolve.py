@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from sametoken.config import EXTRACT, EngineConfig
+from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
+from sametoken.types.speculative_checks import EXTRACT
 from sametoken.types.units import in_units
 
 

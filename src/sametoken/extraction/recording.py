@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sametoken.config import EXTRACT, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import Drafter
 from sametoken.errors import ConfigError
 from sametoken.extraction.shards import (
@@ -23,6 +23,7 @@ from sametoken.io.files import DirectoryLock
 from sametoken.models.base import ModelConfig
 from sametoken.types.outputs import StepResult
 from sametoken.types.plan import StepPlan
+from sametoken.types.speculative_checks import EXTRACT
 
 #: A shard is written once its rows take this much host memory, and when the engine is idle.
 SHARD_BYTES = 256 * 2**20

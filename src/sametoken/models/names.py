@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from sametoken.config import WITHOUT_MODEL, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.io.cache_directory import (
     CACHE_VARIABLE,
@@ -29,7 +29,7 @@ from sametoken.io.cache_directory import (
 )
 from sametoken.io.files import open_regular, replacing
 from sametoken.models.hub import HubId, Needed, cached_repositories, find_on_hub
-from sametoken.types.option_values import HEADS
+from sametoken.types.speculative_config import WITHOUT_MODEL
 from sametoken.types.units import in_units
 
 EMBEDDED_NAME = "smollm2"
@@ -251,7 +251,7 @@ def resolve_drafter(
         why = f"completed by {HEAD_NAME}, the head that ships for this target"
         return replace(spec, model=str(_shipped(spec.method))), {"speculative_config": why}
     if spec.model != HEAD_NAME or Path(HEAD_NAME).exists():
-        needed = Needed.of(load_format, head=spec.method in HEADS)
+        needed = Needed.of(load_format, head=spec.method != "draft_model")
         return replace(spec, model=str(resolve_model(spec.model, announce, needed))), {}
     directory = _shipped(spec.method)
     announce(f"using {HEAD_NAME} from {directory}")
@@ -260,7 +260,7 @@ def resolve_drafter(
 
 def _shipped(method: str) -> Path:
     """The directory of the head that ships; refuses another method than the head's."""
-    if method != HEAD_METHOD:
+    if method not in ("", HEAD_METHOD):
         raise ConfigError(
             f"{HEAD_NAME!r} is a head for the method {HEAD_METHOD!r}, not for {method!r}",
             f'set "method" to "{HEAD_METHOD}", or give the path of another drafter',

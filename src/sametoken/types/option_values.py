@@ -1,14 +1,13 @@
-"""Checks of option values: types and ranges, drafters that match text, acceptance methods."""
+"""Checks of option values: types, ranges, choices, paths and JSON."""
 
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import field, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,34 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "tuple[float, ...] | None": ("list of numbers", (list, tuple)),
     "tuple[int, ...] | None": ("list of numbers", (list, tuple)),
 }
+
+
+def option(
+    default: Any,
+    text: str,
+    *spellings: str,
+    choices: Sequence[str] = (),
+    limits: tuple[float, float] | None = None,
+    methods: Sequence[str] = (),
+) -> Any:
+    """A dataclass field with what the CLI and the docs say about it.
+
+    Args:
+        default: the default.
+        text: the help text.
+        spellings: flags beside the field's own name on the command line.
+        choices: the allowed values of a text.
+        limits: the least and the greatest allowed number.
+        methods: speculative methods that read the option.
+    """
+    metadata = {
+        "help": text,
+        "spellings": spellings,
+        "choices": choices,
+        "limits": limits,
+        "methods": methods,
+    }
+    return field(default=default, metadata=metadata)
 
 
 def json_object(text: str) -> Mapping[str, Any]:
@@ -92,17 +119,50 @@ def require_types(config: Any, prefix: str = "") -> None:
 
 
 def require_within(config: Any, limits: Iterable[tuple[str, float, float]]) -> None:
-    """Check numbers of a dataclass; each limit is (field name, minimum, maximum).
+    """Check numbers of a dataclass that are given; each limit is (field name, minimum, maximum).
 
     Raises:
         ConfigError: names the first field outside its limits.
     """
     for name, low, high in limits:
         value = getattr(config, name)
-        if not low <= value <= high:
+        if value is not None and not low <= value <= high:
             raise ConfigError(
-                f"{name}={value!r} is not possible", f"use a number from {low} to {high}"
+                f"{name}={shown(value)} is not possible", f"use a number from {low} to {high}"
             )
+
+
+def require_choices(config: Any) -> None:
+    """Refuse a text outside the ``choices`` of its field; None passes where it is the default.
+
+    Raises:
+        ConfigError: names the first of these fields, and its choices.
+    """
+    for one in fields(config):
+        value, choices = getattr(config, one.name), one.metadata["choices"]
+        is_left_out = value == one.default and value in (None, "")
+        if choices and not is_left_out and value not in choices:
+            raise ConfigError(f"{one.name}={shown(value)} is not possible", choice(value, choices))
+
+
+def require_limits(config: Any, skip: Collection[str] = ()) -> None:
+    """Refuse a number outside the ``limits`` of its field.
+
+    Args:
+        config: the dataclass.
+        skip: fields that are not checked.
+
+    Raises:
+        ConfigError: names the first of these fields, and its limits.
+    """
+    require_within(
+        config,
+        (
+            (one.name, *one.metadata["limits"])
+            for one in fields(config)
+            if one.metadata["limits"] and one.name not in skip
+        ),
+    )
 
 
 def require_path(name: str, given: str | None) -> None:
@@ -182,117 +242,14 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
-#: Methods that match text, methods with a draft head, methods that a cascade may fall back to.
-LOOKUPS = ("ngram", "suffix")
-HEADS = ("eagle", "eagle3", "mtp")
-CASCADED = ("draft_model", *HEADS)
-
-_SUFFIX_LIMITS = {
-    "suffix_decoding_max_tree_depth": (1, 64),
-    "suffix_decoding_max_cached_requests": (0, 2**20),
-    "suffix_decoding_max_spec_factor": (0, 64),
-    "suffix_decoding_min_token_prob": (0, 1),
-}
+def choice(given: object, allowed: Iterable[str]) -> str:
+    """The remedy for an impossible choice: the closest allowed value, and all of them."""
+    names = list(allowed)
+    close = difflib.get_close_matches(str(given)[:_MAX_NAME], names, n=1)
+    return (f"did you mean {close[0]!r}? " if close else "") + f"use {listed(names)}"
 
 
-def check_lookups(config: Any, most: int) -> None:
-    """Check the suffix options and the cascade of a ``SpeculativeConfig``.
-
-    Args:
-        config: a ``SpeculativeConfig``.
-        most: maximum drafts per window.
-
-    Raises:
-        ConfigError: names the key and its allowed values.
-    """
-    for name, (low, high) in _SUFFIX_LIMITS.items():
-        value = getattr(config, name)
-        if not low <= value <= high:
-            raise ConfigError(f"{name}={shown(value)} is not possible", f"use {low} to {high}")
-    if config.cascade is not None:
-        _check_cascade(config, most)
-    elif config.cascade_model_tokens is not None:
-        raise ConfigError("cascade_model_tokens is set without a cascade", 'set "cascade"')
-
-
-def _check_cascade(config: Any, most: int) -> None:
-    lookup, method = config.cascade, config.method
-    if lookup not in LOOKUPS or method not in CASCADED:
-        raise ConfigError(
-            f"cascade {shown(lookup)} with method {method!r} is not possible",
-            f"put one of {LOOKUPS} before one of {CASCADED}",
-        )
-    longest = config.suffix_decoding_max_tree_depth if lookup == "suffix" else 64
-    if not 1 <= config.cascade_min_match <= longest:
-        raise ConfigError(
-            f"cascade_min_match={shown(config.cascade_min_match)} is not possible",
-            f"use an integer from 1 to {longest}",
-        )
-    own, num_tokens = config.num_model_tokens, config.num_speculative_tokens
-    if not own <= num_tokens <= most:
-        raise ConfigError(
-            f"num_speculative_tokens={num_tokens} and cascade_model_tokens={own} are not possible",
-            f"use 1 <= cascade_model_tokens <= num_speculative_tokens <= {most}",
-        )
-
-
-KEYED, SYNTHETIC = "keyed", "synthetic"
-# Methods of vLLM and others with which speculation changes tokens.
-_CHANGES_TOKENS = ("standard", "strict", "probabilistic", "block", "fly")
-
-
-def check_acceptance(config: Any) -> None:
-    """Refuse methods that change tokens, and a missing or wrong synthetic acceptance.
-
-    Args:
-        config: a ``SpeculativeConfig``.
-
-    Raises:
-        ConfigError: names the key and its allowed values.
-    """
-    method = config.rejection_sample_method
-    if method in _CHANGES_TOKENS:
-        raise ConfigError(
-            f"rejection_sample_method {method!r} is not offered: its output would differ from "
-            "plain decoding",
-            f"use {KEYED!r}, which emits the same tokens as plain decoding",
-        )
-    if method not in (KEYED, SYNTHETIC):
-        raise ConfigError(
-            f"rejection_sample_method {shown(method)} is not known",
-            f"use {KEYED!r} or {SYNTHETIC!r}",
-        )
-    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    num_given = (rates is not None) + (length is not None)
-    if method == KEYED and num_given:
-        raise ConfigError(
-            "synthetic acceptance is set, but drafts are verified by keyed sampling",
-            f'set "rejection_sample_method": "{SYNTHETIC}" to measure times, or leave it out',
-        )
-    if method == SYNTHETIC and num_given != 1:
-        raise ConfigError(
-            f"synthetic acceptance needs one of rates and length, {num_given} were given",
-            "give synthetic_acceptance_rates or synthetic_acceptance_length",
-        )
-    if rates is not None:
-        _check_rates(rates, config.num_speculative_tokens)
-    most = config.num_speculative_tokens + 1
-    if length is not None and not 1 <= length <= most:
-        raise ConfigError(
-            f"synthetic_acceptance_length={shown(length)} is not possible",
-            f"use a number from 1 to {most}, the drafts and the target's own token",
-        )
-
-
-def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
-    falls = all(a >= b for a, b in itertools.pairwise(rates))
-    if not rates or not falls or not all(0 <= rate <= 1 for rate in rates):
-        raise ConfigError(
-            f"synthetic_acceptance_rates={shown(list(rates))} are not possible",
-            "give numbers from 0 to 1 that never increase",
-        )
-    if len(rates) > num_drafts:
-        raise ConfigError(
-            f"{len(rates)} synthetic_acceptance_rates were given for {num_drafts} drafts",
-            "give at most one per draft",
-        )
+def listed(names: Iterable[str]) -> str:
+    """Names as in a sentence: ``'a', 'b' or 'c'``."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} or {last}" if others else last

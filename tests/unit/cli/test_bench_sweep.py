@@ -79,7 +79,7 @@ def test_a_file_gives_axes_that_options_override(tmp_path, engine):
         ((), "has no model"),
         (("--model", "m", "--output-len", "1;2"), "not a list of numbers"),
         (("--model", "m", "--drafter", "ngram"), "is no JSON object"),
-        (("--model", "m", "--drafter", "{}"), "'' is not known"),
+        (("--model", "m", "--drafter", "{}"), "neither a method nor a model"),
         (("--model", "m", "--preset", "vllm"), "'vllm' is not known"),
     ],
 )

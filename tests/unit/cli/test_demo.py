@@ -14,15 +14,9 @@ from typer.testing import CliRunner
 
 from sametoken import llm as llm_module
 from sametoken.cli import demo
-from sametoken.cli.demo import (
-    ACCEPTED_STYLE,
-    HYBRID_SCENE,
-    SCENES,
-    Comparison,
-    answer,
-    comparison_table,
-)
+from sametoken.cli.demo import HYBRID_SCENE, SCENES, Comparison, answer, comparison_table
 from sametoken.cli.main import app
+from sametoken.cli.streaming import ACCEPTED_STYLE
 from sametoken.types.outputs import (
     CompletionOutput,
     RequestMetrics,
@@ -82,7 +76,8 @@ def outputs(windows):
         speculation = speculation.with_step(len(window) - 1, len(window) - 1)
         finished = number == len(windows)
         metrics = RequestMetrics(0.0, 1.0, 3.0 if finished else None, 0, speculation)
-        completion = CompletionOutput(0, "", token_ids, "length" if finished else None)
+        text = "".join(LETTERS[token_id] for token_id in token_ids)
+        completion = CompletionOutput(0, text, token_ids, "length" if finished else None)
         yield RequestOutput("0", None, (7,), (completion,), finished, metrics)
 
 

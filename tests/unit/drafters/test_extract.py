@@ -7,11 +7,12 @@ import torch
 
 from helpers.drafting import Bench, requests_of
 from helpers.toy import ToyModel
-from sametoken.config import EXTRACT, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.extract import CommittedRows, ExtractDrafter, extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.errors import ConfigError
+from sametoken.types.speculative_checks import EXTRACT
 
 VOCAB = 3
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from helpers.toy import toy_config
-from sametoken.config import EXTRACT, SpeculativeConfig
+from sametoken.config import SpeculativeConfig
 from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.extract import CommittedRows
 from sametoken.errors import CheckpointError, ConfigError, InvariantError
 from sametoken.extraction.recording import NoExtraction, open_extraction
 from sametoken.extraction.shards import read_manifest
 from sametoken.extraction.writer import CommittedRowsOutput, StateWriter
+from sametoken.types.speculative_checks import EXTRACT
 
 
 def opened(path, layers=(1, 2), model=None, **spec):

@@ -1,0 +1,82 @@
+"""Help in sections: options under their panel's heading, commands under theirs, in sentences.
+
+Typer's own panels shorten the names of long options; these never do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+#: A word with a capital, a digit or an underscore in it.
+NAME = re.compile(r".+[A-Z0-9_].*")
+#: Characters, more than any first sentence of a command's help has.
+_FIRST_SENTENCE = 200
+_OPTIONS, _COMMANDS, _ARGUMENTS = "Options", "Commands", "Arguments"
+
+
+def as_sentence(text: str) -> str:
+    """A help text with a capital letter and a full stop.
+
+    Names at its beginning, such as vLLM and gsm8k, keep their spelling.
+    """
+    first, _, _ = text.partition(" ")
+    start = text[:1] if NAME.fullmatch(first) else text[:1].upper()
+    return start + text[1:] + ("." if text and text[-1] not in ".]" else "")
+
+
+class SectionedCommand(TyperCommand):
+    """A command whose options stand under the headings of their panels."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options."""
+        _write_parameters(self, ctx, formatter)
+
+
+class SectionedGroup(TyperGroup):
+    """A group whose options and commands stand under the headings of their panels."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write options, then commands."""
+        _write_parameters(self, ctx, formatter)
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        _write(
+            formatter,
+            (
+                (_panel(command) or _COMMANDS, name, command.get_short_help_str(_FIRST_SENTENCE))
+                for name, command in commands
+                if command is not None and not command.hidden
+            ),
+        )
+
+
+def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+    entries = []
+    for parameter in command.get_params(ctx):
+        is_argument = parameter.param_type_name == "argument"
+        parameter.help = as_sentence(parameter.help or "")
+        record = parameter.get_help_record(ctx)
+        if record is not None:
+            entries.append(
+                (_panel(parameter) or (_ARGUMENTS if is_argument else _OPTIONS), *record)
+            )
+    _write(formatter, entries)
+
+
+def _panel(one: Any) -> str | None:
+    panel: str | None = getattr(one, "rich_help_panel", None)
+    return panel
+
+
+def _write(formatter: Any, entries: Iterable[tuple[str, str, str]]) -> None:
+    """Write (heading, name, text) entries; a heading stands where it comes first."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for heading, name, text in entries:
+        sections.setdefault(heading, []).append((typer.style(name, fg="cyan"), text))
+    for heading, lines in sections.items():
+        with formatter.section(typer.style(heading, bold=True)):
+            formatter.write_dl(lines)

@@ -1,0 +1,69 @@
+"""Complete a speculative config from the drafter's checkpoint: its method and its k."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sametoken.config import SpeculativeConfig
+from sametoken.io.files import is_there
+from sametoken.models.load.files import read_json_object
+from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.types.speculative_config import HEAD_NUM_TOKENS, MAX_SPECULATIVE_TOKENS, METHODS
+
+_CONFIG = "config.json"
+_SPECULATORS = "speculators_model_type"
+#: Parts of an architecture's name, in lower case, and the method of its checkpoints.
+_ARCHITECTURES = {"eagle3": "eagle3", "eagle": "eagle", "mtp": "mtp", "nextn": "mtp"}
+
+
+def complete_drafter(
+    spec: SpeculativeConfig | None,
+) -> tuple[SpeculativeConfig | None, dict[str, str]]:
+    """The config with a method and k, and the reason for what the checkpoint told.
+
+    Args:
+        spec: the config, with the path of its drafter in place of a name.
+
+    Raises:
+        CheckpointError: the drafter's files cannot be read.
+        ConfigError: the method that they tell does not fit the other keys.
+    """
+    if spec is None or spec.is_complete or spec.model is None:
+        return spec, {}
+    path = Path(spec.model)
+    config = read_json_object(path / _CONFIG) if is_there(path / _CONFIG) else {}
+    method = spec.method or _method(path, config)
+    complete = replace(spec, method=method)
+    if not complete.is_complete:
+        k = _own_k(config) or max(HEAD_NUM_TOKENS, complete.num_model_tokens)
+        complete = replace(complete, num_speculative_tokens=k)
+    why = f"completed for {path}: {method}, {complete.num_speculative_tokens} drafts per step"
+    return complete, {"speculative_config": why}
+
+
+def _method(path: Path, config: Mapping[str, Any]) -> str:
+    """The method of a checkpoint: that of a draft head, or ``draft_model``."""
+    if (stated := config.get(_SPECULATORS)) in METHODS:
+        return str(stated)
+    if "draft_vocab_size" in config:
+        return "eagle3"
+    architectures = config.get("architectures") or [""]
+    for part, method in _ARCHITECTURES.items():
+        if part in str(architectures[0]).lower():
+            return method
+    # A head of the first EAGLE has the config.json of a Llama.
+    has_weights = any(path.glob("*.safetensors"))
+    is_head = has_weights and "fc.weight" in SafetensorsSource(path).names()
+    return "eagle" if is_head else "draft_model"
+
+
+def _own_k(config: Mapping[str, Any]) -> int | None:
+    """The drafts per step that a ``speculators`` config proposes."""
+    nested = config.get("speculators_config")
+    methods = nested.get("proposal_methods") if isinstance(nested, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    k = first.get("speculative_tokens") if isinstance(first, dict) else None
+    return k if type(k) is int and 1 <= k <= MAX_SPECULATIVE_TOKENS else None

@@ -1,0 +1,168 @@
+"""Checks of speculative options that depend on each other or on the method.
+
+Each takes a ``SpeculativeConfig``, which the layer above defines.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from sametoken.errors import ConfigError, shown
+from sametoken.types.option_values import listed
+
+#: Methods that match text, methods with a draft head, methods that a cascade may fall back to.
+LOOKUPS = ("ngram", "suffix")
+HEADS = ("eagle", "eagle3", "mtp")
+CASCADED = ("draft_model", *HEADS)
+#: The method that records hidden states and drafts nothing.
+EXTRACT = "extract_hidden_states"
+
+
+def check_cascade(config: Any, most: int) -> None:
+    """Check the cascade.
+
+    Args:
+        config: a ``SpeculativeConfig``.
+        most: maximum drafts per window.
+
+    Raises:
+        ConfigError: names the key and its allowed values.
+    """
+    if config.cascade is None:
+        if config.cascade_model_tokens is not None:
+            raise ConfigError("cascade_model_tokens is set without a cascade", 'set "cascade"')
+        return
+    lookup, method = config.cascade, config.method
+    if method not in CASCADED:
+        raise ConfigError(
+            f"cascade {shown(lookup)} with method {method!r} is not possible",
+            f"use it with the method {listed(CASCADED)}",
+        )
+    depth = config.suffix_decoding_max_tree_depth
+    if lookup == "suffix" and config.cascade_min_match > depth:
+        raise ConfigError(
+            f"cascade_min_match={config.cascade_min_match} is not possible",
+            f"use an integer from 1 to {depth}, the depth of the suffix tree",
+        )
+    own, num_tokens = config.num_model_tokens, config.num_speculative_tokens
+    if not own <= num_tokens <= most:
+        raise ConfigError(
+            f"num_speculative_tokens={num_tokens} and cascade_model_tokens={own} are not possible",
+            f"use 1 <= cascade_model_tokens <= num_speculative_tokens <= {most}",
+        )
+
+
+def check_head_options(config: Any) -> None:
+    """Refuse options of draft heads with a method that has none.
+
+    Raises:
+        ConfigError: names the option and the methods that read it.
+    """
+    for name in ("quantization", "token_map"):
+        if getattr(config, name) is not None and config.method not in HEADS:
+            raise ConfigError(
+                f"method {config.method!r} takes no {name}: it has no draft head",
+                f'leave "{name}" out, or use the method {listed(HEADS)}',
+            )
+
+
+KEYED, SYNTHETIC = "keyed", "synthetic"
+# Methods of vLLM and others with which speculation changes tokens.
+_CHANGES_TOKENS = ("standard", "strict", "probabilistic", "block", "fly")
+
+
+def check_acceptance_method(method: str) -> None:
+    """Refuse methods of others that change tokens.
+
+    Raises:
+        ConfigError: names the method that does not.
+    """
+    if method in _CHANGES_TOKENS:
+        raise ConfigError(
+            f"rejection_sample_method {method!r} is not offered: its output would differ from "
+            "plain decoding",
+            f"use {KEYED!r}, which emits the same tokens as plain decoding",
+        )
+
+
+def check_acceptance(config: Any) -> None:
+    """Refuse a missing or wrong synthetic acceptance.
+
+    Args:
+        config: a ``SpeculativeConfig``.
+
+    Raises:
+        ConfigError: names the key and its allowed values.
+    """
+    method = config.rejection_sample_method
+    rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
+    num_given = (rates is not None) + (length is not None)
+    if method == KEYED and num_given:
+        raise ConfigError(
+            "synthetic acceptance is set, but drafts are verified by keyed sampling",
+            f'set "rejection_sample_method": "{SYNTHETIC}" to measure times, or leave it out',
+        )
+    if method == SYNTHETIC and num_given != 1:
+        raise ConfigError(
+            f"synthetic acceptance needs one of rates and length, {num_given} were given",
+            "give synthetic_acceptance_rates or synthetic_acceptance_length",
+        )
+    if rates is not None:
+        _check_rates(rates, config.num_speculative_tokens)
+    most = config.num_speculative_tokens + 1
+    if length is not None and not 1 <= length <= most:
+        raise ConfigError(
+            f"synthetic_acceptance_length={shown(length)} is not possible",
+            f"use a number from 1 to {most}, the drafts and the target's own token",
+        )
+
+
+def _check_rates(rates: Sequence[float], num_drafts: int) -> None:
+    falls = all(a >= b for a, b in itertools.pairwise(rates))
+    if not rates or not falls or not all(0 <= rate <= 1 for rate in rates):
+        raise ConfigError(
+            f"synthetic_acceptance_rates={shown(list(rates))} are not possible",
+            "give numbers from 0 to 1 that never increase",
+        )
+    if len(rates) > num_drafts:
+        raise ConfigError(
+            f"{len(rates)} synthetic_acceptance_rates were given for {num_drafts} drafts",
+            "give at most one per draft",
+        )
+
+
+def check_extraction(config: Any) -> None:
+    """Check the options of extraction, and refuse them with other methods.
+
+    Args:
+        config: a ``SpeculativeConfig``.
+
+    Raises:
+        ConfigError: names the key and what it needs.
+    """
+    layers = config.eagle_aux_hidden_state_layer_ids
+    if config.method != EXTRACT:
+        for name in ("shared_storage_path", "eagle_aux_hidden_state_layer_ids"):
+            if getattr(config, name) is not None:
+                raise ConfigError(
+                    f"method {config.method!r} takes no {name}", f"it belongs to {EXTRACT!r}"
+                )
+        return
+    if not config.shared_storage_path:
+        raise ConfigError(
+            f"method {EXTRACT!r} needs a directory to write to", 'set "shared_storage_path"'
+        )
+    if layers is not None and not (
+        layers and all(isinstance(i, int) and 0 <= i < 2**31 for i in layers)
+    ):
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids={shown(layers)} are no layers",
+            "give a list of integers from 0 on",
+        )
+    if config.rejection_sample_method == SYNTHETIC:
+        raise ConfigError(
+            f"method {EXTRACT!r} with synthetic acceptance would record tokens that are made up",
+            "leave rejection_sample_method out",
+        )

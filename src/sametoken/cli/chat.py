@@ -32,7 +32,7 @@ from sametoken.errors import (
     SametokenError,
     UnsupportedError,
 )
-from sametoken.types.option_values import suggestion
+from sametoken.types.option_values import NO_FILE, suggestion
 from sametoken.types.outputs import RequestOutput
 from sametoken.types.sampling_params import SamplingParams, derive_seed
 
@@ -46,7 +46,7 @@ MAX_TOKENS = 1024
 PROMPT = "> "
 OFF = "off"
 #: For models that recommend nothing, as GGUF files: what SmolLM2's card gives. At temperature 1
-#: small models ramble.
+#: small models ramble. ``--generation-config vllm`` asks for vLLM's defaults instead.
 CALM = {"temperature": 0.2, "top_p": 0.9}
 _FORMATS = (".json", ".md")
 
@@ -67,7 +67,7 @@ def chat(
     Without --speculative-config, smollm2 drafts by eagle3 and other models by suffix; off drafts
     nothing. A line is a message, or a command if it begins with /: /help lists them. Ctrl-C stops
     an answer, Ctrl-D leaves. From a pipe every line is answered in turn. A model that recommends
-    no sampling answers with temperature 0.2 and top_p 0.9.
+    no sampling answers with temperature 0.2 and top_p 0.9, unless --generation-config is vllm.
     """
     engine, sampling = split_options(options)
     if engine["speculative_config"] is None:
@@ -179,7 +179,8 @@ class Chat:
                 f"use sametoken generate {self._config.model} --prompt TEXT",
             )
         recommended = llm.get_default_sampling_params()
-        calm = CALM if recommended == SamplingParams() else {}
+        reads_file = self._config.generation_config != NO_FILE
+        calm = CALM if reads_file and recommended == SamplingParams() else {}
         self._params = sampling_params(recommended, {**calm, **self._sampling})
         if self._interactive:
             self._say(f"You chat with {self._config.model}.", markup=False)
@@ -305,11 +306,9 @@ class Chat:
             )
         if path.exists() and path.resolve() not in self._saved:
             raise ConfigError(f"{path} exists already", "choose another name")
-        text = _as_json(self._config.model, self.messages)
-        if path.suffix == ".md":
-            text = _as_markdown(self._config.model, self.messages)
+        as_text = _as_json if path.suffix == ".json" else _as_markdown
         try:
-            path.write_text(text, encoding="utf-8")
+            path.write_text(as_text(self._config.model, self.messages), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path} cannot be written ({error})", "choose another") from error
         self._saved.add(path.resolve())

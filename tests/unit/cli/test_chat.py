@@ -87,8 +87,17 @@ def model(monkeypatch):
 class Talk:
     """A chat that has begun, and what it has shown."""
 
-    def __init__(self, *, interactive: bool = True, model: str = "m", **sampling) -> None:
-        config = EngineConfig(model=model, speculative_config="ngram")
+    def __init__(
+        self,
+        *,
+        interactive: bool = True,
+        model: str = "m",
+        generation_config: str = "auto",
+        **sampling,
+    ) -> None:
+        config = EngineConfig(
+            model=model, generation_config=generation_config, speculative_config="ngram"
+        )
         self.answers, self.status = io.StringIO(), io.StringIO()
         consoles = Consoles(*(Console(file=f, soft_wrap=True) for f in (self.answers, self.status)))
         self.chat = Chat(config, sampling, consoles, interactive=interactive)
@@ -172,6 +181,12 @@ def test_models_that_recommend_nothing_are_calmed(monkeypatch):
     talk = Talk()
     talk.say("a")
     assert (talk.llm.asked[-1][1].temperature, talk.llm.asked[-1][1].top_p) == (0.7, 1.0)
+
+
+def test_who_asks_for_no_file_is_not_calmed():
+    talk = Talk(generation_config="vllm")
+    talk.say("a")
+    assert (talk.llm.asked[-1][1].temperature, talk.llm.asked[-1][1].top_p) == (1.0, 1.0)
 
 
 def test_a_conversation_is_saved_as_json_or_markdown(tmp_path):

@@ -27,6 +27,7 @@ from sametoken.engine.input_processor import (
 from sametoken.engine.output_processor import OutputProcessor
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.errors import RequestError
+from sametoken.models.names import at_revision
 from sametoken.text.tokenizer import (
     Messages,
     Tokenizer,
@@ -52,7 +53,8 @@ class LLM:
     the process.
 
     Args:
-        model: checkpoint directory, GGUF file, or a known name.
+        model: checkpoint directory, GGUF file, short name or Hugging Face hub id.
+        revision: branch, tag or commit of a hub id, as in ``"org/name@revision"``.
         announce: called with a line of text on each slow phase; logs it by default.
         options: the fields of ``EngineConfig``, and vLLM's options that have no effect here.
 
@@ -66,12 +68,13 @@ class LLM:
         self,
         model: str = DEFAULT_MODEL,
         *,
+        revision: str | None = None,
         announce: Callable[[str], None] = _logger.info,
         **options: Any,
     ) -> None:
         if (notice := take_vllm_options(options, kept=EngineConfig.__slots__)) is not None:
             _logger.warning(notice)
-        config = EngineConfig.from_options(model=model, **options)
+        config = EngineConfig.from_options(model=at_revision(model, revision), **options)
         engine = build_engine(config, announce)
         for what in config.synthetic:
             announce(f"{what}: only times mean anything")

@@ -142,6 +142,7 @@ def test_llm_takes_the_model_first_and_options_by_name():
     kinds = {name: parameter.kind for name, parameter in signature.items() if name != "self"}
     assert kinds == {
         "model": inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        "revision": inspect.Parameter.KEYWORD_ONLY,
         "announce": inspect.Parameter.KEYWORD_ONLY,
         "options": inspect.Parameter.VAR_KEYWORD,
     }

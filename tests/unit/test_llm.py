@@ -213,8 +213,8 @@ def test_get_tokenizer_is_the_hugging_face_one(scripted, tokenizer):
 
 
 def test_options_of_vllm_are_taken_as_on_the_command_line(caplog):
-    with pytest.raises(ConfigError, match=r"revision='main' is not offered: .* MODEL@REVISION"):
-        LLM("nowhere", revision="main")
+    with pytest.raises(ConfigError, match=r"^download_dir='x' is not offered: .* HF_HUB_CACHE"):
+        LLM("nowhere", download_dir="x")
     assert caplog.records == []
     with pytest.raises(ConfigError, match="dtype"):
         LLM("nowhere", trust_remote_code=True, dtype="float8")
@@ -224,6 +224,11 @@ def test_options_of_vllm_are_taken_as_on_the_command_line(caplog):
             "without effect here: trust_remote_code=True (code of a checkpoint is never run)",
         )
     ]
+
+
+def test_a_revision_is_part_of_the_model_s_name():
+    with pytest.raises(CheckpointError, match=r"^'nowhere@main' is neither a path"):
+        LLM("nowhere", revision="main")
 
 
 def test_options_are_checked_before_anything_is_loaded():

@@ -14,6 +14,7 @@ from sametoken.cli.options import options_of, with_options
 from sametoken.cli.vllm_flags import as_flag, vllm_options
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
+from sametoken.models.names import at_revision
 from sametoken.serving.http.config import ServerConfig
 from sametoken.serving.http.listen import bind, check_certificate
 from sametoken.serving.limits import ServingLimits
@@ -38,6 +39,9 @@ def serve(
     model_option: Annotated[
         str | None, typer.Option("--model", help="MODEL, as an option", show_default=False)
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="branch, tag or commit of a hub id, as in MODEL@REVISION")
+    ] = None,
     config: ConfigFile = None,
     ray: Annotated[bool, typer.Option("--ray", help="serve on a Ray cluster")] = False,
     **options: Any,
@@ -54,10 +58,13 @@ def serve(
         # It stands in --config, which the command line overrides.
         model_option = None
     model = _one_model(model, model_option)
+    if revision is not None:
+        # Clients name the model alone, as with vLLM.
+        options["served_model_name"] = options["served_model_name"] or [model]
     limits = ServingLimits(**_take(ServingLimits, options))
     server = _server_config(_take(ServerConfig, options))
     ray_config = _ray_config(_take(RayConfig, options), ray)
-    engine_config = EngineConfig.from_options(model=model, **options)
+    engine_config = EngineConfig.from_options(model=at_revision(model, revision), **options)
     check_certificate(server)
     if ray_config is not None:
         from sametoken.serving.ray.serve import run as run_on_ray

@@ -94,6 +94,11 @@ def resolve_model(
     return cached
 
 
+def at_revision(model: str, revision: str | None) -> str:
+    """The name of a model at a branch, tag or commit of its repository on the hub."""
+    return model if revision is None else f"{model}@{revision}"
+
+
 def _hint(name: str, path: Path) -> str:
     """A question that names what is spelled alike; empty if nothing is."""
     name = name.partition("@")[0]

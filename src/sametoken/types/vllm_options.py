@@ -230,16 +230,10 @@ VLLM_OPTIONS = (
     ),
     # Refused.
     VllmOptions(
-        "a revision is part of the model's name",
-        values="revision",
-        accepted=(),
-        instead="write MODEL@REVISION",
-    ),
-    VllmOptions(
-        "a tokenizer is a directory or a file",
+        "a tokenizer's revision is part of its name",
         values="tokenizer_revision",
         accepted=(),
-        instead="use --tokenizer PATH",
+        instead="use --tokenizer ORG/NAME@REVISION",
     ),
     VllmOptions(
         "downloads go to the cache of Hugging Face",

@@ -150,6 +150,16 @@ def test_a_model_is_given_once(started):
     assert "two models were given, 'b' and --model 'a'" in refused.stderr
 
 
+def test_a_revision_is_part_of_the_name_that_is_loaded_alone(started):
+    runner = CliRunner()
+    words = ["serve", "org/model", "--revision", "v1", "--port", "0"]
+    for more in ([], ["--served-model-name", "mine"]):
+        result = runner.invoke(app, [*words, *more])
+        assert (result.exit_code, result.stderr) == (0, "")
+    names = [(engine.model, server.served_model_name) for engine, _, server, _ in started]
+    assert names == [("org/model@v1", ("org/model",)), ("org/model@v1", ("mine",))]
+
+
 def test_in_python_options_are_keywords():
     options = {"trust_remote_code": True, "quantization": None, "dtype": "float32"}
     notice = take_vllm_options(options)

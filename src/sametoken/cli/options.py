@@ -87,8 +87,8 @@ def options_of(
         parameters.append(
             _parameter(
                 *(field.name, kind, default, field.metadata["help"]),
-                *field.metadata.get("spellings", ()),
-                metavar=_metavar(field.metadata.get("choices", ())),
+                *field.metadata["spellings"],
+                metavar=_metavar(field.metadata["choices"]),
                 rich_help_panel=_panel(config),
             )
         )

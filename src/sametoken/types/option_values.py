@@ -37,6 +37,7 @@ def option(
     choices: Sequence[str] = (),
     limits: tuple[float, float] | None = None,
     methods: Sequence[str] = (),
+    secret: bool = False,
 ) -> Any:
     """A dataclass field with what the CLI and the docs say about it.
 
@@ -47,6 +48,7 @@ def option(
         choices: the allowed values of a text.
         limits: the least and the greatest allowed number.
         methods: speculative methods that read the option.
+        secret: whether the value is left out where the dataclass is printed.
     """
     metadata = {
         "help": text,
@@ -55,7 +57,7 @@ def option(
         "limits": limits,
         "methods": methods,
     }
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 def json_object(text: str) -> Mapping[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
-from sametoken.types.option_values import require_within
+from sametoken.types.option_values import require_choices, require_within
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -29,13 +29,10 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every one")
     port: int = option(8000, "port to listen on; 0 lets the system choose")
-    api_key: tuple[str, ...] = field(
-        default=(),
-        repr=False,
-        metadata={
-            "help": "bearer key that clients must show, of visible ASCII characters; "
-            "may be repeated"
-        },
+    api_key: tuple[str, ...] = option(
+        (),
+        "bearer key that clients must show, of visible ASCII characters; may be repeated",
+        secret=True,
     )
     served_model_name: tuple[str, ...] = option((), "name of the model in the API; may be repeated")
     allowed_origins: tuple[str, ...] = option((), "origin for CORS, * for all; may be repeated")
@@ -61,22 +58,21 @@ class ServerConfig:
     max_logprobs: int = option(
         MAX_LOGPROBS, f"most log-probabilities of a position in a request, 0..{MAX_LOGPROBS}"
     )
-    log_level: str = option("info", f"one of {', '.join(LOG_LEVELS)}", "--uvicorn-log-level")
+    log_level: str = option(
+        "info", "the least level that is logged", "--uvicorn-log-level", choices=LOG_LEVELS
+    )
     disable_log_stats: bool = option(False, "log no line of load every ten seconds")
     disable_uvicorn_access_log: bool = option(False, "log no line for each request")
     tool_call_parser: str = option(
-        AUTO, f"auto (by the chat template), none, {', '.join(TOOL_CALL_PARSERS)}"
+        AUTO,
+        "syntax of tool calls; auto: by the chat template",
+        choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
     )
     drain_timeout: float = option(60.0, "seconds that requests may still take after SIGTERM")
 
     def __post_init__(self) -> None:
         require_within(self, _LIMITS)
-        parsers = (AUTO, NONE, *TOOL_CALL_PARSERS)
-        for name, allowed in (("log_level", LOG_LEVELS), ("tool_call_parser", parsers)):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} is not possible", f"use one of {allowed}"
-                )
+        require_choices(self)
         for name in ("api_key", "served_model_name"):
             if not all(getattr(self, name)):
                 raise ConfigError(f"one {name} is empty", "give it, or leave it out")

@@ -339,6 +339,7 @@ def test_a_cascade_may_draft_more_than_its_model():
     assert (same.num_speculative_tokens, same.num_model_tokens) == (3, 3)
     assert same.label == "cascade (ngram, then mtp)"
     assert SpeculativeConfig("mtp", 3).label == "mtp"
+    assert SpeculativeConfig(model="a/b", cascade="ngram").label == "cascade (ngram, then a/b)"
 
 
 @pytest.mark.parametrize(

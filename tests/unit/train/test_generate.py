@@ -102,13 +102,17 @@ def test_an_output_that_cannot_be_written_is_found_first(tmp_path):
 
 
 @pytest.mark.parametrize("has_template", [False, True])
-def test_a_text_is_a_message_only_where_there_is_a_template(scripted, tmp_path, has_template):
+def test_a_text_is_a_message_only_where_there_is_a_template(
+    scripted, tmp_path, monkeypatch, has_template
+):
     llm, engine = scripted([[7], [EOS]], config=EngineConfig(max_num_seqs=1))
     hf = llm.get_tokenizer()
-    hf.chat_template = "{% for one in messages %}<{{ one.content }}>{% endfor %}"
+    template = "{% for one in messages %}<{{ one.content }}>{% endfor %}"
+    # The tokenizer is shared with other tests.
+    monkeypatch.setattr(hf, "chat_template", template)
     templated = tuple(llm.render_chat([{"role": "user", "content": "a"}]).token_ids)
     if not has_template:
-        hf.chat_template = None
+        monkeypatch.setattr(hf, "chat_template", None)
     asked = [TextPrompt(text="a")]
     write_text(llm, asked, tmp_path / "t.jsonl", SamplingParams(max_tokens=2, temperature=0.0))
     expected = templated if has_template else tuple(hf.encode("a"))

@@ -244,7 +244,7 @@ def _heading(title: str, session: Session) -> list[str]:
     speculative = resolved.config.speculative_config
     drafts = "no speculation"
     if speculative is not None:
-        drafts = f"{speculative.method}, {speculative.num_speculative_tokens} drafts"
+        drafts = f"{speculative.label}, {speculative.num_speculative_tokens} drafts"
     lines = [
         f"{title}: {prompts}, {workload.output_len} out, temperature {workload.temperature:g}",
         f"{resolved.model_path}, {str(resolved.dtype).removeprefix('torch.')} on {resolved.device} "

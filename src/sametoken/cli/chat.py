@@ -337,7 +337,7 @@ class Chat:
 
     def _drafts_shown(self) -> str:
         spec = (self._llm or self._load()).resolved.config.speculative_config
-        return f"{spec.method}, up to {spec.num_speculative_tokens} per step" if spec else OFF
+        return f"{spec.label}, up to {spec.num_speculative_tokens} per step" if spec else OFF
 
     def _announce(self, line: str) -> None:
         self._say(line, markup=False, style="dim")

@@ -11,6 +11,7 @@ from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher
 from sametoken.runner.step import Step
 from sametoken.types.layout import StepShape
+from sametoken.types.units import in_units
 
 #: Larger steps run without a graph: computing them takes longer than launching.
 MOST_ROWS = 1536
@@ -63,7 +64,7 @@ def gpu_launcher(
     processing.warm_up()
     announce(
         f"captured {report.num_graphs} graphs in {report.seconds:.1f} s, "
-        f"{report.num_bytes / 2**20:.0f} MiB"
+        f"{in_units(report.num_bytes)}"
     )
     return graphs
 

@@ -234,11 +234,16 @@ def _number(value: Any) -> float:
 
 
 def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
-    """Return the drafter's label and k."""
+    """Return the drafter's label and k.
+
+    Raises:
+        KeyError: it names neither a method nor a model.
+    """
     if not spec:
         return _PLAIN, 0
     model = Path(str(spec["model"])).name if spec.get("model") else ""
-    drafter = f"{spec.get('method') or ''} {model}".strip()
+    method = spec.get("method") or "" if model else spec["method"]
+    drafter = f"{method} {model}".strip()
     if spec.get("cascade"):
         drafter = f"cascade ({spec['cascade']}, then {drafter})"
     return drafter, int(_number(spec.get("num_speculative_tokens") or 0))

@@ -247,7 +247,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def choice(given: object, allowed: Iterable[str]) -> str:
     """The remedy for an impossible choice: the closest allowed value, and all of them."""
     names = list(allowed)
-    close = difflib.get_close_matches(str(given)[:_MAX_NAME], names, n=1)
+    spelled = given[:_MAX_NAME] if isinstance(given, str) else ""
+    close = difflib.get_close_matches(spelled, names, n=1)
     return (f"did you mean {close[0]!r}? " if close else "") + f"use {listed(names)}"
 
 

@@ -1,6 +1,6 @@
-"""README's commands and examples run, its paths exist, and its file tree is the real one.
+"""Commands of README and docs/commands.md run, as do examples; the file tree is the real one.
 
-The commands of the other pages are parsed.
+The commands of the other pages are parsed. README's chart is what its results page gives.
 
 Everything runs in a directory where the names that README uses lead to tiny random
 checkpoints, but for the small hybrid, which the repository holds; what uses the small demo
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -30,7 +31,10 @@ from sametoken.models.names import HEAD_NAME, HYBRID_NAME, resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "sametoken"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, COMMANDS, FILES = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("README.md", "docs/commands.md", "docs/files.md")
+)
 MAX_POSITIONS = 512
 #: Too slow or endless for a test here, and tested by itself; only its options are checked.
 NOT_RUN = ("demo", "serve", "batch", "bench serve", "eval")
@@ -48,7 +52,9 @@ def lines_of(language: str, page: str = README) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    return [shlex.split(line) for line in lines_of("bash")]
+    """The lines of both pages; those of README first."""
+    lines = [*lines_of("bash"), *lines_of("bash", COMMANDS)]
+    return [shlex.split(line) for line in dict.fromkeys(lines)]
 
 
 SAMETOKEN = [words[1:] for words in commands() if words[0] == "sametoken"]
@@ -178,7 +184,7 @@ def purpose(path: Path) -> str:
 
 
 def written_tree() -> dict[str, str]:
-    (block,) = blocks("tree")
+    (block,) = blocks("tree", FILES)
     root, *lines = block.splitlines()
     assert root == "src/sametoken/"
     found: dict[str, str] = {}
@@ -193,6 +199,30 @@ def written_tree() -> dict[str, str]:
 
 def test_the_file_tree_is_the_real_one():
     assert written_tree() == real_tree()
+
+
+def test_the_chart_is_that_of_the_results(capsys):
+    runpy.run_path(str(ROOT / "benchmarks" / "steps" / "readme_chart.py"), run_name="__main__")
+    drawn = (ROOT / "docs" / "assets" / "decode-steps.svg").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == drawn
+
+
+def test_the_table_has_the_figures_of_the_results():
+    """Those of README's first table, in both engines' rows."""
+    beside, law = (
+        (ROOT / "benchmarks" / "results" / f"h200-{page}.md").read_text(encoding="utf-8")
+        for page in ("beside-vllm", "law-and-tests")
+    )
+    vllm, ours = re.findall(r"^\| (?:vLLM 0|sametoken).*", README, re.MULTILINE)
+    for row in (vllm, ours):
+        steps = re.findall(r"[\d.]+ / [\d.]+ / [\d.]+", row)
+        assert len(steps) == 2
+        assert all(step in beside for step in steps)
+        rates = re.findall(r"\d,\d{3}", row)
+        assert len(rates) == 2
+        assert all(f" {rate.replace(',', '')} |" in beside for rate in rates)
+    assert "84 of 197" in vllm
+    assert "84 of 197 greedy" in law
 
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sametoken.cli.report import per_position, tokens_per_second
+from sametoken.cli.report import first_difference, per_position, tokens_per_second
 from sametoken.cli.streaming import ACCEPTED_STYLE, shown
 from sametoken.config import DEFAULT_MODEL, SpeculativeConfig
 from sametoken.models.names import HYBRID_NAME, has_hybrid
@@ -133,11 +133,7 @@ class Comparison:
     @property
     def first_difference(self) -> int | None:
         """The index of the first different token; None if all are equal."""
-        left, right = (out.outputs[0].token_ids for out in (self.plain, self.speculative))
-        for position, (one, other) in enumerate(zip(left, right, strict=False)):
-            if one != other:
-                return position
-        return None if len(left) == len(right) else min(len(left), len(right))
+        return first_difference(self.plain, self.speculative)
 
     def summary(self) -> str:
         """Return one line: whether the tokens are the same."""

@@ -17,13 +17,17 @@ from sametoken.cli.options import (
     split_options,
     with_options,
 )
-from sametoken.cli.report import as_json, explain, summary
+from sametoken.cli.report import as_json, compared, explain, first_difference, summary
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP
 
 if TYPE_CHECKING:
     from sametoken.engine.input_processor import PromptTokens
     from sametoken.llm import LLM
     from sametoken.types.outputs import RequestOutput
+
+
+#: Exit status of ``--compare`` if a token differs; that of a failed audit.
+TOKENS_DIFFER = 1
 
 
 @with_options(sampling_options(), engine_options())
@@ -39,6 +43,14 @@ def generate(
     json_output: Annotated[
         bool, typer.Option("--json", help="print one JSON object at the end in place of text")
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="answer without drafts first and print both speeds; exits with 1 if a token "
+            "differs",
+        ),
+    ] = False,
     show_settings: Annotated[
         bool, typer.Option("--explain", help="print every setting and the reason for it")
     ] = False,
@@ -51,23 +63,46 @@ def generate(
         raise typer.BadParameter("give one of --prompt, --file and --chat")
     text = _read(file) if file is not None else prompt
     engine, sampling = split_options(options)
+    if compare and (json_output or not engine.get("speculative_config")):
+        raise typer.BadParameter("--compare needs --speculative-config, and prints no JSON")
+    plain = None
+    if compare and (text is not None or chat is not None):
+        plain = _answer(_load(model, engine | {"speculative_config": None}), text, chat, sampling)
     llm = _load(model, engine)
     if show_settings:
         typer.echo(explain(llm.resolved), err=True)
     if text is None and chat is None:
         return
-    params = sampling_params(llm.get_default_sampling_params(), sampling)
-    source: str | PromptTokens = text or ""
-    if chat is not None:
-        source = llm.render_chat([{"role": "user", "content": chat}])
-    show = _ignore if json_output else _write
-    output = _stream(llm, source, params, show)
+    output = _answer(llm, text, chat, sampling, _ignore if json_output else _write)
     synthetic = llm.resolved.config.synthetic
     if json_output:
         typer.echo(json.dumps(as_json(output, synthetic), ensure_ascii=False))
         return
     typer.echo()
     typer.echo(summary(output, synthetic), err=True)
+    if plain is not None:
+        typer.echo(compared(plain, output), err=True)
+        if first_difference(plain, output) is not None:
+            raise typer.Exit(TOKENS_DIFFER)
+
+
+def _answer(
+    llm: LLM,
+    text: str | None,
+    chat: str | None,
+    sampling: dict[str, Any],
+    show: Callable[[str], None] | None = None,
+) -> RequestOutput:
+    """Complete the text or answer the message, and stream the text to ``show``.
+
+    Raises:
+        NumericalError: the request failed.
+    """
+    params = sampling_params(llm.get_default_sampling_params(), sampling)
+    source: str | PromptTokens = text or ""
+    if chat is not None:
+        source = llm.render_chat([{"role": "user", "content": chat}])
+    return _stream(llm, source, params, show or _ignore)
 
 
 def _load(model: str, options: dict[str, Any]) -> LLM:

@@ -33,6 +33,25 @@ def time_to_first_token(output: RequestOutput) -> float:
     return (metrics.first_token_time or metrics.arrival_time) - metrics.arrival_time
 
 
+def first_difference(one: RequestOutput, other: RequestOutput) -> int | None:
+    """The index of the first different token of two answers; None if all are equal."""
+    left, right = one.outputs[0].token_ids, other.outputs[0].token_ids
+    for position, (token, twin) in enumerate(zip(left, right, strict=False)):
+        if token != twin:
+            return position
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def compared(plain: RequestOutput, drafted: RequestOutput) -> str:
+    """Both speeds of an answer without and with drafts, and whether its tokens are the same."""
+    base, rate = tokens_per_second(plain), tokens_per_second(drafted)
+    times = f" ({rate / base:.2f}x)" if base else ""
+    differs = first_difference(plain, drafted)
+    same = f"the same {len(drafted.outputs[0].token_ids)} tokens"
+    verdict = same if differs is None else f"the tokens differ from number {differs + 1} on"
+    return f"[plain {base:.1f} tokens/s, with drafts {rate:.1f}{times}: {verdict}]"
+
+
 def per_position(speculation: SpeculationMetrics, num_shown: int = 8) -> str:
     """Format acceptance at the first ``num_shown`` draft positions, in percent."""
     rates = speculation.acceptance_per_position

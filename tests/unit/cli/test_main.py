@@ -75,11 +75,12 @@ class FakeLLM:
 @pytest.fixture
 def llm(monkeypatch):
     """The last FakeLLM that a command loaded."""
-    loaded = SimpleNamespace(last=None, error=None)
+    loaded = SimpleNamespace(last=None, error=None, all=[])
 
     def load(model, options):
         loaded.last = FakeLLM(model, announce=generate_module._announce, **options)
         loaded.last.error = loaded.error
+        loaded.all.append(loaded.last)
         return loaded.last
 
     monkeypatch.setattr(generate_module, "_load", load)
@@ -110,6 +111,45 @@ def test_only_given_sampling_options_replace_the_recommended_ones(llm):
     assert llm.last.asked["params"] == SamplingParams(
         temperature=0.0, max_tokens=5, ignore_eos=True
     )
+
+
+@pytest.mark.parametrize(("first_token", "status"), [(0, 0), (7, 1)])
+def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, status):
+    stream = FakeLLM.generate_stream
+
+    def slower_and_maybe_wrong(self, prompt, params):
+        for output in stream(self, prompt, params):
+            if self is llm.all[0]:
+                (said,) = output.outputs
+                said = dataclasses.replace(said, token_ids=(first_token, *said.token_ids[1:]))
+                metrics = output.metrics
+                if metrics.finished_time:
+                    metrics = dataclasses.replace(metrics, finished_time=14.5)
+                output = dataclasses.replace(output, outputs=(said,), metrics=metrics)
+            yield output
+
+    monkeypatch.setattr(FakeLLM, "generate_stream", slower_and_maybe_wrong)
+    result = run(
+        *("generate", "--chat", "x", "--compare", "--seed", "3"),
+        *("--speculative-config", SPECULATION),
+    )
+    assert result.exit_code == status
+    assert result.stdout == "one two three\n"
+    plain, drafted = (each.resolved.config.speculative_config for each in llm.all)
+    assert plain is None
+    assert drafted.method == "ngram"
+    assert llm.all[0].asked == llm.all[1].asked
+    verdict = "the tokens differ from number 1 on" if status else "the same 3 tokens"
+    line = f"[plain 0.5 tokens/s, with drafts 1.0 (2.00x): {verdict}]"
+    assert result.stderr.splitlines()[-1] == line
+
+
+@pytest.mark.parametrize("others", [[], ["--json", "--speculative-config", SPECULATION]])
+def test_compare_needs_drafts_and_prints_text(llm, others):
+    result = run("generate", "--prompt", "x", "--compare", *others)
+    assert result.exit_code == 2
+    assert "--compare needs --speculative-config, and prints no JSON" in result.stderr
+    assert not llm.all
 
 
 def test_engine_options_reach_the_engine(llm):

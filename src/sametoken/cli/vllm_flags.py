@@ -71,7 +71,7 @@ def _lines() -> Iterator[str]:
     yield ", ".join(f"`{flag(name)}`" for name in SAME) + "."
     yield ""
     yield "An option of several values is given once for each: `--served-model-name A"
-    yield "--served-model-name B`. Whole numbers may be written as `32k` (32000), `32K` (32768), "
+    yield "--served-model-name B`. Whole numbers may be written as `32k` (32000), `32K` (32768),"
     yield "`4G` or `4GiB`."
     yield ""
     yield "## Accepted without effect"

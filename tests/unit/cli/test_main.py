@@ -117,16 +117,17 @@ def test_only_given_sampling_options_replace_the_recommended_ones(llm):
 def test_compare_answers_without_drafts_first(llm, monkeypatch, first_token, status):
     stream = FakeLLM.generate_stream
 
+    def changed(output):
+        (said,) = output.outputs
+        said = dataclasses.replace(said, token_ids=(first_token, *said.token_ids[1:]))
+        metrics = output.metrics
+        if metrics.finished_time:
+            metrics = dataclasses.replace(metrics, finished_time=14.5)
+        return dataclasses.replace(output, outputs=(said,), metrics=metrics)
+
     def slower_and_maybe_wrong(self, prompt, params):
-        for output in stream(self, prompt, params):
-            if self is llm.all[0]:
-                (said,) = output.outputs
-                said = dataclasses.replace(said, token_ids=(first_token, *said.token_ids[1:]))
-                metrics = output.metrics
-                if metrics.finished_time:
-                    metrics = dataclasses.replace(metrics, finished_time=14.5)
-                output = dataclasses.replace(output, outputs=(said,), metrics=metrics)
-            yield output
+        outputs = stream(self, prompt, params)
+        yield from map(changed, outputs) if self is llm.all[0] else outputs
 
     monkeypatch.setattr(FakeLLM, "generate_stream", slower_and_maybe_wrong)
     result = run(

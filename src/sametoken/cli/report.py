@@ -48,8 +48,8 @@ def compared(plain: RequestOutput, drafted: RequestOutput) -> str:
     times = f" ({rate / base:.2f}x)" if base else ""
     differs = first_difference(plain, drafted)
     same = f"the same {len(drafted.outputs[0].token_ids)} tokens"
-    verdict = same if differs is None else f"the tokens differ from number {differs + 1} on"
-    return f"[plain {base:.1f} tokens/s, with drafts {rate:.1f}{times}: {verdict}]"
+    agreement = same if differs is None else f"the tokens differ from number {differs + 1} on"
+    return f"[plain {base:.1f} tokens/s, with drafts {rate:.1f}{times}: {agreement}]"
 
 
 def per_position(speculation: SpeculationMetrics, num_shown: int = 8) -> str:

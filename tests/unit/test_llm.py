@@ -227,7 +227,7 @@ def test_options_of_vllm_are_taken_as_on_the_command_line(caplog):
 
 
 def test_a_revision_is_part_of_the_model_s_name():
-    with pytest.raises(CheckpointError, match=r"^'nowhere@main' is neither a path"):
+    with pytest.raises(ConfigError, match=r"^revision 'main' is for a hub id without one"):
         LLM("nowhere", revision="main")
 
 

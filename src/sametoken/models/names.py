@@ -95,8 +95,19 @@ def resolve_model(
 
 
 def at_revision(model: str, revision: str | None) -> str:
-    """The name of a model at a branch, tag or commit of its repository on the hub."""
-    return model if revision is None else f"{model}@{revision}"
+    """The name of a model at a branch, tag or commit of its repository on the hub.
+
+    Raises:
+        ConfigError: a revision of what is no hub id, or a second one.
+    """
+    if revision is None:
+        return model
+    if HubId.parse(model) is None or "@" in model or Path(model).exists():
+        raise ConfigError(
+            f"revision {revision!r} is for a hub id without one, not for {model!r}",
+            "give the model as org/name, or leave the revision out",
+        )
+    return f"{model}@{revision}"
 
 
 def _hint(name: str, path: Path) -> str:

@@ -28,6 +28,7 @@ from sametoken.models.names import (
     HYBRID_DIRECTORY,
     HYBRID_FILES,
     HYBRID_NAME,
+    at_revision,
     has_hybrid,
     resolve_drafter,
     resolve_model,
@@ -239,3 +240,13 @@ def test_what_ships_is_small_and_described():
     assert {*HEAD_FILES, "README.md"} <= sizes.keys()
     assert sum(sizes.values()) < MAX_BYTES
     assert Eagle3Checkpoint(HEAD_DIRECTORY).config.target_hidden_size == 576
+
+
+def test_a_revision_is_of_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    assert at_revision("org/name", "v1") == "org/name@v1"
+    assert at_revision("smollm2", None) == "smollm2"
+    for model in ("smollm2", "org/name@main", "org/here", "model.gguf"):
+        with pytest.raises(ConfigError, match="'v1' is for a hub id without one"):
+            at_revision(model, "v1")

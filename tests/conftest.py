@@ -32,6 +32,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("layouts", ["compact", "static"], indirect=True)
 
 
+def pytest_itemcollected(item):
+    """Whole engines, servers and attacks share fixtures by module, so a module is a group."""
+    if {"e2e", "security"} & set(item.path.parts) and not any(item.iter_markers("xdist_group")):
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 @pytest.fixture
 def layouts(request, monkeypatch) -> None:
     """Of the steps of engines that test helpers build."""

@@ -47,10 +47,12 @@ TWIN_ASKS = asks_of({f"{i}": p for i, p in enumerate(PROMPTS) if len(p) > 4}, MA
 
 def audited(core, k: int):
     """An engine of the bench with what an audit reads of its settings."""
-    config = SimpleNamespace(num_speculative_tokens=k)
-    model = SimpleNamespace(eos_token_ids=())
+    speculation = CONFIG.speculative_config
     core.resolved = SimpleNamespace(
-        steps_in_flight=core.resolved.steps_in_flight, config=config, model=model
+        steps_in_flight=core.resolved.steps_in_flight,
+        config=SimpleNamespace(num_speculative_tokens=k, speculative_config=speculation),
+        model=SimpleNamespace(eos_token_ids=()),
+        device=CPU,
     )
     return core
 

@@ -35,7 +35,8 @@ pytestmark = pytest.mark.xdist_group("ray")
 NUM_CLIENTS = 8
 NUM_REQUESTS = 32
 MAX_TOKENS = 256
-RAY_CONFIG = RayConfig(replicas=2, ray_num_cpus=0.25, ray_max_surge_percent=100)
+RAY_CONFIG = RayConfig(replicas=1, ray_num_cpus=0.25, ray_max_surge_percent=100)
+TWO_REPLICAS = replace(RAY_CONFIG, replicas=2)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
@@ -164,7 +165,7 @@ def test_a_batch_goes_on_when_an_engine_dies(cluster, engine_config, cases, tmp_
     assert sorted(tmp_path.iterdir()) == [source, output]
 
 
-def test_an_update_under_load_loses_no_request(served, engine_config, cases):
+def test_an_update_and_a_kill_under_load_lose_no_request(served, engine_config, cases):
     stop = threading.Event()
 
     def keep_asking(case: Case) -> int:
@@ -178,14 +179,12 @@ def test_an_update_under_load_loses_no_request(served, engine_config, cases):
         asking = [pool.submit(keep_asking, case) for case in cases[:2]]
         try:
             newer = replace(served, served_model_name=("toy", "newer"))
-            deploy(engine_config, ServingLimits(), newer, RAY_CONFIG)
+            deploy(engine_config, ServingLimits(), newer, TWO_REPLICAS)
         finally:
             stop.set()
         assert all(future.result() for future in asking)
         assert [model.id for model in client.models.list()] == ["toy", "newer"]
 
-
-def test_a_replica_killed_under_load_loses_no_request(served, cases):
     # Answers take long and one client serves all threads, so that the kill meets some of them.
     with client_of(served) as client, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         asked = [pool.submit(ask, client, case) for case in cases]

@@ -23,7 +23,6 @@ from sametoken.bench.report import environment
 from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
-from sametoken.engine.summary import summarise
 from sametoken.errors import ConfigError
 from sametoken.types.speculative_checks import LOOKUPS
 
@@ -102,7 +101,8 @@ def audit_engine(
     gc.collect()
     announce(f"speculation by {speculative.label}")
     core = build(config)
-    drafting = summarise(core.resolved)
+    drafting = core.resolved.config.speculative_config
+    assert drafting is not None
     runs = _runs(core, requests, settings)
     with_top = RunSettings(settings.concurrency, top=True)
     top = run_requests(core, requests, with_top, _eos(core, settings))
@@ -118,7 +118,7 @@ def audit_engine(
         diagnosis = _diagnosis(core, requests, runs, templated, settings, trained=trained)
     model = Path(config.model).name
     return Verdict(
-        subject=f"{model} with {drafting.method}, k={drafting.num_speculative_tokens}",
+        subject=f"{model} with {drafting.label}, k={core.resolved.config.num_speculative_tokens}",
         baseline=f"{model}, plain",
         comparisons=tuple(comparisons),
         repeats=baseline.repeats,

@@ -17,7 +17,6 @@ from sametoken.audit.servers import Server
 from sametoken.audit.verdict import CORRUPTED, IDENTICAL, NONDETERMINISTIC, UNSTEADY
 from sametoken.cli.main import app
 
-pytestmark = pytest.mark.xdist_group("audit servers")
 NGRAM = {
     "speculative_config": {
         "method": "ngram",

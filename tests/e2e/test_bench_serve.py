@@ -12,7 +12,6 @@ from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 from sametoken.cli.main import app
 
-pytestmark = pytest.mark.xdist_group("bench serve")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 

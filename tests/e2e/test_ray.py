@@ -30,8 +30,6 @@ from sametoken.serving.limits import ServingLimits
 from sametoken.serving.ray.config import RayConfig
 from sametoken.serving.ray.serve import deploy
 
-# One cluster for all of them, also where tests are spread over processes.
-pytestmark = pytest.mark.xdist_group("ray")
 NUM_CLIENTS = 8
 NUM_REQUESTS = 32
 MAX_TOKENS = 256

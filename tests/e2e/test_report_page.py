@@ -17,7 +17,7 @@ from sametoken.bench.documents import write_json
 from sametoken.bench.measure import Window
 from sametoken.cli.main import app
 
-pytestmark = [needs_chromium, pytest.mark.xdist_group("report page")]
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")

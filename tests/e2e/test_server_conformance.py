@@ -18,7 +18,6 @@ from schemathesis.specs.openapi.checks import (
 from helpers.chat_model import write_chat_model
 from helpers.http_server import running_server
 
-pytestmark = pytest.mark.xdist_group("server conformance")
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

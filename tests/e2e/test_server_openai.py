@@ -18,7 +18,6 @@ from helpers.http_server import TOY_ENGINE, running_server
 from sametoken import LLM, SamplingParams
 from sametoken.errors import RequestError
 
-pytestmark = pytest.mark.xdist_group("server openai")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_max": 3}
 PROMPT = "the inner the other the inner the other the"
 USER = [{"role": "user", "content": "Say the inner the other the inner."}]

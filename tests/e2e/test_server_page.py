@@ -19,7 +19,7 @@ from sametoken.types.outputs import SpeculationMetrics
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 WAIT_MS = 20_000
 
-pytestmark = [needs_chromium, pytest.mark.xdist_group("server page")]
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from sametoken.engine.summary import explanation
 from sametoken.errors import CheckpointError
 from sametoken.models.names import HEAD_DIRECTORY, HEAD_NAME, resolve_model
 
-pytestmark = pytest.mark.xdist_group("shipped head")
 ROOT = Path(__file__).parents[2]
 CARD = ROOT / "benchmarks" / "training" / "card.py"
 CODE = "def area(width, height):\n    return width * height"

@@ -28,7 +28,6 @@ from helpers.chat_model import write_chat_model
 from helpers.hostile import REGEXES, SCHEMAS, STOPS, grammars
 from sametoken import LLM, SamplingParams
 
-pytestmark = pytest.mark.xdist_group("fuzz")
 SIEGE = Path(__file__).parents[2] / "benchmarks" / "siege"
 NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "24"))
 #: Ten times what is measured on two busy cores, or what grammars are allowed. Such requests have

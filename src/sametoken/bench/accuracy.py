@@ -6,12 +6,12 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sametoken.bench.datasets import load_dataset
 from sametoken.errors import ConfigError, UnsupportedError
+from sametoken.types.option_values import closest
 
 if TYPE_CHECKING:
     from sametoken.llm import LLM
@@ -141,10 +141,10 @@ def load_tasks(settings: EvalSettings) -> Any:
     configs: list[Any] = [_gsm8k(settings.path)] if GSM8K in settings.tasks else []
     unknown = [name for name in others if not manager.match_tasks([name])]
     if unknown:
-        close = get_close_matches(unknown[0], [GSM8K, *manager.all_tasks], n=1)
+        close = closest(unknown[0], [GSM8K, *manager.all_tasks])
         raise ConfigError(
             f"lm-eval has no task {', '.join(unknown)}",
-            f"did you mean {close[0]!r}?" if close else "see lm-eval ls tasks",
+            f"did you mean {close!r}?" if close is not None else "see lm-eval ls tasks",
         )
     try:
         loaded = manager.load(configs + others)

@@ -16,6 +16,7 @@ from typing import Any
 import sametoken
 from sametoken.bench.documents import read_json
 from sametoken.errors import ConfigError
+from sametoken.types.speculative_config import cascade_label
 
 HIGHER, LOWER = "higher", "lower"
 THROUGHPUT, LATENCY, SPECULATION = "throughput", "latency", "speculation"
@@ -243,7 +244,5 @@ def _drafts(spec: Mapping[str, Any] | None) -> tuple[str, int]:
         return _PLAIN, 0
     model = Path(str(spec["model"])).name if spec.get("model") else ""
     method = spec.get("method") or "" if model else spec["method"]
-    drafter = f"{method} {model}".strip()
-    if spec.get("cascade"):
-        drafter = f"cascade ({spec['cascade']}, then {drafter})"
+    drafter = cascade_label(spec.get("cascade"), f"{method} {model}".strip())
     return drafter, int(_number(spec.get("num_speculative_tokens") or 0))

@@ -84,7 +84,10 @@ class HubId:
 
 
 def find_on_hub(
-    hub_id: HubId, needed: Needed, announce: Callable[[str], None], hint: str = ""
+    hub_id: HubId,
+    needed: Needed,
+    announce: Callable[[str], None],
+    hint: Callable[[], str] = str,
 ) -> Path:
     """The directory of a repository's files, or the path of its GGUF file.
 
@@ -95,7 +98,7 @@ def find_on_hub(
         hub_id: the repository.
         needed: which files.
         announce: called with a sentence on what is used or downloaded.
-        hint: a sentence for the error if there is no such repository.
+        hint: makes a sentence for the error if there is no such repository.
 
     Raises:
         CheckpointError: the repository or the needed files do not exist, or cannot be had.
@@ -243,7 +246,7 @@ def _fetch(hub_id: HubId, names: list[str]) -> Path:
 
 
 @contextmanager
-def _errors(hub_id: HubId, hint: str) -> Iterator[None]:
+def _errors(hub_id: HubId, hint: Callable[[], str]) -> Iterator[None]:
     """Turn the hub's errors into one sentence each, with a remedy."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
@@ -265,7 +268,7 @@ def _errors(hub_id: HubId, hint: str) -> Iterator[None]:
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise CheckpointError(
             f"{str(hub_id)!r} is neither a path nor a repository of {constants.ENDPOINT}",
-            hint + "check the spelling; if it is private, run `hf auth login`",
+            hint() + "check the spelling; if it is private, run `hf auth login`",
         ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(
@@ -282,7 +285,7 @@ def _errors(hub_id: HubId, hint: str) -> Iterator[None]:
         raise CheckpointError(
             f"{str(hub_id)!r} is no path, the cache {cache} does not hold all of it, and it cannot "
             f"be downloaded ({_reason(error)})",
-            hint + f"run `{hub_id.command}` on a machine with network, and copy its cache to "
+            hint() + f"run `{hub_id.command}` on a machine with network, and copy its cache to "
             f"{cache}, or set HF_HOME to the copy",
         ) from error
 

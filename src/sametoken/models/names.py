@@ -7,7 +7,6 @@ draft head that ships with the package.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from sametoken.config import SpeculativeConfig
@@ -29,6 +29,7 @@ from sametoken.io.cache_directory import (
 )
 from sametoken.io.files import open_regular, replacing
 from sametoken.models.hub import HubId, Needed, cached_repositories, find_on_hub
+from sametoken.types.option_values import closest
 from sametoken.types.speculative_config import WITHOUT_MODEL
 from sametoken.types.units import in_units
 
@@ -75,12 +76,13 @@ def resolve_model(
         announce(f"using {HYBRID_NAME} from {directory}")
         return directory
     if name != EMBEDDED_NAME:
-        hub_id, hint = HubId.parse(name), _hint(name, path)
+        hint = partial(_hint, name, path)
+        hub_id = HubId.parse(name)
         if hub_id is not None:
             return find_on_hub(hub_id, needed, announce, hint)
         raise CheckpointError(
             f"{name!r} is neither a path, a short name nor a hub id",
-            hint + f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r}, "
+            hint() + f"give a checkpoint directory, a GGUF file, {EMBEDDED_NAME!r}, "
             f"{HYBRID_NAME!r} or a Hugging Face hub id, org/name[@revision]",
         )
     cached = cache_directory() / EMBEDDED_FILE
@@ -135,8 +137,8 @@ def _existing(path: Path) -> Path | None:
 
 def _closest(name: str, known: Sequence[str]) -> str | None:
     spelled = {one.casefold(): one for one in known}
-    close = difflib.get_close_matches(name.casefold(), spelled, n=1)
-    return spelled[close[0]] if close else None
+    close = closest(name.casefold(), spelled)
+    return None if close is None else spelled[close]
 
 
 def _is_whole(cached: Path) -> bool:

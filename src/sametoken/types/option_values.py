@@ -237,19 +237,24 @@ def parse_integer(given: str | int) -> int:
     )
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most alike; None if none is."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The remedy for an unknown name: the closest known name, or all of them."""
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+    close = closest(name, names)
+    return f"did you mean {close!r}?" if close is not None else f"known: {', '.join(names)}"
 
 
 def choice(given: object, allowed: Iterable[str]) -> str:
     """The remedy for an impossible choice: the closest allowed value, and all of them."""
     names = list(allowed)
     spelled = given[:_MAX_NAME] if isinstance(given, str) else ""
-    close = difflib.get_close_matches(spelled, names, n=1)
-    return (f"did you mean {close[0]!r}? " if close else "") + f"use {listed(names)}"
+    close = closest(spelled, names)
+    return (f"did you mean {close!r}? " if close is not None else "") + f"use {listed(names)}"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -61,6 +61,11 @@ ADAPTIVE, FIXED = "adaptive", "fixed"
 _SPECULATIVE = "speculative config: "
 
 
+def cascade_label(cascade: str | None, own: str) -> str:
+    """A drafter's name, with the lookup that goes first if it is a cascade."""
+    return f"cascade ({cascade}, then {own})" if cascade else own
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Speculative decoding options, with the keys of vLLM's ``--speculative-config``.
@@ -181,8 +186,7 @@ class SpeculativeConfig:
 
         The drafter's model where its checkpoint tells the method.
         """
-        own = self.method or str(self.model)
-        return f"cascade ({self.cascade}, then {own})" if self.cascade else own
+        return cascade_label(self.cascade, self.method or str(self.model))
 
     @property
     def num_model_tokens(self) -> int:

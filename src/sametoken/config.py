@@ -75,7 +75,13 @@ class EngineConfig:
     num_kv_blocks: int | None = option(
         None, "KV blocks, overriding kv_cache_memory_bytes", "--num-gpu-blocks-override"
     )
-    enable_prefix_caching: bool = option(True, "share KV of equal prompt blocks")
+    enable_prefix_caching: bool = option(
+        True, "share KV, and recurrent states, of equal beginnings of requests"
+    )
+    kept_states_memory_bytes: int | None = option(
+        None,
+        "part of the KV memory for recurrent states kept for prefix caching; default: an eighth",
+    )
     steps_in_flight: int = option(
         0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU"
     )
@@ -163,7 +169,9 @@ class EngineConfig:
 
 
 _PATHS = ("model", "tokenizer", "chat_template", "generation_config")
-_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
+_OPTIONAL = (
+    "max_model_len", "kv_cache_memory_bytes", "num_kv_blocks", "kept_states_memory_bytes",
+)  # fmt: skip
 _LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("max_model_len", 1, 2**31),
@@ -173,6 +181,7 @@ _LIMITS = (
     ("block_size", 0, 1024),
     ("kv_cache_memory_bytes", 1, 2**50),
     ("num_kv_blocks", 1, 2**31),
+    ("kept_states_memory_bytes", 0, 2**50),
     ("steps_in_flight", 0, 3),
     ("tensor_parallel_size", 1, 64),
 )

@@ -38,6 +38,7 @@ OWN_ENGINE_OPTIONS = {
     "block_size",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
+    "kept_states_memory_bytes",
     "num_kv_blocks",
     "steps_in_flight",
 }

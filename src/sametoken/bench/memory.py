@@ -14,10 +14,12 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.build import Placement, load_drafter, require_drafter_fits
+from sametoken.engine.kept_memory import count_kept_states
 from sametoken.engine.resolve import (
     RequestMemory,
     resolve_device,
     resolve_dtype,
+    resolve_kv_bytes,
     resolve_max_model_len,
     resolve_sizes,
 )
@@ -29,6 +31,7 @@ from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
+from sametoken.ops.cache_types import bytes_per_block
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.reference import ReferenceKernels
@@ -50,6 +53,7 @@ class Memory:
         max_model_len, max_num_seqs: the longest request, and how many run at once.
         weights, draft_weights: matrices. Those that both share count for the target, an fp8
             copy of them for the drafter.
+        num_kept_states: recurrent states that are kept for prefix caching at most.
         request: memory of one request.
     """
 
@@ -61,6 +65,7 @@ class Memory:
     max_num_seqs: int
     weights: int
     draft_weights: int
+    num_kept_states: int
     request: RequestMemory
 
     @property
@@ -79,13 +84,19 @@ class Memory:
         return self.request.total(self.max_model_len)
 
     @property
+    def kept_states(self) -> int:
+        """Bytes of all kept states and of a reserved one, part of the KV memory."""
+        count = self.num_kept_states
+        return (count + 1) * self.request.kept_state if count else 0
+
+    @property
     def total(self) -> int:
         """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens."""
         return self.weights + self.draft_weights + self.max_num_seqs * self.per_request
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON values, derived numbers included."""
-        derived = ("kv_per_block", "speculation_per_request", "per_request", "total")
+        derived = ("kv_per_block", "speculation_per_request", "per_request", "kept_states", "total")
         own = asdict(self)
         own["request"] |= {"state_per_draft": self.request.state_per_draft}
         return own | {name: getattr(self, name) for name in derived}
@@ -96,6 +107,9 @@ def measure_memory(
 ) -> Memory:
     """Compute the memory of an engine with this config.
 
+    Kept states are counted for the KV memory of ``max_num_seqs`` requests of ``max_model_len``
+    tokens on a GPU, unless ``kv_cache_memory_bytes`` is given.
+
     Args:
         config: the engine's options.
         announce: called with one line per download.
@@ -104,7 +118,8 @@ def measure_memory(
         ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as
             ``build_engine``.
     """
-    config = resolve_sizes(config, resolve_device(config))
+    device = resolve_device(config)
+    config = resolve_sizes(config, device)
     path = resolve_model(config.model, announce, Needed.CONFIG)
     spec, _ = resolve_drafter(config.speculative_config, path, announce, DUMMY)
     spec, _ = complete_drafter(spec)
@@ -117,6 +132,10 @@ def measure_memory(
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)
+    caches = (*target.caches, *drafter.caches)
+    num_kept_states, _ = count_kept_states(
+        config, caches, _kv_bytes(config, device, bytes_per_block(caches, longest))
+    )
     return Memory(
         model=str(path),
         dtype=str(dtype).removeprefix("torch."),
@@ -126,8 +145,16 @@ def measure_memory(
         max_num_seqs=config.max_num_seqs,
         weights=target.weights_bytes,
         draft_weights=drafter.weights_bytes,
+        num_kept_states=num_kept_states,
         request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
     )
+
+
+def _kv_bytes(config: EngineConfig, device: torch.device, request_bytes: int) -> int:
+    """KV memory; that of a GPU is only known once the weights are loaded."""
+    if device.type == "cuda" and config.kv_cache_memory_bytes is None:
+        return config.max_num_seqs * request_bytes
+    return resolve_kv_bytes(config, device)
 
 
 def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:

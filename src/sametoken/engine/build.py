@@ -23,6 +23,7 @@ from sametoken.drafters.build import (
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
+from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.reasons import reasons_of_defaults
 from sametoken.engine.resolve import (
     ROWS_PER_WEIGHT_READ,
@@ -39,7 +40,6 @@ from sametoken.engine.resolve import (
     resolve_extraction,
     resolve_kv_bytes,
     resolve_max_model_len,
-    resolve_recurrent,
     resolve_sizes,
 )
 from sametoken.errors import ConfigError
@@ -55,6 +55,7 @@ from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slo
 from sametoken.ops.dispatch import Backend, select_backend
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
+from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step, conditional_rates
@@ -210,11 +211,13 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
     processing = LogitsProcessing(
         sequences, loaded.target, backend.model, table, grammars, ranks.parallel
     )
+    caches = (kv, *drafter.kv_caches)
     return StepRunner(
         step=step,
         processing=processing,
         launcher=_launcher(step, processing, resolved, announce),
-        swap=SwapStore((kv, *drafter.kv_caches)),
+        swap=SwapStore(caches),
+        kept_states=KeptStates(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,
         history=loaded.drafter.history,
@@ -278,10 +281,7 @@ def _load(
     num_bytes = target.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
     caches = (*target.caches, *drafter.caches)
-    config, off_reasons = resolve_recurrent(requested.config, caches)
-    off_reasons = requested.reasons | off_reasons
-    for name, reason in off_reasons.items():
-        announce(f"{name} is {reason}")
+    config = requested.config
     recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
         caches, config.num_speculative_tokens
     )
@@ -289,6 +289,10 @@ def _load(
     memory = ranks.broadcast_object(
         plan_memory(config, requested.architecture, caches, drafter.lookahead_slots, budget)
     )
+    config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
+    off_reasons = requested.reasons | off_reasons
+    for name, reason in off_reasons.items():
+        announce(f"{name} is {reason}")
     dtype, why = requested.dtype
     defaults = reasons_of_defaults(requested.given, requested.device.type)
     resolved = ResolvedConfig(
@@ -304,6 +308,8 @@ def _load(
         weights_bytes=target.weights_bytes,
         kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
+        num_kept_states=memory.num_kept_states,
+        kept_states_bytes=kept_states_bytes(config, caches, memory.num_kept_states),
         request_memory=RequestMemory.of(
             config.num_speculative_tokens, target.caches, drafter.caches
         ),
@@ -391,6 +397,8 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
-        # Prefill, decode and verify rows have equal bits (batch invariance).
-        cache_emitted_blocks=True,
+        # Prefill, decode and verify rows have equal bits (batch invariance). Of a drafter's
+        # recurrent layers no window passes every position.
+        cache_emitted_blocks=not bytes_per_slot(loaded.drafter.caches, 0),
+        num_kept_states=memory.num_kept_states,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sametoken.config import EngineConfig
+from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.registry import require_divisible
@@ -61,6 +62,11 @@ class RequestMemory:
         """Bytes of one recurrent state per draft position, the alternative to ``pending``."""
         return self.num_drafts * self.recurrent_state
 
+    @property
+    def kept_state(self) -> int:
+        """Bytes of a recurrent state kept for prefix caching: a slot's, the drafter's included."""
+        return self.recurrent_state + self.pending + self.draft_recurrent
+
     def plain(self, num_tokens: int) -> int:
         """Bytes without speculation."""
         return self.recurrent_state + num_tokens * self.kv_per_token
@@ -99,7 +105,9 @@ class ResolvedConfig:
             options that recurrent state rules out turned off.
         reasons: option name to the reason for its value, for ``--explain``.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
-        recurrent_bytes: memory of all recurrent state, not included in ``kv_bytes``.
+        recurrent_bytes: memory of all slots' recurrent state, not included in ``kv_bytes``.
+        num_kept_states: recurrent states that are kept for prefix caching at most.
+        kept_states_bytes: their memory and that of a reserved one.
         request_memory: memory of one request.
     """
 
@@ -115,6 +123,8 @@ class ResolvedConfig:
     weights_bytes: int
     kv_bytes: int
     recurrent_bytes: int = 0
+    num_kept_states: int = 0
+    kept_states_bytes: int = 0
     request_memory: RequestMemory = field(default_factory=RequestMemory)
 
     @property
@@ -147,10 +157,11 @@ ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The number of KV blocks and the maximum length of a request."""
+    """The numbers of KV blocks and of kept states, and the maximum length of a request."""
 
     max_model_len: int
     num_kv_blocks: int
+    num_kept_states: int
     reasons: dict[str, str]
 
 
@@ -317,21 +328,6 @@ def resolve_extraction(
     return replace(config, enable_prefix_caching=False, enforce_eager=eager), reasons
 
 
-def resolve_recurrent(
-    config: EngineConfig, caches: tuple[LayerCache, ...]
-) -> tuple[EngineConfig, dict[str, str]]:
-    """Turn off what recurrent state rules out; returns the reasons too.
-
-    Args:
-        config: the user's options.
-        caches: caches of the layers of the target and of a drafter.
-    """
-    if not bytes_per_slot(caches, 0) or not config.enable_prefix_caching:
-        return config, {}
-    why = "off: a prefix's blocks hold KV, not the recurrent state at its end"
-    return replace(config, enable_prefix_caching=False), {"enable_prefix_caching": why}
-
-
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
@@ -339,7 +335,7 @@ def plan_memory(
     extra_tokens: int,
     budget: int,
 ) -> MemoryPlan:
-    """Choose the number of KV blocks and the maximum length of a request.
+    """Choose the numbers of KV blocks and of kept states, and a request's maximum length.
 
     Args:
         config: the user's options.
@@ -351,7 +347,8 @@ def plan_memory(
     Raises:
         ConfigError: one request of ``max_model_len`` tokens does not fit.
     """
-    reasons: dict[str, str] = {}
+    num_kept, reasons = count_kept_states(config, caches, budget)
+    budget -= kept_states_bytes(config, caches, num_kept)
     block_size = config.block_size
     max_len = resolve_max_model_len(config, model)
     if config.max_model_len is None:
@@ -381,7 +378,7 @@ def plan_memory(
             )
         max_len = longest
         reasons["max_model_len"] = "what the KV memory holds for one request"
-    return MemoryPlan(max_len, num_blocks, reasons)
+    return MemoryPlan(max_len, num_blocks, num_kept, reasons)
 
 
 def require_memory(resolved: ResolvedConfig) -> None:
@@ -395,11 +392,12 @@ def require_memory(resolved: ResolvedConfig) -> None:
     table_bytes = (
         8 * (config.max_num_seqs + 1) * (resolved.max_model_len + config.num_speculative_tokens + 1)
     )
-    needed = resolved.kv_bytes + resolved.recurrent_bytes + table_bytes
+    state_bytes = resolved.recurrent_bytes + resolved.kept_states_bytes
+    needed = resolved.kv_bytes + state_bytes + table_bytes
     if needed <= available:
         return
     block_bytes = resolved.kv_bytes // (num_blocks + 1)
-    rest = available - resolved.recurrent_bytes - table_bytes
+    rest = available - state_bytes - table_bytes
     fits = rest // block_bytes - 1 if block_bytes else 0
     raise ConfigError(
         f"{num_blocks} KV blocks and max_num_seqs={config.max_num_seqs} with "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sametoken.errors import InvariantError
 from sametoken.scheduler.block_pool import BlockPool, PrefixCache, block_keys
+from sametoken.scheduler.kept_states import KeptStates
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import Turn
 from sametoken.scheduler.request_state import RequestState
@@ -11,12 +12,13 @@ from sametoken.types.request import EngineRequest
 
 
 class KVMemory:
-    """The block pool and the prefix cache, seen by request and turn."""
+    """The block pool, the prefix cache and kept states, seen by request and turn."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
         self.prefix_cache = PrefixCache()
         self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
+        self.states = KeptStates(limits)
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
         """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
@@ -34,12 +36,17 @@ class KVMemory:
         wanted, caching = request.request, self._limits.enable_prefix_caching
         return caching and wanted.use_prefix_cache and wanted.params.prompt_logprobs is None
 
-    def cached_prefix(self, request: RequestState) -> tuple[int, ...]:
-        """Cached blocks of a prompt; its last token is always computed."""
-        if not self.looks_up(request):
-            return ()
-        most = (request.prompt_len - 1) // self._limits.block_size
-        return self.prefix_cache.match(request.block_keys[:most])
+    def look_up(self, request: RequestState) -> tuple[int, ...]:
+        """Cached blocks that a waiting request can start after; sets where it starts and stops.
+
+        Its last prompt token is always computed.
+        """
+        most = (request.prompt_len - 1) // self._limits.block_size if self.looks_up(request) else 0
+        cached = self.prefix_cache.match(request.block_keys[:most])
+        usable = self.states.usable(request.block_keys, len(cached))
+        request.num_cached = request.position = usable * self._limits.block_size
+        request.stops = self.states.stops(request, request.position, len(cached))
+        return cached[:usable]
 
     def fits_prompt(self, request: RequestState, cached: tuple[int, ...]) -> bool:
         """Whether a whole prompt fits in the available blocks, given its cached ones."""
@@ -101,8 +108,10 @@ class KVMemory:
         num_blocks = request.num_final // limits.block_size
         for key, block in zip(keys[:num_blocks], request.blocks, strict=False):
             self.prefix_cache.insert(key, block)
+        self.states.keep_answer(request, keys)
 
     def forget(self, request: RequestState) -> None:
-        """Remove a request's blocks from the prefix cache."""
+        """Remove a request's blocks and states from the prefix cache."""
         for block in request.blocks:
             self.prefix_cache.forget(block)
+        self.states.forget(request)

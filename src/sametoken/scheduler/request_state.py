@@ -36,13 +36,15 @@ class RequestState:
 
     Attributes:
         request: the request as queued.
-        block_keys: prefix cache keys of the prompt's blocks.
+        block_keys: prefix cache keys of the prompt's blocks, once it has ended of all kept ones.
         bound: bounds of the number of committed tokens.
         slot: its slot once it is admitted.
         blocks: its block table.
         admission: order of admission; a smaller number is older.
         num_cached: prompt positions that the prefix cache supplied, or would supply.
         position: prompt positions that are cached or planned.
+        stops: positions of the prompt at which a chunk must end, ascending.
+        held_states: kept states of the answer by position, while the request runs.
         num_in_flight: steps in flight that schedule it.
         last_step: the last planned step that schedules it.
         saved: its KV in host memory while it is swapped.
@@ -60,6 +62,8 @@ class RequestState:
     admission: int = -1
     num_cached: int = 0
     position: int = 0
+    stops: tuple[int, ...] = ()
+    held_states: dict[int, int] = field(default_factory=dict)
     num_in_flight: int = 0
     last_step: int = 0
     saved: SavedKV | None = None
@@ -77,8 +81,9 @@ class RequestState:
 
     @property
     def num_left(self) -> int:
-        """Prompt tokens that are not yet planned."""
-        return self.prompt_len - self.position
+        """Prompt tokens that are not yet planned, up to the next stop."""
+        ahead = (stop for stop in self.stops if stop > self.position)
+        return next(ahead, self.prompt_len) - self.position
 
     @property
     def at_limit(self) -> bool:

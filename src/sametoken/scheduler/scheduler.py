@@ -139,6 +139,7 @@ class Scheduler:
         self._lingering.append(request)
         if num_kept_tokens is not None:
             self._memory.index_kept(request, num_kept_tokens)
+        self._memory.states.release(request)
         self._free_processed()
 
     def plan(self) -> StepPlan | None:
@@ -193,6 +194,8 @@ class Scheduler:
         check_blocks(running, lingering, self._limits)
         admitted = [*running, *self._swapped.values(), *lingering]
         check_slots(admitted, self._free_slots, self._limits.max_num_seqs)
+        held = [state for request in admitted for state in request.held_states.values()]
+        self._memory.states.pool.check_integrity(held)
         check_requests(running, list(self._swapped.values()), list(self._waiting.values()))
         in_flight = [request for step in self._in_flight for request in step.requests]
         check_in_flight(admitted, lingering, in_flight)
@@ -229,10 +232,9 @@ class Scheduler:
         There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
         for request in islice(self._waiting.values(), len(self._free_slots)):
-            cached = self._memory.cached_prefix(request)
+            cached = self._memory.look_up(request)
             if not self._memory.fits_prompt(request, cached):
                 return
-            request.num_cached = request.position = len(cached) * self._limits.block_size
             yield request
 
     def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
@@ -269,27 +271,28 @@ class Scheduler:
     def _admit(self, turn: Turn, draft: PlanDraft) -> bool:
         request = turn.request
         # Matched again: earlier turns may have evicted blocks since the rows were divided.
-        cached = self._memory.cached_prefix(request)
+        cached = self._memory.look_up(request)
         if not self._memory.fits_prompt(request, cached):
             return False
-        num_cached = len(cached) * self._limits.block_size
+        turn = turn.cut(min(turn.num_query, request.num_left))
         if self._memory.looks_up(request):
             self.prefix_cache_queries += request.prompt_len
-            self.prefix_cache_hits += num_cached
+            self.prefix_cache_hits += request.num_cached
         request.slot = self._free_slots.pop()
         request.admission = self._next_admission
         self._next_admission += 1
-        request.num_cached = request.position = num_cached
         self._pool.share(cached)
         new = self._pool.allocate(self._memory.lacking(turn) - len(cached))
         draft.admit(request)
         draft.assign_blocks(request, [*cached, *new])
+        draft.restored_states += self._memory.states.restored(request)
         self._move(request, self._waiting, self._running, Status.RUNNING)
         draft.turns.append(turn)
         return True
 
     def _launch(self, draft: PlanDraft) -> StepPlan:
-        plan = draft.build(tuple(self._discarded))
+        kept = [copy for turn in draft.turns for copy in self._memory.states.kept_after(turn)]
+        plan = draft.build(tuple(self._discarded), kept)
         self._discarded.clear()
         for turn, scheduled in zip(draft.turns, plan.requests, strict=True):
             request = turn.request

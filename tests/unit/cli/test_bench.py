@@ -161,6 +161,7 @@ COUNTED = Memory(
     max_num_seqs=8,
     weights=18 * 10**9,
     draft_weights=0,
+    num_kept_states=9,
     request=RequestMemory(64, 32_768, 51_000_000, 25_000_000),
 )
 
@@ -173,6 +174,8 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
     assert values["(one recurrent state per draft would take)"] == ["3.0", "GiB"]
     assert values["KV per block of 64 tokens"] == ["2.0", "MiB"]
     assert values["of which speculation adds"] == ["25.8", "MiB"]
+    assert values["a kept state, for prefix caching"] == ["72.5", "MiB"]
+    assert values["9 of them, of the KV memory"] == ["724.8", "MiB"]
 
 
 def test_the_command_prints_lines_or_one_object(tmp_path):

@@ -47,7 +47,10 @@ class FakeLLM:
                 ("dtype", "device", "steps_in_flight", "model_path", "kernels"), "resolved"
             ),
             **dict.fromkeys(("max_model_len", "num_kv_blocks"), 2048),
-            **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes"), 2**20),
+            **dict.fromkeys(
+                ("weights_bytes", "kv_bytes", "recurrent_bytes", "kept_states_bytes"), 2**20
+            ),
+            num_kept_states=3,
         )
 
     def get_default_sampling_params(self):

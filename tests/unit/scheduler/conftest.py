@@ -22,6 +22,7 @@ DEFAULTS = {
     "lookahead_tokens": 0,
     "enable_prefix_caching": True,
     "cache_emitted_blocks": True,
+    "num_kept_states": 0,
 }
 
 

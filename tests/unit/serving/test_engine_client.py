@@ -44,6 +44,7 @@ LIMITS = SchedulerLimits(
     lookahead_tokens=0,
     enable_prefix_caching=True,
     cache_emitted_blocks=True,
+    num_kept_states=0,
 )
 
 

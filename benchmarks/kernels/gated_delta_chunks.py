@@ -115,6 +115,7 @@ def _links_kernel(
     DV: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    SLICE: tl.constexpr,
     PRECISION: tl.constexpr,
     BY_PRODUCTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -129,28 +130,32 @@ def _links_kernel(
     if chunk * C < total:
         base, place = _chunk_place(fact(field, FIRST_ROW), run, max_pending, C)
         prepared += (base + chunk * C) * WIDTH
-        row, other, key = tl.arange(0, C), tl.arange(0, C), tl.arange(0, BK)
+        row, other = tl.arange(0, C), tl.arange(0, C)
         valid = chunk * C + row < total
-        inside = valid[:, None] & (key < DK)[None, :]
-        at = prepared + row[:, None] * WIDTH + head // (HV // HK) * DK + key[None, :]
-        q, k = tl.load(at, inside, other=0.0), tl.load(at + HK * DK, inside, other=0.0)
         gate = prepared + row * WIDTH + 2 * HK * DK + HV * DV + head
         decay, beta = tl.load(gate, valid, other=1.0), tl.load(gate + HV, valid, other=0.0)
         since = tl.cumsum(tl.log(tl.maximum(decay, 1e-37)), axis=0)
         ratio = tl.exp(tl.minimum(since[:, None] - since[None, :], 0.0))
-        k_high, k_low = _split(k, 2)
-        q_high, q_low = _split(q, 2)
-        if head % (HV // HK) == 0:
-            first = keys + (base + chunk * C) * 4 * HK * DK + head // (HV // HK) * 4 * DK
-            first += row[:, None] * (4 * HK * DK) + key[None, :]
-            tl.store(first, k_high, inside)
-            tl.store(first + DK, k_low, inside)
-            tl.store(first + 2 * DK, q_high, inside)
-            tl.store(first + 3 * DK, q_low, inside)
-        across = (tl.trans(k_high), tl.trans(k_low))
-        none = tl.zeros((C, C), tl.float32)
-        alike = _product((k_high, k_low), across, none, 2)
-        read = _product((q_high, q_low), across, none, 2)
+        alike = tl.zeros((C, C), tl.float32)
+        read = alike
+        q_at = prepared + row[:, None] * WIDTH + head // (HV // HK) * DK
+        part_at = keys + (base + chunk * C + row[:, None]) * (4 * HK * DK)
+        part_at += head // (HV // HK) * 4 * DK
+        for first in range(0, BK, SLICE):
+            key = first + tl.arange(0, SLICE)[None, :]
+            inside = valid[:, None] & (key < DK)
+            k = tl.load(q_at + HK * DK + key, inside, other=0.0)
+            q = tl.load(q_at + key, inside, other=0.0)
+            k_high, k_low = _split(k, 2)
+            q_high, q_low = _split(q, 2)
+            if head % (HV // HK) == 0:
+                tl.store(part_at + key, k_high, inside)
+                tl.store(part_at + DK + key, k_low, inside)
+                tl.store(part_at + 2 * DK + key, q_high, inside)
+                tl.store(part_at + 3 * DK + key, q_low, inside)
+            across = (tl.trans(k_high), tl.trans(k_low))
+            alike = _product((k_high, k_low), across, alike, 2)
+            read = _product((q_high, q_low), across, read, 2)
         below = row[:, None] > other[None, :]
         a = tl.where(below, alike * ratio * beta[:, None], 0.0)
         p = tl.where(row[:, None] >= other[None, :], read * ratio, 0.0)
@@ -356,6 +361,7 @@ def link(runs: Runs, rule: GatedDelta, prepared, rows: int, max_pending: int, ti
     most = triton.cdiv(runs.rows.max_rows + max_pending, size)
     _links_kernel[(heads, most, runs.rows.count)](
         prepared, runs.table, *made, max_pending, **sizes(rule), C=size,
+        SLICE=min(64, triton.next_power_of_2(rule.key_dim)),
         PRECISION=tile.links, BY_PRODUCTS=tile.by_products,
         num_warps=2 if size == 16 else 4, **pdl_options(prepared),
     )  # fmt: skip

@@ -211,7 +211,7 @@ def _scan_chunks(
     decays,  # [chunks, HV, 2 * C]
     field,
     states,  # [S, HV, DV, DK]
-    borders,  # [chunks, HV, DV, DK] or None, written
+    borders,  # [chunks, HV, DK, DV] or None, written
     out,
     max_pending,
     HK: tl.constexpr,
@@ -253,7 +253,8 @@ def _scan_chunks(
     none = tl.zeros((V, C), tl.float32)
     for chunk in tl.range((total + C - 1) // C, num_stages=STAGES):
         if borders is not None:
-            tl.store(borders + (place + chunk) * HV * DV * DK + at_once, state, inside)
+            border = borders + ((place + chunk) * HV + head) * DK * DV
+            tl.store(border + key[None, :] * DV + value[:, None], state, inside)
         t = chunk * C + row
         valid = t < total
         k_at = keys + t[:, None] * (4 * HK * DK) + key[None, :]
@@ -394,7 +395,7 @@ def advance_chunks(
 @triton.jit
 def _walk_chunks_kernel(
     prepared,
-    borders,  # [chunks, HV, DV, DK]
+    borders,  # [chunks, HV, DK, DV]
     out,
     total,
     HK: tl.constexpr,
@@ -418,7 +419,7 @@ def _walk_chunks_kernel(
     warp = (tile % TILES) * WARPS + tl.arange(0, WARPS)
     value = warp[:, None] * V + tl.arange(0, V)[None, :]
     is_key, is_value = key < DK, value < DV
-    at_once = value[None, :, None, None, :] * DK + key[:, :, :, :, None]
+    at_once = key[:, :, :, :, None] * DV + value[None, :, None, None, :]
     state = tl.load(borders + (chunk * HV + head) * DV * DK + at_once)
     prepared += chunk * C * WIDTH
     q_at = prepared + key_head * DK + key

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from gated_delta_chunks import ChunkTile, advance_chunks, link, num_chunks, walk_chunks
+from gated_delta_kept import KeptRows, step
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.backend import AttentionRows, RowRuns
@@ -41,10 +42,21 @@ MAIN = ChunkTile(16, 32, 2)
 TILES = (
     MAIN,
     ChunkTile(16, 16, 1),
-    ChunkTile(16, 32, 2, by_products=True),
-    ChunkTile(32, 32, 2),
+    ChunkTile(16, 16, 1, by_products=True),
     ChunkTile(32, 32, 4),
-    ChunkTile(16, 32, 2, parts=1),
+    ChunkTile(16, 16, 1, parts=1),
+    ChunkTile(16, 16, 1, stages=3),
+    ChunkTile(16, 16, 2),
+    ChunkTile(16, 32, 4),
+    ChunkTile(32, 16, 1),
+    ChunkTile(32, 16, 2),
+)
+STEPS = (
+    ChunkTile(16, 16, 1),
+    ChunkTile(16, 32, 2),
+    ChunkTile(16, 16, 1, max_registers=168),
+    ChunkTile(16, 16, 1, max_registers=128),
+    ChunkTile(16, 32, 4),
 )
 RESYNC = ChunkTile(64, 32, 4, stages=1)
 LONG = ((1, 16384), (1, 2048), (8, 2048))
@@ -92,6 +104,7 @@ class Pass:
         if chunk > 1:
             done = self.runs.table[:, 4] + (rows if long else rows - drafts)
             self.runs.table[:, 5] = done // chunk * chunk
+        generator.manual_seed(1)
         projected = torch.randn(len(slots), 8192 + 4096 + 64, generator=generator, device="cuda")
         qkv, _, b, a = projected.bfloat16().split((8192, 4096, 32, 32), dim=-1)
         self.raw = RawRows(qkv, (a, b))
@@ -157,12 +170,14 @@ def long_runs() -> None:
         one = Pass(count, rows)
         walk = shown("walk, with its preparation", one.walk)
         shown("preparation alone", one.prepared)
-        for tile in TILES if rows > 2048 else (MAIN, TILES[3]):
+        for tile in TILES if rows > 2048 else TILES[1:4:2]:
             case = Pass(count, rows, chunk=tile.rows)
             prepared = case.prepared()
             links = case.links(prepared, tile)
             shown(f"links {tile.name}", partial(case.links, prepared, tile))
             shown(f"scan  {tile.name}", partial(case.chunks, prepared, links, tile))
+            unread = partial(case.chunks, prepared, links, tile, read=False)
+            shown(f"scan without outputs  {tile.name}", unread)
             whole = shown(f"whole {tile.name}", partial(case.whole, tile))
             print(f"  {'walk / whole':66} {walk / whole:10.2f}")
 
@@ -170,7 +185,7 @@ def long_runs() -> None:
 def resync_passes() -> None:
     """Pass 1 without outputs and with states at borders, and pass 2 by the walk."""
     count, rows = LONG[0]
-    for tile in (RESYNC, TILES[3]):
+    for tile in (RESYNC,):
         print(f"\nresync every {tile.rows}, {count} x {rows} rows, one layer")
         case = Pass(count, rows, chunk=tile.rows)
         prepared = case.prepared()
@@ -275,34 +290,71 @@ def require_equal_bits() -> None:
 
 
 def decode_steps() -> None:
-    """Steps of a batch whose open chunks have all lengths, beside the walk's."""
+    """Steps whose open chunks' rows are run again or kept, beside the walk's."""
     for count, rows in DECODE:
         layers = min(MOST_LAYERS, max(24, -(-LEAST_BYTES // (count * STATE_BYTES))))
         print(f"\n{count} requests, {rows} rows each, {layers} layers, a layer")
         drafts = rows - 1
         walked = Pass(count, rows, pending=(drafts,), layers=layers, drafts=drafts)
         shown("walk, with its preparation (and all drafts folded)", walked.walk, layers)
-        for tile in TILES[:4]:
-            phases = [tuple(range(tile.rows))]
-            if count == 1:
-                phases = [(0,), (tile.rows // 2,), (tile.rows - 1,)]
-            for pending in phases:
-                case = Pass(
-                    count, rows, pending=pending, chunk=tile.rows, layers=layers, drafts=drafts
-                )
-                name = f"open rows {pending[0]}..{pending[-1]} {tile.name}"
-                shown(name, partial(case.whole, tile), layers)
-                show_parts(case, tile)
+        tile = TILES[1]
+        case = Pass(count, rows, pending=tuple(range(16)), chunk=16, layers=layers, drafts=drafts)
+        shown(f"rows run again {tile.name}", partial(case.whole, tile), layers)
+        for opened in ((0,), (8,), (15,)) if count == 1 else (tuple(range(17 - rows)),):
+            kept_steps(count, rows, layers, opened)
 
 
-def show_parts(case: Pass, tile: ChunkTile) -> None:
-    """The launches of a step alone, each over all layers."""
-    ready, layers = case.prepared(), case.layers
-    links = case.links(ready, tile)
-    every = range(layers)
-    shown("   preparation", lambda: [case.prepared(layer) for layer in every], layers)
-    shown("   links", lambda: [case.links(ready, tile) for _ in every], layers)
-    shown("   scan", lambda: [case.chunks(ready, links, tile, i) for i in every], layers)
+def kept_steps(count: int, rows: int, layers: int, opened: tuple[int, ...]) -> None:
+    """Steps of ``rows`` rows behind open chunks of ``opened`` rows, those kept."""
+    opened = tuple(min(one, 16 - rows) for one in opened)
+    case = Pass(count, rows, layers=layers)
+    held = torch.tensor([opened[i % len(opened)] for i in range(count)] + [0], device="cuda")
+    kept = [KeptRows.of(RULE, count + 1, 16, "cuda") for _ in range(layers)]
+    for one in kept:
+        one.keys.normal_()
+        one.targets.normal_()
+    out = torch.empty(count * rows, RULE.out_features, device="cuda", dtype=torch.bfloat16)
+    ready, room = case.prepared(), case.cache.layers[0].max_pending
+
+    def run(tile: ChunkTile, again: bool) -> None:
+        for layer in range(layers):
+            prepared = case.prepared(layer) if again else ready
+            step(case.runs, RULE, prepared, held, kept[layer], out, room, tile)
+
+    for tile in STEPS:
+        name = f"rows kept, {opened[0]}..{opened[-1]} open {tile.name}"
+        shown(name, partial(run, tile, True), layers)
+    shown("   without its preparation", partial(run, STEPS[0], False), layers)
+
+
+def kept_rows_are_those_of_a_scan() -> None:
+    """Whether steps that keep rows have the bits of the scan, and how far they are off."""
+    case, tile = Pass(1, 600, chunk=16), ChunkTile(16, 16, 1)
+    expected, state = cut(case, tile, [600])
+    kept = KeptRows.of(RULE, 2, 16, "cuda")
+    held = torch.zeros(2, dtype=torch.int64, device="cuda")
+    out = torch.empty(1, RULE.out_features, device="cuda", dtype=torch.bfloat16)
+    walked, outs = Pass(1, 600), []
+    folded, memory = walked.cache.folded, walked.cache.layers[0]
+    folded.position.zero_()
+    for at in range(600):
+        positions = torch.full((1,), at, device="cuda")
+        slots = torch.zeros_like(positions)
+        rows = AttentionRows(positions, slots, slots, slots[None], RowRuns.even(1, 1), slots == 0)
+        runs = plan_runs(rows, folded)
+        part = RawRows(
+            case.raw.mixed[at : at + 1], tuple(gate[at : at + 1] for gate in case.raw.gates)
+        )
+        prepared = prepare(runs, case.params, part, memory)
+        # The walk keeps the history.
+        advance_prepared(runs, RULE, prepared, part, memory, RuleTile())
+        step(runs, RULE, prepared, held, kept, out, memory.max_pending, tile)
+        held[0] = (at + 1) % 16
+        outs.append(out.clone())
+    found = torch.cat(outs)
+    print("\nsteps that keep rows beside the scan: equal outputs, equal states, largest difference")
+    same = torch.equal(found, expected), torch.equal(kept.states[0], state)
+    print(f"  {same} {(found.float() - expected.float()).abs().max().item():.1e}")
 
 
 def main() -> None:
@@ -313,7 +365,11 @@ def main() -> None:
         torch.cuda.synchronize()
     del source
     print(torch.cuda.get_device_name())
-    for part in (require_equal_bits, errors, long_runs, decode_steps, resync_passes):
+    parts = (
+        kept_rows_are_those_of_a_scan, require_equal_bits, errors, decode_steps, long_runs,
+        resync_passes,
+    )  # fmt: skip
+    for part in parts:
         part()
         torch.cuda.empty_cache()
         print(f"-- {time.perf_counter() - begin:.0f} s", flush=True)

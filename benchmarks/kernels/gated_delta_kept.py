@@ -62,6 +62,7 @@ class KeptRows:
 @triton.jit(do_not_specialize=["max_pending"])
 def _step_kernel(
     prepared,  # [rows, WIDTH], new rows of each run
+    asked_parts,  # [rows, HK, 4 * DK] bf16, their k and q in parts, as of ``link``
     runs,  # [B, FIELDS]
     num_open,  # [S] rows of the open chunk
     states,
@@ -100,11 +101,6 @@ def _step_kernel(
     state = tl.load(state_at, inside, other=0.0, cache_modifier=".cg")
     # The previous step wrote these before ``plan_runs``, a PDL barrier.
     held, other = row < opened, tl.arange(0, C)
-    kept_at = kept_keys + (slot * HK + key_head) * C * 2 * DK
-    kept_at += row[:, None] * (2 * DK) + key[None, :]
-    key_mask = held[:, None] & is_key[None, :]
-    high = tl.load(kept_at, key_mask, other=0.0, cache_modifier=".cg")
-    low = tl.load(kept_at + DK, key_mask, other=0.0, cache_modifier=".cg")
     inverse_at = inverses + head_of * C * C + row[:, None] * C + other[None, :]
     inverse = tl.load(inverse_at, held[:, None] & (other >= 0)[None, :], other=0.0)
     target_at = targets + head_of * C * DV + row[None, :] * DV + value[:, None]
@@ -113,23 +109,23 @@ def _step_kernel(
     parts = _split(state, 2)
     gdc_wait(PDL)
 
-    prepared += (first_row + run * max_pending) * WIDTH
-    # Keys, then queries, of the new rows.
-    both = tl.arange(0, 2 * ROWS)
-    asked_at = prepared + (both % ROWS)[:, None] * WIDTH + key_head * DK + key[None, :]
-    asked_at += tl.where(both < ROWS, HK * DK, 0)[:, None]
-    asked = tl.load(asked_at, (both % ROWS < num_rows)[:, None] & is_key[None, :], other=0.0)
-    asked_high, asked_low = _split(asked, 2)
+    base = first_row + run * max_pending
+    prepared += base * WIDTH
+    # Keys, then queries, of the new rows; the preparation has put the keys among the kept ones.
+    both, new = tl.arange(0, 2 * ROWS), row - opened
+    is_new = (new >= 0) & (new < num_rows)
+    asked_at = asked_parts + (base + both % ROWS)[:, None] * (4 * HK * DK) + key[None, :]
+    asked_at += key_head * 4 * DK + tl.where(both < ROWS, 0, 2 * DK)[:, None]
+    asked_mask = (both % ROWS < num_rows)[:, None] & is_key[None, :]
+    kept_at = kept_keys + (slot * HK + key_head) * C * 2 * DK
+    kept_at += row[:, None] * (2 * DK) + key[None, :]
+    key_mask = (held | is_new)[:, None] & is_key[None, :]
+    asked_high = tl.load(asked_at, asked_mask, other=0.0)
+    asked_low = tl.load(asked_at + DK, asked_mask, other=0.0)
+    high = tl.load(kept_at, key_mask, other=0.0, cache_modifier=".cg")
+    low = tl.load(kept_at + DK, key_mask, other=0.0, cache_modifier=".cg")
     across = (tl.trans(asked_high), tl.trans(asked_low))
     read = _product(parts, across, tl.zeros((V, 2 * ROWS), tl.float32), 2)
-    # New keys take their places among the chunk's.
-    new = row - opened
-    is_new = (new >= 0) & (new < num_rows)
-    new_at = prepared + new[:, None] * WIDTH + HK * DK + key_head * DK + key[None, :]
-    new_keys = tl.load(new_at, is_new[:, None] & is_key[None, :], other=0.0)
-    new_high, new_low = _split(new_keys, 2)
-    high = tl.where(is_new[:, None], new_high, high)
-    low = tl.where(is_new[:, None], new_low, low)
     alike = _product((high, low), across, tl.zeros((C, 2 * ROWS), tl.float32), 2)
     gate_at = prepared + 2 * HK * DK + HV * DV + head
     v_at = prepared + 2 * HK * DK + head * DV + value
@@ -167,6 +163,8 @@ def _step_kernel(
         total = tl.sum(tl.where(row == C - 1, log_since, 0.0), axis=0)
         until = tl.exp(total - log_since)
         faded_deltas = _split(deltas * until[None, :], 2)
+        # Loaded again: registers are short.
+        state = tl.load(state_at, inside, other=0.0, cache_modifier=".cg")
         state = _product(faded_deltas, (high, low), state * tl.exp(total), 2)
         tl.store(state_at, state, inside)
     else:
@@ -174,16 +172,26 @@ def _step_kernel(
         if place == 0:
             tl.store(inverse_at, inverse, is_new[:, None] & (other >= 0)[None, :])
             tl.store(decays + head_of * C + row, log_since, is_new)
-            if head % (HV // HK) == 0:
-                tl.store(kept_at, high, is_new[:, None] & is_key[None, :])
-                tl.store(kept_at + DK, low, is_new[:, None] & is_key[None, :])
 
 
-def step(runs, rule: GatedDelta, prepared, num_open, kept: KeptRows, out, max_pending, tile):
+def asked_of(rule: GatedDelta, prepared: Tensor) -> Tensor:
+    """k and q of prepared rows in parts; the preparation would write them."""
+    width = rule.num_key_heads * rule.key_dim
+    q, k = (
+        prepared[:, first : first + width].unflatten(1, (-1, rule.key_dim)) for first in (0, width)
+    )
+    parts = []
+    for x in (k, q):
+        high = ((x.view(torch.int32) + 0x8000) & -65536).view(torch.float32)
+        parts += [high.bfloat16(), (x - high).bfloat16()]
+    return torch.cat(parts, dim=-1).contiguous()
+
+
+def step(runs, rule: GatedDelta, prepared, asked, num_open, kept: KeptRows, out, max_pending, tile):
     """Run the new rows of each run inside the open chunk: into ``out`` [T, Hv * Dv]."""
     programs = rule.num_value_heads * triton.cdiv(rule.value_dim, tile.columns)
     _step_kernel[(programs, runs.table.shape[0])](
-        prepared, runs.table, num_open, kept.states, kept.keys, kept.inverse, kept.targets,
+        prepared, asked, runs.table, num_open, kept.states, kept.keys, kept.inverse, kept.targets,
         kept.since, out, max_pending, **sizes(rule), C=tile.rows, V=tile.columns, ROWS=MOST_ROWS,
         num_warps=tile.warps, maxnreg=tile.max_registers, **pdl_options(out),
     )  # fmt: skip

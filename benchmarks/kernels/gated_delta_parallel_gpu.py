@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 from gated_delta_chunks import ChunkTile, advance_chunks, link, num_chunks, walk_chunks
-from gated_delta_kept import KeptRows, step
+from gated_delta_kept import KeptRows, asked_of, step
 from triton.runtime.errors import OutOfResources
 
 from sametoken.ops.backend import AttentionRows, RowRuns
@@ -315,11 +315,12 @@ def kept_steps(count: int, rows: int, layers: int, opened: tuple[int, ...]) -> N
         one.targets.normal_()
     out = torch.empty(count * rows, RULE.out_features, device="cuda", dtype=torch.bfloat16)
     ready, room = case.prepared(), case.cache.layers[0].max_pending
+    asked = asked_of(RULE, ready)
 
     def run(tile: ChunkTile, again: bool) -> None:
         for layer in range(layers):
             prepared = case.prepared(layer) if again else ready
-            step(case.runs, RULE, prepared, held, kept[layer], out, room, tile)
+            step(case.runs, RULE, prepared, asked, held, kept[layer], out, room, tile)
 
     for tile in STEPS:
         name = f"rows kept, {opened[0]}..{opened[-1]} open {tile.name}"
@@ -348,7 +349,9 @@ def kept_rows_are_those_of_a_scan() -> None:
         prepared = prepare(runs, case.params, part, memory)
         # The walk keeps the history.
         advance_prepared(runs, RULE, prepared, part, memory, RuleTile())
-        step(runs, RULE, prepared, held, kept, out, memory.max_pending, tile)
+        asked = asked_of(RULE, prepared)
+        kept.keys[0, :, at % 16] = asked[0, :, : 2 * 128]
+        step(runs, RULE, prepared, asked, held, kept, out, memory.max_pending, tile)
         held[0] = (at + 1) % 16
         outs.append(out.clone())
     found = torch.cat(outs)

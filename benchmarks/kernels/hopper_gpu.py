@@ -1,0 +1,121 @@
+"""Time attention on Hopper by launch form, beside the Triton form, and compare bits.
+
+    python benchmarks/kernels/hopper_gpu.py [--heads 128|256]
+
+Times are of one layer, inside a CUDA graph over several layers' KV, so KV comes from memory.
+Beside them: the time to read KV once at 4.2 TB/s, and that of the products at 650 TFLOP/s. ``!``
+marks bits that differ from those of the first form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from graph_times import microseconds
+
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
+from sametoken.ops.model.attention import hopper, triton
+
+SHAPES = {"128": AttentionShape(32, 8, 128), "256": AttentionShape(16, 4, 256)}
+BLOCK_SIZE = 64
+ROTATED_BYTES = 300 << 20
+MAX_LAYERS = 24
+TERABYTES_PER_SECOND, TERAFLOPS = 4.2, 650
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests whose last rows attend: the length of each, and its number of rows."""
+
+    name: str
+    lengths: Sequence[int]
+    widths: Sequence[int]
+
+
+def cases() -> list[Case]:
+    random.seed(1)
+    uneven = [random.randint(100, 4000) for _ in range(64)]
+    even = [
+        (1, 1, 640), (8, 1, 640), (64, 1, 640), (256, 1, 640), (8, 4, 640), (64, 4, 640),
+        (64, 1, 2048), (32, 1, 8192), (8, 1, 16384), (8, 4, 16384), (1, 1, 16384),
+        (1, 512, 512), (7, 512, 512), (1, 2048, 2048), (1, 4096, 4096), (1, 100, 16384),
+        (1, 512, 16384), (1, 2048, 16384),
+    ]  # fmt: skip
+    return [
+        *(Case(f"{n} x {rows} at {size}", [size] * n, [rows] * n) for n, rows, size in even),
+        Case("1 at 16384 among 63 at 640", [16384] + [640] * 63, [1] * 64),
+        Case("64 at 100 to 4000", uneven, [1] * 64),
+        Case("prompts of 300 to 4000", [300, 700, 2000, 900, 4000], [300, 700, 100, 900, 348]),
+    ]
+
+
+class Scene:
+    """A case's rows over several layers of shuffled blocks."""
+
+    def __init__(self, shape: AttentionShape, case: Case) -> None:
+        self.kv_bytes = sum(case.lengths) * shape.kv_size * 4
+        counts = [-(-length // BLOCK_SIZE) for length in case.lengths]
+        layer = (2, sum(counts), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+        num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // self.kv_bytes)))
+        memory = torch.empty((num_layers, *layer), dtype=torch.bfloat16, device="cuda").normal_()
+        self.layers = [LayerKV(part[0], part[1]) for part in memory]
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int64, device="cuda")
+        blocks = torch.randperm(sum(counts), device="cuda").split(counts)
+        for slot, mine in enumerate(blocks):
+            table[slot, : len(mine)] = mine
+        ends = zip(case.lengths, case.widths, strict=True)
+        where = [(slot, at) for slot, (n, w) in enumerate(ends) for at in range(n - w, n)]
+        slots, positions = torch.tensor(where, device="cuda").T.contiguous()
+        self.flops = 4 * shape.q_size * int((positions + 1).sum())
+        starts = torch.tensor([0, *case.widths], device="cuda").cumsum(0)
+        count, most = len(case.widths), max(case.widths)
+        runs = RowRuns(count, most, None if len({*case.widths}) == 1 else starts, count, most)
+        self.rows = AttentionRows(positions, slots, slots, table, runs)
+        size = (len(where), shape.num_heads, shape.head_dim)
+        self.q = torch.randn(size, dtype=torch.bfloat16, device="cuda")
+
+
+def time_case(shape: AttentionShape, case: Case, arrived: torch.Tensor) -> None:
+    """One line: every form's time."""
+    scene, table = Scene(shape, case), hopper.table_for(shape)
+    forms = {
+        "chosen": None, "splits": table.splits, "narrow": table.narrow, "wide": table.wide,
+        "132 programs": replace(table.splits, programs=132),
+    }  # fmt: skip
+    expected, times = None, []
+    for name, config in forms.items():
+
+        def attend(kv: LayerKV, config: hopper.HopperConfig | None = config) -> torch.Tensor:
+            return hopper.attention(scene.q, shape, scene.rows, kv, arrived, config=config)
+
+        out = attend(scene.layers[0])
+        expected = out if expected is None else expected
+        wrong = "" if torch.equal(out, expected) else "!"
+        times.append(f"{name} {microseconds(attend, scene.layers):.1f}{wrong}")
+    other = microseconds(lambda kv: triton.attention(scene.q, shape, scene.rows, kv), scene.layers)
+    reads = scene.kv_bytes / TERABYTES_PER_SECOND / 1e6
+    products = scene.flops / TERAFLOPS / 1e6
+    listed = "; ".join(times)
+    print(
+        f"{case.name}: read {reads:.1f}, products {products:.1f}: {listed}; Triton {other:.1f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--heads", choices=SHAPES, default="128")
+    shape = SHAPES[parser.parse_args().heads]
+    print(torch.cuda.get_device_name(), torch.__version__)
+    arrived = hopper.counters(torch.device("cuda"))
+    for case in cases():
+        time_case(shape, case, arrived)
+    assert not arrived.any()
+
+
+if __name__ == "__main__":
+    main()

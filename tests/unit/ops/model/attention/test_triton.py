@@ -140,9 +140,9 @@ RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 17, 0
     ("config", "sliding_window"),
     [
         (SEQUENTIAL, None),
-        (SPLIT_KV, 7),
+        (replace(SPLIT_KV, programs=8), 7),
         (replace(SEQUENTIAL, kv_left=False), 7),
-        (CONFIGS[3], None),
+        (replace(CONFIGS[3], programs=8), None),
     ],
 )
 def test_ragged_runs_have_the_bits_of_even_ones(config, sliding_window, monkeypatch):

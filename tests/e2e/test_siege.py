@@ -20,7 +20,7 @@ import pytest
 from helpers.chat_model import write_chat_model
 
 SIEGE = Path(__file__).parents[2] / "benchmarks" / "siege"
-NUM_REQUESTS = int(os.environ.get("SAMETOKEN_SIEGE_REQUESTS", "80"))
+NUM_REQUESTS = int(os.environ.get("SAMETOKEN_SIEGE_REQUESTS", "60"))
 MODULES = ("attackers", "bombs", "cases", "connections", "crowd", "judge", "server")
 #: Half requests are to end within a short test.
 TIMEOUTS = {"header_timeout": 2.0, "body_timeout": 2.0}

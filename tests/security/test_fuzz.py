@@ -29,7 +29,7 @@ from helpers.hostile import REGEXES, SCHEMAS, STOPS, grammars
 from sametoken import LLM, SamplingParams
 
 SIEGE = Path(__file__).parents[2] / "benchmarks" / "siege"
-NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "24"))
+NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "16"))
 #: Ten times what is measured on two busy cores, or what grammars are allowed. Such requests have
 #: taken a minute, stopped everybody for as long, and left gigabytes.
 ANSWER_S, HEALTH_S, GROWTH_MIB = 60.0, 5.0, 400.0

@@ -24,7 +24,7 @@ from sametoken.config import EngineConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.errors import ConfigError
-from sametoken.types.speculative_checks import LOOKUPS
+from sametoken.types.speculative_methods import LOOKUPS
 
 Build = Callable[[EngineConfig], EngineCore]
 

@@ -366,21 +366,25 @@ def test_partial_results_that_no_program_wrote_are_not_read(monkeypatch):
 
 
 def test_every_chosen_launch_compiles_for_a_gpu(tmp_path):
-    """Heads of 128 and of 256: one row, a short window, longer ones, many rows, a long chunk."""
+    """One row, a short window, longer ones, many rows, a long chunk; in runs even or ragged."""
     code = """
 from sametoken.ops.model.attention.triton import attention
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 
 table = torch.zeros(64, 32, dtype=torch.int64)
-for shape in (AttentionShape(32, 8, 128), AttentionShape(16, 4, 256, sliding_window=100)):
+narrow, wide = AttentionShape(32, 8, 128), AttentionShape(16, 4, 256, sliding_window=100)
+EVEN, RAGGED = True, False
+for shape, batch, width, is_even in (
+    *((narrow, 1, 1, EVEN), (narrow, 1, 8, RAGGED), (narrow, 1, 16, RAGGED)),
+    *((narrow, 64, 4, EVEN), (narrow, 64, 4, RAGGED), (narrow, 2, 512, RAGGED)),
+    *((wide, 1, 1, RAGGED), (wide, 1, 16, RAGGED), (wide, 64, 4, EVEN), (wide, 2, 512, RAGGED)),
+):
     kv = torch.zeros(2, 2, shape.num_kv_heads, 64, shape.head_dim, dtype=torch.bfloat16)
-    for batch, width in ((1, 1), (1, 8), (1, 16), (64, 4), (2, 512)):
-        at = torch.zeros(batch * width, dtype=torch.int64)
-        q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
-        starts = torch.arange(batch + 1)
-        for runs in (RowRuns.even(batch, width), RowRuns(batch, width, starts, 0, 0)):
-            rows = AttentionRows(at, at, at, table, runs)
-            attention(q, shape, rows, LayerKV(kv[0], kv[1]))
+    at = torch.zeros(batch * width, dtype=torch.int64)
+    q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
+    ragged = RowRuns(batch, width, torch.arange(batch + 1), 0, 0)
+    runs = RowRuns.even(batch, width) if is_even else ragged
+    attention(q, shape, AttentionRows(at, at, at, table, runs), LayerKV(kv[0], kv[1]))
 """
     compile_launches(code, tmp_path)
 

@@ -45,8 +45,30 @@ def layouts(request, monkeypatch) -> None:
         monkeypatch.setenv(CHOICE, request.param)
 
 
+def with_one_layout_each(items: list) -> list:
+    """Without every other layout of tests that have further parameters.
+
+    Each of these runs in one layout: in Thue and Morse's order, so that no value of a parameter
+    always meets the same.
+    """
+    tests: dict = {}
+    for item in items:
+        if "layouts" in getattr(item, "fixturenames", ()) and hasattr(item, "callspec"):
+            further = item.callspec.id.replace(item.callspec.params.get("layouts", ""), "")
+            cases = tests.setdefault((item.path, item.originalname), {})
+            cases.setdefault(further, []).append(item)
+    dropped = {
+        case[(number.bit_count() + 1) % 2]
+        for cases in tests.values()
+        for number, case in enumerate(cases.values())
+        if len(cases) > 1 and len(case) > 1
+    }
+    return [item for item in items if item not in dropped]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
+    items[:] = with_one_layout_each(items)
     # Tests that share what takes seconds to start are a group, for one process to run.
     # pytest-xdist 3.8 writes a group's name where pytest 9.2 does not read it any more.
     for item in items:

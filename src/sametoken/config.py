@@ -12,6 +12,7 @@ from sametoken.types.option_values import (
     option,
     require_choices,
     require_files,
+    require_limits,
     require_path,
     require_types,
     suggestion,
@@ -58,22 +59,35 @@ class EngineConfig:
         "auto", "dtype of weights and activations", choices=("auto", "bfloat16", "float32")
     )
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    seed: int = option(0, "seed from which requests without one draw theirs")
-    max_model_len: int | None = option(None, "longest prompt + output, in tokens")
-    max_num_seqs: int = option(0, "requests that run at once; 0: 64 on a CPU, 256 on a GPU")
+    seed: int = option(0, "seed from which requests without one draw theirs", limits=(0, 2**63 - 1))
+    max_model_len: int | None = option(
+        None, "longest prompt + output, in tokens", limits=(1, 2**31)
+    )
+    max_num_seqs: int = option(
+        0, "requests that run at once; 0: 64 on a CPU, 256 on a GPU", limits=(0, 4096)
+    )
     max_num_batched_tokens: int = option(
-        0, "maximum rows per step, drafts included; 0: 2048 on a CPU, 4096 on a GPU"
+        0,
+        "maximum rows per step, drafts included; 0: 2048 on a CPU, 4096 on a GPU",
+        limits=(0, 2**20),
     )
     prefill_chunk_size: int = option(
-        0, "maximum tokens of one prompt per step; 0: max_num_batched_tokens"
+        0, "maximum tokens of one prompt per step; 0: max_num_batched_tokens", limits=(0, 2**20)
     )
-    block_size: int = option(0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU")
+    block_size: int = option(
+        0, "tokens per KV block; 0: 16 on a CPU, 64 on a GPU", limits=(0, 1024)
+    )
     kv_cache_memory_bytes: int | None = option(
-        None, "KV memory; default 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU"
+        None,
+        "KV memory; default 1 GiB on a CPU, what gpu_memory_utilization leaves on a GPU",
+        limits=(1, 2**50),
     )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory to use in all")
     num_kv_blocks: int | None = option(
-        None, "KV blocks, overriding kv_cache_memory_bytes", "--num-gpu-blocks-override"
+        None,
+        "KV blocks, overriding kv_cache_memory_bytes",
+        "--num-gpu-blocks-override",
+        limits=(1, 2**31),
     )
     enable_prefix_caching: bool = option(
         True, "share KV, and recurrent states, of equal beginnings of requests"
@@ -81,13 +95,17 @@ class EngineConfig:
     kept_states_memory_bytes: int | None = option(
         None,
         "part of the KV memory for recurrent states kept for prefix caching; default: an eighth",
+        limits=(0, 2**50),
     )
     steps_in_flight: int = option(
-        0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU"
+        0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU", limits=(0, 3)
     )
     enforce_eager: bool = option(False, "use no CUDA graphs")
     tensor_parallel_size: int = option(
-        1, "ranks that share the model, each with a shard of every layer and its own GPU", "-tp"
+        1,
+        "ranks that share the model, each with a shard of every layer and its own GPU",
+        "-tp",
+        limits=(1, 64),
     )
     load_format: str = option(
         "auto",
@@ -101,8 +119,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        self._check_numbers()
         require_types(self)
+        require_limits(self)
         for name in _PATHS:
             require_path(name, getattr(self, name))
         if self.speculative_config is not None:
@@ -120,17 +138,6 @@ class EngineConfig:
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
         require_choices(self)
-
-    def _check_numbers(self) -> None:
-        for name, low, high in _LIMITS:
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-                raise ConfigError(
-                    f"{name}={shown(value)} is not possible",
-                    f"use an integer from {low} to {high}",
-                )
 
     @property
     def synthetic(self) -> tuple[str, ...]:
@@ -169,19 +176,3 @@ class EngineConfig:
 
 
 _PATHS = ("model", "tokenizer", "chat_template", "generation_config")
-_OPTIONAL = (
-    "max_model_len", "kv_cache_memory_bytes", "num_kv_blocks", "kept_states_memory_bytes",
-)  # fmt: skip
-_LIMITS = (
-    ("seed", 0, 2**63 - 1),
-    ("max_model_len", 1, 2**31),
-    ("max_num_seqs", 0, 4096),
-    ("max_num_batched_tokens", 0, 2**20),
-    ("prefill_chunk_size", 0, 2**20),
-    ("block_size", 0, 1024),
-    ("kv_cache_memory_bytes", 1, 2**50),
-    ("num_kv_blocks", 1, 2**31),
-    ("kept_states_memory_bytes", 0, 2**50),
-    ("steps_in_flight", 0, 3),
-    ("tensor_parallel_size", 1, 64),
-)

@@ -10,7 +10,7 @@ import sametoken
 PACKAGE = Path(sametoken.__file__).parent
 # From the speculative config, through the one load of all heads, to the reader of weights.
 MAKERS = {
-    "drafters/build.py",
+    "drafters/eagle.py",
     "models/heads/base.py",
     "models/qwen3_5.py",
     "models/load/weights.py",

@@ -56,19 +56,24 @@ def audit(subject: str, baseline: str, asks=ASKS):
     )
 
 
-def test_a_clean_server_is_identical(model, plain):
+@pytest.fixture(scope="module")
+def drafting(model):
     with running_server(model, engine=NGRAM) as server:
-        verdict = audit(server.url, plain)
-        assert verdict.summary == IDENTICAL
-        profile = verdict.diagnosis.profiles["running"]
-        assert profile.num_first > 10
-        asked = ["audit", "--url", server.url, "--baseline-url", plain, "--json"]
-        asked += ["--limit", "2", "--max-tokens", "8", "--dataset", "random"]
-        result = CliRunner().invoke(app, asked)
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout)
-        assert found["identical"]
-        assert found["comparisons"][0]["num_requests"] == 4
+        yield server.url
+
+
+def test_a_clean_server_is_identical(plain, drafting):
+    verdict = audit(drafting, plain)
+    assert verdict.summary == IDENTICAL
+    profile = verdict.diagnosis.profiles["running"]
+    assert profile.num_first > 10
+    asked = ["audit", "--url", drafting, "--baseline-url", plain, "--json"]
+    asked += ["--limit", "2", "--max-tokens", "8", "--dataset", "random"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["identical"]
+    assert found["comparisons"][0]["num_requests"] == 4
 
 
 def test_a_planted_defect_is_corruption(model, plain):
@@ -89,11 +94,10 @@ def test_a_side_that_is_merely_nondeterministic_is_named(model, plain):
     assert as_baseline.summary == NONDETERMINISTIC
 
 
-def test_our_engine_is_a_baseline(model):
-    with running_server(model, engine=NGRAM) as server:
-        asked = ["audit", str(model), "--url", server.url, "--json", "--device", "cpu"]
-        asked += ["--limit", "2", "--max-tokens", "8", "--dtype", "float32", "--num-kv-blocks"]
-        result = CliRunner().invoke(app, [*asked, "300"])
+def test_our_engine_is_a_baseline(model, drafting):
+    asked = ["audit", str(model), "--url", drafting, "--json", "--device", "cpu"]
+    asked += ["--limit", "2", "--max-tokens", "8", "--dtype", "float32", "--num-kv-blocks", "300"]
+    result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["summary"] == IDENTICAL
 

@@ -81,7 +81,7 @@ class Terminal:
 @pytest.fixture
 def terminal():
     started = Terminal(
-        *("chat", HYBRID_NAME, "--temperature", "0", "--max-tokens", "400"),
+        *("chat", HYBRID_NAME, "--temperature", "0", "--max-tokens", "250"),
         *("--speculative-config", "off"),
     )
     yield started
@@ -107,14 +107,14 @@ def test_a_chat(terminal, tmp_path):
     shown = terminal.ask("/again")
     plain, figures = answer_in(shown)
     assert GREEN not in shown
-    assert re.fullmatch(r"\[400 tokens, [\d.]+ tokens/s, cut by --max-tokens\]", figures)
+    assert re.fullmatch(r"\[250 tokens, [\d.]+ tokens/s, cut by --max-tokens\]", figures)
 
     assert "Drafts: mtp, up to 3 per step; the model was" in terminal.ask("/drafts mtp")
     shown = terminal.ask("/again")
     assert GREEN in shown
     drafted, figures = answer_in(shown)
     assert drafted == plain
-    assert re.search(r"400 tokens, [\d.]+ tokens/s, [\d.]+ accepted drafts per step", figures)
+    assert re.search(r"250 tokens, [\d.]+ tokens/s, [\d.]+ accepted drafts per step", figures)
 
     assert "did you mean '/drafts'?" in terminal.ask("/draft")
     assert "'ngrm' is not known. did you mean 'ngram'?" in terminal.ask("/drafts ngrm")

@@ -79,10 +79,9 @@ def speculative(method: str, k: int, **settings) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kernels"),
-    [("float32", "native"), ("bfloat16", "native"), ("float32", "reference")],
+    ("temperature", "dtype", "kernels"),
+    [(0.0, "float32", "native"), (0.8, "bfloat16", "native"), (0.8, "float32", "reference")],
 )
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_no_drafter_changes_a_token(checkpoint, temperature, dtype, kernels, monkeypatch):
     monkeypatch.setenv(CHOICE, kernels)
     plain = run(build(checkpoint, dtype=dtype), requests(temperature))

@@ -170,7 +170,7 @@ def test_preemption_keeps_the_place_in_the_grammar():
     assert sum(num_swapped) > 0
 
 
-def test_json_is_valid_200_times_of_200():
+def test_json_is_valid_100_times_of_100():
     chance = random.Random(5)
     core = build(
         model(),
@@ -187,12 +187,12 @@ def test_json_is_valid_200_times_of_200():
             logit_bias=FEW_SPACES,
             seed=i,
         )
-        for i in range(200)
+        for i in range(100)
     ]
     ran = run(core, asked)
     texts = [text_of(tokens) for tokens in ran.tokens.values()]
-    assert sum(is_of_form(text, JSON) for text in texts) == 200
-    assert len(set(texts)) > 100
+    assert sum(is_of_form(text, JSON) for text in texts) == 100
+    assert len(set(texts)) > 50
     assert ran.accepted > 0
 
 

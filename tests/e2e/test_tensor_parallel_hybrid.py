@@ -64,17 +64,16 @@ def truths(files):
 
 
 @pytest.mark.parametrize(
-    ("method", "steps_in_flight", "max_num_seqs", "chunk"),
+    ("kind", "method", "steps_in_flight", "max_num_seqs", "chunk"),
     [
-        ("plain", 3, 3, 16),
-        ("ngram", 1, 2, 16),
-        ("ngram", 2, 6, 32),
-        ("mtp", 1, 6, 64),
-        ("mtp", 3, 3, 16),
-        ("self", 2, 4, 32),
+        ("dense", "plain", 3, 3, 16),
+        ("experts", "ngram", 1, 2, 16),
+        ("dense", "ngram", 2, 6, 32),
+        ("experts", "mtp", 1, 6, 64),
+        ("dense", "mtp", 3, 3, 16),
+        ("experts", "self", 2, 4, 32),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens(files, truths, kind, method, steps_in_flight, max_num_seqs, chunk):
     answers = answer(
         files[kind],

@@ -18,7 +18,8 @@ from helpers.checkpoints import (
 from helpers.drafting import CPU, MAX_LEN, Bench
 from helpers.hybrids import FULL, write_hybrid
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.build import Placement, load_drafter, required_aux_layers
+from sametoken.drafters.base import Placement
+from sametoken.drafters.build import load_drafter, required_aux_layers
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.dispatch import select_backend
 from sametoken.ops.reference import ReferenceKernels

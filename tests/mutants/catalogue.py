@@ -53,7 +53,6 @@ from sametoken.types.layout import (
 )
 from sametoken.types.length_bound import LenBound
 
-SAME_TOKENS = "tests/e2e/test_same_tokens.py::test_every_drafter_leaves_every_token_alone"
 FEW = "tests/e2e/test_same_tokens.py::test_few_requests"
 TWO_RANKS = "tests/e2e/test_tensor_parallel.py::test_the_same_tokens"
 ACCEPTANCE = (
@@ -101,10 +100,8 @@ TOKEN_MAP = (
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
 KEPT_STATE = "tests/e2e/test_kept_states.py::test_a_chat_goes_on_from_its_last_answer[right]"
 LAW = "the law: one truth"
-BOTH, STATIC = ("compact", "static"), ("static", "kernels")
-ALL = ("compact", *STATIC)
-#: Of tests that run no step.
-HOST = ("compact",)
+#: Layouts of steps (``helpers.static_steps``).
+COMPACT, STATIC, KERNELS = "compact", "static", "kernels"
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -117,7 +114,8 @@ class Mutant:
         test: the test that must fail.
         oracle: what catches it: "tokens"; "acceptance"; "position", a check of what one row
             reads (unwritten KV is poisoned); or "guard", a check of the engine itself.
-        steps: layouts of steps in which the mutant's code runs (``helpers.static_steps``).
+        steps: the layout of steps in which the test runs. Compact and static ones share their
+            code, except for the rows that drafters catch up on; kernels have their own.
         plant: makes the change.
     """
 
@@ -125,7 +123,7 @@ class Mutant:
     issue: str
     test: str
     oracle: str
-    steps: tuple[str, ...]
+    steps: str
     plant: Callable[[pytest.MonkeyPatch], None]
 
 
@@ -133,7 +131,7 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    name: str, issue: str, test: str, oracle: str, steps: tuple[str, ...] = BOTH, **options: Any
+    name: str, issue: str, test: str, oracle: str, steps: str = COMPACT, **options: Any
 ) -> Callable[[Callable], Callable]:
     """Enter what plants a bug, with these options, into the catalogue."""
 
@@ -188,13 +186,12 @@ def optimistic_end(x: StepInputs) -> torch.Tensor:
     "vllm#38419",
     "tests/unit/types/test_length_bound.py::test_an_unsettled_length_cannot_be_used_as_an_index",
     "guard",
-    HOST,
 )
 def exact_is_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LenBound, "exact", property(lambda self: self.hi))
 
 
-@mutant("backup-token-from-optimistic-length", "vllm#38419", SELF, "acceptance")
+@mutant("backup-token-from-optimistic-length", "vllm#38419", SELF, "acceptance", STATIC)
 def chain_starts_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> None:
     propose = DraftModelDrafter.propose
 
@@ -222,7 +219,9 @@ def newest_token_is_read_at_the_optimistic_length(patch: pytest.MonkeyPatch) -> 
 
 
 @mutant("drafter-lengths-not-trimmed", "tokenspeed#318", LOOKAHEAD, "acceptance")
-@mutant("lengths-of-an-mtp-module-not-trimmed", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance")
+@mutant(
+    "lengths-of-an-mtp-module-not-trimmed", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance", STATIC
+)
 def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     def mutant(*, x, end, **others):
         end = torch.where(x.samples, optimistic_end(x), end)
@@ -231,14 +230,15 @@ def end_counts_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(step, "DraftContext", mutant)
 
 
-@mutant("drafter-rows-not-trimmed", "tokenspeed#318", LOOKAHEAD, "acceptance")
+@mutant("drafter-rows-not-trimmed", "tokenspeed#318", LOOKAHEAD, "acceptance", STATIC)
 @mutant("rows-of-an-eagle-head-not-trimmed", "tokenspeed#318", EAGLE_HEAD, "position")
-@mutant("rows-of-an-mtp-module-not-trimmed", "tokenspeed#318", MTP_MODULE, "position")
+@mutant("rows-of-an-mtp-module-not-trimmed", "tokenspeed#318", MTP_MODULE, "position", STATIC)
 @mutant(
     "rejected-rows-extracted",
     LAW,
     "tests/unit/drafters/test_extract.py::test_rows_are_the_committed_ones_whatever_was_drafted[4]",
     "position",
+    STATIC,
 )
 def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
     """Rejected ones too, with some token wherever there is none; chains go on from the last."""
@@ -260,12 +260,12 @@ def live_rows_are_all_rows(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "catch_up", make, (reference, in_triton))
 
 
-@mutant("rows-past-the-end-extracted", LAW, EXTRACTED, "position", HOST)
+@mutant("rows-past-the-end-extracted", LAW, EXTRACTED, "position")
 def rows_past_the_end_are_recorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Sequence, "cut", lambda self, num_rows: None)
 
 
-@mutant("rows-in-flight-extracted", LAW, EXTRACTED, "guard", HOST)
+@mutant("rows-in-flight-extracted", LAW, EXTRACTED, "guard")
 def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
     """Those that steps in flight bring after a request has ended."""
     add = StateWriter._add
@@ -277,9 +277,13 @@ def rows_in_flight_are_recorded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateWriter, "_add", mutant)
 
 
-@mutant("drafter-lengths-trimmed-in-place", "tokenspeed#318", LOOKAHEAD, "position")
+@mutant("drafter-lengths-trimmed-in-place", "tokenspeed#318", LOOKAHEAD, "position", STATIC)
 @mutant(
-    "lengths-of-an-mtp-module-trimmed-in-place", "tokenspeed#318", TRIMMED_LENGTHS, "acceptance"
+    "lengths-of-an-mtp-module-trimmed-in-place",
+    "tokenspeed#318",
+    TRIMMED_LENGTHS,
+    "acceptance",
+    STATIC,
 )
 def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
     """The rejected drafts are taken off once more, but for the step's first row."""
@@ -294,7 +298,7 @@ def lengths_are_trimmed_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DraftContext, "catch_up", mutant)
 
 
-@mutant("drafter-positions-advanced-in-place", "tokenspeed#318", SELF, "position")
+@mutant("drafter-positions-advanced-in-place", "tokenspeed#318", SELF, "position", STATIC)
 def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
     """A chain that steps its positions forward in the context's own tensor."""
     propose = DraftModelDrafter.propose
@@ -309,7 +313,7 @@ def positions_are_advanced_in_place(patch: pytest.MonkeyPatch) -> None:
 # Commit
 
 
-@mutant("rejected-drafts-committed", LAW, f"{FEW}[mixed]", "position", ALL)
+@mutant("rejected-drafts-committed", LAW, f"{FEW}[mixed]", "position", KERNELS)
 def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
     def make(commit):
         return lambda sequences, x, _, next_token: commit(sequences, x, x.num_drafts, next_token)
@@ -317,7 +321,7 @@ def rejected_drafts_are_committed(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
-@mutant("kv-of-rejected-drafts-addressable", LAW, f"{FEW}[mixed]", "position", ALL)
+@mutant("kv-of-rejected-drafts-addressable", LAW, f"{FEW}[mixed]", "position")
 def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     def make(commit):
         def mutant(sequences, x, num_accepted, next_token):
@@ -330,7 +334,7 @@ def rejected_kv_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
-@mutant("padding-committed", LAW, f"{FEW}[right]", "position", ("static",))
+@mutant("padding-committed", LAW, f"{FEW}[right]", "position", STATIC)
 def padding_commits(patch: pytest.MonkeyPatch) -> None:
     """A row of padding counts as one that samples."""
 
@@ -344,7 +348,7 @@ def padding_commits(patch: pytest.MonkeyPatch) -> None:
     in_every_program(patch, "commit", make)
 
 
-@mutant("drafts-of-a-former-request", "vllm#39273", FORMER_DRAFTS, "acceptance", ALL)
+@mutant("drafts-of-a-former-request", "vllm#39273", FORMER_DRAFTS, "acceptance", STATIC)
 def a_slot_keeps_its_drafts(patch: pytest.MonkeyPatch) -> None:
     original = commit.admit
 
@@ -371,7 +375,7 @@ def copy_is_read_in_flight(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PendingOutput, "wait", read_at_once)
 
 
-@mutant("host-copy-read-in-flight-unchecked", "vllm#38556", f"{FEW}[right]", "tokens", ALL)
+@mutant("host-copy-read-in-flight-unchecked", "vllm#38556", f"{FEW}[right]", "tokens", STATIC)
 @mutant("host-copy-read-in-flight-of-a-hybrid-unchecked", "vllm#38556", COPY_IN_FLIGHT, "tokens")
 def copy_is_read_in_flight_unchecked(patch: pytest.MonkeyPatch) -> None:
     """A buffer then holds zeros, or what an earlier step left in it."""
@@ -397,9 +401,14 @@ def all_steps_share_a_buffer(patch: pytest.MonkeyPatch) -> None:
 # Inputs
 
 
-@mutant("stale-inputs-replayed", "vllm#38311", f"{FEW}[right]", "guard", ALL)
+@mutant("stale-inputs-replayed", "vllm#38311", f"{FEW}[right]", "guard", STATIC)
 @mutant(
-    "stale-inputs-replayed-unchecked", "vllm#38311", f"{FEW}[right]", "position", ALL, checked=False
+    "stale-inputs-replayed-unchecked",
+    "vllm#38311",
+    f"{FEW}[right]",
+    "position",
+    KERNELS,
+    checked=False,
 )
 def inputs_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> None:
     """As a graph does that keeps the tensors of the step it was captured in."""
@@ -412,12 +421,12 @@ def inputs_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> N
     with_inputs(patch, replay)
 
 
-@mutant("stale-layout-replayed", "vllm#38311", f"{FEW}[right]", "guard", ALL)
+@mutant("stale-layout-replayed", "vllm#38311", f"{FEW}[right]", "guard", STATIC)
 @mutant(
     "stale-layout-replayed-unchecked",
     "vllm#38311",
-    f"{SAME_TOKENS}[right-1]",
-    "guard",
+    f"{FEW}[right]",
+    "tokens",
     checked=False,
 )
 def layouts_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> None:
@@ -433,7 +442,7 @@ def layouts_are_replayed(patch: pytest.MonkeyPatch, *, checked: bool = True) -> 
     patch.setattr(runner, "LayoutTable", mutant)
 
 
-@mutant("windows-of-another-layout", "vllm#38311", f"{FEW}[mixed]", "tokens", ALL)
+@mutant("windows-of-another-layout", "vllm#38311", f"{FEW}[mixed]", "tokens", KERNELS)
 def windows_of_another_layout_are_delivered(patch: pytest.MonkeyPatch) -> None:
     """What is right on the device is told from where an earlier step's windows lay."""
     kept: dict[int, torch.Tensor] = {}
@@ -459,7 +468,7 @@ def limits_are_taken_for_drafts(patch: pytest.MonkeyPatch) -> None:
     with_inputs(patch, judge_dead_rows)
 
 
-@mutant("count-of-drafts-of-a-former-request", "vllm#39273", FORMER_DRAFTS, "acceptance", ALL)
+@mutant("count-of-drafts-of-a-former-request", "vllm#39273", FORMER_DRAFTS, "acceptance", STATIC)
 def slots_tell_what_a_former_step_proposed(patch: pytest.MonkeyPatch) -> None:
     proposed: dict[int, int] = {}
 
@@ -472,7 +481,7 @@ def slots_tell_what_a_former_step_proposed(patch: pytest.MonkeyPatch) -> None:
     with_inputs(patch, former)
 
 
-@mutant("stale-attention-metadata-of-the-drafter", "vllm#38311", SELF, "acceptance")
+@mutant("stale-attention-metadata-of-the-drafter", "vllm#38311", SELF, "acceptance", STATIC)
 @mutant("stale-attention-metadata-of-an-mtp-module", "vllm#38311", STALE_METADATA, "acceptance")
 def drafter_rows_are_replayed(patch: pytest.MonkeyPatch) -> None:
     """Positions and addresses of an earlier step with as many rows."""
@@ -544,7 +553,6 @@ def a_slot_keeps_its_recurrent_state(patch: pytest.MonkeyPatch) -> None:
     "the law: keyed sampling",
     f"{FEW}[right]",
     "tokens",
-    ALL,
 )
 def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
     verify = Step._verify
@@ -559,7 +567,7 @@ def noise_is_keyed_by_step(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "penalties-without-the-rows-own-prefix", "the law: sampling", f"{FEW}[right]", "tokens", ALL
+    "penalties-without-the-rows-own-prefix", "the law: sampling", f"{FEW}[right]", "tokens", STATIC
 )
 def penalties_see_committed_tokens_alone(patch: pytest.MonkeyPatch) -> None:
     """Every row is judged as its window's first."""
@@ -663,7 +671,7 @@ def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("chunk-edge-placeholder-token", LAW, f"{PREFIXES}[lookahead-4]", "acceptance")
 @mutant("chunk-edge-placeholder-under-an-eagle-head", LAW, EAGLE_HEAD, "position")
-@mutant("chunk-edge-placeholder-under-an-mtp-module", LAW, MTP_MODULE, "position")
+@mutant("chunk-edge-placeholder-under-an-mtp-module", LAW, MTP_MODULE, "position", STATIC)
 def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
     """The token after a prefill chunk, which is the prompt's next one."""
     catch_up = DraftContext.catch_up

@@ -1,4 +1,4 @@
-"""Every planted bug makes the test fail that is named beside it, in every layout of steps.
+"""Every planted bug makes the test fail that is named beside it.
 
 Unplanted, that test passes.
 """
@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from helpers.static_steps import CHOICE
+from helpers.static_steps import CHOICE, STEPS
 from mutants.catalogue import MUTANTS, Mutant
 from sametoken.errors import InvariantError
 
@@ -81,22 +81,19 @@ def caught_by(oracle: str, raised: BaseException) -> bool:
     return any(isinstance(error, wanted) for error in causes(raised))
 
 
-def of_one_process(mutant: Mutant, steps: str) -> object:
+def of_one_process(mutant: Mutant) -> object:
     """A parameter; mutants of one test run together, for it runs once without any."""
     test = mutant.test.rpartition("::")[2].partition("[")[0]
-    group = pytest.mark.xdist_group(f"{test} {steps}")
-    return pytest.param(mutant, steps, id=f"{mutant.name}-{steps}", marks=group)
+    group = pytest.mark.xdist_group(f"{test} {mutant.steps}")
+    return pytest.param(mutant, id=mutant.name, marks=group)
 
 
-CASES = [of_one_process(mutant, steps) for mutant in MUTANTS for steps in mutant.steps]
-
-
-@pytest.mark.parametrize(("mutant", "steps"), CASES)
-def test_its_test_fails(mutant, steps):
-    assert passes(mutant.test, steps), f"{mutant.test} fails without any mutant"
+@pytest.mark.parametrize("mutant", map(of_one_process, MUTANTS))
+def test_its_test_fails(mutant):
+    assert passes(mutant.test, mutant.steps), f"{mutant.test} fails without any mutant"
     with pytest.MonkeyPatch.context() as patch:
         mutant.plant(patch)
-        record = run_test(mutant.test, steps)
+        record = run_test(mutant.test, mutant.steps)
     assert record.num_passed == 0, f"{mutant.test} does not notice"
     (raised,) = record.raised
     assert caught_by(mutant.oracle, raised), causes(raised)
@@ -106,3 +103,4 @@ def test_mutants_have_names_of_their_own_and_known_oracles():
     names = [mutant.name for mutant in MUTANTS]
     assert len(names) == len(set(names))
     assert {mutant.oracle for mutant in MUTANTS} == {"tokens", "acceptance", "position", "guard"}
+    assert {mutant.steps for mutant in MUTANTS} == set(STEPS)

@@ -16,7 +16,7 @@ from helpers import calculator
 from helpers.harness import Ran, Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
 from sametoken.config import EngineConfig
-from sametoken.drafters import build as drafters
+from sametoken.drafters import ngram
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.engine.build import build_engine
@@ -116,7 +116,7 @@ def test_the_reported_request_on_a_trained_hybrid(temperature, monkeypatch):
         for name, prompt in prompts.items()
     ]
     plain = run(trained(), requests)
-    monkeypatch.setattr(drafters, "NgramDrafter", ThreeStepsThenNone)
+    monkeypatch.setattr(ngram, "NgramDrafter", ThreeStepsThenNone)
     drafted = run_watched(trained(calculator.NGRAM), requests, limit)
     assert drafted.tokens == plain.tokens
     assert drafted.zero_after_many >= 3

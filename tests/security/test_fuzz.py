@@ -28,8 +28,8 @@ from helpers.chat_model import write_chat_model
 from helpers.hostile import REGEXES, SCHEMAS, STOPS, grammars
 from sametoken import LLM, SamplingParams
 
-SIEGE = Path(__file__).parents[2] / "benchmarks" / "siege"
-NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "24"))
+STRESS = Path(__file__).parents[2] / "benchmarks" / "stress"
+NUM_EXAMPLES = int(os.environ.get("SAMETOKEN_FUZZ_EXAMPLES", "16"))
 #: Ten times what is measured on two busy cores, or what grammars are allowed. Such requests have
 #: taken a minute, stopped everybody for as long, and left gigabytes.
 ANSWER_S, HEALTH_S, GROWTH_MIB = 60.0, 5.0, 400.0
@@ -138,23 +138,23 @@ def check_error(answer: dict[str, Any], sent: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def siege() -> Iterator[SimpleNamespace]:
+def stress() -> Iterator[SimpleNamespace]:
     names = ("server", "bombs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SIEGE)
+        patch.syspath_prepend(STRESS)
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
-def target(siege, tmp_path_factory) -> Iterator[Target]:
+def target(stress, tmp_path_factory) -> Iterator[Target]:
     model = str(write_chat_model(tmp_path_factory.mktemp("fuzzed") / "model"))
     params = {name: KNOWN[name] for name in ("max_tokens", "temperature")}
-    (known,) = LLM(model, **siege.server.ENGINE).generate(
+    (known,) = LLM(model, **stress.server.ENGINE).generate(
         {"prompt_token_ids": KNOWN["prompt"]}, SamplingParams(**params)
     )
-    with siege.server.serving(model) as server:
+    with stress.server.serving(model) as server:
         target = Target(server, server.wait_for_url().removeprefix("http://"))
         # Processes and libraries for grammars start with the first one.
         target.attack(*completion(guided_regex="a+"))
@@ -178,8 +178,8 @@ def completion(**fields: Any) -> tuple[str, bytes]:
 
 @fuzzed
 @given(number=st.integers(0, 2**64))
-def test_bodies(target, siege, number):
-    target.attack(*siege.bombs.mutation(random.Random(number)))
+def test_bodies(target, stress, number):
+    target.attack(*stress.bombs.mutation(random.Random(number)))
 
 
 @fuzzed

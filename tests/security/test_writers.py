@@ -21,7 +21,7 @@ from sametoken.extraction.shards import ExtractedStates, read_manifest
 from sametoken.types.outputs import RequestResult, StepResult
 from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
 from sametoken.types.sampling_params import SamplingParams
-from sametoken.types.speculative_checks import EXTRACT
+from sametoken.types.speculative_methods import EXTRACT
 
 LAYERS, HIDDEN, VOCAB = (1, 2), toy_config(50).hidden_size, 50
 HOLDER = """

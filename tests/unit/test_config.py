@@ -9,12 +9,12 @@ import pytest
 
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.errors import ConfigError
-from sametoken.types.speculative_checks import EXTRACT, HEADS
-from sametoken.types.speculative_config import (
-    MAX_MTP_TOKENS,
-    MAX_SPECULATIVE_TOKENS,
-    METHOD_ALIASES,
+from sametoken.types.speculative_config import METHOD_ALIASES
+from sametoken.types.speculative_methods import (
+    EXTRACT,
+    HEADS,
     METHODS,
+    TABLE,
     WITHOUT_MODEL,
 )
 
@@ -90,10 +90,13 @@ def test_numbers_have_limits(name, limits):
     low, high = limits
     for value in limits:
         assert getattr(EngineConfig.from_options(**{name: value}), name) == value
-    for value in (low - 1, high + 1, 1.5, "1", True):
+    for value in (low - 1, high + 1):
         with pytest.raises(ConfigError, match=f"{name}=.* is not possible") as caught:
             EngineConfig.from_options(**{name: value})
-        assert f"from {low} to {high}" in caught.value.remedy
+        assert f"an integer from {low} to {high}" in caught.value.remedy
+    for value in (1.5, "1", True):
+        with pytest.raises(ConfigError, match=f"{name}=.* is of the wrong type.*type int"):
+            EngineConfig.from_options(**{name: value})
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "kv_cache_memory_bytes", "num_kv_blocks"])
@@ -124,7 +127,7 @@ def test_no_speculation_is_none():
 @pytest.mark.parametrize("method", [name for name in METHODS if name != EXTRACT])
 def test_every_method_takes_1_to_64_drafts_but_mtp(method):
     model = None if method in WITHOUT_MODEL else "a drafter"
-    most = MAX_MTP_TOKENS if method == "mtp" else MAX_SPECULATIVE_TOKENS
+    _, most = TABLE[method].limits
     for k in (1, most):
         assert SpeculativeConfig(method, k, model).num_speculative_tokens == k
     with pytest.raises(ConfigError, match=f"={most + 1} is not possible with method '{method}'"):

@@ -20,11 +20,11 @@ from sametoken.audit.diagnosis import Diagnosis, diagnose, profile_of, replay
 from sametoken.audit.engine_runs import RunSettings, run_requests
 from sametoken.audit.verdict import Verdict
 from sametoken.bench.report import environment
-from sametoken.config import EngineConfig
+from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
 from sametoken.engine.core import EngineCore
 from sametoken.errors import ConfigError
-from sametoken.types.speculative_checks import LOOKUPS
+from sametoken.types.speculative_methods import LOOKUPS
 
 Build = Callable[[EngineConfig], EngineCore]
 
@@ -87,13 +87,7 @@ def audit_engine(
         RequestError: a request is longer than the engine allows.
         CheckpointError, UnsupportedError, DrafterMismatchError: as ``build_engine``.
     """
-    speculative = config.speculative_config
-    if speculative is None:
-        raise ConfigError("there is no speculation to audit", "give --speculative-config")
-    if config.synthetic:
-        raise ConfigError(
-            f"an audit of {' and '.join(config.synthetic)} is meaningless", "use real ones"
-        )
+    speculative = _require_speculation(config)
     announce("plain decoding")
     plain = build(replace(config, speculative_config=None))
     baseline = _baseline(plain, requests, settings)
@@ -101,32 +95,52 @@ def audit_engine(
     gc.collect()
     announce(f"speculation by {speculative.label}")
     core = build(config)
-    drafting = core.resolved.config.speculative_config
-    assert drafting is not None
+    resolved = core.resolved.config
     runs = _runs(core, requests, settings)
-    with_top = RunSettings(settings.concurrency, top=True)
-    top = run_requests(core, requests, with_top, _eos(core, settings))
-    comparisons = [
-        compare(name, baseline.answers, found, noise=baseline.noise, margins=baseline.top)
-        for name, found in runs.items()
-    ]
-    comparisons.append(compare_logits("logits of accepted rows", baseline.top, top))
+    comparisons = _comparisons(core, requests, baseline, runs, settings)
     diagnosis = None
     if settings.diagnose:
         announce("drafting some windows again after a fresh prefill")
-        trained = drafting.method not in LOOKUPS
-        diagnosis = _diagnosis(core, requests, runs, templated, settings, trained=trained)
+        diagnosis = _diagnosis(core, requests, runs, templated, settings)
     model = Path(config.model).name
+    drafting = (resolved.speculative_config or speculative).label
     return Verdict(
-        subject=f"{model} with {drafting.label}, k={core.resolved.config.num_speculative_tokens}",
+        subject=f"{model} with {drafting}, k={resolved.num_speculative_tokens}",
         baseline=f"{model}, plain",
-        comparisons=tuple(comparisons),
+        comparisons=comparisons,
         repeats=baseline.repeats,
         noise=baseline.noise,
         defects=_defects(baseline.answers, runs["as configured"]),
         diagnosis=diagnosis,
         environment=environment(core.resolved.device),
     )
+
+
+def _require_speculation(config: EngineConfig) -> SpeculativeConfig:
+    if config.speculative_config is None:
+        raise ConfigError("there is no speculation to audit", "give --speculative-config")
+    if config.synthetic:
+        raise ConfigError(
+            f"an audit of {' and '.join(config.synthetic)} is meaningless", "use real ones"
+        )
+    return config.speculative_config
+
+
+def _comparisons(
+    core: EngineCore,
+    requests: Sequence[AuditRequest],
+    baseline: Baseline,
+    runs: dict[str, Answers],
+    settings: AuditSettings,
+) -> tuple[Comparison, ...]:
+    """Each run against the baseline, and the logits of accepted rows."""
+    with_top = RunSettings(settings.concurrency, top=True)
+    top = run_requests(core, requests, with_top, _eos(core, settings))
+    tokens = (
+        compare(name, baseline.answers, found, noise=baseline.noise, margins=baseline.top)
+        for name, found in runs.items()
+    )
+    return (*tokens, compare_logits("logits of accepted rows", baseline.top, top))
 
 
 def _runs(
@@ -178,8 +192,6 @@ def _diagnosis(
     runs: dict[str, Answers],
     templated: Sequence[AuditRequest],
     settings: AuditSettings,
-    *,
-    trained: bool,
 ) -> Diagnosis:
     eos, some = _eos(core, settings), requests[: max(settings.num_alone, 4 * settings.concurrency)]
     profiles = {
@@ -199,6 +211,8 @@ def _diagnosis(
             run_requests(core, templated, RunSettings(settings.concurrency), eos)
         )
     replays = replay(core, requests, runs["as configured"])
+    drafting = core.resolved.config.speculative_config
+    trained = drafting is not None and drafting.method not in LOOKUPS
     return diagnose(profiles, replays, trained=trained)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from sametoken.config import DUMMY, EngineConfig
-from sametoken.drafters.build import Placement, load_drafter, require_drafter_fits
+from sametoken.drafters.base import Placement
+from sametoken.drafters.build import load_drafter, require_drafter_fits
 from sametoken.engine.kept_memory import count_kept_states
 from sametoken.engine.resolve import (
     RequestMemory,

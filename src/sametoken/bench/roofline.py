@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sametoken.bench.memory import SHAPES_ONLY, load_shapes
 from sametoken.config import DUMMY, SpeculativeConfig
-from sametoken.drafters.build import fitting_head
-from sametoken.drafters.eagle import read_token_map
+from sametoken.drafters.eagle import fitting_head, read_token_map
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.layers.feed_forward import SparseMoE
 from sametoken.models.base import ModelConfig
@@ -24,12 +23,12 @@ from sametoken.models.heads.mtp import MTPHead
 from sametoken.models.loader import read_config
 from sametoken.ops.dispatch import select_kernels
 from sametoken.ops.reference import ReferenceKernels
-from sametoken.types.speculative_checks import HEADS
+from sametoken.types.speculative_methods import HEADS
 
 # Many times the caches' size; at 5 TB/s long enough to make the kernel launch negligible.
 CUDA_BYTES = 4 << 30
 CPU_BYTES = 1 << 30
-_PASSES = 12
+_PASSES = 5
 _FEATURES = 512
 # Any dtype: only the elements of meta tensors are counted.
 _COUNTED = torch.float32

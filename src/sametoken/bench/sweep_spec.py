@@ -16,14 +16,19 @@ from sametoken.bench.datasets import RANDOM
 from sametoken.bench.workload import Workload
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.errors import ConfigError
+from sametoken.types.speculative_config import cascade_label
 
 NO_DRAFTER = "none"
 _K = "num_speculative_tokens"
 
 
 def drafter_name(spec: Mapping[str, Any]) -> str:
-    """The method of a speculative config, or the model where the checkpoint tells the method."""
-    return str(spec.get("method") or Path(str(spec.get("model"))).name)
+    """The method of a speculative config, or the model where the checkpoint tells the method.
+
+    A cascade's has the lookup that goes first.
+    """
+    own = str(spec.get("method") or Path(str(spec.get("model"))).name)
+    return cascade_label(spec.get("cascade"), own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,7 @@ class Cell:
         spec = self.speculative_config
         drafts = f"{drafter_name(spec)}-k{spec.get(_K, 0)}" if spec else "plain"
         parts = (
-            re.sub(r"[^\w.]+", "-", Path(self.model).name),
-            drafts,
+            *(re.sub(r"[^\w.]+", "-", text) for text in (Path(self.model).name, drafts)),
             f"tp{self.tensor_parallel_size}",
             f"in{self.input_len}" if self.dataset == RANDOM else self.dataset,
             f"out{self.output_len}",

@@ -19,7 +19,7 @@ from sametoken.cli.options import engine_options, with_options
 from sametoken.cli.report import memory_report, wide_console
 from sametoken.config import DEFAULT_MODEL, MODEL_HELP, EngineConfig
 from sametoken.errors import ConfigError
-from sametoken.types.speculative_checks import LOOKUPS
+from sametoken.types.speculative_methods import LOOKUPS
 
 if TYPE_CHECKING:
     from rich.table import Table

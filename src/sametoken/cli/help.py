@@ -13,8 +13,8 @@ from sametoken.cli.sections import as_sentence
 from sametoken.config import SpeculativeConfig
 from sametoken.errors import ConfigError
 from sametoken.types.option_values import suggestion
-from sametoken.types.speculative_checks import HEADS
-from sametoken.types.speculative_config import DRAFTING, HEAD_NUM_TOKENS, METHODS, NUM_TOKENS
+from sametoken.types.speculative_config import HEAD_NUM_TOKENS
+from sametoken.types.speculative_methods import DRAFTING, HEADS, METHODS, TABLE
 
 SPECULATIVE = "speculative"
 _INTRODUCTION = """\
@@ -123,7 +123,9 @@ def _values(one: dataclasses.Field[Any]) -> str:
 
 def _default(one: dataclasses.Field[Any]) -> str:
     if one.name == "num_speculative_tokens":
-        known = ", ".join(f"{method} {k}" for method, k in NUM_TOKENS.items())
+        known = ", ".join(
+            f"{name} {one.num_tokens}" for name, one in TABLE.items() if one.num_tokens
+        )
         return (
             f"{known}, suffix its tree's depth; eagle and eagle3 what the head's config.json "
             f"states, else {HEAD_NUM_TOKENS}"

@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.distributed.process_group import NoPeers, Peers, ProcessGroup
+from sametoken.distributed.process_group import NoPeers, Peers, join
 from sametoken.errors import EngineDeadError, SametokenError
 from sametoken.io.child_process import LENGTH, Failure, decode, encode, spawn
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
@@ -258,7 +258,7 @@ class LeadingRank:
             for follower in self.followers:
                 follower.send(encode(Enlist(config, follower.rank, directory.name)))
             self._expect(Present)
-            group = ProcessGroup(0, size, device, Path(directory.name))
+            group = join(0, size, device, Path(directory.name))
         except BaseException:
             self.stop()
             raise

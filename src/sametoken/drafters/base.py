@@ -1,16 +1,23 @@
-"""The drafter protocol, the null drafter, and the drafts of token-by-token drafters."""
+"""The drafter protocol, the null drafter, and what a method loads before its KV is allocated."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from sametoken.drafters.context import DraftContext
+from sametoken.drafters.context import Coupling, DraftContext
+from sametoken.errors import InvariantError
+from sametoken.ops.cache_types import LayerCache
+from sametoken.ops.dispatch import Backend
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
+from sametoken.state.sequences import NO_HISTORY, TokenHistory
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +87,63 @@ def drafts_of(context: DraftContext, chains: Chains, tokens: list[Tensor]) -> Dr
     draft_ids = drafted.new_zeros(context.slots.shape[0], len(tokens))
     draft_ids[chains.owner] = drafted
     return Drafts(draft_ids, context.samples * len(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A drafter with its weights loaded and its KV not allocated yet.
+
+    Attributes:
+        caches: the declarations of its layers; empty without a model.
+        lookahead_slots: see ``Drafter``; known before it is attached.
+        history: texts of earlier requests that it reads; written at admission.
+        weights_bytes: bytes of its matrices, without those shared with the target.
+    """
+
+    caches: tuple[LayerCache, ...]
+    lookahead_slots: int
+    _attach: Callable[[ModelCache | None, Coupling], Drafter]
+    history: TokenHistory = NO_HISTORY
+    weights_bytes: int = 0
+
+    def attach(self, kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
+        """The drafter over the memory of ``caches``, which is None if there are none."""
+        return self._attach(kv_cache, coupling)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how a drafter runs.
+
+    Attributes:
+        backend, dtype, device: as the target's.
+        max_model_len: the longest request, in tokens.
+        max_positions: rows of rotary tables: ``max_model_len`` plus drafts.
+        load_format: format of the drafter's checkpoint.
+        target_path: the target's checkpoint, which may contain the drafter.
+    """
+
+    backend: Backend
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    max_positions: int
+    load_format: str = "auto"
+    target_path: Path = Path()
+
+
+def require_memory(kv_cache: ModelCache | None) -> ModelCache:
+    """The memory of a drafter that keeps KV.
+
+    Raises:
+        InvariantError: it was attached without.
+    """
+    if kv_cache is None:
+        raise InvariantError("a drafter with KV was attached without memory")
+    return kv_cache
+
+
+def named(reference: str) -> Any:
+    """What a "module:name" of the table of methods stands for."""
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)

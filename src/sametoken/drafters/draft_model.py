@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import Tensor
 
-from sametoken.drafters.base import Drafts, NoDrafter, drafts_of
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.base import (
+    Drafter,
+    Drafts,
+    LoadedDrafter,
+    NoDrafter,
+    Placement,
+    drafts_of,
+    require_memory,
+)
 from sametoken.drafters.context import Coupling, DraftContext
 from sametoken.errors import DrafterMismatchError
 from sametoken.models.base import CausalLM, ModelConfig
+from sametoken.models.loader import load_model
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
 
@@ -77,3 +89,28 @@ def require_fit(draft: ModelConfig, target: ModelConfig, max_model_len: int) -> 
             f"below max_model_len={max_model_len}",
             "lower max_model_len or use another draft model",
         )
+
+
+def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
+    """See ``types.speculative_methods.Method``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or broken.
+        UnsupportedError: the checkpoint is not implemented.
+        DrafterMismatchError: it does not fit the target.
+    """
+    k = spec.num_model_tokens
+    model = load_model(
+        Path(spec.model or ""),
+        kernels=placement.backend.model,
+        dtype=placement.dtype,
+        device=placement.device,
+        max_positions=placement.max_positions,
+        load_format=placement.load_format,
+    )
+    require_fit(model.config, target.config, placement.max_model_len)
+
+    def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
+        return DraftModelDrafter(model, require_memory(kv_cache), k, coupling)
+
+    return LoadedDrafter(model.caches, k - 1, attach, weights_bytes=model.weights_bytes)

@@ -12,13 +12,31 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sametoken.drafters.base import Drafts, NoDrafter, drafts_of
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.base import (
+    Drafter,
+    Drafts,
+    LoadedDrafter,
+    NoDrafter,
+    Placement,
+    drafts_of,
+    named,
+    require_memory,
+)
 from sametoken.drafters.context import Coupling, DraftContext
-from sametoken.errors import ConfigError
+from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.io.files import read_json
+from sametoken.models.base import CausalLM, ModelConfig
+from sametoken.models.decoder import Decoder
 from sametoken.models.heads.base import EagleHead
+from sametoken.models.heads.eagle import Eagle1Checkpoint
+from sametoken.models.heads.eagle3 import Eagle3Checkpoint
+from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.ops.step.types import Chains
 from sametoken.state.caches import ModelCache
+from sametoken.types.speculative_methods import TABLE
+
+Checkpoint = Eagle1Checkpoint | Eagle3Checkpoint | MTPCheckpoint
 
 _REMEDY = "give a JSON list of token ids, as `sametoken train token-map` writes it"
 
@@ -103,3 +121,64 @@ class EagleDrafter:
         logits = self._head.compute_logits(last)
         slots, token_ids = chains.rows.slots, self._head.token_ids
         return self._coupling.choose(logits, slots, chains.following, token_ids)
+
+
+def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
+    """See ``types.speculative_methods.Method``.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or broken.
+        UnsupportedError: the checkpoint is not implemented.
+        DrafterMismatchError: it does not fit the target.
+    """
+    k = spec.num_model_tokens
+    if not isinstance(target, Decoder):
+        raise UnsupportedError(
+            f"{target.config.architecture} keeps no states for a draft head",
+            "use another speculative method",
+        )
+    checkpoint = fitting_head(spec, target.config, placement.target_path, placement.load_format)
+    token_ids = None
+    if spec.token_map is not None:
+        token_ids = read_token_map(Path(spec.token_map), target.config.vocab_size)
+        token_ids = token_ids.to(placement.device)
+    head = checkpoint.load(
+        target,
+        kernels=placement.backend.model,
+        dtype=placement.dtype,
+        device=placement.device,
+        max_positions=placement.max_positions,
+        token_ids=token_ids,
+        quantize_fp8=spec.quantization is not None,
+    )
+
+    def attach(kv_cache: ModelCache | None, coupling: Coupling) -> Drafter:
+        return EagleDrafter(head, require_memory(kv_cache), k, coupling)
+
+    shared = {id(target.embedding), id(target.head)}
+    own = (one.nbytes for one in (head.embedding, head.lm_head) if id(one) not in shared)
+    return LoadedDrafter(head.caches, max(k - 2, 0), attach, weights_bytes=head.nbytes + sum(own))
+
+
+def fitting_head(
+    spec: SpeculativeConfig, target: ModelConfig, target_path: Path, load_format: str
+) -> Checkpoint:
+    """The checkpoint of a method's head, with its config read and its weights not.
+
+    Arguments and errors as in ``drafters.build.required_aux_layers``.
+    """
+    directory = target_path if spec.model is None else Path(spec.model)
+    checkpoint: Checkpoint = named(TABLE[spec.method].head)(directory, load_format=load_format)
+    checkpoint.require_fit(target)
+    if spec.token_map is not None:
+        _require_whole_vocabulary(checkpoint)
+    return checkpoint
+
+
+def _require_whole_vocabulary(checkpoint: Checkpoint) -> None:
+    if isinstance(checkpoint, Eagle3Checkpoint) and checkpoint.config.has_token_map:
+        own, whole = checkpoint.config.draft_vocab_size, checkpoint.config.layer.vocab_size
+        raise ConfigError(
+            f"the EAGLE-3 head proposes {own} of {whole} tokens by a map of its own",
+            'leave "token_map" out',
+        )

@@ -8,9 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import Drafter, Drafts
+from sametoken.drafters.base import Drafter, Drafts, LoadedDrafter, NoDrafter, Placement
 from sametoken.drafters.context import DraftContext
 from sametoken.errors import ConfigError
+from sametoken.models.base import CausalLM
 from sametoken.state.caches import ModelCache
 
 
@@ -94,3 +95,8 @@ def extracted_layers(spec: SpeculativeConfig, num_layers: int) -> tuple[int, ...
             f"set eagle_aux_hidden_state_layer_ids to numbers from 0 to {num_layers}",
         )
     return layers
+
+
+def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
+    """See ``types.speculative_methods.Method``; what records is attached by ``extraction``."""
+    return LoadedDrafter((), 0, lambda kv_cache, coupling: NoDrafter())

@@ -8,8 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sametoken.drafters.base import Drafts
+from sametoken.config import SpeculativeConfig
+from sametoken.drafters.base import Drafts, LoadedDrafter, Placement
 from sametoken.drafters.context import DraftContext
+from sametoken.models.base import CausalLM
 from sametoken.ops.lookup import ngram as reference
 from sametoken.state.caches import ModelCache
 
@@ -39,3 +41,12 @@ class NgramDrafter:
         """Drafts from each slot's committed tokens; requests without a match get none."""
         draft_ids, count = context.search(self._find)
         return Drafts(draft_ids, torch.where(context.samples, count, 0))
+
+
+def load(spec: SpeculativeConfig, target: CausalLM, placement: Placement) -> LoadedDrafter:
+    """See ``types.speculative_methods.Method``."""
+    shortest = max(spec.prompt_lookup_min, spec.shortest_match)
+    longest = max(spec.prompt_lookup_max, shortest)
+    k = spec.num_speculative_tokens
+    drafter = NgramDrafter(k, shortest, longest, placement.backend.ngram)
+    return LoadedDrafter((), 0, lambda kv_cache, coupling: drafter)

@@ -12,14 +12,8 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.distributed.ranks import Ranks, start_ranks
-from sametoken.drafters.base import Drafter
-from sametoken.drafters.build import (
-    LoadedDrafter,
-    Placement,
-    load_drafter,
-    require_drafter_fits,
-    required_aux_layers,
-)
+from sametoken.drafters.base import Drafter, LoadedDrafter, Placement
+from sametoken.drafters.build import load_drafter, require_drafter_fits, required_aux_layers
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sametoken.distributed.process_group import NoPeers, ProcessGroup
+from sametoken.distributed.process_group import NoPeers, join
 from sametoken.distributed.ranks import Built, Enlist, Number, Present
 from sametoken.engine.build import build_follower
 from sametoken.engine.resolve import resolve_device
@@ -38,9 +38,7 @@ class FollowingRank(NoPeers):
         if device.type == "cuda":
             torch.cuda.set_device(enlist.rank)
         self.send(Present())
-        self.parallel: TensorParallel = ProcessGroup(
-            enlist.rank, size, device, Path(enlist.directory)
-        )
+        self.parallel: TensorParallel = join(enlist.rank, size, device, Path(enlist.directory))
 
     def reduce_min(self, number: int) -> int:
         """Send this rank's number to rank 0; returns it."""

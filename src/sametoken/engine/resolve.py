@@ -15,7 +15,7 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.registry import require_divisible
 from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
-from sametoken.types.speculative_checks import EXTRACT
+from sametoken.types.speculative_methods import EXTRACT
 from sametoken.types.units import in_units
 
 

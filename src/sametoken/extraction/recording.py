@@ -23,7 +23,7 @@ from sametoken.io.files import DirectoryLock
 from sametoken.models.base import ModelConfig
 from sametoken.types.outputs import StepResult
 from sametoken.types.plan import StepPlan
-from sametoken.types.speculative_checks import EXTRACT
+from sametoken.types.speculative_methods import EXTRACT
 
 #: A shard is written once its rows take this much host memory, and when the engine is idle.
 SHARD_BYTES = 256 * 2**20

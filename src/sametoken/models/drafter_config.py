@@ -11,12 +11,11 @@ from sametoken.config import SpeculativeConfig
 from sametoken.io.files import is_there
 from sametoken.models.load.files import read_json_object
 from sametoken.models.load.huggingface import SafetensorsSource
-from sametoken.types.speculative_config import HEAD_NUM_TOKENS, MAX_SPECULATIVE_TOKENS, METHODS
+from sametoken.types.speculative_config import HEAD_NUM_TOKENS
+from sametoken.types.speculative_methods import MAX_SPECULATIVE_TOKENS, METHODS, TABLE
 
 _CONFIG = "config.json"
 _SPECULATORS = "speculators_model_type"
-#: Parts of an architecture's name, in lower case, and the method of its checkpoints.
-_ARCHITECTURES = {"eagle3": "eagle3", "eagle": "eagle", "mtp": "mtp", "nextn": "mtp"}
 
 
 def complete_drafter(
@@ -50,10 +49,11 @@ def _method(path: Path, config: Mapping[str, Any]) -> str:
         return str(stated)
     if "draft_vocab_size" in config:
         return "eagle3"
-    architectures = config.get("architectures") or [""]
-    for part, method in _ARCHITECTURES.items():
-        if part in str(architectures[0]).lower():
-            return method
+    architecture = str((config.get("architectures") or [""])[0]).lower()
+    parts = [(part, name) for name, method in TABLE.items() for part in method.architectures]
+    # The longest part tells: "eagle3" holds "eagle".
+    if found := [one for one in parts if one[0] in architecture]:
+        return max(found, key=lambda one: len(one[0]))[1]
     # A head of the first EAGLE has the config.json of a Llama.
     has_weights = any(path.glob("*.safetensors"))
     is_head = has_weights and "fc.weight" in SafetensorsSource(path).names()

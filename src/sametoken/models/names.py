@@ -30,7 +30,7 @@ from sametoken.io.cache_directory import (
 from sametoken.io.files import open_regular, replacing
 from sametoken.models.hub import HubId, Needed, cached_repositories, find_on_hub
 from sametoken.types.option_values import closest
-from sametoken.types.speculative_config import WITHOUT_MODEL
+from sametoken.types.speculative_methods import WITHOUT_MODEL
 from sametoken.types.units import in_units
 
 EMBEDDED_NAME = "smollm2"

@@ -120,20 +120,6 @@ def require_types(config: Any, prefix: str = "") -> None:
             object.__setattr__(config, one.name, typed(prefix + one.name, one.type, value))
 
 
-def require_within(config: Any, limits: Iterable[tuple[str, float, float]]) -> None:
-    """Check numbers of a dataclass that are given; each limit is (field name, minimum, maximum).
-
-    Raises:
-        ConfigError: names the first field outside its limits.
-    """
-    for name, low, high in limits:
-        value = getattr(config, name)
-        if value is not None and not low <= value <= high:
-            raise ConfigError(
-                f"{name}={shown(value)} is not possible", f"use a number from {low} to {high}"
-            )
-
-
 def require_choices(config: Any) -> None:
     """Refuse a text outside the ``choices`` of its field; None passes where it is the default.
 
@@ -148,7 +134,7 @@ def require_choices(config: Any) -> None:
 
 
 def require_limits(config: Any, skip: Collection[str] = ()) -> None:
-    """Refuse a number outside the ``limits`` of its field.
+    """Refuse a number outside the ``limits`` of its field; None passes.
 
     Args:
         config: the dataclass.
@@ -157,14 +143,16 @@ def require_limits(config: Any, skip: Collection[str] = ()) -> None:
     Raises:
         ConfigError: names the first of these fields, and its limits.
     """
-    require_within(
-        config,
-        (
-            (one.name, *one.metadata["limits"])
-            for one in fields(config)
-            if one.metadata["limits"] and one.name not in skip
-        ),
-    )
+    for one in fields(config):
+        value, limits = getattr(config, one.name), one.metadata["limits"]
+        if limits is None or value is None or one.name in skip:
+            continue
+        low, high = limits
+        if not low <= value <= high:
+            kind = "an integer" if str(one.type).startswith("int") else "a number"
+            raise ConfigError(
+                f"{one.name}={shown(value)} is not possible", f"use {kind} from {low} to {high}"
+            )
 
 
 def require_path(name: str, given: str | None) -> None:

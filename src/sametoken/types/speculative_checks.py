@@ -11,13 +11,7 @@ from typing import Any
 
 from sametoken.errors import ConfigError, shown
 from sametoken.types.option_values import listed
-
-#: Methods that match text, methods with a draft head, methods that a cascade may fall back to.
-LOOKUPS = ("ngram", "suffix")
-HEADS = ("eagle", "eagle3", "mtp")
-CASCADED = ("draft_model", *HEADS)
-#: The method that records hidden states and drafts nothing.
-EXTRACT = "extract_hidden_states"
+from sametoken.types.speculative_methods import CASCADED, EXTRACT, HEADS
 
 
 def check_cascade(config: Any, most: int) -> None:

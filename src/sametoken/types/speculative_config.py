@@ -21,11 +21,7 @@ from sametoken.types.option_values import (
     typed,
 )
 from sametoken.types.speculative_checks import (
-    CASCADED,
-    EXTRACT,
-    HEADS,
     KEYED,
-    LOOKUPS,
     SYNTHETIC,
     check_acceptance,
     check_acceptance_method,
@@ -33,28 +29,27 @@ from sametoken.types.speculative_checks import (
     check_extraction,
     check_head_options,
 )
+from sametoken.types.speculative_methods import (
+    CASCADED,
+    DRAFTING,
+    EXTRACT,
+    HEADS,
+    LOOKUPS,
+    MAX_SPECULATIVE_TOKENS,
+    METHODS,
+    TABLE,
+    WITH_MODEL,
+    WITHOUT_MODEL,
+    Checkpoint,
+)
 
-METHODS = (*LOOKUPS, *CASCADED, EXTRACT)
-# Methods without a drafter checkpoint, and with one.
-WITHOUT_MODEL = (*LOOKUPS, "mtp", EXTRACT)
-WITH_MODEL = ("draft_model", "eagle", "eagle3")
-DRAFTING = (*LOOKUPS, *CASCADED)
-# Methods with a built-in drafter for some targets, where "model" is optional.
-_SHIPPED = ("eagle3",)
 # vLLM's former, model-specific names of "mtp".
 METHOD_ALIASES = dict.fromkeys(("qwen3_next_mtp", "qwen3_5_mtp", "deepseek_mtp"), "mtp")
 # Quantizations of draft heads.
 QUANTIZATIONS = ("fp8",)
-MAX_SPECULATIVE_TOKENS = 64
-MAX_MTP_TOKENS = 8
 # Each further token costs one more pass over the matches.
 MAX_LOOKUP_TOKENS = 1024
-# Ranges of num_speculative_tokens other than 1..64. Extraction proposes no drafts, but vLLM
-# requires the value 1.
-_NUM_TOKENS_LIMITS = {"mtp": (1, MAX_MTP_TOKENS), EXTRACT: (0, 1)}
-# Default of num_speculative_tokens. That of suffix is its tree's depth; a head's checkpoint may
-# state its own, else HEAD_NUM_TOKENS.
-NUM_TOKENS = {"ngram": 8, "draft_model": 4, "mtp": 3}
+#: The k of a head whose checkpoint states none.
 HEAD_NUM_TOKENS = 4
 ADAPTIVE, FIXED = "adaptive", "fixed"
 # Prefix of a key's name in an error.
@@ -82,7 +77,7 @@ class SpeculativeConfig:
     )
     num_speculative_tokens: int = option(
         0,
-        f"maximum number of drafts per step, k; mtp: at most {MAX_MTP_TOKENS}",
+        f"maximum number of drafts per step, k; mtp: at most {TABLE['mtp'].limits[1]}",
         limits=(1, MAX_SPECULATIVE_TOKENS),
         methods=METHODS,
     )
@@ -195,6 +190,11 @@ class SpeculativeConfig:
         return self.num_speculative_tokens if own is None else own
 
     @property
+    def shortest_match(self) -> int:
+        """The least tokens that a lookup matches; a cascade's has to match more."""
+        return 1 if self.cascade is None else self.cascade_min_match
+
+    @property
     def synthetic_rates(self) -> tuple[float, ...] | None:
         """Probabilities that draft i and all before it are accepted; None for keyed sampling.
 
@@ -248,7 +248,7 @@ class SpeculativeConfig:
             )
 
     def _check_model(self) -> None:
-        if self.method not in (*WITHOUT_MODEL, *_SHIPPED) and not self.model:
+        if TABLE[self.method].checkpoint is Checkpoint.REQUIRED and not self.model:
             raise ConfigError(f"method {self.method!r} needs a drafter", 'set "model"')
         if self.method in WITHOUT_MODEL and self.model:
             raise ConfigError(
@@ -259,10 +259,11 @@ class SpeculativeConfig:
         """The method's own k; 0 if the head's checkpoint may tell it."""
         if self.method == "suffix":
             return self.suffix_decoding_max_tree_depth
-        return NUM_TOKENS.get(self.method, 0)
+        return TABLE[self.method].num_tokens
 
     def _check_num_tokens(self) -> None:
-        least, most = _NUM_TOKENS_LIMITS.get(self.method, (1, MAX_SPECULATIVE_TOKENS))
+        limits = TABLE[self.method].limits if self.method else (1, MAX_SPECULATIVE_TOKENS)
+        least, most = limits
         if not least <= self.num_model_tokens <= most:
             of_method = f" with method {self.method!r}" if self.method else ""
             raise ConfigError(

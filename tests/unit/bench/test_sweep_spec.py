@@ -50,6 +50,12 @@ def test_engine_options_make_an_engine():
     assert plain.engine_options()["speculative_config"] is None
 
 
+def test_a_cascade_is_named_by_both_of_its_parts():
+    drafter = {"method": "mtp", "num_speculative_tokens": 8, "cascade": "ngram"}
+    (cell,) = cells(make_sweep(None, None, {"model": "a", "drafter": [drafter]}))
+    assert "-cascade-ngram-then-mtp-k8-" in cell.name
+
+
 def test_a_name_is_readable_and_changes_with_every_field():
     cell = cells(Sweep(model=("/models/Tiny 1",), drafter=(NGRAM,)))[0]
     assert cell.name.startswith("Tiny-1-ngram-k3-tp1-in512-out128-c1-t0-")

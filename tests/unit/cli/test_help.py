@@ -14,7 +14,7 @@ from sametoken.cli.help import as_markdown, speculative_keys
 from sametoken.cli.main import app
 from sametoken.cli.sections import as_sentence
 from sametoken.config import SpeculativeConfig
-from sametoken.types.speculative_config import METHODS
+from sametoken.types.speculative_methods import METHODS
 
 PAGE = Path(__file__).parents[3] / "docs" / "speculative.md"
 KEYS = re.compile(r"<!-- keys -->\n(.*)\n<!-- end of keys -->", re.DOTALL)

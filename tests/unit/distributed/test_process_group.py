@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from sametoken.distributed.process_group import ProcessGroup
+from sametoken.distributed.process_group import join
 
 CPU = torch.device("cpu")
 
@@ -16,10 +16,10 @@ CPU = torch.device("cpu")
 def groups(tmp_path_factory):
     folder, found = tmp_path_factory.mktemp("ranks"), {}
 
-    def join(rank):
-        found[rank] = ProcessGroup(rank, 2, CPU, folder)
+    def met(rank):
+        found[rank] = join(rank, 2, CPU, folder)
 
-    both(join)
+    both(met)
     return found
 
 
@@ -76,3 +76,36 @@ def test_nothing_is_no_copy(groups):
 def test_giving_up_on_a_cpu_is_left_to_the_sockets(groups):
     groups[0].abort()
     assert both(lambda rank: groups[rank].broadcast(torch.tensor(rank)).item()) == [0, 0]
+
+
+def test_three_ranks_whose_directory_has_a_long_name(tmp_path):
+    """Longer than the name of a Unix socket may be; what is gathered is more than a buffer."""
+    folder = tmp_path / ("a" * 120)
+    folder.mkdir()
+    found = {}
+
+    def work(rank):
+        group = join(rank, 3, CPU, folder)
+        found[rank] = (
+            group.gather(torch.full((300_000,), rank)),
+            group.broadcast(torch.tensor(rank)),
+        )
+
+    others = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in (1, 2)]
+    for other in others:
+        other.start()
+    work(0)
+    for other in others:
+        other.join(30)
+    for gathered, shared in found.values():
+        assert gathered[:, ::299_999].tolist() == [[0, 0], [1, 1], [2, 2]]
+        assert shared == 0
+    assert len(found) == 3
+
+
+def test_a_rank_that_has_ended_ends_the_collectives_of_the_others(tmp_path):
+    first, last = both(lambda rank: join(rank, 2, CPU, tmp_path))
+    del last
+    for collective in (first.gather, first.broadcast):
+        with pytest.raises(RuntimeError, match="another rank has ended"):
+            collective(torch.zeros(3))

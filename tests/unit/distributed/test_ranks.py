@@ -170,9 +170,11 @@ def engine_and_follower() -> tuple[psutil.Process, psutil.Process]:
     return engine, follower
 
 
-def test_a_served_engine_and_its_ranks_end_together(path):
+def test_a_served_engine_and_its_ranks_end_together(path, caplog):
+    """Within a request, while nothing runs, and where the engine's process is what dies."""
+
     async def scenario():
-        limits = ServingLimits(max_restarts=2, restart_backoff_s=0.0)
+        limits = ServingLimits(max_restarts=3, restart_backoff_s=0.0)
         llm = await AsyncLLM.start(config_of(path, speculative_config=NGRAM), limits)
         assert await answered(llm, "first") == 6
         engine, follower = engine_and_follower()
@@ -184,27 +186,20 @@ def test_a_served_engine_and_its_ranks_end_together(path):
                 pass
         assert await asyncio.to_thread(gone, engine)
         assert await answered(llm, "third") == 6
-        engine, follower = engine_and_follower()
-        engine.kill()
-        assert await asyncio.to_thread(gone, follower)
-        await llm.shutdown()
 
-    asyncio.run(scenario())
-
-
-def test_a_rank_that_dies_while_nothing_runs_is_replaced_before_anybody_asks(path, caplog):
-    async def scenario():
-        limits = ServingLimits(max_restarts=1, restart_backoff_s=0.0)
-        llm = await AsyncLLM.start(config_of(path), limits)
-        assert await answered(llm, "first") == 6
+        caplog.clear()
         engine, follower = engine_and_follower()
         follower.kill()
         assert await asyncio.to_thread(gone, engine)
         async with asyncio.timeout(PATIENCE_S):
-            while not llm.stats().num_restarts:
+            while llm.stats().num_restarts < 2:
                 await asyncio.sleep(0.05)
         assert "the engine died: rank 1 of the model ended with SIGKILL" in caplog.text
-        assert await answered(llm, "second") == 6
+        assert await answered(llm, "fourth") == 6
+
+        engine, follower = engine_and_follower()
+        engine.kill()
+        assert await asyncio.to_thread(gone, follower)
         await llm.shutdown()
 
     with caplog.at_level(logging.ERROR, "sametoken"):

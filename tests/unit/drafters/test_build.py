@@ -27,9 +27,8 @@ from helpers.head_files import HeadFiles
 from helpers.hybrids import FULL, write_hybrid
 from helpers.packed import packed_in
 from sametoken.config import SpeculativeConfig
-from sametoken.drafters.base import NoDrafter
+from sametoken.drafters.base import NoDrafter, Placement, named
 from sametoken.drafters.build import (
-    Placement,
     load_drafter,
     require_drafter_fits,
     required_aux_layers,
@@ -46,10 +45,12 @@ from sametoken.errors import (
     InvariantError,
     UnsupportedError,
 )
+from sametoken.models.heads.base import HeadCheckpoint
 from sametoken.models.loader import load_model, read_config
 from sametoken.ops.dispatch import select_backend
 from sametoken.ops.model.gemm.fp8 import Fp8Weight
 from sametoken.ops.reference import PlainWeight, ReferenceKernels
+from sametoken.types.speculative_methods import TABLE, Kind
 
 KERNELS = ReferenceKernels()
 BACKEND = dataclasses.replace(select_backend(CPU), model=KERNELS)
@@ -410,3 +411,10 @@ def test_a_head_with_a_map_of_its_own_takes_no_other(tmp_path):
     assert caught.value.remedy == 'leave "token_map" out'
     with pytest.raises(ConfigError, match="a map of its own"):
         files.bench()
+
+
+def test_every_line_of_the_table_names_what_is_there():
+    for method in TABLE.values():
+        assert callable(named(method.load))
+        assert bool(method.head) == (method.kind is Kind.HEAD)
+        assert not method.head or issubclass(named(method.head), HeadCheckpoint)

@@ -82,8 +82,7 @@ def test_drafts_and_kv_are_those_of_compact_steps(tmp_path, kind, k, temperature
     target, model = load(tmp_path, kind)
     options = {"k": k, "seed": k, "temperature": temperature}
     plain, other = (
-        told(make_bench(target, model, kind, steps=one, **options), 12)
-        for one in ("compact", steps)
+        told(make_bench(target, model, kind, steps=one, **options), 8) for one in ("compact", steps)
     )
     assert any(drafts for _, drafts, _ in plain)
     for ours, theirs in zip(plain, other, strict=True):

@@ -12,7 +12,7 @@ from sametoken.drafters.base import NoDrafter
 from sametoken.drafters.extract import CommittedRows, ExtractDrafter, extracted_layers
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.errors import ConfigError
-from sametoken.types.speculative_checks import EXTRACT
+from sametoken.types.speculative_methods import EXTRACT
 
 VOCAB = 3
 

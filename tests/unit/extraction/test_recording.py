@@ -16,7 +16,7 @@ from sametoken.errors import CheckpointError, ConfigError, InvariantError
 from sametoken.extraction.recording import NoExtraction, open_extraction
 from sametoken.extraction.shards import read_manifest
 from sametoken.extraction.writer import CommittedRowsOutput, StateWriter
-from sametoken.types.speculative_checks import EXTRACT
+from sametoken.types.speculative_methods import EXTRACT
 
 
 def opened(path, layers=(1, 2), model=None, **spec):

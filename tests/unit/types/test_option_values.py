@@ -9,10 +9,11 @@ import pytest
 from sametoken.errors import ConfigError
 from sametoken.types.option_values import (
     json_object,
+    option,
     parse_integer,
+    require_limits,
     require_path,
     require_types,
-    require_within,
     typed,
 )
 
@@ -24,6 +25,13 @@ class Options:
     share: float = 0.5
     rates: tuple[float, ...] | None = None
     other: set = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limited:
+    count: int = option(1, "", limits=(1, 3))
+    share: float = option(0.5, "", limits=(0.0, 1.0))
+    size: int | None = option(None, "", limits=(1, 9))
 
 
 @pytest.mark.parametrize("text", ["[" * 10**5, '{"k":' + "1" * 5000 + "}", "{", "nan"])
@@ -69,13 +77,15 @@ def test_paths_that_could_not_be(path):
 
 
 def test_limits_are_allowed_and_what_lies_beyond_is_not():
-    limits = (("count", 1, 3), ("share", 0.0, 1.0))
-    for options in (Options(), Options(count=3, share=0.0)):
-        require_within(options, limits)
-    for changes in ({"count": 0}, {"count": 4}, {"share": 1.5}, {"share": float("nan")}):
-        (name,) = changes
-        with pytest.raises(ConfigError, match=f"{name}=.* is not possible.*use a number from"):
-            require_within(Options(**changes), limits)
+    for limited in (Limited(), Limited(count=3, share=0.0), Limited(size=7)):
+        require_limits(limited)
+    require_limits(Limited(count=9), skip=("count",))
+    for name, value, kind in (
+        *(("count", 0, "an integer"), ("count", 4, "an integer"), ("size", 0, "an integer")),
+        *(("share", 1.5, "a number"), ("share", float("nan"), "a number")),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}=.* is not possible.*use {kind} from"):
+            require_limits(Limited(**{name: value}))
 
 
 @pytest.mark.parametrize(

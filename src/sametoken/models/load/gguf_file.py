@@ -27,6 +27,7 @@ MAX_DIMENSIONS = 4
 MAX_HEADER_BYTES = 2**27
 MAX_VALUES = 2**22
 
+_UINT64 = struct.Struct("<Q")
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -119,10 +120,25 @@ class _Cursor:
         return int(struct.unpack("<I", self.take(4))[0])
 
     def uint64(self) -> int:
-        return int(struct.unpack("<Q", self.take(8))[0])
+        return int(_UINT64.unpack(self.take(_UINT64.size))[0])
 
     def string(self) -> str:
         return self.take(self.uint64()).decode("utf-8", errors="replace")
+
+    def strings(self, length: int) -> list[str]:
+        """Strings of a vocabulary, in one loop: there are hundreds of thousands."""
+        found, data, position = [], self.data, self.position
+        last = min(len(data), MAX_HEADER_BYTES)
+        for _ in range(length):
+            start = position + _UINT64.size
+            end = start + _UINT64.unpack_from(data, position)[0] if start <= last else last + 1
+            if end > last:
+                break
+            found.append(data[start:end].decode("utf-8", errors="replace"))
+            position = end
+        self.position = position
+        # What the loop did not reach raises here.
+        return found + [self.string() for _ in range(length - len(found))]
 
     def value(self, value_type: GGUFValueType) -> Any:
         if value_type == GGUFValueType.STRING:
@@ -143,7 +159,7 @@ class _Cursor:
             raise ValueError("it holds an array of arrays")
         self.count(length)
         if element_type == GGUFValueType.STRING:
-            return [self.string() for _ in range(length)]
+            return self.strings(length)
         dtype = np.dtype(_SCALARS[element_type])
         return list(np.frombuffer(self.take(dtype.itemsize * length), dtype).tolist())
 

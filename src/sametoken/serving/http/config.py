@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sametoken.config import option
 from sametoken.errors import ConfigError
-from sametoken.types.option_values import require_choices, require_within
+from sametoken.types.option_values import require_choices, require_limits
 from sametoken.types.sampling_params import MAX_LOGPROBS
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
@@ -28,7 +28,7 @@ class ServerConfig:
     """
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for every one")
-    port: int = option(8000, "port to listen on; 0 lets the system choose")
+    port: int = option(8000, "port to listen on; 0 lets the system choose", limits=(0, 65535))
     api_key: tuple[str, ...] = option(
         (),
         "bearer key that clients must show, of visible ASCII characters; may be repeated",
@@ -36,27 +36,41 @@ class ServerConfig:
     )
     served_model_name: tuple[str, ...] = option((), "name of the model in the API; may be repeated")
     allowed_origins: tuple[str, ...] = option((), "origin for CORS, * for all; may be repeated")
-    max_request_bytes: int = option(4 * 2**20, "largest request body")
+    max_request_bytes: int = option(4 * 2**20, "largest request body", limits=(1, 2**40))
     max_bodies_bytes: int = option(
-        256 * 2**20, "request bodies held at once, each beyond its first 64 KiB"
+        256 * 2**20, "request bodies held at once, each beyond its first 64 KiB", limits=(1, 2**62)
     )
-    body_timeout: float = option(60.0, "seconds that a request body may take to come")
+    body_timeout: float = option(
+        60.0, "seconds that a request body may take to come", limits=(0.001, 86400.0)
+    )
     header_timeout: float = option(
-        20.0, "seconds that a TLS handshake, or the headers of a request, may take to come"
+        20.0,
+        "seconds that a TLS handshake, or the headers of a request, may take to come",
+        limits=(0.001, 86400.0),
     )
     write_timeout: float = option(
-        60.0, "seconds after which a client that reads nothing of its answer is disconnected"
+        60.0,
+        "seconds after which a client that reads nothing of its answer is disconnected",
+        limits=(0.001, 86400.0),
     )
     max_connections: int = option(
-        1024, "connections at once; beyond that, the one that has waited longest is closed"
+        1024,
+        "connections at once; beyond that, the one that has waited longest is closed",
+        limits=(1, 2**20),
     )
-    rate_limit: int = option(0, "requests per minute for each key, or address without keys; 0: any")
-    max_completions: int = option(128, "completions of one request, over all its prompts")
+    rate_limit: int = option(
+        0, "requests per minute for each key, or address without keys; 0: any", limits=(0, 2**31)
+    )
+    max_completions: int = option(
+        128, "completions of one request, over all its prompts", limits=(1, 2**16)
+    )
     ssl_certfile: str | None = option(None, "TLS certificate")
     ssl_keyfile: str | None = option(None, "TLS key")
     root_path: str = option("", "path under which a proxy serves the API")
     max_logprobs: int = option(
-        MAX_LOGPROBS, f"most log-probabilities of a position in a request, 0..{MAX_LOGPROBS}"
+        MAX_LOGPROBS,
+        f"most log-probabilities of a position in a request, 0..{MAX_LOGPROBS}",
+        limits=(0, MAX_LOGPROBS),
     )
     log_level: str = option(
         "info", "the least level that is logged", "--uvicorn-log-level", choices=LOG_LEVELS
@@ -68,10 +82,12 @@ class ServerConfig:
         "syntax of tool calls; auto: by the chat template",
         choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
     )
-    drain_timeout: float = option(60.0, "seconds that requests may still take after SIGTERM")
+    drain_timeout: float = option(
+        60.0, "seconds that requests may still take after SIGTERM", limits=(0.0, 86400.0)
+    )
 
     def __post_init__(self) -> None:
-        require_within(self, _LIMITS)
+        require_limits(self)
         require_choices(self)
         for name in ("api_key", "served_model_name"):
             if not all(getattr(self, name)):
@@ -100,18 +116,3 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}={path!r} is not a file", "give the path of a PEM file")
-
-
-_LIMITS: tuple[tuple[str, float, float], ...] = (
-    ("port", 0, 65535),
-    ("max_request_bytes", 1, 2**40),
-    ("max_bodies_bytes", 1, 2**62),
-    ("body_timeout", 0.001, 86400.0),
-    ("header_timeout", 0.001, 86400.0),
-    ("write_timeout", 0.001, 86400.0),
-    ("max_connections", 1, 2**20),
-    ("rate_limit", 0, 2**31),
-    ("max_completions", 1, 2**16),
-    ("max_logprobs", 0, MAX_LOGPROBS),
-    ("drain_timeout", 0.0, 86400.0),
-)

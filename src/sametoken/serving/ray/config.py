@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sametoken.config import option
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.types.option_values import require_within
+from sametoken.types.option_values import require_limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +17,33 @@ class RayConfig:
         ConfigError: a value is impossible, or two contradict each other.
     """
 
-    replicas: int = option(1, "engines to run, each with a device of its own")
-    ray_min_replicas: int = option(1, "fewest engines, where ray_max_replicas is given")
-    ray_max_replicas: int = option(0, "most engines: Ray follows the load; 0: always replicas")
-    ray_target_ongoing_requests: int = option(
-        0, "requests of an engine at which Ray adds another; 0: max_num_seqs"
+    replicas: int = option(1, "engines to run, each with a device of its own", limits=(1, 10_000))
+    ray_min_replicas: int = option(
+        1, "fewest engines, where ray_max_replicas is given", limits=(1, 10_000)
     )
-    ray_upscale_delay_s: float = option(30.0, "seconds of load before Ray adds an engine")
-    ray_downscale_delay_s: float = option(600.0, "seconds of idleness before Ray ends an engine")
-    ray_num_cpus: float = option(1.0, "CPU cores that Ray sets aside for each engine")
+    ray_max_replicas: int = option(
+        0, "most engines: Ray follows the load; 0: always replicas", limits=(0, 10_000)
+    )
+    ray_target_ongoing_requests: int = option(
+        0, "requests of an engine at which Ray adds another; 0: max_num_seqs", limits=(0, 2**20)
+    )
+    ray_upscale_delay_s: float = option(
+        30.0, "seconds of load before Ray adds an engine", limits=(0.0, 86400.0)
+    )
+    ray_downscale_delay_s: float = option(
+        600.0, "seconds of idleness before Ray ends an engine", limits=(0.0, 86400.0)
+    )
+    ray_num_cpus: float = option(
+        1.0, "CPU cores that Ray sets aside for each engine", limits=(0.0, 1024.0)
+    )
     ray_max_surge_percent: int = option(
-        0, "engines that a rolling update may start before it ends old ones; 0: ends old ones first"
+        0,
+        "engines that a rolling update may start before it ends old ones; 0: ends old ones first",
+        limits=(0, 100),
     )
 
     def __post_init__(self) -> None:
-        require_within(self, _LIMITS)
+        require_limits(self)
         if self.ray_max_replicas:
             self._check_autoscaling()
 
@@ -47,18 +59,6 @@ class RayConfig:
                 f"ray_max_replicas={self.ray_max_replicas}",
                 "use min <= max",
             )
-
-
-_LIMITS: tuple[tuple[str, float, float], ...] = (
-    ("replicas", 1, 10_000),
-    ("ray_min_replicas", 1, 10_000),
-    ("ray_max_replicas", 0, 10_000),
-    ("ray_target_ongoing_requests", 0, 2**20),
-    ("ray_upscale_delay_s", 0.0, 86400.0),
-    ("ray_downscale_delay_s", 0.0, 86400.0),
-    ("ray_num_cpus", 0.0, 1024.0),
-    ("ray_max_surge_percent", 0, 100),
-)
 
 
 def require_ray() -> None:

@@ -180,7 +180,7 @@ def judgements(draw, scene: Scene):
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 7])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_ragged_steps(k, data):
     scene = data.draw(scenes(k))
@@ -188,7 +188,7 @@ def test_ragged_steps(k, data):
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_ragged_steps_judged_by_chance(k, data):
     scene = data.draw(scenes(k))

@@ -131,7 +131,7 @@ def test_a_window_longer_than_a_query_tile(block_queries, config):
 
 
 #: Runs of a step: slot, first position, rows, and dead rows behind them.
-RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 17, 0), (4, 23, 43, 9))
+RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 10, 0), (4, 29, 19, 4))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
@@ -140,16 +140,16 @@ RAGGED = ((0, 40, 1, 0), (1, 0, 3, 2), (2, 5, 0, 1), (2, 9, 0, 0), (3, 20, 17, 0
     ("config", "sliding_window"),
     [
         (SEQUENTIAL, None),
-        (SPLIT_KV, 7),
+        (replace(SPLIT_KV, programs=8), 7),
         (replace(SEQUENTIAL, kv_left=False), 7),
-        (CONFIGS[3], None),
+        (replace(CONFIGS[3], programs=8), None),
     ],
 )
 def test_ragged_runs_have_the_bits_of_even_ones(config, sliding_window, monkeypatch):
     """Dead rows, and rows behind the runs, hold NaN; the latter stand nowhere."""
     new_empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **o: new_empty(*a, **o).fill_(7e7))
-    scene = Scene(SHAPE, [41, 15, 9, 37, 70])
+    scene = Scene(SHAPE, [41, 15, 9, 30, 48])
     if sliding_window:
         forget(scene, sliding_window)
     where, live, zero, alone = [], [], [], []
@@ -366,21 +366,25 @@ def test_partial_results_that_no_program_wrote_are_not_read(monkeypatch):
 
 
 def test_every_chosen_launch_compiles_for_a_gpu(tmp_path):
-    """Heads of 128 and of 256: one row, a short window, longer ones, many rows, a long chunk."""
+    """One row, a short window, longer ones, many rows, a long chunk; in runs even or ragged."""
     code = """
 from sametoken.ops.model.attention.triton import attention
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RowRuns
 
 table = torch.zeros(64, 32, dtype=torch.int64)
-for shape in (AttentionShape(32, 8, 128), AttentionShape(16, 4, 256, sliding_window=100)):
+narrow, wide = AttentionShape(32, 8, 128), AttentionShape(16, 4, 256, sliding_window=100)
+EVEN, RAGGED = True, False
+for shape, batch, width, is_even in (
+    *((narrow, 1, 1, EVEN), (narrow, 1, 8, RAGGED), (narrow, 1, 16, RAGGED)),
+    *((narrow, 64, 4, EVEN), (narrow, 64, 4, RAGGED), (narrow, 2, 512, RAGGED)),
+    *((wide, 1, 1, RAGGED), (wide, 1, 16, RAGGED), (wide, 64, 4, EVEN), (wide, 2, 512, RAGGED)),
+):
     kv = torch.zeros(2, 2, shape.num_kv_heads, 64, shape.head_dim, dtype=torch.bfloat16)
-    for batch, width in ((1, 1), (1, 8), (1, 16), (64, 4), (2, 512)):
-        at = torch.zeros(batch * width, dtype=torch.int64)
-        q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
-        starts = torch.arange(batch + 1)
-        for runs in (RowRuns.even(batch, width), RowRuns(batch, width, starts, 0, 0)):
-            rows = AttentionRows(at, at, at, table, runs)
-            attention(q, shape, rows, LayerKV(kv[0], kv[1]))
+    at = torch.zeros(batch * width, dtype=torch.int64)
+    q = torch.zeros(len(at), shape.num_heads, shape.head_dim, dtype=torch.bfloat16)
+    ragged = RowRuns(batch, width, torch.arange(batch + 1), 0, 0)
+    runs = RowRuns.even(batch, width) if is_even else ragged
+    attention(q, shape, AttentionRows(at, at, at, table, runs), LayerKV(kv[0], kv[1]))
 """
     compile_launches(code, tmp_path)
 

@@ -1,4 +1,4 @@
-"""The results of a siege and their limits."""
+"""The results of a stress test and their limits."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Limits:
 
 
 @dataclass
-class Besieged:
-    """The results of a siege.
+class StressResult:
+    """The results of a stress test.
 
     Attributes:
         limits: upper limits.

@@ -1,6 +1,6 @@
 """Requests on a Ray cluster that grows, shrinks and loses nodes under load.
 
-    python benchmarks/siege/ray_faults.py MODEL [--only autoscaling|serving|batch] [--json PATH]
+    python benchmarks/stress/ray_faults.py MODEL [--only autoscaling|serving|batch] [--json PATH]
 
 autoscaling  one engine; load starts a second one, which stops when the load falls
 serving      two nodes with an engine each; one node is killed under load, and another one joins
@@ -36,7 +36,7 @@ import httpx
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from siege import where
+from stress import where
 
 from sametoken import LLM, SamplingParams
 from sametoken.config import EngineConfig

@@ -1,4 +1,4 @@
-"""The requests of a siege: all kinds with known answers, and malformed ones."""
+"""The requests of a stress test: all kinds with known answers, and malformed ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A server under siege: correctness, latency and memory under all kinds of HTTP clients at once.
+"""A server under stress: correctness, latency and memory under all kinds of HTTP clients at once.
 
-    python benchmarks/siege/siege.py MODEL [--requests 100000] [--kills 5] [--out results.json]
+    python benchmarks/stress/stress.py MODEL [--requests 100000] [--kills 5] [--out results.json]
 
 An engine in this process first answers requests of all kinds without speculation. Then ``sametoken
 serve`` runs in another process, with n-gram drafts and too few KV blocks, under these clients:
@@ -43,7 +43,7 @@ from attackers import Bomber, HalfOpener, Killer, Times
 from cases import COMPLETIONS, NUM_LONG, Answer, Case, make_cases
 from connections import LostError, fetch
 from crowd import Client, StatsCollector, TurnedAwayError, WrongError
-from judge import COUNTED, LEFT, Besieged, Limits
+from judge import COUNTED, LEFT, Limits, StressResult
 from prometheus_client.parser import text_string_to_metric_families
 from server import ENGINE, PATIENCE_S, Server, serving
 
@@ -59,7 +59,7 @@ _PROGRESS_EVERY = 15
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a siege.
+    """Settings of a stress test.
 
     Attributes:
         num_requests: requests of the crowd.
@@ -82,13 +82,13 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Siege:
+class StressTest:
     """Runs all clients against a server and samples its processes.
 
     Args:
         server: a running server.
         cases: the requests.
-        plan: settings of the siege.
+        plan: settings of the stress test.
     """
 
     def __init__(self, server: Server, cases: list[Case], plan: Plan) -> None:
@@ -100,16 +100,16 @@ class Siege:
         self._killer = Killer(self._address, server, self._times, self._collector)
         self._samples: list[dict[str, float]] = []
 
-    async def run(self) -> Besieged:
+    async def run(self) -> StressResult:
         """Run from the first request to the exit of the server."""
         began = time.monotonic()
         neighbour = await self._start_neighbour()
-        besiegers = [asyncio.create_task(one) for one in self._besiegers()]
+        traffic = [asyncio.create_task(one) for one in self._traffic()]
         kills = await self._send_crowd()
         seconds = time.monotonic() - began
-        for one in besiegers:
+        for one in traffic:
             one.cancel()
-        ended = await asyncio.gather(*besiegers, *kills, return_exceptions=True)
+        ended = await asyncio.gather(*traffic, *kills, return_exceptions=True)
         # The neighbour stops at the end of its input.
         seen, _ = await neighbour.communicate(b"")
         self._require_server()
@@ -118,7 +118,7 @@ class Siege:
         defects = [one for one in ended if isinstance(one, Exception)]
         if defects:
             raise defects[0]
-        return Besieged(
+        return StressResult(
             limits=self._plan.limits,
             seconds=seconds,
             tally=self._collector,
@@ -145,7 +145,7 @@ class Siege:
                 f"the end of its log:\n{self._server.log[-3000:]}"
             )
 
-    def _besiegers(self) -> list[Any]:
+    def _traffic(self) -> list[Any]:
         seed, limits, tally = self._plan.seed, self._plan.limits, self._collector
         bomber = Bomber(
             self._address,
@@ -256,12 +256,12 @@ class Siege:
         client.leave()
 
 
-def besiege(model: str, plan: Plan) -> Besieged:
-    """Serve a model under siege and return the results."""
+def run_stress_test(model: str, plan: Plan) -> StressResult:
+    """Serve a model under stress and return the results."""
     cases = make_cases(LLM(model, **ENGINE), MAX_TOKENS, plan.seed)
     restarts = {"max_restarts": plan.num_kills + 1, "restart_backoff_s": 0.1}
     with serving(model, **restarts, **plan.options) as server:
-        return asyncio.run(Siege(server, cases, plan).run())
+        return asyncio.run(StressTest(server, cases, plan).run())
 
 
 def where() -> dict[str, str]:
@@ -311,15 +311,15 @@ def main() -> int:
         limits=limits,
         options=args.serve,
     )
-    besieged = besiege(args.model, plan)
+    result = run_stress_test(args.model, plan)
     versions = {"python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in VERSIONS}
-    report = where() | {"versions": versions, "seed": plan.seed, **besieged.report()}
+    report = where() | {"versions": versions, "seed": plan.seed, **result.report()}
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
     del report["samples"]
     print(json.dumps(report, indent=1))
-    return 0 if besieged.is_right else 1
+    return 0 if result.is_right else 1
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The neighbour of a siege: a well-behaved client in another process, which measures latencies.
+"""The neighbour of a stress test: a well-behaved client that measures latencies.
 
-    python benchmarks/siege/neighbour.py < job.json > seen.json
+    python benchmarks/stress/neighbour.py < job.json > seen.json
 
 It requests ``/health`` every 50 ms on one connection, and streams completions on another.
 ``job.json`` is one line: the address, and requests with their expected token ids. It stops at the

@@ -1,4 +1,4 @@
-"""The crowd of a siege: clients with known expected answers, many of which disconnect early."""
+"""The crowd of a stress test: clients with known answers, many of which disconnect early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attackers of a siege beside the crowd: bomber, half-openers, and engine killer."""
+"""The attackers of a stress test beside the crowd: bomber, half-openers, and engine killer."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Killer:
     """Kills the engine process and waits for the next one.
 
     Args:
-        address, server: the server under siege.
+        address, server: the server under stress.
         times: collects the intervals without an engine.
         tally: collects failures to restart.
     """

@@ -1,6 +1,6 @@
-"""A real server under siege: right, quick, empty at the end, small.
+"""A real server under stress: right, quick, empty at the end, small.
 
-``SAMETOKEN_SIEGE_REQUESTS`` sets the crowd's number; ``benchmarks/siege/siege.py`` sends 100,000
+``SAMETOKEN_STRESS_REQUESTS`` sets the crowd's number; ``benchmarks/stress/stress.py`` sends 100,000
 to any model.
 """
 
@@ -19,31 +19,31 @@ import pytest
 
 from helpers.chat_model import write_chat_model
 
-SIEGE = Path(__file__).parents[2] / "benchmarks" / "siege"
-NUM_REQUESTS = int(os.environ.get("SAMETOKEN_SIEGE_REQUESTS", "80"))
+STRESS = Path(__file__).parents[2] / "benchmarks" / "stress"
+NUM_REQUESTS = int(os.environ.get("SAMETOKEN_STRESS_REQUESTS", "60"))
 MODULES = ("attackers", "bombs", "cases", "connections", "crowd", "judge", "server")
 #: Half requests are to end within a short test.
 TIMEOUTS = {"header_timeout": 2.0, "body_timeout": 2.0}
 
 
 @pytest.fixture(scope="module")
-def siege():
-    names = ("siege", *MODULES)
+def stress():
+    names = ("stress", *MODULES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SIEGE)
+        patch.syspath_prepend(STRESS)
         modules = [importlib.import_module(name) for name in names]
         yield SimpleNamespace(**dict(zip(("main", *MODULES), modules, strict=True)))
     for name in names:
         del sys.modules[name]
 
 
-def test_a_server_under_siege_stays_right_quick_and_small(siege, tmp_path):
+def test_a_server_under_stress_stays_right_quick_and_small(stress, tmp_path):
     model = write_chat_model(tmp_path / "model")
-    # Other tests run beside, and caches are still filling: a long siege has its own limits.
-    limits = siege.judge.Limits(
+    # Other tests run beside, and caches are still filling: a long stress test has its own limits.
+    limits = stress.judge.Limits(
         health_s=5.0, gap_s=10.0, bomb_s=60.0, half_open_s=60.0, growth_mib=500.0
     )
-    plan = siege.main.Plan(
+    plan = stress.main.Plan(
         num_requests=NUM_REQUESTS,
         num_clients=16,
         num_half_openers=2,
@@ -52,56 +52,56 @@ def test_a_server_under_siege_stays_right_quick_and_small(siege, tmp_path):
         limits=limits,
         options=TIMEOUTS,
     )
-    besieged = siege.main.besiege(str(model), plan)
-    missed = {name: one for name, one in besieged.criteria().items() if not one["passed"]}
-    assert not missed, (missed, besieged.tally)
-    tally = besieged.tally
+    result = stress.main.run_stress_test(str(model), plan)
+    missed = {name: one for name, one in result.criteria().items() if not one["passed"]}
+    assert not missed, (missed, result.tally)
+    tally = result.tally
     assert NUM_REQUESTS <= tally.sent["crowd"] < NUM_REQUESTS + 16 * 4
     # Whatever was sent again came to an end once.
     ended = sum(count for name, count in tally.fates.items() if not name.startswith("closed"))
-    assert ended == tally.sent["crowd"] + siege.cases.NUM_LONG
+    assert ended == tally.sent["crowd"] + stress.cases.NUM_LONG
     assert tally.fates["whole"] + tally.fates["streamed"] > NUM_REQUESTS // 3
     for fate in ("refused", "sent by half", "pipelined", "left in mid-stream", "sent in pieces"):
         assert tally.fates[fate] > 0, fate
     assert tally.sent["bomber"] > 10
     assert tally.fates["left before a token"] > 0
     assert any(name.startswith("closed") for name in tally.fates)
-    assert besieged.counted[siege.judge.RESTARTS] == besieged.num_kills == 1
-    assert besieged.num_met == siege.cases.NUM_LONG
-    assert besieged.counted[siege.judge.ACCEPTED] > 0
-    assert Counter(end for _, _, end in besieged.neighbour["ends"])["right"] > 0
+    assert result.counted[stress.judge.RESTARTS] == result.num_kills == 1
+    assert result.num_met == stress.cases.NUM_LONG
+    assert result.counted[stress.judge.ACCEPTED] > 0
+    assert Counter(end for _, _, end in result.neighbour["ends"])["right"] > 0
 
 
-def said(siege, token_ids, text, finish_reason=None, logprobs=()):
-    return siege.cases.Completion(list(token_ids), text, list(logprobs), finish_reason)
+def said(stress, token_ids, text, finish_reason=None, logprobs=()):
+    return stress.cases.Completion(list(token_ids), text, list(logprobs), finish_reason)
 
 
-def test_wrong_answers_are_found(siege):
+def test_wrong_answers_are_found(stress):
     """What it is there for: an answer that differs is named."""
-    whole = said(siege, (1, 2, 4), "abd", "stop", (-0.5, -1.0, -1.5))
-    case = siege.cases.Case("/v1/completions", {}, (whole,))
+    whole = said(stress, (1, 2, 4), "abd", "stop", (-0.5, -1.0, -1.5))
+    case = stress.cases.Case("/v1/completions", {}, (whole,))
     for one, is_whole, is_wrong, is_beginning in (
         (whole, True, False, True),
-        (said(siege, (1, 2), "ab"), False, False, True),
-        (said(siege, (1, 2, 3), "abd", "stop", whole.logprobs), True, True, False),
-        (said(siege, (1, 2, 4), "abc", "stop", whole.logprobs), True, True, False),
-        (said(siege, (1, 2, 4), "abd", "length", whole.logprobs), True, True, True),
-        (said(siege, (1, 2, 4), "abd", "stop", (-0.5, -1.0, -1.25)), True, True, False),
-        (said(siege, (1, 2), "ab", "stop"), True, True, True),
-        (said(siege, (1, 5), "a"), False, False, False),
-        (said(siege, (1,), "b"), False, False, False),
+        (said(stress, (1, 2), "ab"), False, False, True),
+        (said(stress, (1, 2, 3), "abd", "stop", whole.logprobs), True, True, False),
+        (said(stress, (1, 2, 4), "abc", "stop", whole.logprobs), True, True, False),
+        (said(stress, (1, 2, 4), "abd", "length", whole.logprobs), True, True, True),
+        (said(stress, (1, 2, 4), "abd", "stop", (-0.5, -1.0, -1.25)), True, True, False),
+        (said(stress, (1, 2), "ab", "stop"), True, True, True),
+        (said(stress, (1, 5), "a"), False, False, False),
+        (said(stress, (1,), "b"), False, False, False),
     ):
-        tally = siege.crowd.StatsCollector()
-        tally.check(case, siege.cases.Answer({0: one}, is_whole))
+        tally = stress.crowd.StatsCollector()
+        tally.check(case, stress.cases.Answer({0: one}, is_whole))
         assert (len(tally.wrong), len(tally.no_beginning)) == (is_wrong, not is_beginning), one
-    tally = siege.crowd.StatsCollector()
-    tally.check(case, siege.cases.Answer({0: whole, 1: whole}, is_whole=True))
+    tally = stress.crowd.StatsCollector()
+    tally.check(case, stress.cases.Answer({0: whole, 1: whole}, is_whole=True))
     assert tally.wrong
     assert tally.no_beginning
 
 
-def test_pieces_of_an_answer_add_up(siege):
-    answer = siege.cases.Answer()
+def test_pieces_of_an_answer_add_up(stress):
+    answer = stress.cases.Answer()
     answer.take({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
     answer.take({"choices": [{"index": 1, "delta": {"content": "z"}, "token_ids": [9]}]})
     logprobs = {"content": [{"logprob": -0.25}]}
@@ -125,25 +125,25 @@ def test_pieces_of_an_answer_add_up(siege):
             ]
         }
     )
-    assert answer.completions[0] == said(siege, (1, 3), "ab", "length", (-0.25, -0.5))
-    assert answer.completions[1] == said(siege, (9,), "z")
+    assert answer.completions[0] == said(stress, (1, 3), "ab", "length", (-0.25, -0.5))
+    assert answer.completions[1] == said(stress, (9,), "z")
 
 
 HEALTHY = [(1.0, 0.01, 200)]
 
 
-def right(siege, **changes):
-    """What came of a siege without a fault, but for changes."""
+def right(stress, **changes):
+    """What came of a stress test without a fault, but for changes."""
     held = {
-        f"{process}_{what}": 10.0 for process in ("server", "engine") for what in siege.judge.HELD
+        f"{process}_{what}": 10.0 for process in ("server", "engine") for what in stress.judge.HELD
     }
-    tally = siege.crowd.StatsCollector()
+    tally = stress.crowd.StatsCollector()
     tally.sent["crowd"] = 100
     values = {
-        "limits": siege.judge.Limits(),
+        "limits": stress.judge.Limits(),
         "seconds": 10.0,
         "tally": tally,
-        "times": siege.attackers.Times([[2.0, 3.0]]),
+        "times": stress.attackers.Times([[2.0, 3.0]]),
         "num_kills": 1,
         "samples": [{"at_s": float(i), **held} for i in range(8)],
         "neighbour": {
@@ -152,20 +152,20 @@ def right(siege, **changes):
             "ends": [(1.0, 0.6, "right"), (2.5, 0.1, "engine_dead")],
         },
         "left": {"num_requests_running": 0.0},
-        "counted": dict.fromkeys(siege.judge.COUNTED, 0.0) | {siege.judge.RESTARTS: 1.0},
+        "counted": dict.fromkeys(stress.judge.COUNTED, 0.0) | {stress.judge.RESTARTS: 1.0},
         "num_met": 8,
         "exit_code": 0,
         "num_tracebacks": 0,
         "log_bytes": 1000,
     }
-    return siege.judge.Besieged(**values | changes)
+    return stress.judge.StressResult(**values | changes)
 
 
-def test_every_fault_is_found(siege):
-    assert right(siege).is_right
+def test_every_fault_is_found(stress):
+    assert right(stress).is_right
     waits, ends = [(1.0, 0.5, 0), (1.5, 0.1, 1)], [(1.0, 0.6, "right")]
     neighbour = {"health": HEALTHY, "waits": waits, "ends": ends}
-    counted = right(siege).counted
+    counted = right(stress).counted
     for fault in (
         {"neighbour": neighbour | {"health": [(1.0, 1.2, 200)]}},
         {"neighbour": neighbour | {"health": [(1.0, 0.1, 503)]}},
@@ -173,42 +173,42 @@ def test_every_fault_is_found(siege):
         {"neighbour": neighbour | {"ends": [(1.0, 0.6, "wrong")]}},
         {"neighbour": neighbour | {"ends": [(5.0, 0.6, "engine_dead")]}},
         {"left": {"num_requests_running": 1.0}},
-        {"counted": counted | {siege.judge.RESTARTS: 2.0}},
-        {"counted": counted | {siege.judge.DIFFERENCES: 1.0}},
+        {"counted": counted | {stress.judge.RESTARTS: 2.0}},
+        {"counted": counted | {stress.judge.DIFFERENCES: 1.0}},
         {"exit_code": None},
         {"exit_code": -9},
         {"num_tracebacks": 1},
         {"log_bytes": 10**6},
     ):
-        assert not right(siege, **fault).is_right, fault
+        assert not right(stress, **fault).is_right, fault
     for kind in ("crowd", "bomber", "half-openers", "killer", "drain"):
-        tally = right(siege).tally
+        tally = right(stress).tally
         tally.lose(kind, "500")
-        assert not right(siege, tally=tally).is_right, kind
+        assert not right(stress, tally=tally).is_right, kind
 
 
-def test_a_long_gap_while_there_is_no_engine_is_no_fault(siege):
+def test_a_long_gap_while_there_is_no_engine_is_no_fault(stress):
     waits = [(1.0, 0.5, 0), (1.5, 0.1, 1), (2.5, 6.0, 2)]
     ends = [(1.0, 7.5, "right")]
     neighbour = {"health": [*HEALTHY, (2.1, 0.1, 503)], "waits": waits, "ends": ends}
-    assert right(siege, neighbour=neighbour).is_right
+    assert right(stress, neighbour=neighbour).is_right
 
 
-def test_growth_is_of_the_most_that_was_held(siege):
+def test_growth_is_of_the_most_that_was_held(stress):
     """From the first half to the last quarter; a process that began anew in between is small."""
     values = [10.0, 20.0, 61.0, 0.0, 100.0, 12.0, 40.0, 76.0]
-    samples = right(siege).samples
+    samples = right(stress).samples
     samples = [one | {"engine_mib": mib} for one, mib in zip(samples, values, strict=True)]
-    besieged = right(siege, samples=samples)
-    assert besieged.growth()["engine_mib"] == 15.0
-    assert besieged.growth()["server_mib"] == 0.0
-    assert besieged.peaks()["engine_mib"] == 100.0
+    result = right(stress, samples=samples)
+    assert result.growth()["engine_mib"] == 15.0
+    assert result.growth()["server_mib"] == 0.0
+    assert result.peaks()["engine_mib"] == 100.0
     grown = [one | {"server_threads": one["at_s"] * 3} for one in samples]
-    assert not right(siege, samples=grown).is_right
+    assert not right(stress, samples=grown).is_right
 
 
-def test_answers_to_bombs_are_looked_at(siege):
-    fault_of, head = siege.attackers.fault_of, siege.connections.Head
+def test_answers_to_bombs_are_looked_at(stress):
+    fault_of, head = stress.attackers.fault_of, stress.connections.Head
     error = b'{"error": {"message": "no", "type": "t", "param": null, "code": null}}'
     as_json, as_events = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
     done = b"data: [DONE]\n\n"
@@ -227,15 +227,15 @@ def test_answers_to_bombs_are_looked_at(siege):
         assert fault_of(head(status, headers), body), (status, body)
 
 
-def test_mutations_are_bytes_and_follow_from_the_seed(siege):
-    made = [siege.bombs.mutation(random.Random(number)) for number in range(50)]
-    assert made == [siege.bombs.mutation(random.Random(number)) for number in range(50)]
-    valid = {siege.bombs.dump(body).encode() for _, body in siege.bombs.VALID}
+def test_mutations_are_bytes_and_follow_from_the_seed(stress):
+    made = [stress.bombs.mutation(random.Random(number)) for number in range(50)]
+    assert made == [stress.bombs.mutation(random.Random(number)) for number in range(50)]
+    valid = {stress.bombs.dump(body).encode() for _, body in stress.bombs.VALID}
     assert len({content for _, content in made} - valid) > 40
 
 
-def test_an_engine_that_nobody_ended_may_not_die(siege):
-    times = siege.attackers.Times()
+def test_an_engine_that_nobody_ended_may_not_die(stress):
+    times = stress.attackers.Times()
     assert not times.since(0.0)
     times.windows.append([time.monotonic(), float("inf")])
     assert times.since(time.monotonic())

@@ -1,0 +1,98 @@
+"""The speculative methods, one line each; whatever else is told by a method's name derives from it.
+
+Keys of a single method are fields of ``SpeculativeConfig`` that name it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+MAX_SPECULATIVE_TOKENS = 64
+
+
+class Kind(Enum):
+    """What a method drafts from: matches of text, a draft head, another model, or nothing."""
+
+    LOOKUP = auto()
+    HEAD = auto()
+    MODEL = auto()
+    RECORDER = auto()
+
+
+class Checkpoint(Enum):
+    """Whether the config's ``model`` names the drafter's checkpoint."""
+
+    NONE = auto()
+    REQUIRED = auto()
+    #: Some targets have a drafter that ships.
+    OPTIONAL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method and its drafter.
+
+    Attributes:
+        load: "module:function" that loads the drafter. Its arguments are the
+            ``SpeculativeConfig``, the target and a ``Placement``; it returns a
+            ``LoadedDrafter`` (``drafters.base``).
+        num_tokens: the default k; 0: the config or the checkpoint tells it.
+        limits: least and greatest k.
+        head: "module:class" of a draft head's checkpoint.
+        architectures: parts of an architecture's name, in lower case, that tell the method.
+    """
+
+    kind: Kind
+    load: str
+    checkpoint: Checkpoint = Checkpoint.NONE
+    num_tokens: int = 0
+    limits: tuple[int, int] = (1, MAX_SPECULATIVE_TOKENS)
+    head: str = ""
+    architectures: tuple[str, ...] = ()
+
+
+#: The method that records hidden states and drafts nothing.
+EXTRACT = "extract_hidden_states"
+_DRAFTERS, _HEADS = "sametoken.drafters", "sametoken.models.heads"
+_HEAD = f"{_DRAFTERS}.eagle:load"
+_NEEDED, _SHIPPED = Checkpoint.REQUIRED, Checkpoint.OPTIONAL
+
+# vLLM requires k = 1 for extraction, which proposes no drafts.
+TABLE: dict[str, Method] = {
+    "ngram": Method(Kind.LOOKUP, f"{_DRAFTERS}.ngram:load", num_tokens=8),
+    "suffix": Method(Kind.LOOKUP, f"{_DRAFTERS}.suffix:load"),
+    "draft_model": Method(Kind.MODEL, f"{_DRAFTERS}.draft_model:load", _NEEDED, num_tokens=4),
+    "eagle": Method(
+        Kind.HEAD, _HEAD, _NEEDED, head=f"{_HEADS}.eagle:Eagle1Checkpoint", architectures=("eagle",)
+    ),
+    "eagle3": Method(
+        Kind.HEAD,
+        _HEAD,
+        _SHIPPED,
+        head=f"{_HEADS}.eagle3:Eagle3Checkpoint",
+        architectures=("eagle3",),
+    ),
+    "mtp": Method(
+        Kind.HEAD,
+        _HEAD,
+        num_tokens=3,
+        limits=(1, 8),
+        head=f"{_HEADS}.mtp:MTPCheckpoint",
+        architectures=("mtp", "nextn"),
+    ),
+    EXTRACT: Method(Kind.RECORDER, f"{_DRAFTERS}.extract:load", limits=(0, 1)),
+}
+
+
+def _of(*kinds: Kind) -> tuple[str, ...]:
+    return tuple(name for name, method in TABLE.items() if method.kind in kinds)
+
+
+METHODS = tuple(TABLE)
+LOOKUPS, HEADS = _of(Kind.LOOKUP), _of(Kind.HEAD)
+#: What a cascade may fall back to.
+CASCADED = _of(Kind.MODEL, Kind.HEAD)
+DRAFTING = (*LOOKUPS, *CASCADED)
+WITHOUT_MODEL = tuple(name for name, one in TABLE.items() if one.checkpoint is Checkpoint.NONE)
+WITH_MODEL = tuple(name for name in TABLE if name not in WITHOUT_MODEL)

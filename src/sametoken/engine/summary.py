@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.ops.dispatch import CHOICE
+from sametoken.ops.backend import AttentionShape
+from sametoken.ops.dispatch import CHOICE, attention_kernels
 from sametoken.types.units import in_tokens, in_units
 
 _RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
@@ -16,6 +17,7 @@ _TOKENS = ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size", "blo
 _BYTES = ("kv_cache_memory_bytes", "kept_states_memory_bytes")
 _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
+_ATTENTION = "gluon on Hopper GPUs in bf16 and fp16, else as kernels"
 _NO_RECURRENT = "the model has no recurrent layers"
 
 
@@ -89,6 +91,13 @@ def explanation(resolved: ResolvedConfig) -> tuple[Setting, ...]:
     return (*settings, *_facts(resolved))
 
 
+def _attention(resolved: ResolvedConfig) -> str:
+    model = resolved.model
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
+    block_size, device = resolved.config.block_size, resolved.device
+    return attention_kernels(resolved.kernels, shape, resolved.dtype, block_size, device)
+
+
 def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
     """What follows from the options, and from what."""
     memory, config = resolved.request_memory, resolved.config
@@ -111,6 +120,7 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
         Setting("synthetic", ", ".join(config.synthetic) or "nothing", _SYNTHETIC),
         Setting("architecture", resolved.model.architecture, "named by the checkpoint"),
         Setting("kernels", resolved.kernels, _KERNELS),
+        Setting("attention_kernels", _attention(resolved), _ATTENTION),
         *(
             Setting(name, in_units(size), why if size else _NO_RECURRENT)
             for name, (size, why) in sizes.items()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.ops.backend import Kernels
+from sametoken.ops.backend import AttentionShape, Kernels
 from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
@@ -52,6 +52,18 @@ def select_backend(device: torch.device) -> Backend:
     from sametoken.ops.step import triton as triton_step
 
     return Backend(kernels, triton_step, triton_ngram.lookup, triton_suffix.search)
+
+
+def attention_kernels(
+    kernels: str, shape: AttentionShape, dtype: torch.dtype, block_size: int, device: torch.device
+) -> str:
+    """What computes attention where ``kernels`` serve: ``gluon`` on Hopper, else themselves."""
+    if device.type == "cuda":
+        from sametoken.ops.model.attention import hopper
+
+        if hopper.serves(shape, dtype, block_size, device):
+            return "gluon"
+    return kernels
 
 
 def select_kernels(device: torch.device) -> Kernels:

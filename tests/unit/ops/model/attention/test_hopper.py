@@ -13,6 +13,7 @@ import torch
 
 from helpers.compiled import compile_launches
 from sametoken.ops.backend import AttentionShape
+from sametoken.ops.dispatch import attention_kernels
 from sametoken.ops.model.attention import hopper, schedule
 
 QWEN3 = AttentionShape(32, 8, 128)
@@ -75,6 +76,14 @@ def test_it_serves_hopper_alone(monkeypatch):
     assert not hopper.serves(AttentionShape(65, 1, 128), *asked)
     assert not hopper.serves(AttentionShape(4, 4, 20), *asked)
     assert not hopper.serves(QWEN3, torch.bfloat16, 24, torch.device("cpu"))
+
+
+def test_what_computes_attention_has_a_name(monkeypatch):
+    asked = (QWEN3, torch.bfloat16, 64)
+    assert attention_kernels("native", *asked, torch.device("cpu")) == "native"
+    for hopper_gpu, name in ((True, "gluon"), (False, "triton")):
+        monkeypatch.setattr(hopper, "_is_hopper", lambda device, found=hopper_gpu: found)
+        assert attention_kernels("triton", *asked, torch.device("cuda")) == name
 
 
 def test_both_forms_compile_once_for_all_counts(tmp_path):

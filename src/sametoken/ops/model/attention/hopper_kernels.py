@@ -16,6 +16,7 @@ from triton.language.extra import cuda
 from sametoken.ops.model.attention.hopper_tiles import (
     QUERIES,
     attend,
+    barrier,
     extent,
     join_parts,
     load_queries,
@@ -111,7 +112,7 @@ def _attend_by_splits(
                         HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, True,
                     )  # fmt: skip
                     # Whoever stores the last parts joins all of them: nobody waits.
-                    gl.thread_barrier()
+                    barrier()
                     counter = arrived + head * num_tiles + tile
                     stored = gl.atomic_add(counter, last - split, sem="acq_rel", scope="gpu")
                     if stored + last - split == end_split - first_split:
@@ -179,7 +180,9 @@ def splits_kernel(
     ROWS: gl.constexpr = QUERIES // GROUP
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     tile = gl.arange(0, BLOCK_TILES, layout=LINE)
-    _, first, stop = run_of(min(tile, num_tiles - 1), starts, first_run, width, tiles_per_run, ROWS)
+    _, first, stop = run_of(
+        gl.minimum(tile, num_tiles - 1), starts, first_run, width, tiles_per_run, ROWS
+    )
     exists = (tile < num_tiles) & (first < stop)
     position = gl.load(positions + first, mask=exists, other=0).to(gl.int32)
     _, end, before = extent(position, stop - first, TILE, WINDOW)

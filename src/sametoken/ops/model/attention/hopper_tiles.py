@@ -33,7 +33,8 @@ QUERIES = gl.constexpr(64)
 #: The maximum score before any; finite, so that differences of two are numbers.
 LOWEST = gl.constexpr(-1.0e30)
 
-# Two names of Triton 3.9.
+# Names that later Tritons changed: two in 3.9, one in 3.7.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
     gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
@@ -66,7 +67,7 @@ def run_of(tile, starts, first_run, width, tiles_per_run, ROWS: gl.constexpr):
         begin = gl.load(starts + run).to(gl.int32)
         end = gl.load(starts + run + 1).to(gl.int32)
     first = begin + tile % tiles_per_run * ROWS
-    return begin, first, min(first + ROWS, end)
+    return begin, first, gl.minimum(first + ROWS, end)
 
 
 @gluon.jit
@@ -76,7 +77,7 @@ def extent(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
     ``position`` is that of the tile's first row; rows of a run ascend by one. Dead rows at a run's
     end count too: they read KV and give nothing.
     """
-    first = split_of(max(position - WINDOW + 1, 0)) if WINDOW else 0 * position
+    first = split_of(gl.maximum(position - WINDOW + 1, 0)) if WINDOW else 0 * position
     return first, (position + num_rows + TILE - 1) // TILE, begin_of(first) // TILE
 
 

@@ -41,10 +41,10 @@ _FIRST_3 = gl.constexpr(max_splits(LEVELS[3][0]))
 def split_of(position):
     """The split that holds a position."""
     return (
-        min(position, _BEGIN_1) // _SIZE_0
-        + (min(max(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1) // _SIZE_1
-        + (min(max(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2) // _SIZE_2
-        + (max(position, _BEGIN_3) - _BEGIN_3) // _SIZE_3
+        gl.minimum(position, _BEGIN_1) // _SIZE_0
+        + (gl.minimum(gl.maximum(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1) // _SIZE_1
+        + (gl.minimum(gl.maximum(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2) // _SIZE_2
+        + (gl.maximum(position, _BEGIN_3) - _BEGIN_3) // _SIZE_3
     )
 
 
@@ -52,10 +52,10 @@ def split_of(position):
 def begin_of(split):
     """The first position of a split."""
     return (
-        min(split, _FIRST_1) * _SIZE_0
-        + (min(max(split, _FIRST_1), _FIRST_2) - _FIRST_1) * _SIZE_1
-        + (min(max(split, _FIRST_2), _FIRST_3) - _FIRST_2) * _SIZE_2
-        + (max(split, _FIRST_3) - _FIRST_3) * _SIZE_3
+        gl.minimum(split, _FIRST_1) * _SIZE_0
+        + (gl.minimum(gl.maximum(split, _FIRST_1), _FIRST_2) - _FIRST_1) * _SIZE_1
+        + (gl.minimum(gl.maximum(split, _FIRST_2), _FIRST_3) - _FIRST_2) * _SIZE_2
+        + (gl.maximum(split, _FIRST_3) - _FIRST_3) * _SIZE_3
     )
 
 
@@ -63,8 +63,8 @@ def begin_of(split):
 def splits_before(position):
     """How many splits begin before a position."""
     return (
-        (min(position, _BEGIN_1) + _SIZE_0 - 1) // _SIZE_0
-        + (min(max(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1 + _SIZE_1 - 1) // _SIZE_1
-        + (min(max(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + _SIZE_2 - 1) // _SIZE_2
-        + (max(position, _BEGIN_3) - _BEGIN_3 + _SIZE_3 - 1) // _SIZE_3
+        (gl.minimum(position, _BEGIN_1) + _SIZE_0 - 1) // _SIZE_0
+        + (gl.minimum(gl.maximum(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1 + _SIZE_1 - 1) // _SIZE_1
+        + (gl.minimum(gl.maximum(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + _SIZE_2 - 1) // _SIZE_2
+        + (gl.maximum(position, _BEGIN_3) - _BEGIN_3 + _SIZE_3 - 1) // _SIZE_3
     )

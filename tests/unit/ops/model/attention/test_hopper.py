@@ -24,7 +24,9 @@ def value(function, argument):
     return function.fn(argument).value
 
 
-def test_splits_follow_one_another_and_depend_on_position_alone():
+def test_splits_follow_one_another_and_depend_on_position_alone(monkeypatch):
+    monkeypatch.setattr(schedule.gl, "minimum", min)
+    monkeypatch.setattr(schedule.gl, "maximum", max)
     levels = pairwise([*schedule.LEVELS, (60_000, 0)])
     begins = [at for (begin, size), (end, _) in levels for at in range(begin, end, size)]
     for split, (begin, end) in enumerate(pairwise(begins)):

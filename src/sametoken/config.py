@@ -14,6 +14,7 @@ from sametoken.types.option_values import (
     require_files,
     require_path,
     require_types,
+    require_within,
     suggestion,
 )
 from sametoken.types.speculative_config import SpeculativeConfig
@@ -76,6 +77,14 @@ class EngineConfig:
         None, "KV blocks, overriding kv_cache_memory_bytes", "--num-gpu-blocks-override"
     )
     enable_prefix_caching: bool = option(True, "share KV of equal prompt blocks")
+    swap_space: float = option(4.0, "host memory for KV of preempted requests, in GiB per rank")
+    kv_offloading_size: float = option(
+        0.0, "host memory for KV that leaves the prefix cache, in GiB per rank"
+    )
+    swap_dir: str | None = option(
+        None, "directory of a file for swapped KV, when host memory is short; default: none"
+    )
+    swap_dir_size: float = option(16.0, "maximum size of the file in swap_dir, in GiB")
     steps_in_flight: int = option(
         0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU"
     )
@@ -97,6 +106,7 @@ class EngineConfig:
         self._check_choices()
         self._check_numbers()
         require_types(self)
+        require_within(self, _GIB_LIMITS)
         for name in _PATHS:
             require_path(name, getattr(self, name))
         if self.speculative_config is not None:
@@ -162,7 +172,7 @@ class EngineConfig:
         return cls(**options)
 
 
-_PATHS = ("model", "tokenizer", "chat_template", "generation_config")
+_PATHS = ("model", "tokenizer", "chat_template", "generation_config", "swap_dir")
 _OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
 _LIMITS = (
     ("seed", 0, 2**63 - 1),
@@ -175,4 +185,8 @@ _LIMITS = (
     ("num_kv_blocks", 1, 2**31),
     ("steps_in_flight", 0, 3),
     ("tensor_parallel_size", 1, 64),
+)
+_MOST_GIB = 2**20
+_GIB_LIMITS = tuple(
+    (name, 0, _MOST_GIB) for name in ("swap_space", "kv_offloading_size", "swap_dir_size")
 )

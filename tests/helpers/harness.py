@@ -26,6 +26,7 @@ from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.scheduler.swap_space import BlockFile
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
@@ -47,6 +48,8 @@ class Shape:
     prefill_chunk_size: int = 8
     block_size: int = 4
     num_blocks: int = 60
+    num_host_blocks: int = 60
+    num_idle_host_blocks: int = 0
     max_model_len: int = 96
     prefix_caching: bool = True
     cache_emitted: bool = True
@@ -123,6 +126,7 @@ def build(
     kernels=None,
     history: TokenHistory = NO_HISTORY,
     steps: str | None = None,
+    make_file: Callable[[SwapStore], BlockFile] | None = None,
 ) -> EngineCore:
     """Put an engine together by hand; ``steps`` is one of ``STEPS``."""
     kernels = kernels or ReferenceKernels()
@@ -149,6 +153,8 @@ def build(
         longest_chunk=shape.prefill_chunk_size,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
+        num_host_blocks=shape.num_host_blocks,
+        num_idle_host_blocks=shape.num_idle_host_blocks,
         max_model_len=shape.max_model_len,
         num_speculative_tokens=k,
         adaptive_drafts=True,
@@ -183,17 +189,19 @@ def build(
             parts.expected[admission.slot] = [*admission.prompt_token_ids, *oracle(admission)]
 
     step = noted(step, note)
+    swap = SwapStore((kv, *drafter.kv_caches), shape.num_host_blocks, 2**24, pinned=False)
     runner = StepRunner(
         step=step,
         processing=watched(processing, see),
         launcher=launcher_of(step, steps),
-        swap=SwapStore((kv, *drafter.kv_caches)),
+        swap=swap,
         stream=stream,
         ring=ring,
         history=history,
     )
     resolved = SimpleNamespace(steps_in_flight=shape.steps_in_flight)
-    core = EngineCore(resolved, Scheduler(limits), runner)
+    scheduler = Scheduler(limits, make_file(swap) if make_file else None)
+    core = EngineCore(resolved, scheduler, runner)
     core.parts, core.accepted_logits = parts, accepted_logits
     return core
 

@@ -685,7 +685,11 @@ def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
 )
 def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
     start = SwapStore.__init__
-    patch.setattr(SwapStore, "__init__", lambda self, caches: start(self, caches[:1]))
+
+    def mutant(self, caches, *sizes, **options):
+        start(self, caches[:1], *sizes, **options)
+
+    patch.setattr(SwapStore, "__init__", mutant)
 
 
 @mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")

@@ -42,8 +42,10 @@ from sametoken.engine.resolve import (
     resolve_recurrent,
     resolve_sizes,
 )
+from sametoken.engine.swap_plan import SwapPlan, plan_swap, require_one_rank
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
+from sametoken.io.swap_file import SwapFile
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -100,6 +102,7 @@ class _Loaded:
     drafter: LoadedDrafter
     backend: Backend
     memory: MemoryPlan
+    swap: SwapPlan
     resolved: ResolvedConfig
     extraction: Extraction
 
@@ -134,7 +137,7 @@ def build_engine(
             with _memory_errors_explained():
                 loaded = _load(requested, ranks, extraction, announce)
                 runner = _assemble(loaded, ranks, announce)
-            scheduler = Scheduler(_limits(loaded, runner.step.drafter))
+            scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
             leader = ranks.lead(runner)
             return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks)
     except BaseException:
@@ -214,11 +217,23 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
         step=step,
         processing=processing,
         launcher=_launcher(step, processing, resolved, announce),
-        swap=SwapStore((kv, *drafter.kv_caches)),
+        swap=_swap_store(loaded, (kv, *drafter.kv_caches)),
         stream=ranks.stream(device, steps),
         ring=ring,
         history=loaded.drafter.history,
     )
+
+
+def _swap_store(loaded: _Loaded, caches: tuple[ModelCache, ...]) -> SwapStore:
+    swap, on_gpu = loaded.swap, loaded.resolved.device.type == "cuda"
+    return SwapStore(caches, swap.num_host_blocks, swap.limit, pinned=on_gpu)
+
+
+def _swap_file(loaded: _Loaded, runner: StepRunner) -> SwapFile | None:
+    directory = loaded.resolved.config.swap_dir
+    if directory is None or not loaded.swap.num_file_blocks:
+        return None
+    return SwapFile(directory, loaded.swap.num_file_blocks, runner.swap.host.buffer)
 
 
 def _chances(loaded: _Loaded, table: SamplingTable) -> Chances | None:
@@ -262,6 +277,7 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     max_len = resolve_max_model_len(config, architecture)
     _require_room(config)
     require_ranks(config, architecture, device)
+    require_one_rank(config)
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
@@ -289,6 +305,9 @@ def _load(
     memory = ranks.broadcast_object(
         plan_memory(config, requested.architecture, caches, drafter.lookahead_slots, budget)
     )
+    block_bytes = bytes_per_block(caches, config.block_size)
+    most_useful = config.max_num_seqs * -(-memory.max_model_len // config.block_size)
+    swap = ranks.broadcast_object(plan_swap(config, block_bytes, most_useful))
     dtype, why = requested.dtype
     defaults = reasons_of_defaults(requested.given, requested.device.type)
     resolved = ResolvedConfig(
@@ -300,16 +319,16 @@ def _load(
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
-        reasons={**defaults, **memory.reasons, **off_reasons, "dtype": why},
+        reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
-        kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
+        kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
         request_memory=RequestMemory.of(
             config.num_speculative_tokens, target.caches, drafter.caches
         ),
     )
     require_memory(resolved)
-    return _Loaded(target, drafter, backend, memory, resolved, extraction)
+    return _Loaded(target, drafter, backend, memory, swap, resolved, extraction)
 
 
 def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
@@ -384,6 +403,8 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         longest_chunk=config.prefill_chunk_size,
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
+        num_host_blocks=loaded.swap.num_host_blocks,
+        num_idle_host_blocks=loaded.swap.num_idle_host_blocks,
         max_model_len=memory.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
         adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,

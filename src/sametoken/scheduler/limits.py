@@ -27,6 +27,8 @@ class SchedulerLimits:
         longest_chunk: maximum tokens of one prompt per step.
         block_size: tokens per KV block.
         num_blocks: KV blocks, ids ``0 .. num_blocks - 1``.
+        num_host_blocks: blocks of host memory for KV that leaves the device.
+        num_idle_host_blocks: how many of these idle prefixes may have.
         max_model_len: maximum length of prompt and output together, in tokens.
         num_speculative_tokens: k; 0 is plain decoding.
         adaptive_drafts: whether draft limits follow load and acceptance, or are always k.
@@ -46,6 +48,8 @@ class SchedulerLimits:
     longest_chunk: int
     block_size: int
     num_blocks: int
+    num_host_blocks: int
+    num_idle_host_blocks: int
     max_model_len: int
     num_speculative_tokens: int
     adaptive_drafts: bool

@@ -43,7 +43,9 @@ class Turn:
     def samples(self) -> bool:
         """Whether it includes the last committed token."""
         request = self.request
-        return not request.prefilling or request.position + self.num_query == request.prompt_len
+        if not request.prefilling:
+            return True
+        return not request.replays and request.position + self.num_query == request.prompt_len
 
     @property
     def hi_after(self) -> int:
@@ -63,7 +65,11 @@ class Turn:
     def scheduled(self) -> ScheduledRequest:
         """The turn as part of a plan."""
         return ScheduledRequest(
-            self.request.held_slot, self.num_query, self.draft_limit, self.samples
+            self.request.held_slot,
+            self.num_query,
+            self.draft_limit,
+            self.samples,
+            self.request.replays,
         )
 
 
@@ -79,6 +85,7 @@ class PlanDraft:
     step_id: int
     short_of_blocks: bool = False
     swap_outs: list[SwapOut] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     block_assignments: list[BlockAssignment] = field(default_factory=list)
     swap_ins: list[SwapIn] = field(default_factory=list)
@@ -86,12 +93,14 @@ class PlanDraft:
 
     def assign_blocks(self, request: RequestState, new_blocks: list[int]) -> None:
         """Append blocks to a request's table."""
-        if new_blocks:
-            first_index = len(request.blocks)
-            request.blocks.extend(new_blocks)
-            self.block_assignments.append(
-                BlockAssignment(request.held_slot, first_index, tuple(new_blocks))
-            )
+        if not new_blocks:
+            return
+        first_index, slot, blocks = len(request.blocks), request.held_slot, tuple(new_blocks)
+        request.blocks.extend(new_blocks)
+        if self.block_assignments and self.block_assignments[-1].slot == slot:
+            begun = self.block_assignments.pop()
+            first_index, blocks = begun.first_index, begun.block_ids + blocks
+        self.block_assignments.append(BlockAssignment(slot, first_index, blocks))
 
     def admit(self, request: RequestState) -> None:
         """Add the admission of a request that has just got its slot."""
@@ -109,13 +118,13 @@ class PlanDraft:
             )
         )
 
-    def build(self, discarded_swaps: tuple[str, ...]) -> StepPlan:
+    def build(self) -> StepPlan:
         """The finished plan, windows before chunks; ``turns`` are sorted likewise."""
         self.turns.sort(key=lambda turn: not turn.is_window)
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),
-            discarded_swaps=discarded_swaps,
+            restarts=tuple(self.restarts),
             admissions=tuple(self.admissions),
             block_assignments=tuple(self.block_assignments),
             swap_ins=tuple(self.swap_ins),

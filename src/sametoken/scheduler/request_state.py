@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from sametoken.errors import InvariantError
 from sametoken.scheduler.draft_limits import DraftRecord
+from sametoken.scheduler.swap_space import Key
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import RequestResult
 from sametoken.types.plan import ScheduledRequest
@@ -14,20 +15,12 @@ from sametoken.types.request import EngineRequest, RequestUpdate
 
 
 class Status(enum.Enum):
-    """The scheduling status of a request. A swapped request keeps its slot; its KV is saved."""
+    """The scheduling status of a request. A swapped request is preempted; it keeps its slot."""
 
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
     RELEASED = "released"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedKV:
-    """KV of a swapped request in host memory: its key and its number of blocks."""
-
-    key: str
-    num_blocks: int
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +35,12 @@ class RequestState:
         blocks: its block table.
         admission: order of admission; a smaller number is older.
         num_cached: prompt positions that the prefix cache supplied, or would supply.
-        position: prompt positions that are cached or planned.
+        position: prompt positions that are cached or planned; while it replays, positions that
+            are planned again.
+        num_replayed: positions that were computed before its KV was lost: it replays them first.
         num_in_flight: steps in flight that schedule it.
         last_step: the last planned step that schedules it.
-        saved: its KV in host memory while it is swapped.
+        saved: keys of its blocks in swap space while it is swapped; none if they are lost.
         drafts: acceptance of its drafts.
         emitted: output tokens of processed steps, not cut at a stop or at the length limit.
         prompt_len: tokens of the prompt.
@@ -62,7 +57,8 @@ class RequestState:
     position: int = 0
     num_in_flight: int = 0
     last_step: int = 0
-    saved: SavedKV | None = None
+    saved: tuple[Key, ...] = ()
+    num_replayed: int = 0
     drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     prompt_len: int = field(init=False)
@@ -71,14 +67,19 @@ class RequestState:
         self.prompt_len = len(self.request.prompt_token_ids)
 
     @property
+    def replays(self) -> bool:
+        """Whether its next rows were computed before."""
+        return self.position < self.num_replayed
+
+    @property
     def prefilling(self) -> bool:
-        """Whether part of the prompt is not yet planned."""
-        return self.position < self.prompt_len
+        """Whether part of the prompt is not yet planned, or part of what it replays."""
+        return self.replays or self.position < self.prompt_len
 
     @property
     def num_left(self) -> int:
-        """Prompt tokens that are not yet planned."""
-        return self.prompt_len - self.position
+        """Tokens of the prompt, or of what it replays, that are not yet planned."""
+        return (self.num_replayed if self.replays else self.prompt_len) - self.position
 
     @property
     def at_limit(self) -> bool:
@@ -87,7 +88,7 @@ class RequestState:
 
     @property
     def reach(self) -> int:
-        """Positions that may hold KV once all steps in flight are done."""
+        """Positions that may hold KV once all steps in flight have run."""
         return self.position if self.prefilling else self.bound.hi
 
     @property
@@ -99,11 +100,13 @@ class RequestState:
     def num_final(self) -> int:
         """Leading positions of known tokens whose KV exists once the steps in flight have run.
 
-        In the prompt: the planned positions. In the output: all except the newest processed
-        token, whose KV the next window computes; nothing below it is written again
+        In the prompt, and in a replay: the planned positions. In the output: all except the newest
+        processed token, whose KV the next window computes; nothing below it is written again
         (tests/unit/scheduler/test_emitted_blocks.py).
         """
-        return self.position + max(0, len(self.emitted) - 1)
+        if self.prefilling:
+            return self.position
+        return self.prompt_len + max(0, len(self.emitted) - 1)
 
     @property
     def held_slot(self) -> int:
@@ -116,16 +119,14 @@ class RequestState:
             raise InvariantError(f"request {self.request.request_id!r} has no slot")
         return self.slot
 
-    @property
-    def held_save(self) -> SavedKV:
-        """The saved KV of a swapped request.
+    def lose_kv(self) -> None:
+        """Start again at position 0: what was computed is replayed, then it goes on as before.
 
-        Raises:
-            InvariantError: the request is not swapped.
+        Call it without steps in flight.
         """
-        if self.saved is None:
-            raise InvariantError(f"request {self.request.request_id!r} is not swapped")
-        return self.saved
+        computed = self.position if self.prefilling else self.bound.exact - 1
+        self.num_replayed = max(self.num_replayed, computed)
+        self.position = 0
 
     def most_drafts(self, num_speculative_tokens: int) -> int:
         """Maximum drafts of the next window, before the step's row budget."""
@@ -143,6 +144,8 @@ def update_of(
         InvariantError: the result does not fit the scheduled request.
     """
     _require_fit(scheduled, result)
+    if scheduled.replays:
+        return None
     if scheduled.samples:
         # The end of a prompt does not count: no draft could be proposed for it.
         if request.emitted:

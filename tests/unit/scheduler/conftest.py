@@ -14,6 +14,8 @@ DEFAULTS = {
     "longest_chunk": 64,
     "block_size": 4,
     "num_blocks": 32,
+    "num_host_blocks": 32,
+    "num_idle_host_blocks": 0,
     "max_model_len": 64,
     "num_speculative_tokens": 0,
     "adaptive_drafts": False,

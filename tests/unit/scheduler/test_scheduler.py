@@ -56,41 +56,54 @@ class FakeDevice:
         self.slots = {}
         self.kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
         self.drafter_kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
-        self.saved = {}
+        self.host = {}
         self.next_step_id = 0
-        self.accepted = 0
+        self.accepted = self.replayed = 0
 
     def run(self, plan: StepPlan, poison: bool) -> StepResult:
         assert plan.step_id == self.next_step_id
         self.next_step_id += 1
-        for swap in plan.swap_outs:
-            table = self.slots[swap.slot].table
-            assert list(swap.block_ids) == table[: len(swap.block_ids)]
-            assert swap.key not in self.saved
-            self.saved[swap.key] = [
-                (list(self.kv[block]), list(self.drafter_kv[block])) for block in swap.block_ids
-            ]
-            table.clear()
-        for key in plan.discarded_swaps:
-            del self.saved[key]
+        self.move_out(plan)
+        for slot in plan.restarts:
+            self.slots[slot].num_computed = self.slots[slot].num_cached = 0
+            self.slots[slot].table.clear()
         for admission in plan.admissions:
             self.admit(admission)
         for assignment in plan.block_assignments:
             table = self.slots[assignment.slot].table
+            # What was swapped out is assigned anew.
+            del table[assignment.first_index :]
             assert assignment.first_index == len(table)
             table.extend(assignment.block_ids)
-        for swap in plan.swap_ins:
-            assert list(swap.block_ids) == self.slots[swap.slot].table[: len(swap.block_ids)]
-            saved = self.saved.pop(swap.key)
-            for block, (kv, drafter_kv) in zip(swap.block_ids, saved, strict=True):
-                self.kv[block], self.drafter_kv[block] = kv, drafter_kv
-            # All blocks are its own now.
-            self.slots[swap.slot].num_cached = 0
+        self.move_in(plan)
         assert len({row.slot for row in plan.requests}) == len(plan.requests)
         failed = self.rng.choice(plan.requests).slot if poison and plan.requests else None
         return StepResult(
             plan.step_id, tuple(self.run_row(row, row.slot == failed) for row in plan.requests)
         )
+
+    def move_out(self, plan: StepPlan):
+        written = [block for swap in plan.swap_outs for block in swap.host_blocks]
+        assert len(set(written)) == len(written)
+        assert all(0 <= block < self.limits.num_host_blocks for block in written)
+        for swap in plan.swap_outs:
+            if swap.slot is not None:
+                table = self.slots[swap.slot].table
+                assert list(swap.block_ids) == table[: len(swap.block_ids)]
+            for block, host_block in zip(swap.block_ids, swap.host_blocks, strict=True):
+                self.host[host_block] = list(self.kv[block]), list(self.drafter_kv[block])
+
+    def move_in(self, plan: StepPlan):
+        admitted = {admission.slot for admission in plan.admissions}
+        for swap in plan.swap_ins:
+            slot = self.slots[swap.slot]
+            if swap.slot not in admitted:
+                # All blocks are its own now.
+                slot.num_cached = 0
+                assert list(swap.block_ids) == slot.table[: len(swap.block_ids)]
+            for block, host_block in zip(swap.block_ids, swap.host_blocks, strict=True):
+                kv, drafter_kv = self.host[host_block]
+                self.kv[block], self.drafter_kv[block] = list(kv), list(drafter_kv)
 
     def admit(self, admission: Admission):
         prompt = admission.prompt_token_ids
@@ -101,6 +114,8 @@ class FakeDevice:
     def run_row(self, row: ScheduledRequest, failed: bool) -> RequestResult:
         slot = self.slots[row.slot]
         start, num_tokens = slot.num_computed, len(slot.tokens)
+        if row.replays:
+            return self.replay(row, slot)
         if row.samples:
             assert start + row.num_query == num_tokens
         in_output = num_tokens > slot.prompt_len
@@ -135,6 +150,17 @@ class FakeDevice:
         return RequestResult(
             len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), failed=failed
         )
+
+    def replay(self, row: ScheduledRequest, slot):
+        """Its tokens stand; it emits nothing."""
+        assert not row.samples
+        start, slot.num_computed = slot.num_computed, slot.num_computed + row.num_query
+        assert slot.num_computed < len(slot.tokens)
+        self.replayed += row.num_query
+        for position in range(start, slot.num_computed):
+            self.write(self.kv, slot, position, slot.tokens[position])
+        self.draft(slot, start)
+        return RequestResult(0, 0, 0, ())
 
     def proposed_drafts(self, slot):
         count = self.rng.randint(0, self.limits.num_speculative_tokens)
@@ -171,14 +197,48 @@ class FakeDevice:
         memory[slot.table[block]][offset] = value
 
 
+class FakeFile:
+    """Copies end some time later, and what is read is now and then wrong."""
+
+    def __init__(self, host, rng):
+        self.host, self.rng = host, rng
+        self.num_blocks = rng.choice([0, 4, 20])
+        self.places, self.started = {}, deque()
+        self.written = self.read_back = 0
+
+    def write(self, place, host_block):
+        self.places[place] = self.host[host_block]
+        self.written += 1
+        self.started.append((place, host_block, False))
+
+    def read(self, place, host_block):
+        self.host[host_block] = GARBAGE
+        self.started.append((place, host_block, True))
+
+    def finished(self, *, wait=False):
+        ended = []
+        while self.started and (self.rng.random() < 0.5 or (wait and not ended)):
+            place, host_block, reads = self.started.popleft()
+            is_right = self.rng.random() > 0.05
+            if reads and is_right:
+                self.host[host_block] = self.places[place]
+            self.read_back += reads
+            if not reads:
+                # The block must not be needed any more.
+                self.host[host_block] = GARBAGE if is_right else self.host[host_block]
+            ended.append((place, is_right))
+        return ended
+
+
 class Driver:
     """An engine's loop, one call at a time, with every promise checked after each."""
 
     def __init__(self, limits, seed):
         self.limits = limits
         self.rng = random.Random(seed)
-        self.scheduler = Scheduler(limits)
         self.device = FakeDevice(limits, self.rng)
+        self.file = FakeFile(self.device.host, self.rng)
+        self.scheduler = Scheduler(limits, self.file)
         self.results = deque()
         self.wanted, self.emitted = {}, {}
         self.prompts = {}
@@ -186,7 +246,7 @@ class Driver:
         self.kept, self.turns = [], {}
         self.known_keys = set()
         self.count = 0
-        self.swap_ins = self.discards = self.most_lingering = 0
+        self.swap_ins = self.hits_in_swap = self.most_lingering = 0
         self.hits_on_emitted = self.hits_on_lingering = self.cuts = 0
 
     def add(self, prompt, max_new, max_drafts=None):
@@ -225,7 +285,7 @@ class Driver:
         assert rows <= self.limits.max_num_batched_tokens
         are_chunks = [row.num_query > 1 or not row.samples for row in plan.requests]
         assert are_chunks == sorted(are_chunks), "windows come before chunks"
-        assert plan.requests or plan.discarded_swaps
+        assert plan.requests
         for admission in plan.admissions:
             former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
             self.hits_on_emitted += admission.num_cached > former
@@ -233,8 +293,10 @@ class Driver:
                 assignment.slot == admission.slot and lingering & set(assignment.block_ids)
                 for assignment in plan.block_assignments
             )
-        self.swap_ins += len(plan.swap_ins)
-        self.discards += len(plan.discarded_swaps)
+        admitted = {admission.slot for admission in plan.admissions}
+        for swap in plan.swap_ins:
+            self.hits_in_swap += swap.slot in admitted
+            self.swap_ins += swap.slot not in admitted
         self.results.append(self.device.run(plan, poison))
         self.check()
 
@@ -298,7 +360,7 @@ class Driver:
                 self.settle()
         assert not self.wanted
         assert not self.results
-        assert not self.device.saved
+        assert not self.scheduler._memory.swap._owned
         assert self.scheduler.kv_usage == 0
         assert not self.scheduler._lingering
 
@@ -311,6 +373,8 @@ def draw_limits(rng):
         longest_chunk=rng.choice([rows, rows, rng.randint(1, 8)]),
         block_size=rng.randint(1, 4),
         num_blocks=rng.randint(5, 16),
+        num_host_blocks=(num_host_blocks := rng.choice([0, 3, 4, 5, 8])),
+        num_idle_host_blocks=rng.randint(0, num_host_blocks),
         max_model_len=rng.randint(8, 30),
         num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
         adaptive_drafts=rng.random() < 0.5,
@@ -331,8 +395,9 @@ def draw_prompt(rng):
 
 def test_driver_reaches_every_corner():
     """Random runs keep every promise, and see swaps, shared blocks, drafts and lingering."""
-    swaps = discards = hits = accepted = lingering = failed = 0
-    emitted_hits = lingering_hits = cuts = 0
+    swaps = hits = accepted = lingering = failed = 0
+    emitted_hits = lingering_hits = swap_hits = cuts = 0
+    replayed = written = read = 0
     for seed in range(250):
         rng = random.Random(seed)
         depth = rng.randint(1, 3)
@@ -356,7 +421,9 @@ def test_driver_reaches_every_corner():
                 driver.settle()
         driver.drain(depth)
         swaps += driver.swap_ins
-        discards += driver.discards
+        swap_hits += driver.hits_in_swap
+        replayed += driver.device.replayed
+        written, read = written + driver.file.written, read + driver.file.read_back
         hits += driver.scheduler.prefix_cache_hits
         accepted += driver.device.accepted
         lingering = max(lingering, driver.most_lingering)
@@ -364,7 +431,10 @@ def test_driver_reaches_every_corner():
         lingering_hits += driver.hits_on_lingering
         cuts += driver.cuts
     assert swaps > 50
-    assert discards > 5
+    assert swap_hits > 20
+    assert replayed > 50
+    assert written > 50
+    assert read > 3
     assert hits > 100
     assert accepted > 100
     assert lingering > 1

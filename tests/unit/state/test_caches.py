@@ -69,11 +69,11 @@ def test_a_swap_moves_a_request_s_blocks_of_every_layer_and_no_slot():
     for memory in cache.blocks:
         memory.normal_()
     held = [memory[:, [4, 1]].clone() for memory in cache.blocks]
-    store = SwapStore((cache,))
-    store.move_out(StepPlan(1, swap_outs=(SwapOut(0, (4, 1), "r"),)))
+    store = SwapStore((cache,), 9, 2**20, pinned=False)
+    store.move_out(StepPlan(1, swap_outs=(SwapOut(0, (4, 1), (8, 3)),)))
     for memory in cache.blocks:
         memory.fill_(float("nan"))
-    store.move_in(StepPlan(2, swap_ins=(SwapIn(0, (2, 6), "r"),)))
+    store.move_in(StepPlan(2, swap_ins=(SwapIn(0, (2, 6), (8, 3)),)))
     for memory, saved in zip(cache.blocks, held, strict=True):
         assert torch.equal(memory[:, [2, 6]], saved)
         assert memory[:, [0, 1, 3, 4, 5, 7]].isnan().all()

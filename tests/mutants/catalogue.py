@@ -103,6 +103,11 @@ BOTH, STATIC = ("compact", "static"), ("static", "kernels")
 ALL = ("compact", *STATIC)
 #: Of tests that run no step.
 HOST = ("compact",)
+REPLAY = (
+    "tests/e2e/test_swap.py"
+    "::test_without_room_on_the_host_what_was_lost_is_computed_again[ToyModel-1]"
+)
+IDLE_PREFIX = "tests/e2e/test_swap.py::test_idle_prefixes_go_to_host_memory_and_return"
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -690,6 +695,23 @@ def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
         start(self, caches[:1], *sizes, **options)
 
     patch.setattr(SwapStore, "__init__", mutant)
+
+
+@mutant("lost-kv-taken-for-computed", LAW, REPLAY, "position")
+def a_restart_does_not_reach_the_device(patch: pytest.MonkeyPatch) -> None:
+    substitute(patch, commit.restart, lambda sequences, slot: None)
+
+
+@mutant("evicted-block-saved-a-step-late", LAW, IDLE_PREFIX, "tokens")
+def blocks_are_saved_when_others_write_them(patch: pytest.MonkeyPatch) -> None:
+    save, late = SwapStore.move_out, []
+
+    def mutant(self, plan):
+        for earlier in late:
+            save(self, earlier)
+        late[:] = [plan]
+
+    patch.setattr(SwapStore, "move_out", mutant)
 
 
 @mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")

@@ -21,6 +21,7 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.swap_plan import plan_swap
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -29,6 +30,7 @@ from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
+from sametoken.ops.cache_types import LayerCache, bytes_per_block
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.reference import ReferenceKernels
@@ -36,6 +38,14 @@ from sametoken.ops.step import compact
 
 #: Tensors on the meta device have shapes and no memory.
 SHAPES_ONLY = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class SwapLimits:
+    """Bytes that swapped KV may take: in host memory and, with ``swap_dir``, in a file."""
+
+    host: int = 0
+    file: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,7 @@ class Memory:
         weights, draft_weights: matrices. Those that both share count for the target, an fp8
             copy of them for the drafter.
         request: memory of one request.
+        swap: host memory and disk for swapped KV, at most.
     """
 
     model: str
@@ -62,6 +73,7 @@ class Memory:
     weights: int
     draft_weights: int
     request: RequestMemory
+    swap: SwapLimits
 
     @property
     def kv_per_block(self) -> int:
@@ -127,7 +139,17 @@ def measure_memory(
         weights=target.weights_bytes,
         draft_weights=drafter.weights_bytes,
         request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
+        swap=_swap_limits(config, (*target.caches, *drafter.caches), longest),
     )
+
+
+def _swap_limits(
+    config: EngineConfig, caches: tuple[LayerCache, ...], max_model_len: int
+) -> SwapLimits:
+    block_bytes = bytes_per_block(caches, config.block_size)
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    plan = plan_swap(config, block_bytes, most_useful)
+    return SwapLimits(plan.num_host_blocks * block_bytes, plan.num_file_blocks * block_bytes)
 
 
 def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:

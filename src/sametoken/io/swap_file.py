@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -48,6 +49,7 @@ class SwapFile:
             raise ConfigError(
                 f"swap_dir {directory} cannot hold a file ({error})", "name a directory on a disk"
             ) from error
+        weakref.finalize(self, self._file.close)
 
     def write(self, place: int, host_block: int) -> None:
         """Start to copy a host block to a place."""

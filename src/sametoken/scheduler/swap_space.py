@@ -13,6 +13,9 @@ Key = bytes | tuple[int, int]
 #: While less than 1 / SPARE of the host blocks are free, blocks move on to the file.
 SPARE = 4
 
+#: Before the first step.
+NEVER = -1
+
 
 class BlockFile(Protocol):
     """Blocks in a file, written from host blocks and read back in the background.
@@ -122,9 +125,9 @@ class SwapSpace:
         self._moving: dict[int, _Saved] = {}
         # Freed by the step that is being planned, which still reads them.
         self._freed: list[int] = []
-        self._used_in = [-1] * num_blocks
+        self._used_in = [NEVER] * num_blocks
         self._step_id = 0
-        self._processed = -1
+        self._processed = NEVER
         self._wanted: set[Key] = set()
 
     @property
@@ -147,13 +150,13 @@ class SwapSpace:
         self._step_id = step_id
         self._free += self._freed
         self._freed.clear()
-        self._settle(self._file.finished())
+        self._end_moves(self._file.finished())
         self._move_on()
         self._wanted.clear()
 
     def wait(self) -> None:
         """Wait until a block has arrived in host memory or in the file."""
-        self._settle(self._file.finished(wait=True))
+        self._end_moves(self._file.finished(wait=True))
 
     def processed(self, step_id: int) -> None:
         """The step and all before it have run."""
@@ -313,7 +316,7 @@ class SwapSpace:
     def _entries_of(self, saved: _Saved) -> dict[Key, _Saved]:
         return self._idle if isinstance(saved.key, bytes) else self._owned
 
-    def _settle(self, finished: Sequence[tuple[int, bool]]) -> None:
+    def _end_moves(self, finished: Sequence[tuple[int, bool]]) -> None:
         """Give each block that has been copied its one place; one that was read wrong is lost."""
         for place, is_right in finished:
             saved = self._moving.pop(place)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from helpers.checkpoints import LLAMA
 from sametoken.bench import session as session_module
-from sametoken.bench.memory import Memory
+from sametoken.bench.memory import Memory, SwapLimits
 from sametoken.bench.roofline import Bandwidth
 from sametoken.cli.bench import _workload
 from sametoken.cli.main import app
@@ -162,6 +162,7 @@ COUNTED = Memory(
     weights=18 * 10**9,
     draft_weights=0,
     request=RequestMemory(64, 32_768, 51_000_000, 25_000_000),
+    swap=SwapLimits(4 * 2**30, 0),
 )
 
 
@@ -173,6 +174,8 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
     assert values["(one recurrent state per draft would take)"] == ["3.0", "GiB"]
     assert values["KV per block of 64 tokens"] == ["2.0", "MiB"]
     assert values["of which speculation adds"] == ["25.8", "MiB"]
+    assert values["host memory for swapped KV, at most"] == ["4.0", "GiB"]
+    assert "disk" not in memory_report(COUNTED)
 
 
 def test_the_command_prints_lines_or_one_object(tmp_path):

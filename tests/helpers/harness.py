@@ -16,6 +16,7 @@ from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.core import EngineCore
+from sametoken.ops.cache_types import common_window
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -161,6 +162,7 @@ def build(
         rows_per_weight_read=shape.rows_per_weight_read,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
+        sliding_window=common_window(model.caches) or 0,
         enable_prefix_caching=shape.prefix_caching,
         cache_emitted_blocks=shape.cache_emitted,
     )

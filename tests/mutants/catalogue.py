@@ -44,6 +44,7 @@ from sametoken.sampling.grammar_masks import (
     SlotGrammars,
 )
 from sametoken.scheduler.block_pool import block_keys
+from sametoken.scheduler.request_state import RequestState
 from sametoken.state import commit
 from sametoken.types.layout import (
     DRAFT_LIMIT,
@@ -103,6 +104,10 @@ BOTH, STATIC = ("compact", "static"), ("static", "kernels")
 ALL = ("compact", *STATIC)
 #: Of tests that run no step.
 HOST = ("compact",)
+WINDOW = (
+    "tests/e2e/test_sliding_window.py"
+    "::test_requests_share_the_blocks_that_they_no_longer_see[right-1]"
+)
 REPLAY = (
     "tests/e2e/test_swap.py"
     "::test_without_room_on_the_host_what_was_lost_is_computed_again[ToyModel-1]"
@@ -712,6 +717,13 @@ def blocks_are_saved_when_others_write_them(patch: pytest.MonkeyPatch) -> None:
         late[:] = [plan]
 
     patch.setattr(SwapStore, "move_out", mutant)
+
+
+@mutant("block-freed-behind-a-window-too-early", LAW, WINDOW, "tokens")
+def a_window_s_first_position_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    position = RequestState.next_position.fget
+    early = property(lambda self: position(self) + 2)
+    patch.setattr(RequestState, "next_position", early)
 
 
 @mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")

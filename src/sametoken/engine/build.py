@@ -53,7 +53,7 @@ from sametoken.models.hub import Needed
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
-from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
+from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot, common_window
 from sametoken.ops.dispatch import Backend, select_backend
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
@@ -411,6 +411,7 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
+        sliding_window=common_window((*loaded.target.caches, *loaded.drafter.caches)) or 0,
         enable_prefix_caching=config.enable_prefix_caching,
         # Prefill, decode and verify rows have equal bits (batch invariance).
         cache_emitted_blocks=True,

@@ -102,11 +102,12 @@ class KVMemory:
     def swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
         """Free a preempted request's blocks, saved if there is room for all of them."""
         num_saved = self._limits.blocks_for(victim.reach)
-        keys = tuple((victim.admission, index) for index in range(num_saved))
+        indices = range(victim.num_dropped, num_saved)
+        keys = tuple((victim.admission, index) for index in indices)
         host_blocks = self.swap.save_request(keys)
         if host_blocks is not None:
             victim.saved = keys
-            in_use = tuple(victim.blocks[:num_saved])
+            in_use = tuple(victim.blocks[: len(keys)])
             draft.swap_outs.append(SwapOut(victim.held_slot, in_use, host_blocks))
         self.pool.release(victim.blocks)
         victim.blocks.clear()
@@ -142,21 +143,35 @@ class KVMemory:
     def lacking(self, turn: Turn) -> int:
         """New blocks that a request needs for a turn."""
         needed = self._limits.blocks_for(turn.hi_after + self._limits.lookahead_slots)
-        return max(0, needed - len(turn.request.blocks))
+        return max(0, needed - turn.request.table_len)
 
     def blocks_to_swap_in(self, turn: Turn) -> int:
         """Blocks that a swapped request needs for a turn: at least those that it had."""
         request = turn.request
         replayed = request.num_replayed + 1 + self._limits.lookahead_slots if request.replays else 0
-        had = max(len(request.saved), self._limits.blocks_for(replayed))
-        return max(had, self.lacking(turn))
+        in_replay = self._limits.blocks_for(replayed) - request.num_dropped
+        return max(len(request.saved), in_replay, self.lacking(turn))
+
+    def drop_behind(self, request: RequestState) -> None:
+        """Free a running request's blocks that lie behind the window of every later row.
+
+        Rows of earlier steps may still read them: whoever gets a block writes it in a later one.
+        """
+        if not self._limits.sliding_window:
+            return
+        first_seen = request.next_position - self._limits.sliding_window + 1
+        count = first_seen // self._limits.block_size - request.num_dropped
+        if count > 0:
+            self.pool.release(request.blocks[:count])
+            del request.blocks[:count]
+            request.num_dropped += count
 
     def fit(self, turn: Turn) -> Turn:
         """The turn cut to the rows that available blocks hold, at least one.
 
         So neither drafts nor a long chunk preempt another request.
         """
-        blocks = len(turn.request.blocks) + self.pool.num_available
+        blocks = turn.request.table_len + self.pool.num_available
         surplus = turn.hi_after + self._limits.lookahead_slots - blocks * self._limits.block_size
         return turn if surplus <= 0 else turn.cut(max(1, turn.num_rows - surplus))
 
@@ -165,7 +180,7 @@ class KVMemory:
         first, last = start // self._limits.block_size, end // self._limits.block_size
         keys = request.block_keys[first:last]
         # A prompt's last full block may have no key.
-        for key, block in zip(keys, request.blocks[first:last], strict=False):
+        for key, block in zip(keys, request.blocks[first - request.num_dropped :], strict=False):
             self.prefix_cache.insert(key, block)
 
     def index_kept(self, request: RequestState, num_kept_tokens: int) -> None:
@@ -194,7 +209,8 @@ class KVMemory:
         tokens = (*request.request.prompt_token_ids, *request.emitted)[:num_kept_tokens]
         keys = block_keys(tokens, limits.block_size, limits.lookahead_tokens)
         num_blocks = request.num_final // limits.block_size
-        for key, block in zip(keys[:num_blocks], request.blocks, strict=False):
+        indexed = keys[request.num_dropped : num_blocks]
+        for key, block in zip(indexed, request.blocks, strict=False):
             self.prefix_cache.insert(key, block)
 
     def forget(self, request: RequestState) -> None:

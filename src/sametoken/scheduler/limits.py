@@ -35,6 +35,7 @@ class SchedulerLimits:
         rows_per_weight_read: rows that the device computes while it reads the weights once.
         lookahead_slots: positions from ``num_tokens`` on that the drafter writes KV to.
         lookahead_tokens: tokens after a position that the drafter's KV there depends on.
+        sliding_window: positions that a row sees at most, in every layer; 0: some rows see all.
         enable_prefix_caching: share KV of equal blocks of tokens.
         cache_emitted_blocks: share KV of emitted tokens too; requires a model whose prefill,
             decode and verify rows have equal bits.
@@ -56,6 +57,7 @@ class SchedulerLimits:
     rows_per_weight_read: int
     lookahead_slots: int
     lookahead_tokens: int
+    sliding_window: int
     enable_prefix_caching: bool
     cache_emitted_blocks: bool
 

@@ -95,7 +95,7 @@ class PlanDraft:
         """Append blocks to a request's table."""
         if not new_blocks:
             return
-        first_index, slot, blocks = len(request.blocks), request.held_slot, tuple(new_blocks)
+        first_index, slot, blocks = request.table_len, request.held_slot, tuple(new_blocks)
         request.blocks.extend(new_blocks)
         if self.block_assignments and self.block_assignments[-1].slot == slot:
             begun = self.block_assignments.pop()

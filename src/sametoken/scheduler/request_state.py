@@ -32,7 +32,8 @@ class RequestState:
         block_keys: prefix cache keys of the prompt's blocks.
         bound: bounds of the number of committed tokens.
         slot: its slot once it is admitted.
-        blocks: its block table.
+        blocks: its block table, from index ``num_dropped`` on.
+        num_dropped: blocks before these, which no later row sees; they are free again.
         admission: order of admission; a smaller number is older.
         num_cached: prompt positions that the prefix cache supplied, or would supply.
         position: prompt positions that are cached or planned; while it replays, positions that
@@ -52,6 +53,7 @@ class RequestState:
     status: Status = Status.WAITING
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
+    num_dropped: int = 0
     admission: int = -1
     num_cached: int = 0
     position: int = 0
@@ -85,6 +87,16 @@ class RequestState:
     def at_limit(self) -> bool:
         """Whether the steps in flight may already reach ``max_total_tokens``."""
         return self.bound.hi >= self.request.max_total_tokens
+
+    @property
+    def next_position(self) -> int:
+        """A lower bound of the positions of all rows that are not planned yet."""
+        return self.position if self.prefilling else self.bound.lo - 1
+
+    @property
+    def table_len(self) -> int:
+        """Entries of its block table, dropped ones included."""
+        return self.num_dropped + len(self.blocks)
 
     @property
     def reach(self) -> int:
@@ -126,7 +138,7 @@ class RequestState:
         """
         computed = self.position if self.prefilling else self.bound.exact - 1
         self.num_replayed = max(self.num_replayed, computed)
-        self.position = 0
+        self.position = self.num_dropped = 0
 
     def most_drafts(self, num_speculative_tokens: int) -> int:
         """Maximum drafts of the next window, before the step's row budget."""

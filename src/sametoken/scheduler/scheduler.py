@@ -225,6 +225,7 @@ class Scheduler:
         """Requests that could run in the next step, oldest first."""
         ready: list[RequestState] = []
         for request in self._running.values():
+            self._memory.drop_behind(request)
             if request.at_limit:
                 continue
             if self._lacks_blocks(request) and request is self._youngest:

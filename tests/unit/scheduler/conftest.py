@@ -22,6 +22,7 @@ DEFAULTS = {
     "rows_per_weight_read": 32,
     "lookahead_slots": 0,
     "lookahead_tokens": 0,
+    "sliding_window": 0,
     "enable_prefix_caching": True,
     "cache_emitted_blocks": True,
 }

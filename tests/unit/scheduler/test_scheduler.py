@@ -34,10 +34,11 @@ def next_token(tokens):
     return int.from_bytes(digest, "big") % VOCAB
 
 
-def reference(prompt, count):
+def reference(prompt, count, window=0):
+    """``next_token`` of all tokens so far, or of the last ``window``."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-window:]))
     return tuple(tokens[len(prompt) :])
 
 
@@ -89,9 +90,16 @@ class FakeDevice:
         for swap in plan.swap_outs:
             if swap.slot is not None:
                 table = self.slots[swap.slot].table
-                assert list(swap.block_ids) == table[: len(swap.block_ids)]
+                self.check_part(table, swap.block_ids)
             for block, host_block in zip(swap.block_ids, swap.host_blocks, strict=True):
                 self.host[host_block] = list(self.kv[block]), list(self.drafter_kv[block])
+
+    def check_part(self, table, block_ids):
+        """They are a table's, after those that lie behind the window."""
+        if not self.limits.sliding_window:
+            assert list(block_ids) == table[: len(block_ids)]
+        first = table.index(block_ids[0])
+        assert list(block_ids) == table[first : first + len(block_ids)]
 
     def move_in(self, plan: StepPlan):
         admitted = {admission.slot for admission in plan.admissions}
@@ -100,7 +108,7 @@ class FakeDevice:
             if swap.slot not in admitted:
                 # All blocks are its own now.
                 slot.num_cached = 0
-                assert list(swap.block_ids) == slot.table[: len(swap.block_ids)]
+                self.check_part(slot.table, swap.block_ids)
             for block, host_block in zip(swap.block_ids, swap.host_blocks, strict=True):
                 kv, drafter_kv = self.host[host_block]
                 self.kv[block], self.drafter_kv[block] = list(kv), list(drafter_kv)
@@ -137,12 +145,15 @@ class FakeDevice:
         drafts = proposed[: row.draft_limit]
         for index, draft in enumerate(drafts):
             self.write(self.kv, slot, num_tokens + index, draft)
-        seen = [self.read(self.kv, slot, position) for position in range(num_tokens)]
+        window = self.limits.sliding_window or num_tokens
+        first = max(0, num_tokens - window)
+        seen = [self.read(self.kv, slot, position) for position in range(first, num_tokens)]
         emitted = [next_token(seen)]
         for draft in drafts:
             if draft != emitted[-1]:
                 break
-            emitted.append(next_token(seen + emitted))
+            visible = (seen + emitted)[-window:] if self.limits.sliding_window else seen + emitted
+            emitted.append(next_token(visible))
         slot.tokens.extend(emitted)
         slot.num_computed = len(slot.tokens) - 1
         self.draft(slot, start)
@@ -164,7 +175,7 @@ class FakeDevice:
 
     def proposed_drafts(self, slot):
         count = self.rng.randint(0, self.limits.num_speculative_tokens)
-        right = list(reference(slot.tokens, count))
+        right = list(reference(slot.tokens, count, self.limits.sliding_window))
         wrong = self.rng.randint(0, len(right))
         if wrong < len(right):
             right[wrong] = (right[wrong] + 1) % VOCAB
@@ -182,7 +193,8 @@ class FakeDevice:
         return tuple(slot.tokens[position : position + 1 + self.limits.lookahead_tokens])
 
     def check_readable(self, slot):
-        for position in range(slot.num_computed):
+        window = self.limits.sliding_window or slot.num_computed + 1
+        for position in range(max(0, slot.num_computed - window + 1), slot.num_computed):
             assert self.read(self.kv, slot, position) == slot.tokens[position]
             expected = self.drafter_entry(slot, position)
             assert self.read(self.drafter_kv, slot, position) == expected
@@ -247,7 +259,7 @@ class Driver:
         self.known_keys = set()
         self.count = 0
         self.swap_ins = self.hits_in_swap = self.most_lingering = 0
-        self.hits_on_emitted = self.hits_on_lingering = self.cuts = 0
+        self.hits_on_emitted = self.hits_on_lingering = self.cuts = self.dropped = 0
 
     def add(self, prompt, max_new, max_drafts=None):
         total = min(len(prompt) + max_new, self.limits.max_model_len)
@@ -263,7 +275,8 @@ class Driver:
         self.prompts[name] = prompt
         self.note_keys(prompt)
         stop = self.rng.randint(1, total - len(prompt))
-        self.wanted[name] = reference(prompt, total - len(prompt))[:stop]
+        window = self.limits.sliding_window
+        self.wanted[name] = reference(prompt, total - len(prompt), window)[:stop]
         self.emitted[name] = ()
         self.check()
 
@@ -342,6 +355,7 @@ class Driver:
 
     def check(self):
         self.scheduler.check_integrity()
+        self.dropped += sum(state.num_dropped for state in self.scheduler._running.values())
         assert self.scheduler._memory.prefix_cache._block_of.keys() <= self.known_keys
         for states in (self.scheduler._running, self.scheduler._swapped):
             for state in states.values():
@@ -373,7 +387,7 @@ def draw_limits(rng):
         longest_chunk=rng.choice([rows, rows, rng.randint(1, 8)]),
         block_size=rng.randint(1, 4),
         num_blocks=rng.randint(5, 16),
-        num_host_blocks=(num_host_blocks := rng.choice([0, 3, 4, 5, 8])),
+        num_host_blocks=(num_host_blocks := rng.choice([0, 4, 6, 8])),
         num_idle_host_blocks=rng.randint(0, num_host_blocks),
         max_model_len=rng.randint(8, 30),
         num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
@@ -381,6 +395,7 @@ def draw_limits(rng):
         rows_per_weight_read=rng.choice([1, 4, 32]),
         lookahead_slots=rng.choice([0, 1, 3]),
         lookahead_tokens=rng.choice([0, 1]),
+        sliding_window=rng.choice([0, 0, 0, 0, 1, 4]),
         enable_prefix_caching=rng.random() < 0.8,
         cache_emitted_blocks=rng.random() < 0.9,
     )
@@ -431,10 +446,18 @@ def test_driver_reaches_every_corner():
             hits_on_emitted=driver.hits_on_emitted,
             hits_on_lingering=driver.hits_on_lingering,
             cuts=driver.cuts,
+            dropped=driver.dropped,
         )
-    least = {"hits": 100, "accepted": 100, "hits_in_swap": 20, "read_back": 3, "failed": 5}
-    least |= {"hits_on_lingering": 5} | dict.fromkeys(
-        ("swaps", "replayed", "written", "hits_on_emitted", "cuts"), 50
+    least = {
+        "hits": 100,
+        "accepted": 100,
+        "hits_in_swap": 20,
+        "read_back": 3,
+        "failed": 5,
+        "swaps": 30,
+    }
+    least |= {"hits_on_lingering": 3} | dict.fromkeys(
+        ("replayed", "written", "hits_on_emitted", "cuts", "dropped"), 50
     )
     assert {name: seen[name] for name in least if seen[name] <= least[name]} == {}
     assert lingering > 1

@@ -6,7 +6,14 @@ import torch
 
 from helpers.decaying_sum import DecayingSum
 from helpers.recurrent import poison
-from sametoken.ops.cache_types import LatentKV, PagedKV, Recurrent, bytes_per_block, bytes_per_slot
+from sametoken.ops.cache_types import (
+    LatentKV,
+    PagedKV,
+    Recurrent,
+    bytes_per_block,
+    bytes_per_slot,
+    common_window,
+)
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.runner.swap import SwapStore
 from sametoken.state.caches import ModelCache
@@ -62,6 +69,14 @@ def test_without_recurrent_layers_nothing_is_folded():
 def test_a_rank_has_its_heads_and_the_whole_latent():
     assert [cache.divided(2) for cache in (WIDE, CACHES[3])] == [PagedKV(1, 6, 6, BF16), CACHES[3]]
     assert Recurrent(GatedDelta(2, 4, 4, 4, 3), BF16).divided(2) == CACHES[1]
+
+
+def test_a_block_table_has_a_window_if_all_its_layers_have_one():
+    recurrent, latent = CACHES[1], CACHES[3]
+    assert common_window((NARROW, CACHES[2], recurrent)) == 5
+    for others in ((WIDE,), (latent,), (WIDE, recurrent)):
+        assert common_window((NARROW, *others)) is None
+    assert common_window((recurrent,)) is None
 
 
 def test_a_swap_moves_a_request_s_blocks_of_every_layer_and_no_slot():

@@ -23,15 +23,13 @@ from sametoken.drafters.build import (
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
+from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
 from sametoken.engine.resolve import (
     ROWS_PER_WEIGHT_READ,
-    MemoryPlan,
     RequestMemory,
     ResolvedConfig,
-    plan_memory,
     reachable_positions,
-    require_memory,
     require_quantization,
     require_ranks,
     resolve_device,
@@ -42,6 +40,7 @@ from sametoken.engine.resolve import (
     resolve_recurrent,
     resolve_sizes,
 )
+from sametoken.engine.step_memory import StepMemory
 from sametoken.engine.swap_plan import SwapPlan, plan_swap, require_one_rank
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
@@ -301,19 +300,20 @@ def _load(
     recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
         caches, config.num_speculative_tokens
     )
-    budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes))
+    architecture, (dtype, why) = requested.architecture, requested.dtype
+    steps = StepMemory.of(config, architecture, target.caches, dtype, len(requested.aux_layers))
+    budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
-        plan_memory(config, requested.architecture, caches, drafter.lookahead_slots, budget)
+        plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
     )
     block_bytes = bytes_per_block(caches, config.block_size)
     most_useful = config.max_num_seqs * -(-memory.max_model_len // config.block_size)
     swap = ranks.broadcast_object(plan_swap(config, block_bytes, most_useful))
-    dtype, why = requested.dtype
     defaults = reasons_of_defaults(requested.given, requested.device.type)
     resolved = ResolvedConfig(
         config=config,
         model_path=requested.path,
-        model=requested.architecture,
+        model=architecture,
         dtype=dtype,
         device=requested.device,
         max_model_len=memory.max_model_len,
@@ -323,6 +323,7 @@ def _load(
         weights_bytes=target.weights_bytes,
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
+        step_bytes=steps.bytes_of(config.max_num_batched_tokens),
         request_memory=RequestMemory.of(
             config.num_speculative_tokens, target.caches, drafter.caches
         ),

@@ -103,6 +103,7 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
         "weights_bytes": (resolved.weights_bytes, "of the model, in memory"),
         "kv_bytes": (resolved.kv_bytes, blocks),
         "recurrent_bytes": (resolved.recurrent_bytes, states),
+        "step_bytes": (resolved.step_bytes, f"of a step of {config.max_num_batched_tokens} rows"),
         "kv_bytes_per_token": (memory.kv_per_token + memory.draft_kv_per_token, own),
         "recurrent_bytes_per_request": (memory.recurrent_state + memory.draft_recurrent, own),
         "pending_bytes_per_request": (memory.pending, pending),

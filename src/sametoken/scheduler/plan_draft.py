@@ -132,6 +132,15 @@ class PlanDraft:
         )
 
 
+#: Sampled rows of a step, if there are not more requests: each has logits over the vocabulary.
+MOST_SAMPLED_ROWS = 4096
+
+
+def max_sampled_rows(max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """An upper bound of a step's sampled rows, however large its row budget."""
+    return min(max_num_batched_tokens, max(MOST_SAMPLED_ROWS, max_num_seqs))
+
+
 #: Prompts are guaranteed 1 / SHARE of a step's rows, and short prompts 1 / SHARE of those.
 SHARE = 4
 
@@ -147,6 +156,7 @@ class RowBudget:
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
       prompts that end within that quarter.
     - If not all decoding requests fit, the least recently served go first.
+    - Drafts take no more sampled rows than ``max_sampled_rows``.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -165,7 +175,9 @@ class RowBudget:
         left = rows - len(served)
         wanted = {request: self._most_drafts(request, len(served)) for request in served}
         chunks = self._chunks(prompts, max(left - sum(wanted.values()), min(left, reserved)))
-        drafts = _fair_shares(wanted, left - sum(chunks.values()))
+        ending = sum(chunk == request.num_left for request, chunk in chunks.items())
+        sampled = max_sampled_rows(rows, self._limits.max_num_seqs) - len(served) - ending
+        drafts = _fair_shares(wanted, min(left - sum(chunks.values()), sampled))
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         return [turns[request] for request in candidates if request in turns]

@@ -47,7 +47,7 @@ class FakeLLM:
                 ("dtype", "device", "steps_in_flight", "model_path", "kernels"), "resolved"
             ),
             **dict.fromkeys(("max_model_len", "num_kv_blocks"), 2048),
-            **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes"), 2**20),
+            **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes", "step_bytes"), 2**20),
         )
 
     def get_default_sampling_params(self):

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 
 from sametoken.config import DUMMY, EngineConfig
-from sametoken.drafters.build import Placement, load_drafter, require_drafter_fits
+from sametoken.drafters.build import (
+    Placement,
+    load_drafter,
+    require_drafter_fits,
+    required_aux_layers,
+)
 from sametoken.engine.resolve import (
     RequestMemory,
     resolve_device,
@@ -21,6 +26,7 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.step_memory import StepMemory
 from sametoken.engine.swap_plan import plan_swap
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
@@ -62,6 +68,7 @@ class Memory:
             copy of them for the drafter.
         request: memory of one request.
         swap: host memory and disk for swapped KV, at most.
+        max_num_batched_tokens, step: the rows of the largest step, and its memory while it runs.
     """
 
     model: str
@@ -74,6 +81,8 @@ class Memory:
     draft_weights: int
     request: RequestMemory
     swap: SwapLimits
+    max_num_batched_tokens: int
+    step: int
 
     @property
     def kv_per_block(self) -> int:
@@ -92,7 +101,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens."""
+        """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens.
+
+        Without those of a step.
+        """
         return self.weights + self.draft_weights + self.max_num_seqs * self.per_request
 
     def as_json(self) -> dict[str, Any]:
@@ -129,6 +141,8 @@ def measure_memory(
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)
+    aux_layers = required_aux_layers(spec, architecture, path, DUMMY)
+    steps = StepMemory.of(config, architecture, target.caches, dtype, len(aux_layers))
     return Memory(
         model=str(path),
         dtype=str(dtype).removeprefix("torch."),
@@ -140,6 +154,8 @@ def measure_memory(
         draft_weights=drafter.weights_bytes,
         request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
         swap=_swap_limits(config, (*target.caches, *drafter.caches), longest),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        step=steps.bytes_of(config.max_num_batched_tokens),
     )
 
 

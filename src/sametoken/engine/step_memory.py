@@ -30,13 +30,14 @@ class StepMemory:
         per_row: of every row.
         per_sliced_row: of the rows of one slice (``layers.slices``).
         per_sampled_row: of every row with logits.
-        max_num_seqs: bounds the sampled rows.
+        max_num_seqs, max_window: requests and the rows of a window, which bound the sampled rows.
     """
 
     per_row: int
     per_sliced_row: int
     per_sampled_row: int
     max_num_seqs: int
+    max_window: int
 
     @classmethod
     def of(
@@ -67,13 +68,16 @@ class StepMemory:
             per_sliced_row=ceil(features / config.tensor_parallel_size) * width,
             per_sampled_row=_LOGITS * model.vocab_size * _FP32,
             max_num_seqs=config.max_num_seqs,
+            max_window=config.num_speculative_tokens + 1,
         )
 
     def bytes_of(self, num_rows: int) -> int:
         """Bytes of the largest step of ``num_rows`` rows."""
         sliced = min(num_rows, SLICE_ROWS) * self.per_sliced_row
-        sampled = max_sampled_rows(num_rows, self.max_num_seqs) * self.per_sampled_row
-        return num_rows * self.per_row + sliced + sampled
+        sampled = min(
+            max_sampled_rows(num_rows, self.max_num_seqs), self.max_num_seqs * self.max_window
+        )
+        return num_rows * self.per_row + sliced + sampled * self.per_sampled_row
 
     def rows_within(self, num_bytes: int) -> int:
         """The most rows, a power of two, whose step fits in ``num_bytes``; 0 if none does."""

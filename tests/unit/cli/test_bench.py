@@ -163,6 +163,8 @@ COUNTED = Memory(
     draft_weights=0,
     request=RequestMemory(64, 32_768, 51_000_000, 25_000_000),
     swap=SwapLimits(4 * 2**30, 0),
+    max_num_batched_tokens=2048,
+    step=3 * 2**30,
 )
 
 
@@ -175,6 +177,7 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
     assert values["KV per block of 64 tokens"] == ["2.0", "MiB"]
     assert values["of which speculation adds"] == ["25.8", "MiB"]
     assert values["host memory for swapped KV, at most"] == ["4.0", "GiB"]
+    assert values["a step of 2048 rows, while it runs"] == ["3.0", "GiB"]
     assert "disk" not in memory_report(COUNTED)
 
 

@@ -40,7 +40,7 @@ def answer(target, prompt, **options):
 def test_a_prompt_in_one_step_is_answered_as_in_small_ones(target, monkeypatch):
     monkeypatch.setattr(slices, "SLICE_ROWS", 1024)
     pattern = [(i * i + 3 * i) % VOCAB for i in range(40)]
-    prompt = [*(i * 7 % VOCAB for i in range(6000)), *pattern * 10]
+    prompt = [*(i * 7 % VOCAB for i in range(4000)), *pattern * 10]
     _, plain, expected = answer(target, prompt, max_num_batched_tokens=512)
     core, ran, rows = answer(
         target, prompt, max_num_batched_tokens=CONTEXT, speculative_config=NGRAM

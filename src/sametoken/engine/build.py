@@ -41,7 +41,7 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.engine.step_memory import StepMemory
-from sametoken.engine.swap_plan import SwapPlan, plan_swap, require_one_rank
+from sametoken.engine.swap_plan import SwapPlan, plan_swap, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
@@ -276,7 +276,7 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     max_len = resolve_max_model_len(config, architecture)
     _require_room(config)
     require_ranks(config, architecture, device)
-    require_one_rank(config)
+    require_swap(config)
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)

@@ -14,6 +14,7 @@ from sametoken.types.units import in_tokens, in_units
 _RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
 _TOKENS = ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size", "block_size")
 _BYTES = ("kv_cache_memory_bytes",)
+_GIB = ("swap_space", "kv_offloading_size", "swap_dir_size")
 _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
 _NO_RECURRENT = "the model has no recurrent layers"
@@ -133,4 +134,5 @@ def _text(name: str, value: object) -> str:
         return in_tokens(value)
     if isinstance(value, int) and name in _BYTES:
         return in_units(value)
-    return str(value).removeprefix("torch.")
+    unit = " GiB" if name in _GIB else ""
+    return str(value).removeprefix("torch.") + unit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from sametoken.config import EngineConfig
@@ -10,6 +11,9 @@ from sametoken.state.host_blocks import blocks_within
 from sametoken.types.units import in_units
 
 GIB = 2**30
+
+#: Host blocks, and blocks in the file, that the scheduler keeps lists of.
+MOST_BLOCKS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,20 @@ class SwapPlan:
     reasons: dict[str, str]
 
 
-def require_one_rank(config: EngineConfig) -> None:
-    """Refuse a swap file for several ranks.
+def require_swap(config: EngineConfig) -> None:
+    """Refuse a swap file for several ranks, and more host memory than the machine has.
 
     Raises:
-        ConfigError: both were asked for.
+        ConfigError: names the option.
     """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wanted = config.kv_offloading_size * GIB * config.tensor_parallel_size
+    if wanted > memory:
+        raise ConfigError(
+            f"kv_offloading_size={config.kv_offloading_size} takes {in_units(int(wanted))} of "
+            f"memory, and the machine has {in_units(memory)}",
+            "lower kv_offloading_size",
+        )
     if config.swap_dir is not None and config.tensor_parallel_size > 1:
         raise ConfigError(
             "swap_dir holds the KV of one rank, and tensor_parallel_size is "
@@ -57,9 +69,10 @@ def plan_swap(config: EngineConfig, block_bytes: int, most_useful: int) -> SwapP
         return SwapPlan(most_useful, 0, 0, 0, {})
     for_requests = int(config.swap_space * GIB)
     for_prefixes = int(config.kv_offloading_size * GIB) if config.enable_prefix_caching else 0
-    idle = blocks_within(for_prefixes, block_bytes)
-    requests = min(blocks_within(for_requests, block_bytes), most_useful)
+    idle = min(blocks_within(for_prefixes, block_bytes), MOST_BLOCKS)
+    requests = min(blocks_within(for_requests, block_bytes), most_useful, MOST_BLOCKS)
     in_file = int(config.swap_dir_size * GIB) // block_bytes if config.swap_dir else 0
+    in_file = min(in_file, MOST_BLOCKS)
     no_cache = "without effect: the prefix cache is off"
     reasons = {
         "swap_space": f"{requests} blocks of {in_units(block_bytes)}",

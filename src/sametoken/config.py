@@ -76,7 +76,13 @@ class EngineConfig:
     num_kv_blocks: int | None = option(
         None, "KV blocks, overriding kv_cache_memory_bytes", "--num-gpu-blocks-override"
     )
-    enable_prefix_caching: bool = option(True, "share KV of equal prompt blocks")
+    enable_prefix_caching: bool = option(
+        True, "share KV, and recurrent states, of equal beginnings of requests"
+    )
+    kept_states_memory_bytes: int | None = option(
+        None,
+        "part of the KV memory for recurrent states kept for prefix caching; default: an eighth",
+    )
     swap_space: float = option(4.0, "host memory for KV of preempted requests, in GiB per rank")
     kv_offloading_size: float = option(
         0.0, "host memory for KV that leaves the prefix cache, in GiB per rank"
@@ -173,7 +179,9 @@ class EngineConfig:
 
 
 _PATHS = ("model", "tokenizer", "chat_template", "generation_config", "swap_dir")
-_OPTIONAL = ("max_model_len", "kv_cache_memory_bytes", "num_kv_blocks")
+_OPTIONAL = (
+    "max_model_len", "kv_cache_memory_bytes", "num_kv_blocks", "kept_states_memory_bytes",
+)  # fmt: skip
 _LIMITS = (
     ("seed", 0, 2**63 - 1),
     ("max_model_len", 1, 2**31),
@@ -183,6 +191,7 @@ _LIMITS = (
     ("block_size", 0, 1024),
     ("kv_cache_memory_bytes", 1, 2**50),
     ("num_kv_blocks", 1, 2**31),
+    ("kept_states_memory_bytes", 0, 2**50),
     ("steps_in_flight", 0, 3),
     ("tensor_parallel_size", 1, 64),
 )

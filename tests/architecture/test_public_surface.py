@@ -39,6 +39,7 @@ OWN_ENGINE_OPTIONS = {
     "block_size",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
+    "kept_states_memory_bytes",
     "num_kv_blocks",
     "kv_offloading_size",
     "swap_dir",

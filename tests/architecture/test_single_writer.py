@@ -25,6 +25,7 @@ HOST = {
     ("state/commit.py", "admit"): {"token_ids", "num_tokens", "num_computed", "num_drafts"},
     ("state/commit.py", "restart"): {"num_computed", "num_drafts"},
     ("state/commit.py", "assign_blocks"): {"block_table"},
+    ("runner/kept_states.py", "CacheStates.restore"): RECURRENT,
 }
 REFERENCE = {
     ("ops/step/reference.py", "commit"): {"token_ids", "num_tokens", "num_computed"},

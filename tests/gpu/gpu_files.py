@@ -6,7 +6,7 @@ import torch
 
 from helpers.checkpoints import head_tensors, write_checkpoint, write_llama, write_safeailab
 from helpers.harness import request
-from helpers.hybrids import hybrid_tensors
+from helpers.hybrids import FULL, LINEAR, hybrid_tensors
 
 SIZES = {
     "vocab_size": 1500,
@@ -18,6 +18,23 @@ SIZES = {
     "head_dim": 64,
     "max_position_embeddings": 1024,
     "torch_dtype": "bfloat16",
+}
+#: Gated DeltaNet at the real head shape.
+HYBRID_SIZES = {
+    "vocab_size": 1500,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": [LINEAR, LINEAR, LINEAR, FULL] * 2,
+    "max_position_embeddings": 1024,
+    "dtype": "bfloat16",
 }
 LENGTHS = (1, 5, 16, 17, 63, 64, 65, 130, 300, 513)
 OPTIONS = {

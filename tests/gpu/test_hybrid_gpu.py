@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch
-from gpu_files import OPTIONS, requests, write_hybrid_target
+from gpu_files import HYBRID_SIZES, OPTIONS, requests, write_hybrid_target
 from recorded_gpu import Recording, drive
 
 from helpers.hybrids import FULL, LINEAR, hybrid_config
@@ -40,22 +40,7 @@ from sametoken.runner.swap import SwapStore
 
 HEADS = {"num_key_heads": 16, "num_value_heads": 32, "key_dim": 128, "value_dim": 128}
 RULE, NUM_LAYERS, DTYPE = GatedDelta(**HEADS, conv_kernel=4), 2, torch.bfloat16
-SIZES = {
-    "vocab_size": 1500,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": HEADS["num_key_heads"],
-    "linear_num_value_heads": HEADS["num_value_heads"],
-    "linear_key_head_dim": HEADS["key_dim"],
-    "linear_value_head_dim": HEADS["value_dim"],
-    "layer_types": [LINEAR, LINEAR, LINEAR, FULL] * 2,
-    "max_position_embeddings": 1024,
-    "dtype": "bfloat16",
-}
+SIZES = HYBRID_SIZES
 SPARSE = {
     "num_hidden_layers": 4,
     "layer_types": [LINEAR, LINEAR, LINEAR, FULL],

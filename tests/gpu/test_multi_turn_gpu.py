@@ -7,9 +7,18 @@ every emitted token too. Where graphs judge, log-probabilities say what KV they 
 from __future__ import annotations
 
 import pytest
-from gpu_files import OPTIONS, SIZES, speculation, write_files
+from gpu_files import (
+    HYBRID_SIZES,
+    OPTIONS,
+    SIZES,
+    speculation,
+    write_files,
+    write_hybrid_target,
+)
 
+from helpers.hybrids import hybrid_config
 from helpers.turns import Talk, check_turns, start
+from sametoken.scheduler import kept_states
 
 BLOCK_SIZE = 16
 REPLIES = ((5, 600, 7), tuple(range(40, 63)))
@@ -73,3 +82,43 @@ def test_logprobs_after_a_hit_are_those_of_a_cold_engine(files, plain, method):
     assert expected.metrics.num_cached_tokens == 0
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
+HYBRID_DRAFTS = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 1},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    config = hybrid_config("qwen3_5", **HYBRID_SIZES)
+    return write_hybrid_target(tmp_path_factory.mktemp("hybrid"), config)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("method", HYBRID_DRAFTS)
+def test_a_hybrid_s_turns_are_those_of_a_cold_engine(hybrid, method, eager, monkeypatch):
+    """States are kept between captured steps, at every second block of an answer."""
+    monkeypatch.setattr(kept_states, "INTERVAL", 2)
+    options = TALK_OPTIONS | {
+        "enforce_eager": eager,
+        "steps_in_flight": 1 if eager else 2,
+        "speculative_config": HYBRID_DRAFTS[method],
+    }
+    hot, cold = start(hybrid, **options), start(hybrid, **options | COLD)
+    truth = start(hybrid, enforce_eager=True, **TALK_OPTIONS | COLD)
+    for temperature in (0.0, 0.8):
+        first = round(10 * temperature)
+        opening = tuple((first + 37 * i * i) % SIZES["vocab_size"] for i in range(45))
+        words = Talk(
+            opening, REPLIES, 60, BLOCK_SIZE, temperature, stop_after=40, kept_every=2 * BLOCK_SIZE
+        )
+        turns = check_turns(words, hot, lambda: cold, lambda: truth)
+        hits = [turn.hot.metrics.num_cached_tokens for turn in turns]
+        assert hits[0] == 0
+        assert hits[2] > hits[1] > len(opening)
+        if eager:
+            for turn in turns:
+                assert turn.hot.metrics.speculation == turn.cold.metrics.speculation

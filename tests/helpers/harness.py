@@ -19,6 +19,7 @@ from sametoken.engine.core import EngineCore
 from sametoken.ops.cache_types import common_window
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
+from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import StepRunner
 from sametoken.runner.step import Step
@@ -55,6 +56,7 @@ class Shape:
     prefix_caching: bool = True
     cache_emitted: bool = True
     rows_per_weight_read: int = 32
+    num_kept_states: int = 0
 
 
 @dataclass
@@ -165,6 +167,7 @@ def build(
         sliding_window=common_window(model.caches) or 0,
         enable_prefix_caching=shape.prefix_caching,
         cache_emitted_blocks=shape.cache_emitted,
+        num_kept_states=shape.num_kept_states,
     )
     if stream is None:
         stream = ImmediateStream() if shape.steps_in_flight == 1 else LaggingStream()
@@ -191,12 +194,17 @@ def build(
             parts.expected[admission.slot] = [*admission.prompt_token_ids, *oracle(admission)]
 
     step = noted(step, note)
-    swap = SwapStore((kv, *drafter.kv_caches), shape.num_host_blocks, 2**24, pinned=False)
+    caches = (kv, *drafter.kv_caches)
+    swap = SwapStore(caches, shape.num_host_blocks, 2**24, pinned=False)
+    states = KeptStates(caches, shape.num_kept_states)
+    for memory in (memory for one in states.caches for memory in one.kept):
+        memory.fill_(float("nan"))
     runner = StepRunner(
         step=step,
         processing=watched(processing, see),
         launcher=launcher_of(step, steps),
         swap=swap,
+        kept_states=states,
         stream=stream,
         ring=ring,
         history=history,

@@ -47,6 +47,8 @@ class Talk:
 
     Attributes:
         stop_after: tokens of an answer before it may stop at one that is new in it.
+        kept_every: positions between those of an answer where a request can start; the block
+            size by default.
     """
 
     opening: tuple[int, ...]
@@ -55,6 +57,7 @@ class Talk:
     block_size: int
     temperature: float = 0.0
     stop_after: int = 4
+    kept_every: int | None = None
 
     def ask(self, llm: LLM, prompt, stop: tuple[int, ...] = (), logprobs=None) -> RequestOutput:
         params = SamplingParams(
@@ -108,7 +111,8 @@ def check_turns(
         cached = turn.hot.metrics.num_cached_tokens
         # All blocks whose KV must be there: the last kept token has none, unless it was
         # followed by others that were cut.
-        assert cached // talk.block_size >= max(0, num_kept - 1) // talk.block_size
+        every = talk.kept_every or talk.block_size
+        assert cached // every >= max(0, num_kept - 1) // every
         assert cached <= num_kept
         assert cached > num_former or not num_former
 

@@ -50,9 +50,10 @@ class Answers(dict):
 
 def drive(core: EngineCore, items=None) -> Answers:
     """Run requests, by default all of ``requests``, to their lengths."""
-    answers = Answers()
+    answers, num_kept = Answers(), {}
     for item in requests() if items is None else items:
         core.add_request(item)
+        num_kept[item.request_id] = len(item.prompt_token_ids) + MAX_TOKENS
         answers[item.request_id] = [], []
     while core.has_unfinished:
         for update in core.step():
@@ -63,7 +64,7 @@ def drive(core: EngineCore, items=None) -> Answers:
             logprobs += update.logprobs or ()
             if len(tokens) >= MAX_TOKENS:
                 del tokens[MAX_TOKENS:], logprobs[MAX_TOKENS:]
-                core.release(update.request_id)
+                core.release(update.request_id, num_kept[update.request_id])
     core.scheduler.check_integrity()
     return answers
 

@@ -37,6 +37,7 @@ from sametoken.ops.step.types import (
 )
 from sametoken.runner import async_output, runner, step
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
+from sametoken.runner.kept_states import CacheStates, KeptStates
 from sametoken.runner.step import Step
 from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import (
@@ -99,6 +100,7 @@ TOKEN_MAP = (
     "tests/e2e/test_draft_heads.py::test_a_twin_is_right_wherever_the_map_has_the_token[3-0]"
 )
 FORMER_DRAFTS = "tests/e2e/test_acceptance.py::test_a_slot_s_next_request_has_no_drafts_at_first"
+KEPT_STATE = "tests/e2e/test_kept_states.py::test_a_chat_goes_on_from_its_last_answer[right]"
 LAW = "the law: one truth"
 BOTH, STATIC = ("compact", "static"), ("static", "kernels")
 ALL = ("compact", *STATIC)
@@ -724,6 +726,34 @@ def a_window_s_first_position_is_not_kept(patch: pytest.MonkeyPatch) -> None:
     position = RequestState.next_position.fget
     early = property(lambda self: position(self) + 2)
     patch.setattr(RequestState, "next_position", early)
+
+
+@mutant("state-kept-unfolded", "docs/decisions/0024", KEPT_STATE, "tokens")
+def what_is_pending_in_a_kept_state_is_lost(patch: pytest.MonkeyPatch) -> None:
+    restore = CacheStates.restore
+
+    def mutant(self, copy):
+        restore(self, copy)
+        self.folded.position[copy.slot] = copy.position
+        self.folded.num_pending[copy.slot] = 0
+
+    patch.setattr(CacheStates, "restore", mutant)
+
+
+@mutant("state-kept-a-step-late", "docs/decisions/0024", KEPT_STATE, "tokens")
+def states_are_kept_after_the_next_step(patch: pytest.MonkeyPatch) -> None:
+    """And said to be what they should have been, since a state of later rows is refused."""
+    late = []
+
+    def mutant(self, plan, num_computed):
+        for copy in late:
+            for cache in self.caches:
+                for slots, kept in zip(cache.slots, cache.kept, strict=True):
+                    kept[:, copy.state] = slots[:, copy.slot]
+                cache.folded_positions[copy.state] = copy.position
+        late[:] = plan.kept_states
+
+    patch.setattr(KeptStates, "keep", mutant)
 
 
 @mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")

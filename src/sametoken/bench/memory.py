@@ -19,10 +19,12 @@ from sametoken.drafters.build import (
     require_drafter_fits,
     required_aux_layers,
 )
+from sametoken.engine.kept_memory import count_kept_states
 from sametoken.engine.resolve import (
     RequestMemory,
     resolve_device,
     resolve_dtype,
+    resolve_kv_bytes,
     resolve_max_model_len,
     resolve_sizes,
 )
@@ -66,6 +68,7 @@ class Memory:
         max_model_len, max_num_seqs: the longest request, and how many run at once.
         weights, draft_weights: matrices. Those that both share count for the target, an fp8
             copy of them for the drafter.
+        num_kept_states: recurrent states that are kept for prefix caching at most.
         request: memory of one request.
         swap: host memory and disk for swapped KV, at most.
         max_num_batched_tokens, step: the rows of the largest step, and its memory while it runs.
@@ -79,6 +82,7 @@ class Memory:
     max_num_seqs: int
     weights: int
     draft_weights: int
+    num_kept_states: int
     request: RequestMemory
     swap: SwapLimits
     max_num_batched_tokens: int
@@ -100,6 +104,12 @@ class Memory:
         return self.request.total(self.max_model_len)
 
     @property
+    def kept_states(self) -> int:
+        """Bytes of all kept states and of a reserved one, part of the KV memory."""
+        count = self.num_kept_states
+        return (count + 1) * self.request.kept_state if count else 0
+
+    @property
     def total(self) -> int:
         """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens.
 
@@ -109,7 +119,7 @@ class Memory:
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON values, derived numbers included."""
-        derived = ("kv_per_block", "speculation_per_request", "per_request", "total")
+        derived = ("kv_per_block", "speculation_per_request", "per_request", "kept_states", "total")
         own = asdict(self)
         own["request"] |= {"state_per_draft": self.request.state_per_draft}
         return own | {name: getattr(self, name) for name in derived}
@@ -120,6 +130,9 @@ def measure_memory(
 ) -> Memory:
     """Compute the memory of an engine with this config.
 
+    Kept states are counted for the KV memory of ``max_num_seqs`` requests of ``max_model_len``
+    tokens on a GPU, unless ``kv_cache_memory_bytes`` is given.
+
     Args:
         config: the engine's options.
         announce: called with one line per download.
@@ -128,7 +141,8 @@ def measure_memory(
         ConfigError, CheckpointError, UnsupportedError, DrafterMismatchError: as
             ``build_engine``.
     """
-    config = resolve_sizes(config, resolve_device(config))
+    device = resolve_device(config)
+    config = resolve_sizes(config, device)
     path = resolve_model(config.model, announce, Needed.CONFIG)
     spec, _ = resolve_drafter(config.speculative_config, path, announce, DUMMY)
     spec, _ = complete_drafter(spec)
@@ -143,6 +157,10 @@ def measure_memory(
     drafter = load_drafter(spec, target, placement)
     aux_layers = required_aux_layers(spec, architecture, path, DUMMY)
     steps = StepMemory.of(config, architecture, target.caches, dtype, len(aux_layers))
+    caches = (*target.caches, *drafter.caches)
+    num_kept_states, _ = count_kept_states(
+        config, caches, _kv_bytes(config, device, bytes_per_block(caches, longest))
+    )
     return Memory(
         model=str(path),
         dtype=str(dtype).removeprefix("torch."),
@@ -152,6 +170,7 @@ def measure_memory(
         max_num_seqs=config.max_num_seqs,
         weights=target.weights_bytes,
         draft_weights=drafter.weights_bytes,
+        num_kept_states=num_kept_states,
         request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
         swap=_swap_limits(config, (*target.caches, *drafter.caches), longest),
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -166,6 +185,13 @@ def _swap_limits(
     most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     plan = plan_swap(config, block_bytes, most_useful)
     return SwapLimits(plan.num_host_blocks * block_bytes, plan.num_file_blocks * block_bytes)
+
+
+def _kv_bytes(config: EngineConfig, device: torch.device, request_bytes: int) -> int:
+    """KV memory; that of a GPU is only known once the weights are loaded."""
+    if device.type == "cuda" and config.kv_cache_memory_bytes is None:
+        return config.max_num_seqs * request_bytes
+    return resolve_kv_bytes(config, device)
 
 
 def load_shapes(architecture: ModelConfig, path: Path, dtype: torch.dtype) -> Decoder:

@@ -124,7 +124,7 @@ def throughput(
 
 
 @bench.command()
-@with_options(_ENGINE)
+@with_options(engine_options())
 def memory(model: Model = DEFAULT_MODEL, json_output: AsJson = False, **options: Any) -> None:
     """Count the memory of weights and requests from config.json; no weights are loaded."""
     from rich.console import Console

@@ -127,6 +127,9 @@ def memory_report(memory: Memory) -> str:
     if request.pending:
         lines[f"pending inputs of {k} drafts, per request"] = request.pending
         lines["  (one recurrent state per draft would take)"] = request.state_per_draft
+    if memory.num_kept_states:
+        lines["a kept state, for prefix caching"] = request.kept_state
+        lines[f"  {memory.num_kept_states} of them, of the KV memory"] = memory.kept_states
     lines |= {
         f"a request of {memory.max_model_len} tokens": memory.per_request,
         "  of which speculation adds": memory.speculation_per_request,

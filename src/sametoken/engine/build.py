@@ -23,6 +23,7 @@ from sametoken.drafters.build import (
 from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
+from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
 from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
 from sametoken.engine.resolve import (
@@ -37,7 +38,6 @@ from sametoken.engine.resolve import (
     resolve_extraction,
     resolve_kv_bytes,
     resolve_max_model_len,
-    resolve_recurrent,
     resolve_sizes,
 )
 from sametoken.engine.step_memory import StepMemory
@@ -56,6 +56,7 @@ from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slo
 from sametoken.ops.dispatch import Backend, select_backend
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
+from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing
 from sametoken.runner.runner import EagerLauncher, Launcher, Runner, StepRunner
 from sametoken.runner.step import Step, conditional_rates
@@ -212,11 +213,13 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
     processing = LogitsProcessing(
         sequences, loaded.target, backend.model, table, grammars, ranks.parallel
     )
+    caches = (kv, *drafter.kv_caches)
     return StepRunner(
         step=step,
         processing=processing,
         launcher=_launcher(step, processing, resolved, announce),
-        swap=_swap_store(loaded, (kv, *drafter.kv_caches)),
+        swap=_swap_store(loaded, caches),
+        kept_states=KeptStates(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,
         history=loaded.drafter.history,
@@ -293,10 +296,7 @@ def _load(
     num_bytes = target.weights_bytes + drafter.weights_bytes
     announce(f"{made} weights of {in_units(num_bytes)} in {time.monotonic() - begun:.1f} s")
     caches = (*target.caches, *drafter.caches)
-    config, off_reasons = resolve_recurrent(requested.config, caches)
-    off_reasons = requested.reasons | off_reasons
-    for name, reason in off_reasons.items():
-        announce(f"{name} is {reason}")
+    config = requested.config
     recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
         caches, config.num_speculative_tokens
     )
@@ -306,6 +306,10 @@ def _load(
     memory = ranks.broadcast_object(
         plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
     )
+    config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
+    off_reasons = requested.reasons | off_reasons
+    for name, reason in off_reasons.items():
+        announce(f"{name} is {reason}")
     block_bytes = bytes_per_block(caches, config.block_size)
     most_useful = config.max_num_seqs * -(-memory.max_model_len // config.block_size)
     swap = ranks.broadcast_object(plan_swap(config, block_bytes, most_useful))
@@ -324,6 +328,8 @@ def _load(
         kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
         step_bytes=steps.bytes_of(config.max_num_batched_tokens),
+        num_kept_states=memory.num_kept_states,
+        kept_states_bytes=kept_states_bytes(config, caches, memory.num_kept_states),
         request_memory=RequestMemory.of(
             config.num_speculative_tokens, target.caches, drafter.caches
         ),
@@ -414,6 +420,8 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         lookahead_tokens=drafter.lookahead_tokens,
         sliding_window=common_window((*loaded.target.caches, *loaded.drafter.caches)) or 0,
         enable_prefix_caching=config.enable_prefix_caching,
-        # Prefill, decode and verify rows have equal bits (batch invariance).
-        cache_emitted_blocks=True,
+        # Prefill, decode and verify rows have equal bits (batch invariance). Of a drafter's
+        # recurrent layers no window passes every position.
+        cache_emitted_blocks=not bytes_per_slot(loaded.drafter.caches, 0),
+        num_kept_states=memory.num_kept_states,
     )

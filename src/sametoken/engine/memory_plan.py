@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sametoken.config import EngineConfig
+from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes, memory_beside
 from sametoken.engine.resolve import ResolvedConfig, resolve_max_model_len
 from sametoken.errors import ConfigError
 from sametoken.models.base import ModelConfig
@@ -17,10 +18,11 @@ from sametoken.types.units import in_units
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The number of KV blocks and the maximum length of a request."""
+    """The numbers of KV blocks and of kept states, and the maximum length of a request."""
 
     max_model_len: int
     num_kv_blocks: int
+    num_kept_states: int
     reasons: dict[str, str]
 
 
@@ -31,7 +33,7 @@ def plan_memory(
     extra_tokens: int,
     budget: int,
 ) -> MemoryPlan:
-    """Choose the number of KV blocks and the maximum length of a request.
+    """Choose the numbers of KV blocks and of kept states, and a request's maximum length.
 
     Args:
         config: the user's options.
@@ -43,7 +45,8 @@ def plan_memory(
     Raises:
         ConfigError: one request of ``max_model_len`` tokens does not fit.
     """
-    reasons: dict[str, str] = {}
+    num_kept, reasons = count_kept_states(config, caches, budget)
+    budget -= kept_states_bytes(config, caches, num_kept)
     block_size = config.block_size
     max_len = resolve_max_model_len(config, model)
     if config.max_model_len is None:
@@ -66,23 +69,28 @@ def plan_memory(
     longest = num_blocks * block_size - extra_tokens
     if longest < max_len:
         if config.max_model_len is not None or longest < block_size:
-            raise _too_long(config, max_len, max(longest, 0), extra_tokens, block_bytes)
+            raise _too_long(config, caches, max_len, max(longest, 0), extra_tokens)
         max_len = longest
         reasons["max_model_len"] = "what the KV memory holds for one request"
-    return MemoryPlan(max_len, num_blocks, reasons)
+    return MemoryPlan(max_len, num_blocks, num_kept, reasons)
 
 
 def _too_long(
-    config: EngineConfig, max_len: int, longest: int, extra_tokens: int, block_bytes: int
+    config: EngineConfig,
+    caches: tuple[LayerCache, ...],
+    max_len: int,
+    longest: int,
+    extra_tokens: int,
 ) -> ConfigError:
     """The refusal of a request of ``max_len`` tokens where ``longest`` fit."""
     needed = -(-(max_len + extra_tokens) // config.block_size)
-    option, value = "kv_cache_memory_bytes", needed * block_bytes
+    kv_bytes = needed * bytes_per_block(caches, config.block_size)
+    option, value = "kv_cache_memory_bytes", memory_beside(config, caches, kv_bytes)
     if config.num_kv_blocks is not None:
         option, value = "num_kv_blocks", needed
     shorter = f"max_model_len={longest} or less, or " if longest >= config.block_size else ""
     return ConfigError(
-        f"max_model_len={max_len} takes {in_units(needed * block_bytes)} of KV for a request, "
+        f"max_model_len={max_len} takes {in_units(kv_bytes)} of KV for a request, "
         f"and the KV memory holds {longest} tokens",
         f"use {shorter}{option}={value} or more",
     )
@@ -99,7 +107,8 @@ def require_memory(resolved: ResolvedConfig) -> None:
     table_bytes = (
         8 * (config.max_num_seqs + 1) * (resolved.max_model_len + config.num_speculative_tokens + 1)
     )
-    others = resolved.recurrent_bytes + table_bytes + resolved.step_bytes
+    state_bytes = resolved.recurrent_bytes + resolved.kept_states_bytes
+    others = state_bytes + table_bytes + resolved.step_bytes
     needed = resolved.kv_bytes + others
     if needed <= available:
         return

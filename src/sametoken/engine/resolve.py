@@ -61,6 +61,11 @@ class RequestMemory:
         """Bytes of one recurrent state per draft position, the alternative to ``pending``."""
         return self.num_drafts * self.recurrent_state
 
+    @property
+    def kept_state(self) -> int:
+        """Bytes of a recurrent state kept for prefix caching: a slot's, the drafter's included."""
+        return self.recurrent_state + self.pending + self.draft_recurrent
+
     def plain(self, num_tokens: int) -> int:
         """Bytes without speculation."""
         return self.recurrent_state + num_tokens * self.kv_per_token
@@ -101,8 +106,10 @@ class ResolvedConfig:
             options that recurrent state rules out turned off.
         reasons: option name to the reason for its value, for ``--explain``.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
-        recurrent_bytes: memory of all recurrent state, not included in ``kv_bytes``.
+        recurrent_bytes: memory of all slots' recurrent state, not included in ``kv_bytes``.
         step_bytes: memory of the largest step while it runs.
+        num_kept_states: recurrent states that are kept for prefix caching at most.
+        kept_states_bytes: their memory and that of a reserved one.
         request_memory: memory of one request.
     """
 
@@ -119,6 +126,8 @@ class ResolvedConfig:
     kv_bytes: int
     recurrent_bytes: int = 0
     step_bytes: int = 0
+    num_kept_states: int = 0
+    kept_states_bytes: int = 0
     request_memory: RequestMemory = field(default_factory=RequestMemory)
 
     @property
@@ -322,18 +331,3 @@ def resolve_extraction(
         reasons["enforce_eager"] = "on: states are copied out of eager steps"
     eager = config.enforce_eager or device.type == "cuda"
     return replace(config, enable_prefix_caching=False, enforce_eager=eager), reasons
-
-
-def resolve_recurrent(
-    config: EngineConfig, caches: tuple[LayerCache, ...]
-) -> tuple[EngineConfig, dict[str, str]]:
-    """Turn off what recurrent state rules out; returns the reasons too.
-
-    Args:
-        config: the user's options.
-        caches: caches of the layers of the target and of a drafter.
-    """
-    if not bytes_per_slot(caches, 0) or not config.enable_prefix_caching:
-        return config, {}
-    why = "off: a prefix's blocks hold KV, not the recurrent state at its end"
-    return replace(config, enable_prefix_caching=False), {"enable_prefix_caching": why}

@@ -13,7 +13,7 @@ from sametoken.types.units import in_tokens, in_units
 
 _RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
 _TOKENS = ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size", "block_size")
-_BYTES = ("kv_cache_memory_bytes",)
+_BYTES = ("kv_cache_memory_bytes", "kept_states_memory_bytes")
 _GIB = ("swap_space", "kv_offloading_size", "swap_dir_size")
 _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
@@ -117,7 +117,14 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
             Setting(name, in_units(size), why if size else _NO_RECURRENT)
             for name, (size, why) in sizes.items()
         ),
+        Setting("kept_states_bytes", in_units(resolved.kept_states_bytes), _kept_states(resolved)),
     )
+
+
+def _kept_states(resolved: ResolvedConfig) -> str:
+    if resolved.num_kept_states:
+        return f"of {resolved.num_kept_states} kept states and a reserved one, for prefix caching"
+    return "prefix caching is off" if resolved.recurrent_bytes else _NO_RECURRENT
 
 
 def _text(name: str, value: object) -> str:

@@ -24,6 +24,7 @@ from sametoken.ops.model import activation_triton as activation
 from sametoken.ops.model import embedding_triton, moe_triton
 from sametoken.ops.model import norm_rope_triton as norm_rope
 from sametoken.ops.model import partial_sum_triton as partial_sum
+from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
@@ -93,6 +94,8 @@ class TritonKernels:
         self.table = ProvenTable(table or load_table(torch.cuda.get_device_name()))
         # One matrix per shape that is still in use.
         self._matrices: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()
+        # Made by the first pass, which no graph captures.
+        self._arrived: Tensor | None = None
 
     def prove(self, row_counts: Iterable[int]) -> tuple[GemmReport, ...]:
         """Compare the chosen GEMMs of the packed weights with the canonical one on this chip.
@@ -171,6 +174,10 @@ class TritonKernels:
     def attention(
         self, q: Tensor, shape: AttentionShape, rows: AttentionRows, kv: LayerKV
     ) -> Tensor:
+        if hopper.serves(shape, q.dtype, kv.keys.shape[2], q.device):
+            if self._arrived is None:
+                self._arrived = hopper.counters(q.device)
+            return hopper.attention(q, shape, rows, kv, self._arrived)
         return attention.attention(q, shape, rows, kv)
 
     def require_rule(self, rule: RecurrentRule) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from sametoken.ops.step.types import LayoutTable
 from sametoken.runner.async_output import HostBuffer, OutputRing, PendingOutput
+from sametoken.runner.kept_states import KeptStates
 from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProcessor
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
@@ -84,6 +85,7 @@ class StepRunner:
         processing: logits processing of the slots.
         launcher: runs the step.
         swap: host memory for preempted requests' blocks.
+        kept_states: recurrent states of prefixes.
         stream: the stream that work is enqueued on.
         ring: host buffers for results.
         history: texts of earlier requests, for drafters that read them.
@@ -93,6 +95,7 @@ class StepRunner:
     processing: LogitsProcessing
     launcher: Launcher
     swap: SwapStore
+    kept_states: KeptStates
     stream: Stream
     ring: OutputRing
     history: TokenHistory = NO_HISTORY
@@ -111,6 +114,7 @@ class StepRunner:
         layout = StepLayout.of(plan, self.step.ops.known_drafts(self.step.sequences, slots))
         processor = self.processing.of_step(layout, buffer)
         self.launcher.run(layout, buffer.first_place, processor)
+        self.kept_states.keep(plan, self.step.sequences.num_computed)
 
     def _apply(self, plan: StepPlan) -> None:
         """Apply a plan's state changes before its rows run, in the order of its fields."""
@@ -125,3 +129,4 @@ class StepRunner:
         for assignment in plan.block_assignments:
             assign_blocks(sequences, assignment)
         self.swap.move_in(plan)
+        self.kept_states.restore(plan)

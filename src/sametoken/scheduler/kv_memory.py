@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sametoken.errors import InvariantError
 from sametoken.scheduler.block_pool import BlockPool, PrefixCache, block_keys
+from sametoken.scheduler.kept_states import KeptStates
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import PlanDraft, Turn
 from sametoken.scheduler.request_state import RequestState
@@ -29,15 +30,21 @@ class CachedPrefix:
     def __len__(self) -> int:
         return len(self.blocks) + len(self.saved)
 
+    def first(self, count: int) -> CachedPrefix:
+        """Its first ``count`` blocks."""
+        num_saved = max(0, count - len(self.blocks))
+        return CachedPrefix(self.blocks[:count], self.saved[:num_saved])
+
 
 class KVMemory:
-    """The block pool, the prefix cache and the swap space, seen by request and turn."""
+    """The block pool, the prefix cache, kept states and the swap space, by request and turn."""
 
     def __init__(self, limits: SchedulerLimits, file: BlockFile) -> None:
         self._limits = limits
         self.prefix_cache = PrefixCache()
         self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
         self.swap = SwapSpace(limits.num_host_blocks, limits.num_idle_host_blocks, file)
+        self.states = KeptStates(limits)
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
         """Keys under which the blocks of a prompt are cached; none if caching is off for it."""
@@ -55,20 +62,23 @@ class KVMemory:
         wanted, caching = request.request, self._limits.enable_prefix_caching
         return caching and wanted.use_prefix_cache and wanted.params.prompt_logprobs is None
 
-    def cached_prefix(self, request: RequestState) -> CachedPrefix:
-        """Cached blocks of a prompt; its last token is always computed."""
-        if not self.looks_up(request):
-            return CachedPrefix()
-        most = (request.prompt_len - 1) // self._limits.block_size
-        blocks = self.prefix_cache.match(request.block_keys[:most])
-        return CachedPrefix(blocks, self.swap.saved_prefix(request.block_keys[len(blocks) : most]))
+    def look_up(self, request: RequestState) -> CachedPrefix:
+        """The cached prefix that a waiting request can start after; sets where it starts and stops.
+
+        Its last prompt token is always computed.
+        """
+        most = (request.prompt_len - 1) // self._limits.block_size if self.looks_up(request) else 0
+        keys = request.block_keys[:most]
+        blocks = self.prefix_cache.match(keys)
+        saved = self.swap.saved_prefix(keys[len(blocks) :])
+        return self._start_after(request, CachedPrefix(blocks, saved))
 
     def fetched_prefix(self, request: RequestState) -> CachedPrefix | None:
         """The cached prefix once all of it is in memory; None while it is read from the file."""
-        cached = self.cached_prefix(request)
+        cached = self.look_up(request)
         found = self.swap.fetch(cached.saved)
         if found is Found.GONE:
-            return CachedPrefix(cached.blocks)
+            return self._start_after(request, CachedPrefix(cached.blocks))
         return cached if found is Found.HERE else None
 
     def fits_prompt(self, request: RequestState, cached: CachedPrefix) -> bool:
@@ -212,9 +222,18 @@ class KVMemory:
         indexed = keys[request.num_dropped : num_blocks]
         for key, block in zip(indexed, request.blocks, strict=False):
             self.prefix_cache.insert(key, block)
+        self.states.keep_answer(request, keys)
 
     def forget(self, request: RequestState) -> None:
-        """Remove a request's blocks from the prefix cache, and its prompt's from swap space."""
+        """Remove a request's blocks and states from the prefix cache and from swap space."""
         for block in request.blocks:
             self.prefix_cache.forget(block)
         self.swap.drop(request.block_keys)
+        self.states.forget(request)
+
+    def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
+        """Cut a cached prefix to where the request can start; sets where it starts and stops."""
+        usable = self.states.usable(request.block_keys, len(cached))
+        request.num_cached = request.position = usable * self._limits.block_size
+        request.stops = self.states.stops(request, request.position, len(cached))
+        return cached.first(usable)

@@ -38,7 +38,9 @@ class SchedulerLimits:
         sliding_window: positions that a row sees at most, in every layer; 0: some rows see all.
         enable_prefix_caching: share KV of equal blocks of tokens.
         cache_emitted_blocks: share KV of emitted tokens too; requires a model whose prefill,
-            decode and verify rows have equal bits.
+            decode and verify rows have equal bits, and a drafter without recurrent layers.
+        num_kept_states: recurrent states that can be kept; 0 if the model has no recurrent
+            layers or prefix caching is off.
 
     Raises:
         ConfigError: a value is impossible.
@@ -60,6 +62,7 @@ class SchedulerLimits:
     sliding_window: int
     enable_prefix_caching: bool
     cache_emitted_blocks: bool
+    num_kept_states: int
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -12,6 +12,7 @@ from sametoken.types.plan import (
     Admission,
     BlockAssignment,
     ScheduledRequest,
+    StateCopy,
     StepPlan,
     SwapIn,
     SwapOut,
@@ -89,6 +90,7 @@ class PlanDraft:
     admissions: list[Admission] = field(default_factory=list)
     block_assignments: list[BlockAssignment] = field(default_factory=list)
     swap_ins: list[SwapIn] = field(default_factory=list)
+    restored_states: list[StateCopy] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
     def assign_blocks(self, request: RequestState, new_blocks: list[int]) -> None:
@@ -118,7 +120,7 @@ class PlanDraft:
             )
         )
 
-    def build(self) -> StepPlan:
+    def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
         """The finished plan, windows before chunks; ``turns`` are sorted likewise."""
         self.turns.sort(key=lambda turn: not turn.is_window)
         return StepPlan(
@@ -128,7 +130,9 @@ class PlanDraft:
             admissions=tuple(self.admissions),
             block_assignments=tuple(self.block_assignments),
             swap_ins=tuple(self.swap_ins),
+            restored_states=tuple(self.restored_states),
             requests=tuple(turn.scheduled() for turn in self.turns),
+            kept_states=tuple(kept_states),
         )
 
 

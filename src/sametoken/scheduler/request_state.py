@@ -29,7 +29,7 @@ class RequestState:
 
     Attributes:
         request: the request as queued.
-        block_keys: prefix cache keys of the prompt's blocks.
+        block_keys: prefix cache keys of the prompt's blocks, once it has ended of all kept ones.
         bound: bounds of the number of committed tokens.
         slot: its slot once it is admitted.
         blocks: its block table, from index ``num_dropped`` on.
@@ -39,6 +39,8 @@ class RequestState:
         position: prompt positions that are cached or planned; while it replays, positions that
             are planned again.
         num_replayed: positions that were computed before its KV was lost: it replays them first.
+        stops: positions of the prompt at which a chunk must end, ascending.
+        held_states: kept states of the answer by position, while the request runs.
         num_in_flight: steps in flight that schedule it.
         last_step: the last planned step that schedules it.
         saved: keys of its blocks in swap space while it is swapped; none if they are lost.
@@ -57,6 +59,8 @@ class RequestState:
     admission: int = -1
     num_cached: int = 0
     position: int = 0
+    stops: tuple[int, ...] = ()
+    held_states: dict[int, int] = field(default_factory=dict)
     num_in_flight: int = 0
     last_step: int = 0
     saved: tuple[Key, ...] = ()
@@ -80,8 +84,10 @@ class RequestState:
 
     @property
     def num_left(self) -> int:
-        """Tokens of the prompt, or of what it replays, that are not yet planned."""
-        return (self.num_replayed if self.replays else self.prompt_len) - self.position
+        """Tokens of the prompt, or of what it replays, not yet planned, up to the next stop."""
+        end = self.num_replayed if self.replays else self.prompt_len
+        ahead = (stop for stop in self.stops if self.position < stop < end)
+        return next(ahead, end) - self.position
 
     @property
     def at_limit(self) -> bool:

@@ -152,6 +152,7 @@ class Scheduler:
         self._lingering.append(request)
         if num_kept_tokens is not None:
             self._memory.index_kept(request, num_kept_tokens)
+        self._memory.states.release(request)
         self._free_processed()
 
     def plan(self) -> StepPlan | None:
@@ -215,6 +216,8 @@ class Scheduler:
         check_blocks(running, lingering, self._limits)
         admitted = [*running, *self._swapped.values(), *lingering]
         check_slots(admitted, self._free_slots, self._limits.max_num_seqs)
+        held = [state for request in admitted for state in request.held_states.values()]
+        self._memory.states.pool.check_integrity(held)
         check_requests(running, list(self._swapped.values()), list(self._waiting.values()))
         in_flight = [request for step in self._in_flight for request in step.requests]
         check_in_flight(admitted, lingering, in_flight)
@@ -251,12 +254,10 @@ class Scheduler:
         There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
         for request in islice(self._waiting.values(), len(self._free_slots)):
-            if not self._memory.fits_prompt(request, self._memory.cached_prefix(request)):
+            if not self._memory.fits_prompt(request, self._memory.look_up(request)):
                 return
-            cached = self._memory.fetched_prefix(request)
-            if cached is None:
+            if self._memory.fetched_prefix(request) is None:
                 return
-            request.num_cached = request.position = len(cached) * self._limits.block_size
             yield request
 
     def _schedule_running(self, turn: Turn, draft: PlanDraft) -> None:
@@ -293,25 +294,25 @@ class Scheduler:
         cached = self._memory.fetched_prefix(request)
         if cached is None or not self._memory.fits_prompt(request, cached):
             return False
-        num_cached = len(cached) * self._limits.block_size
+        turn = turn.cut(min(turn.num_query, request.num_left))
         if self._memory.looks_up(request):
             self.prefix_cache_queries += request.prompt_len
-            self.prefix_cache_hits += num_cached
+            self.prefix_cache_hits += request.num_cached
             self.swapped_prefix_hits += len(cached.saved) * self._limits.block_size
         request.slot = self._free_slots.pop()
         request.admission = self._next_admission
         self._next_admission += 1
-        request.num_cached = request.position = num_cached
         draft.admit(request)
         self._memory.assign_prefix(request, cached, draft)
-        turn = turn.cut(min(turn.num_query, request.num_left))
         self._memory.assign(request, self._memory.lacking(turn), draft)
+        draft.restored_states += self._memory.states.restored(request)
         self._move(request, self._waiting, self._running, Status.RUNNING)
         draft.turns.append(turn)
         return True
 
     def _launch(self, draft: PlanDraft) -> StepPlan:
-        plan = draft.build()
+        kept = [copy for turn in draft.turns for copy in self._memory.states.kept_after(turn)]
+        plan = draft.build(kept)
         for turn, scheduled in zip(draft.turns, plan.requests, strict=True):
             request = turn.request
             request.num_in_flight += 1

@@ -62,8 +62,9 @@ class ModelCache:
             alike.setdefault(kept, []).append(index)
         layers, blocks, slots = {}, [], []
         for kept, indices in alike.items():
+            # Attention multiplies what it does not see by 0, so memory must hold finite values.
             paged = [
-                torch.empty(len(indices), num_blocks + 1, *shape, dtype=dtype, device=device)
+                torch.zeros(len(indices), num_blocks + 1, *shape, dtype=dtype, device=device)
                 for shape, dtype in kept.block_shapes(block_size)
             ]
             by_slot = [

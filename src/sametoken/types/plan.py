@@ -61,6 +61,21 @@ class SwapIn:
 
 
 @dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Copy between a slot's recurrent memory and a kept state.
+
+    Attributes:
+        slot: the slot.
+        position: the number of positions that the kept state stands for.
+        state: index of the kept state.
+    """
+
+    slot: int
+    position: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """The rows of one slot in a step.
 
@@ -85,7 +100,8 @@ class StepPlan:
 
     ``restarts`` are slots of preempted requests whose KV is lost: no position is computed. In
     ``requests``, windows (one committed token, sampled) come before prompt chunks
-    (tests/unit/scheduler/test_plan_draft.py).
+    (tests/unit/scheduler/test_plan_draft.py). ``restored_states`` are copied into slots,
+    ``kept_states`` out of them; of the latter those whose slot has passed their position.
     """
 
     step_id: int
@@ -94,4 +110,6 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     block_assignments: tuple[BlockAssignment, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()
+    restored_states: tuple[StateCopy, ...] = ()
     requests: tuple[ScheduledRequest, ...] = ()
+    kept_states: tuple[StateCopy, ...] = ()

@@ -115,6 +115,9 @@ def test_what_is_counted_is_what_an_engine_holds(tmp_path, monkeypatch, method):
     request = found.request
     recurrent = request.recurrent_state + request.pending + request.draft_recurrent
     assert recurrent * 3 == resolved.recurrent_bytes
+    assert found.request.kept_state == recurrent
+    assert found.num_kept_states == resolved.num_kept_states
+    assert found.kept_states == resolved.kept_states_bytes
     assert found.max_model_len == resolved.max_model_len
     assert found.total == found.weights + found.draft_weights + 2 * found.per_request
     # The same count over tensors that exist.

@@ -161,6 +161,7 @@ COUNTED = Memory(
     max_num_seqs=8,
     weights=18 * 10**9,
     draft_weights=0,
+    num_kept_states=9,
     request=RequestMemory(64, 32_768, 51_000_000, 25_000_000),
     swap=SwapLimits(4 * 2**30, 0),
     max_num_batched_tokens=2048,
@@ -179,6 +180,8 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
     assert values["host memory for swapped KV, at most"] == ["4.0", "GiB"]
     assert values["a step of 2048 rows, while it runs"] == ["3.0", "GiB"]
     assert "disk" not in memory_report(COUNTED)
+    assert values["a kept state, for prefix caching"] == ["72.5", "MiB"]
+    assert values["9 of them, of the KV memory"] == ["724.8", "MiB"]
 
 
 def test_the_command_prints_lines_or_one_object(tmp_path):

@@ -48,6 +48,8 @@ class FakeLLM:
             ),
             **dict.fromkeys(("max_model_len", "num_kv_blocks"), 2048),
             **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes", "step_bytes"), 2**20),
+            kept_states_bytes=2**20,
+            num_kept_states=3,
         )
 
     def get_default_sampling_params(self):

@@ -23,12 +23,18 @@ from sametoken.engine.resolve import (
     resolve_dtype,
     resolve_kv_bytes,
     resolve_max_model_len,
-    resolve_recurrent,
     resolve_sizes,
 )
 from sametoken.engine.summary import explanation
 from sametoken.errors import ConfigError, UnsupportedError
-from sametoken.ops.cache_types import LatentKV, LayerCache, PagedKV, Recurrent, bytes_per_block
+from sametoken.ops.cache_types import (
+    LatentKV,
+    LayerCache,
+    PagedKV,
+    Recurrent,
+    bytes_per_block,
+    bytes_per_slot,
+)
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.types.units import in_units
 
@@ -173,19 +179,14 @@ def test_a_short_model_needs_no_more_than_it_has():
 RECURRENT = (*KV, Recurrent(GatedDelta(1, 2, 4, 4, 4), torch.float32))
 
 
-def test_recurrent_state_turns_prefix_caching_off_and_says_why():
-    config, reasons = resolve_recurrent(EngineConfig(), RECURRENT)
-    assert not config.enable_prefix_caching
-    assert reasons["enable_prefix_caching"].startswith("off: ")
-
-
-def test_what_is_off_already_needs_no_reason():
-    asked = EngineConfig(enable_prefix_caching=False)
-    assert resolve_recurrent(asked, RECURRENT) == (asked, {})
-
-
-def test_dense_models_keep_prefix_caching():
-    assert resolve_recurrent(EngineConfig(), KV) == (EngineConfig(), {})
+def test_kept_states_come_out_of_the_kv_memory():
+    dense, hybrid = (plan(caches=c, kv_cache_memory_bytes=2**18) for c in (KV, RECURRENT))
+    state_bytes = bytes_per_slot(RECURRENT, 0)
+    assert (dense.num_kept_states, hybrid.num_kept_states) == (0, 8 * 4)
+    left = 2**18 - (hybrid.num_kept_states + 1) * state_bytes
+    assert hybrid.num_kv_blocks == left // BLOCK_BYTES < dense.num_kv_blocks
+    assert hybrid.reasons["kept_states_memory_bytes"] == "1/8 of 256.0 KiB KV memory"
+    assert plan(caches=RECURRENT, enable_prefix_caching=False).num_kept_states == 0
 
 
 def test_recurrent_state_comes_out_of_what_a_gpu_leaves_for_kv(monkeypatch):
@@ -226,7 +227,7 @@ def test_a_model_without_attention_has_as_many_blocks_as_are_useful():
     assert plan(caches=()).num_kv_blocks == 4 * 512 // BLOCK
 
 
-def sized(num_kv_blocks: int, recurrent_bytes: int = 0, **options) -> ResolvedConfig:
+def sized(num_kv_blocks: int, **options) -> ResolvedConfig:
     return ResolvedConfig(
         config=EngineConfig(**{"max_num_seqs": 3} | options),
         model_path=Path("nowhere"),
@@ -239,7 +240,6 @@ def sized(num_kv_blocks: int, recurrent_bytes: int = 0, **options) -> ResolvedCo
         reasons={},
         weights_bytes=0,
         kv_bytes=BLOCK_BYTES * (num_kv_blocks + 1),
-        recurrent_bytes=recurrent_bytes,
     )
 
 
@@ -251,9 +251,10 @@ def test_caches_fit_the_memory_or_are_refused_with_what_fits(monkeypatch):
     with pytest.raises(ConfigError, match="11 KV blocks") as caught:
         require_memory(sized(11))
     assert "num_kv_blocks=10 or fewer" in caught.value.remedy
-    with pytest.raises(ConfigError, match="max_num_seqs=3 with max_model_len=255") as caught:
-        require_memory(sized(10, recurrent_bytes=10**6))
-    assert caught.value.remedy == "lower max_num_batched_tokens, max_num_seqs or max_model_len"
+    for name in ("recurrent_bytes", "kept_states_bytes", "step_bytes"):
+        with pytest.raises(ConfigError, match="max_num_seqs=3 with max_model_len=255") as caught:
+            require_memory(dataclasses.replace(sized(10), **{name: 10**6}))
+        assert caught.value.remedy == "lower max_num_batched_tokens, max_num_seqs or max_model_len"
 
 
 def test_on_a_gpu_what_is_free_is_what_fits(monkeypatch):

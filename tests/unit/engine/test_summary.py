@@ -32,6 +32,18 @@ def test_every_setting_is_explained_where_the_engine_chose(resolved):
     assert (settings["block_size"].value, settings["block_size"].reason) == ("16 tokens", "")
     assert settings["synthetic"].value == "nothing"
     assert settings["tokenizer"].value == "none"
+    assert settings["kept_states_bytes"].reason == "the model has no recurrent layers"
+
+
+def test_kept_states_are_counted_or_said_to_be_off(resolved):
+    hybrid = replace(resolved, recurrent_bytes=2**20)
+    kept = replace(hybrid, num_kept_states=7, kept_states_bytes=2**20)
+    for one, value, reason in (
+        (kept, "1.0 MiB", "of 7 kept states and a reserved one, for prefix caching"),
+        (hybrid, "0 B", "prefix caching is off"),
+    ):
+        setting = next(one for one in explanation(one) if one.name == "kept_states_bytes")
+        assert (setting.value, setting.reason) == (value, reason)
 
 
 def test_settings_are_in_people_s_units(resolved):

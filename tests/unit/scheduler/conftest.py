@@ -25,6 +25,7 @@ DEFAULTS = {
     "sliding_window": 0,
     "enable_prefix_caching": True,
     "cache_emitted_blocks": True,
+    "num_kept_states": 0,
 }
 
 

@@ -47,6 +47,7 @@ LIMITS = SchedulerLimits(
     sliding_window=0,
     enable_prefix_caching=True,
     cache_emitted_blocks=True,
+    num_kept_states=0,
 )
 
 

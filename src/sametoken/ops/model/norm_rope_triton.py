@@ -161,9 +161,15 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 @triton.jit
+def _finite(value):
+    return tl.abs(value.to(tl.float32)) < float("inf")
+
+
+@triton.jit
 def _norm_and_rotate(
     source,  # [HEADS, 1] pointers to the heads read
     target,  # [HEADS, 1] pointers to the heads written
+    values,  # [HEADS, 1] pointers to the value heads of key heads, or None
     live,  # [HEADS, 1]
     weight,  # [D] or None
     cos,  # [HALF] of the row's position
@@ -171,11 +177,15 @@ def _norm_and_rotate(
     eps,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    D_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norm (if there is a weight) and rotate heads: element j pairs with j + HALF."""
+    """Norm (if there is a weight) and rotate heads: element j pairs with j + HALF.
+
+    A key head is NaN where its value head is not finite, for values are stored finite.
+    """
     half = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     rotated = half < HALF
@@ -200,6 +210,14 @@ def _norm_and_rotate(
         high = high * scale * high_factor
         if 2 * HALF < D:
             tail = tail * scale * rest_factor
+    if values is not None:
+        column = tl.arange(0, D_BLOCK)[None, :]
+        value = tl.load(values + column, live & (column < D), other=0.0)
+        fault = tl.min(_finite(value).to(tl.int32), axis=1)[:, None] == 0
+        low = tl.where(fault, float("nan"), low)
+        high = tl.where(fault, float("nan"), high)
+        if 2 * HALF < D:
+            tail = tl.where(fault, float("nan"), tail)
     dtype = target.dtype.element_ty
     tl.store(target + half, (low * c - high * s).to(dtype), live & rotated)
     tl.store(target + HALF + half, (high * c + low * s).to(dtype), live & rotated)
@@ -245,8 +263,8 @@ def _rope_and_cache_kernel(
     if program < Q_PROGRAMS:
         head += program * HEADS
         _norm_and_rotate(
-            source + head * D, q_out + (row * Q + head) * D, head < Q, q_weight, cos, sin, eps,
-            D, HALF, HALF_BLOCK, REST_BLOCK, PDL,
+            source + head * D, q_out + (row * Q + head) * D, None, head < Q, q_weight, cos, sin,
+            eps, D, HALF, D_BLOCK, HALF_BLOCK, REST_BLOCK, PDL,
         )  # fmt: skip
     else:
         kv_slot = tl.load(kv_slots + row)
@@ -255,8 +273,8 @@ def _rope_and_cache_kernel(
             head += (program - Q_PROGRAMS) * HEADS
             written = ((block * KV + head) * BLOCK_SIZE + offset) * D
             _norm_and_rotate(
-                source + (Q + head) * D, keys + written, head < KV, k_weight, cos, sin, eps,
-                D, HALF, HALF_BLOCK, REST_BLOCK, PDL,
+                source + (Q + head) * D, keys + written, source + (Q + KV + head) * D, head < KV,
+                k_weight, cos, sin, eps, D, HALF, D_BLOCK, HALF_BLOCK, REST_BLOCK, PDL,
             )  # fmt: skip
         else:
             head += (program - Q_PROGRAMS - KV_PROGRAMS) * HEADS
@@ -265,6 +283,7 @@ def _rope_and_cache_kernel(
             inside = (head < KV) & (column < D)
             gdc_wait(PDL)
             value = tl.load(source + (Q + KV + head) * D + column, inside, other=0.0)
+            value = tl.where(_finite(value), value, 0.0)
             tl.store(values + written + column, value.to(values.dtype.element_ty), inside)
 
 

@@ -160,8 +160,30 @@ def test_dead_rows_of_nan_write_their_own_address_alone(with_norm):
     )
     alone = norm_rope.rope_and_cache(qkv[live], shape, rotary, alone_rows, alone_kv, qk_norm)
     assert torch.equal(got[live], alone)
-    for memory, expected in ((kv.keys, alone_kv.keys), (kv.values, alone_kv.values)):
-        assert torch.equal(memory.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(kv.keys.nan_to_num(7.0), alone_kv.keys.nan_to_num(7.0))
+    # Their values are finite where they are written.
+    assert not kv.values[4, :, 3].any()
+    alone_kv.values[4, :, 3] = 0.0
+    assert torch.equal(kv.values.nan_to_num(7.0), alone_kv.values.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_is_stored_as_0_beside_a_key_of_nan(value, with_norm):
+    shape, weight = AttentionShape(4, 2, 24), noise(24, seed=2)
+    qk_norm = QKNorm(weight, weight, 1e-6) if with_norm else None
+    rows = attention_rows([3, 7])
+    rotary = RotaryTable(noise(10, 8), noise(10, 8, seed=1))
+    qkv, kv, clean_kv = noise(2, 192), *(empty_kv(shape, 4, torch.float32) for _ in range(2))
+    clean = norm_rope.rope_and_cache(qkv, shape, rotary, rows, clean_kv, qk_norm)
+    # The last element of the first row's second value head.
+    qkv[0, -1] = value
+    assert torch.equal(norm_rope.rope_and_cache(qkv, shape, rotary, rows, kv, qk_norm), clean)
+    assert kv.keys[0, 1, 3].isnan().all()
+    clean_kv.keys[0, 1, 3] = torch.nan
+    clean_kv.values[0, 1, 3, -1] = 0.0
+    assert torch.equal(kv.keys.nan_to_num(7.0), clean_kv.keys.nan_to_num(7.0))
+    assert torch.equal(kv.values.nan_to_num(7.0), clean_kv.values.nan_to_num(7.0))
 
 
 def test_no_rows():

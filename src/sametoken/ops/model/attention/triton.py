@@ -34,12 +34,10 @@ from sametoken.ops.model.attention.splits import (
     sequential_result,
     split_result,
 )
-from sametoken.ops.model.attention.tuning import SPLIT, AttentionConfig, Form, choose
+from sametoken.ops.model.attention.tuning import LOG2_E, SPLIT, AttentionConfig, Form, choose
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, gdc_wait_once, pdl_options
 
 __all__ = ["SPLIT", "AttentionConfig", "Form", "attention", "choose"]
-
-LOG2_E = 1.4426950408889634
 
 # Values that change from step to step must not trigger a compilation.
 _jit = triton.jit(

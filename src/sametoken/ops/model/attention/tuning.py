@@ -10,6 +10,8 @@ import triton
 
 from sametoken.ops.backend import AttentionShape
 
+LOG2_E = 1.4426950408889634
+
 #: Positions per split: part of a row's arithmetic, so one constant for the whole engine.
 SPLIT = 128
 

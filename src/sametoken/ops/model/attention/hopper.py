@@ -1,0 +1,237 @@
+"""Causal paged attention on Hopper GPUs: which launches it serves, their choice, and the launch.
+
+``rows_kernel`` computes all splits of a query tile in one program. Where query tiles are too few
+to fill the chip, ``splits_kernel`` spreads splits over programs. Both share one arithmetic, so a
+row has the same bits. On other chips the kernels of ``triton`` serve.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, RunGroup
+from sametoken.ops.model.attention.hopper_kernels import rows_kernel, splits_kernel
+from sametoken.ops.model.attention.schedule import max_splits
+from sametoken.ops.model.attention.tuning import LOG2_E, MAX_PARTIAL_BYTES
+from sametoken.ops.pdl import pdl_options
+
+#: Queries of a warp group.
+QUERIES = 64
+
+#: Query tiles x KV heads from which programs of whole rows fill the chip.
+BUSY_PROGRAMS = 100
+
+#: Most query tiles of a launch of splits: each program looks at all of them.
+MAX_TILES = 1024
+
+#: Most query tiles x KV heads of a launch of splits.
+MAX_COUNTERS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig:
+    """Sizes of a launch; ``tile`` alone affects bits.
+
+    Attributes:
+        tile: KV positions of a tile.
+        slots: tiles of keys or of values that shared memory holds.
+        warp_groups: groups of 64 queries in a program; 0: a launch of splits.
+        max_registers: per thread, on average over warps.
+        programs: of a launch of splits.
+    """
+
+    tile: int
+    slots: int
+    warp_groups: int
+    max_registers: int
+    programs: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTable:
+    """Launch configurations for heads of one size, as tuned by benchmarks/kernels/hopper_gpu.py.
+
+    Attributes:
+        splits: for few queries.
+        narrow: for query tiles that fill the chip only at 64 queries a program.
+        wide: for more.
+    """
+
+    splits: HopperConfig
+    narrow: HopperConfig
+    wide: HopperConfig
+
+
+#: By head size, rounded up.
+TABLES = {
+    64: HopperTable(
+        splits=HopperConfig(128, 6, 0, 232),
+        narrow=HopperConfig(128, 4, 1, 128),
+        wide=HopperConfig(128, 4, 2, 168),
+    ),
+    128: HopperTable(
+        splits=HopperConfig(128, 5, 0, 232),
+        narrow=HopperConfig(128, 4, 1, 232),
+        wide=HopperConfig(128, 4, 2, 168),
+    ),
+    256: HopperTable(
+        splits=HopperConfig(64, 6, 0, 232),
+        narrow=HopperConfig(64, 4, 1, 248),
+        wide=HopperConfig(64, 4, 1, 248),
+    ),
+}
+
+
+def serves(
+    shape: AttentionShape, dtype: torch.dtype, block_size: int, device: torch.device
+) -> bool:
+    """Whether these kernels compute this attention: an engine uses them always or never."""
+    return (
+        _is_hopper(device)
+        and dtype in (torch.bfloat16, torch.float16)
+        and shape.head_dim % 8 == 0
+        and shape.num_heads // shape.num_kv_heads <= QUERIES
+        and block_size in (16, 32, 64, 128)
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def table_for(shape: AttentionShape) -> HopperTable:
+    """The configurations for heads of this size."""
+    return TABLES[_block_dim(shape)]
+
+
+def choose(num_runs: int, width: int, shape: AttentionShape, max_seq_len: int) -> HopperConfig:
+    """The configuration of a launch of ``num_runs`` runs of at most ``width`` rows."""
+    table = table_for(shape)
+    group = shape.num_heads // shape.num_kv_heads
+    rows = QUERIES // group
+    tiles = num_runs * triton.cdiv(width, rows)
+    partial_bytes = 4 * num_runs * width * shape.q_size * max_splits(max_seq_len)
+    programs = tiles * shape.num_kv_heads
+    if tiles > MAX_TILES or programs > MAX_COUNTERS or partial_bytes > MAX_PARTIAL_BYTES:
+        return table.wide
+    if width * group <= QUERIES // 2 or programs < BUSY_PROGRAMS:
+        return table.splits
+    if width <= rows or programs < BUSY_PROGRAMS * table.wide.warp_groups:
+        return table.narrow
+    return table.wide
+
+
+def counters(device: torch.device) -> Tensor:
+    """Counters of stored results, by KV head and query tile; a launch leaves them 0."""
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+def attention(
+    q: Tensor,
+    shape: AttentionShape,
+    rows: AttentionRows,
+    kv: LayerKV,
+    arrived: Tensor,
+    *,
+    config: HopperConfig | None = None,
+) -> Tensor:
+    """Attention of [T, H, D] queries over their slots' KV: [T, H * D] in q's dtype.
+
+    Launches depend on shapes alone, so they can be captured. Rows after the last run are not
+    written.
+
+    Args:
+        q: [T, H, D], contiguous, bf16 or fp16.
+        shape: head counts and the sliding window.
+        rows: positions and slots of the rows, with their runs.
+        kv: the layer's KV, contiguous; values are finite.
+        arrived: of ``counters``; launches that may run at the same time need separate ones.
+        config: the configuration of all launches; None: ``choose``.
+    """
+    assert rows.runs is not None
+    assert q.is_contiguous()
+    assert kv.keys.is_contiguous()
+    assert kv.values.is_contiguous()
+    out = q.new_empty(len(q), shape.q_size)
+    max_seq_len = rows.block_table.shape[1] * kv.keys.shape[2]
+    for group in rows.runs.groups if len(q) else ():
+        chosen = config or choose(group.num_runs, group.max_rows, shape, max_seq_len)
+        _launch(q, shape, rows, kv, out, arrived, group, chosen)
+    return out
+
+
+def _block_dim(shape: AttentionShape) -> int:
+    size: int = triton.next_power_of_2(shape.head_dim)
+    return max(64, size)
+
+
+def _launch(
+    q: Tensor,
+    shape: AttentionShape,
+    rows: AttentionRows,
+    kv: LayerKV,
+    out: Tensor,
+    arrived: Tensor,
+    group: RunGroup,
+    config: HopperConfig,
+) -> None:
+    assert rows.runs is not None
+    heads_per_kv = shape.num_heads // shape.num_kv_heads
+    tiles_per_run = triton.cdiv(
+        group.max_rows, QUERIES // heads_per_kv * max(config.warp_groups, 1)
+    )
+    num_tiles = group.num_runs * tiles_per_run
+    table = rows.block_table
+    scale = shape.scale * LOG2_E
+    inputs = (
+        q, _boxes(kv.keys), _boxes(kv.values), rows.positions, rows.slots, rows.runs.starts, table,
+    )  # fmt: skip
+    sizes = (group.first, group.max_rows, tiles_per_run)
+    constants = {
+        "KV_HEADS": shape.num_kv_heads,
+        "GROUP": heads_per_kv,
+        "HEAD_DIM": shape.head_dim,
+        "BLOCK_DIM": _block_dim(shape),
+        "BLOCK_SIZE": kv.keys.shape[2],
+        "TILE": config.tile,
+        "WINDOW": shape.sliding_window or 0,
+        "SLOTS": config.slots,
+        "num_warps": 4,
+        "maxnreg": config.max_registers,
+        **pdl_options(q),
+    }
+    if config.warp_groups:
+        rows_kernel[num_tiles, shape.num_kv_heads](
+            *inputs, out, *sizes, group.num_runs, table.stride(0), scale,
+            WARP_GROUPS=config.warp_groups, **constants,
+        )  # fmt: skip
+        return
+    assert num_tiles * shape.num_kv_heads <= len(arrived)
+    most = max_splits(table.shape[1] * kv.keys.shape[2])
+    parts = (group.num_runs * group.max_rows, shape.num_heads, most)
+    sums = q.new_empty(prod(parts) * shape.head_dim, dtype=torch.float32)
+    stats = q.new_empty(prod(parts) * 2, dtype=torch.float32)
+    splits_kernel[(config.programs,)](
+        *inputs, out, sums, stats, arrived, *sizes, num_tiles, table.stride(0), most, scale,
+        BLOCK_TILES=128 if num_tiles <= 128 else MAX_TILES, **constants,
+    )  # fmt: skip
+
+
+def _boxes(memory: Tensor) -> TensorDescriptor:
+    """What one TMA load reads of KV memory: at most 64 positions x 64 elements of one block."""
+    lines = memory.view(-1, memory.shape[-1])
+    assert len(lines) < 2**31
+    box = [min(memory.shape[2], 64), 64]
+    dtype = gl.float16 if memory.dtype == torch.float16 else gl.bfloat16
+    return TensorDescriptor.from_tensor(
+        lines, box, gl.NVMMASharedLayout.get_default_for(box, dtype)
+    )

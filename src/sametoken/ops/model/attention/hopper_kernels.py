@@ -1,0 +1,356 @@
+"""Attention on Hopper in Gluon: a warp loads KV tiles by TMA while warp groups multiply them.
+
+``splits_kernel`` spreads the splits of few or uneven rows evenly over its programs;
+``rows_kernel`` computes all splits of a query tile in one program.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra import cuda
+
+from sametoken.ops.model.attention.hopper_tiles import (
+    QUERIES,
+    attend,
+    extent,
+    join_parts,
+    load_queries,
+    load_tiles,
+    run_of,
+    store_rows,
+    swizzled,
+)
+from sametoken.ops.model.attention.schedule import begin_of, splits_before
+
+
+@gluon.jit
+def _next(tile, head, num_tiles):
+    """The query tile after this one, of this KV head or the next."""
+    return (tile + 1) % num_tiles, head + (tile + 1) // num_tiles
+
+
+@gluon.jit
+def _load_by_splits(
+    keys, values, positions, slots, starts, block_table, ring, full, free,
+    first_run, width, tiles_per_run, num_tiles, table_stride, head, tile, start, low, high,
+    KV_HEADS: gl.constexpr, ROWS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
+    BLOCK_DIM: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp of ``splits_kernel``: the tiles of ``_attend_by_splits``, in its order."""
+    count = 0
+    while start < high:
+        begin, first, stop = run_of(tile, starts, first_run, width, tiles_per_run, ROWS)
+        if first < stop:
+            position = gl.load(positions + first).to(gl.int32)
+            split, end, before = extent(position, stop - first, TILE, WINDOW)
+            table = block_table + gl.load(slots + begin) * table_stride
+            final = gl.load(positions + begin).to(gl.int32)
+            split = max(split, splits_before((low - start + before) * TILE))
+            last = min(splits_before((high - start + before) * TILE), splits_before(end * TILE))
+            if split < last:
+                count = load_tiles(
+                    keys, values, table, table_stride - 1, final, head,
+                    begin_of(split) // TILE, min(begin_of(last) // TILE, end), count,
+                    ring, full, free, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
+                )  # fmt: skip
+            start += end - before
+        tile, head = _next(tile, head, num_tiles)
+    if PDL:
+        cuda.gdc_wait()
+
+
+@gluon.jit
+def _attend_by_splits(
+    q, positions, slots, starts, out, sums, stats, arrived, q_memory, kept, ring, full, free,
+    first_run, width, tiles_per_run, num_tiles, head, tile, start, low, high, most, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps of ``splits_kernel``."""
+    HEADS: gl.constexpr = KV_HEADS * GROUP
+    RAGGED: gl.constexpr = starts is not None
+    KEEPS: gl.constexpr = kept.shape[0] == QUERIES
+    count = 0
+    while start < high:
+        begin, first, stop = run_of(tile, starts, first_run, width, tiles_per_run, ROWS)
+        if first < stop:
+            num_rows = stop - first
+            position = gl.load(positions + first).to(gl.int32)
+            first_split, end, before = extent(position, num_rows, TILE, WINDOW)
+            end_split = splits_before(end * TILE)
+            split = max(first_split, splits_before((low - start + before) * TILE))
+            last = min(splits_before((high - start + before) * TILE), end_split)
+            if split < last:
+                kv, stop_kv = begin_of(split) // TILE, min(begin_of(last) // TILE, end)
+                slot = gl.load(slots + begin)
+                if PDL:
+                    cuda.gdc_wait()
+                load_queries(q, q_memory, first, num_rows, head, HEADS, GROUP, HEAD_DIM, BLOCK_DIM)
+                whole = (split == first_split) & (last == end_split)
+                if KEEPS and whole:
+                    acc, total = attend(
+                        q_memory, ring, full, free, count, kv, stop_kv, position, num_rows, scale,
+                        kept, None, None, None, None,
+                        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, False,
+                    )  # fmt: skip
+                    store_rows(
+                        out, slots, slot, acc, total, first, num_rows, head,
+                        HEADS, GROUP, HEAD_DIM, RAGGED,
+                    )  # fmt: skip
+                else:
+                    place = tile // tiles_per_run * width + tile % tiles_per_run * ROWS
+                    part = (place.to(gl.int64) * HEADS + head * GROUP) * most
+                    attend(
+                        q_memory, ring, full, free, count, kv, stop_kv, position,
+                        num_rows, scale, None, sums, stats, part - first_split, most,
+                        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, True,
+                    )  # fmt: skip
+                    # Whoever stores the last parts joins all of them: nobody waits.
+                    gl.thread_barrier()
+                    counter = arrived + head * num_tiles + tile
+                    stored = gl.atomic_add(counter, last - split, sem="acq_rel", scope="gpu")
+                    if stored + last - split == end_split - first_split:
+                        gl.store(counter, 0)
+                        join_parts(
+                            out, slots, slot, sums, stats, first, num_rows, end_split - first_split,
+                            part, most, head, scale, HEADS, GROUP, HEAD_DIM, BLOCK_DIM, RAGGED,
+                        )  # fmt: skip
+                count += stop_kv - kv
+            start += end - before
+        tile, head = _next(tile, head, num_tiles)
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+_jit = gluon.jit(
+    do_not_specialize=[
+        "first_run",
+        "width",
+        "tiles_per_run",
+        "num_tiles",
+        "num_runs",
+        "table_stride",
+        "most",
+    ],
+    do_not_specialize_on_alignment=["starts"],
+)
+
+
+@_jit
+def splits_kernel(
+    q,  # [num_rows, heads, HEAD_DIM]
+    keys,  # descriptor of [num_blocks * KV_HEADS * BLOCK_SIZE, HEAD_DIM]
+    values,
+    positions,  # [num_rows] int64
+    slots,  # [num_rows] int64
+    starts,  # [runs + 1] int64, or None: every run has ``width`` rows
+    block_table,  # [num_slots, table_stride] int64
+    out,  # [num_rows, heads, HEAD_DIM], written
+    sums,  # [runs * width, heads, most, HEAD_DIM] fp32, written
+    stats,  # [runs * width, heads, most, 2] fp32, written: total weight, maximum score
+    arrived,  # [KV_HEADS, num_tiles] int32, 0 before and after: splits whose results are stored
+    first_run,  # of the launch
+    width,  # the most rows of its runs
+    tiles_per_run,
+    num_tiles,
+    table_stride,
+    most,
+    scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
+    BLOCK_TILES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Splits spread evenly over programs, whatever the lengths of rows.
+
+    The KV tiles of all query tiles and KV heads form a line. Program i of G computes the splits
+    that begin in the i-th of G equal parts of it. Of a query tile that several programs share,
+    each split's result is stored, and the program that comes last joins them.
+    """
+    if PDL:
+        cuda.gdc_launch_dependents()
+    ROWS: gl.constexpr = QUERIES // GROUP
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile = gl.arange(0, BLOCK_TILES, layout=LINE)
+    _, first, stop = run_of(min(tile, num_tiles - 1), starts, first_run, width, tiles_per_run, ROWS)
+    exists = (tile < num_tiles) & (first < stop)
+    position = gl.load(positions + first, mask=exists, other=0).to(gl.int32)
+    _, end, before = extent(position, stop - first, TILE, WINDOW)
+    ends = gl.associative_scan(gl.where(exists, end - before, 0), 0, _sum)
+    length = gl.max(ends, 0)
+    share = (length * KV_HEADS).to(gl.int64)
+    programs = gl.num_programs(0)
+    low = ((gl.program_id(0) * share + programs - 1) // programs).to(gl.int32)
+    high = (((gl.program_id(0) + 1) * share + programs - 1) // programs).to(gl.int32)
+    head = low // max(length, 1)
+    behind = ends + head * length <= low
+    first_tile = gl.sum(behind.to(gl.int32), 0)
+    start = head * length + gl.max(gl.where(behind, ends, 0), 0)
+
+    BOXES: gl.constexpr = (TILE // min(BLOCK_SIZE, 64)) * (BLOCK_DIM // 64)
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    q_memory = gl.allocate_shared_memory(DTYPE, [QUERIES, BLOCK_DIM], swizzled(DTYPE))
+    # Larger heads leave no room: there the splits of whole query tiles are stored too.
+    KEPT_ROWS: gl.constexpr = QUERIES if BLOCK_DIM <= 128 else 1
+    kept = gl.allocate_shared_memory(gl.float32, [KEPT_ROWS, BLOCK_DIM], KEPT)
+    ring = gl.allocate_shared_memory(
+        DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    gl.warp_specialize(
+        [
+            (_attend_by_splits, (
+                q, positions, slots, starts, out, sums, stats, arrived,
+                q_memory, kept, ring, full, free,
+                first_run, width, tiles_per_run, num_tiles, head, first_tile, start, low, high,
+                most, scale,
+                KV_HEADS, GROUP, ROWS, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, PDL,
+            )),
+            (_load_by_splits, (
+                keys, values, positions, slots, starts, block_table, ring, full, free,
+                first_run, width, tiles_per_run, num_tiles, table_stride,
+                head, first_tile, start, low, high,
+                KV_HEADS, ROWS, BLOCK_SIZE, TILE, BLOCK_DIM, WINDOW, SLOTS, PDL,
+            )),
+        ],
+        [1], [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_all(
+    keys, values, table, last_block, final, begin, end, ring, full, free,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
+    SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """The loading warp of ``rows_kernel``."""
+    load_tiles(
+        keys, values, table, last_block, final, gl.program_id(1), begin, end, 0 * begin,
+        ring, full, free, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
+    )  # fmt: skip
+    if PDL:
+        cuda.gdc_wait()
+
+
+@gluon.jit
+def _attend_all(
+    q, slots, slot, out, q_memory, kept, ring, full, free, first, stop, position, begin, end, scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
+    TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr, RAGGED: gl.constexpr,
+    PDL: gl.constexpr,
+):  # fmt: skip
+    """One warp group of ``rows_kernel``: its rows over all splits."""
+    HEADS: gl.constexpr = KV_HEADS * GROUP
+    head = gl.program_id(1)
+    if PDL:
+        cuda.gdc_wait()
+    load_queries(q, q_memory, first, stop - first, head, HEADS, GROUP, HEAD_DIM, BLOCK_DIM)
+    acc, total = attend(
+        q_memory, ring, full, free, 0 * begin, begin, end, position, stop - first, scale,
+        kept, None, None, None, None,
+        HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, False,
+    )  # fmt: skip
+    store_rows(
+        out, slots, slot, acc, total, first, stop - first, head, HEADS, GROUP, HEAD_DIM, RAGGED
+    )
+
+
+@_jit
+def rows_kernel(
+    q,  # as for splits_kernel
+    keys,
+    values,
+    positions,
+    slots,
+    starts,
+    block_table,
+    out,  # [num_rows, heads, HEAD_DIM]
+    first_run,
+    width,
+    tiles_per_run,
+    num_runs,
+    table_stride,
+    scale,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr, SLOTS: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """All splits of one query tile a program; tiles with the most KV start first."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+    ROWS: gl.constexpr = QUERIES // GROUP
+    run, place = gl.program_id(0) % num_runs, tiles_per_run - 1 - gl.program_id(0) // num_runs
+    begin, first, stop = run_of(
+        run * tiles_per_run + place, starts, first_run, width, tiles_per_run, WARP_GROUPS * ROWS
+    )
+    if first >= stop:
+        if PDL:
+            cuda.gdc_wait()
+        return
+    RAGGED: gl.constexpr = starts is not None
+    slot = gl.load(slots + begin)
+    final = gl.load(positions + begin).to(gl.int32)
+    position = gl.load(positions + first).to(gl.int32)
+    _, end, before = extent(position, stop - first, TILE, WINDOW)
+    table = block_table + slot * table_stride
+
+    BOXES: gl.constexpr = (TILE // min(BLOCK_SIZE, 64)) * (BLOCK_DIM // 64)
+    DTYPE: gl.constexpr = q.dtype.element_ty
+    KEPT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+    q_memory = gl.allocate_shared_memory(DTYPE, [WARP_GROUPS, QUERIES, BLOCK_DIM], swizzled(DTYPE))
+    kept = gl.allocate_shared_memory(gl.float32, [WARP_GROUPS, QUERIES, BLOCK_DIM], KEPT)
+    ring = gl.allocate_shared_memory(
+        DTYPE, [SLOTS * BOXES, min(BLOCK_SIZE, 64), 64], swizzled(DTYPE)
+    )
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(SLOTS):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(free.index(place), count=WARP_GROUPS)
+    if WARP_GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_attend_all, (
+                    q, slots, slot, out, q_memory.index(0), kept.index(0), ring, full, free,
+                    first, stop, position, before, end, scale,
+                    KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
+                )),
+                (_load_all, (
+                    keys, values, table, table_stride - 1, final, before, end, ring, full, free,
+                    KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
+                )),
+            ],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_all, (
+                    q, slots, slot, out, q_memory.index(0), kept.index(0), ring, full, free,
+                    first, min(first + ROWS, stop), position, before, end, scale,
+                    KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
+                )),
+                (_attend_all, (
+                    q, slots, slot, out, q_memory.index(1), kept.index(1), ring, full, free,
+                    first + ROWS, stop, position + ROWS, before, end, scale,
+                    KV_HEADS, GROUP, HEAD_DIM, BLOCK_DIM, TILE, WINDOW, SLOTS, RAGGED, PDL,
+                )),
+                (_load_all, (
+                    keys, values, table, table_stride - 1, final, before, end, ring, full, free,
+                    KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM, SLOTS, PDL,
+                )),
+            ],
+            [4, 1], [240, 24],
+        )  # fmt: skip

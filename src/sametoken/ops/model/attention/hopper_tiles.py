@@ -1,0 +1,427 @@
+"""Query tiles over KV tiles on Hopper, in Gluon: the arithmetic of both launch forms.
+
+Queries are the 64 rows of a warp group's products (wgmma): adjacent rows of a run times the query
+heads of one KV head. A row's splits follow ``schedule``. Within a split, KV tiles run in order
+through an online softmax, weights are summed in registers, whose layout is fixed, and a split's
+result joins those before it by ``joined``. A KV tile or a split that a row cannot see leaves the
+row unchanged to the bit, so neither the other rows of a query tile nor the splits that a program
+computes affect a row (tests/gpu/test_attention_gpu.py).
+
+Values in KV memory are finite (``rope_and_cache``), so weight 0 hides them.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+# mypy: disallow-incomplete-defs=false
+# mypy: disable-error-code=assignment
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra import cuda
+
+from sametoken.ops.model.attention.schedule import begin_of, split_of
+
+#: Queries of a warp group.
+QUERIES = gl.constexpr(64)
+#: The maximum score before any; finite, so that differences of two are numbers.
+LOWEST = gl.constexpr(-1.0e30)
+
+# Two names of Triton 3.9.
+_load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+if not hasattr(gl.shared_memory_descriptor, "_reinterpret"):
+    gl.shared_memory_descriptor._reinterpret = gl.shared_memory_descriptor.reinterpret
+
+
+@gluon.constexpr_function
+def swizzled(dtype):
+    """The shared memory of a tile of this dtype, as TMA writes and wgmma reads it."""
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=dtype.primitive_bitwidth, rank=2
+    )
+
+
+@gluon.constexpr_function
+def _products(columns):
+    """Registers of a warp group's products of this width."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def run_of(tile, starts, first_run, width, tiles_per_run, ROWS: gl.constexpr):
+    """A query tile's run: its first row, the tile's first row, and the row after its last."""
+    run = first_run + tile // tiles_per_run
+    if starts is None:
+        begin = run * width
+        end = begin + width
+    else:
+        begin = gl.load(starts + run).to(gl.int32)
+        end = gl.load(starts + run + 1).to(gl.int32)
+    first = begin + tile % tiles_per_run * ROWS
+    return begin, first, min(first + ROWS, end)
+
+
+@gluon.jit
+def extent(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """A query tile's first split, the KV tile after its last one, and that split's first KV tile.
+
+    ``position`` is that of the tile's first row; rows of a run ascend by one. Dead rows at a run's
+    end count too: they read KV and give nothing.
+    """
+    first = split_of(max(position - WINDOW + 1, 0)) if WINDOW else 0 * position
+    return first, (position + num_rows + TILE - 1) // TILE, begin_of(first) // TILE
+
+
+@gluon.jit
+def _load_kv(
+    memory, barrier, ring, slot, table, last_block, tile, head,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
+):  # fmt: skip
+    """Load one KV tile, in boxes of at most 64 positions x 64 elements of one block."""
+    BOX: gl.constexpr = min(BLOCK_SIZE, 64)
+    BOXES: gl.constexpr = TILE // BOX
+    PARTS: gl.constexpr = BLOCK_DIM // 64
+    mbarrier.expect(barrier, TILE * BLOCK_DIM * (memory.dtype.primitive_bitwidth // 8))
+    for box in gl.static_range(BOXES):
+        at = tile * TILE + box * BOX
+        block = gl.load(table + min(at // BLOCK_SIZE, last_block)).to(gl.int32)
+        row = (block * KV_HEADS + head) * BLOCK_SIZE + at % BLOCK_SIZE
+        for part in gl.static_range(PARTS):
+            place = slot * (BOXES * PARTS) + part * BOXES + box
+            _load_box(memory, [row, part * 64], barrier, ring.index(place))
+
+
+@gluon.jit
+def load_tiles(
+    keys, values, table, last_block, final, head, begin, end, count, ring, full, free,
+    KV_HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, BLOCK_DIM: gl.constexpr,
+    SLOTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Load KV tiles ``begin .. end - 1`` in turn, keys before values; returns tiles loaded so far.
+
+    Tiles below position ``final`` were written by earlier passes: only the others wait for the
+    kernel before.
+    """
+    for tile in range(begin, end):
+        if PDL and (tile + 1) * TILE > final:
+            cuda.gdc_wait()
+        for which in gl.static_range(2):
+            use = 2 * count + which
+            slot = use % SLOTS
+            mbarrier.wait(free.index(slot), ((use // SLOTS) & 1) ^ 1)
+            _load_kv(
+                keys if which == 0 else values, full.index(slot), ring, slot, table, last_block,
+                tile, head, KV_HEADS, BLOCK_SIZE, TILE, BLOCK_DIM,
+            )  # fmt: skip
+        count += 1
+    return count
+
+
+@gluon.jit
+def load_queries(
+    q, memory, first, num_rows, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
+):  # fmt: skip
+    """Load a query tile into shared memory; 0 where it has no row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // BLOCK_DIM, BLOCK_DIM // 8], [4, 1], [1, 0]
+    )
+    query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, BLOCK_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    at = (query // GROUP * HEADS + head * GROUP + query % GROUP) * HEAD_DIM
+    mask = (query // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    base = q + first.to(gl.int64) * (HEADS * HEAD_DIM)
+    memory.store(gl.load(base + at[:, None] + dim[None, :], mask=mask, other=0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _hidden(
+    scores, tile, seen, uncut, uncut_end, TILE: gl.constexpr, WINDOW: gl.constexpr
+):  # fmt: skip
+    """Scores of one KV tile, without those that a query does not see; most tiles are seen whole."""
+    if (tile >= uncut_end) | (tile < uncut):
+        LAYOUT: gl.constexpr = scores.type.layout
+        at = tile * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT))
+        visible = at[None, :] <= seen[:, None]
+        if WINDOW:
+            visible = visible & (at[None, :] > seen[:, None] - WINDOW)
+        scores = gl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _multiply_keys(q_memory, tiles, full, use):
+    """Begin the products of queries and keys, once the keys are there."""
+    SLOTS: gl.constexpr = tiles.shape[0]
+    TILE: gl.constexpr = tiles.shape[1]
+    no_scores = gl.zeros([QUERIES, TILE], gl.float32, _products(TILE))
+    mbarrier.wait(full.index(use % SLOTS), (use // SLOTS) & 1)
+    keys = tiles.index(use % SLOTS).permute((1, 0))
+    return warpgroup_mma(q_memory, keys, no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(weights, tiles, full, use, acc):
+    """Begin to add weighted values, once the values are there."""
+    SLOTS: gl.constexpr = tiles.shape[0]
+    mbarrier.wait(full.index(use % SLOTS), (use // SLOTS) & 1)
+    return warpgroup_mma(weights, tiles.index(use % SLOTS), acc, is_async=True)
+
+
+@gluon.jit
+def _summed(kept, acc, old, new, some):
+    """A split's weighted values joined to those in ``kept``, if there are some."""
+    BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    before = gl.zeros_like(acc)
+    if some:
+        before = kept.load(acc.type.layout)
+    new = gl.convert_layout(new, BY_QUERY)[:, None]
+    return gl.fma(before, gl.convert_layout(old, BY_QUERY)[:, None], acc * new)
+
+
+@gluon.jit
+def _softmax(scores, top, total, scale):
+    """Online softmax over one more tile: weights, maximum, total weight, and what shrinks sums."""
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    shrink = gl.exp2((top - new_top) * scale)
+    weights = gl.exp2(gl.fma(scores, scale, -(new_top * scale)[:, None]))
+    return weights, new_top, gl.fma(total, shrink, gl.sum(weights, 1)), shrink
+
+
+@gluon.jit
+def joined(top, total, split_top, split_total, scale):
+    """The splits so far with one more: maximum, total, and the factors of both weighted sums."""
+    new_top = gl.maximum(top, split_top)
+    old = gl.exp2((top - new_top) * scale)
+    new = gl.exp2((split_top - new_top) * scale)
+    return new_top, gl.fma(total, old, split_total * new), old, new
+
+
+@gluon.jit
+def _store_part(
+    sums, stats, acc, top, total, num_rows, part, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, most,
+):  # fmt: skip
+    """Store one split's result of a query tile, whose first line is ``part``."""
+    SCORES: gl.constexpr = top.type.layout
+    SUMS: gl.constexpr = acc.type.layout
+    query = gl.arange(0, QUERIES, layout=SCORES)
+    line = part + (query // GROUP * HEADS + query % GROUP) * most
+    mask = query // GROUP < num_rows
+    gl.store(stats + line * 2, total, mask=mask)
+    gl.store(stats + line * 2 + 1, top, mask=mask)
+    query = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, SUMS))
+    dim = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, SUMS))
+    line = part + (query // GROUP * HEADS + query % GROUP) * most
+    mask = (query // GROUP < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
+    gl.store(sums + line[:, None] * HEAD_DIM + dim[None, :], acc, mask=mask)
+
+
+@gluon.jit
+def _store_outputs(
+    out, slots, slot, acc, total, query, first, num_rows, head, HEADS: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Store outputs of a query tile; dead rows are 0, so a MoE layer routes them all alike."""
+    acc = acc / gl.where(total == 0.0, 1.0, total)[:, None]
+    present = query // GROUP < num_rows
+    if RAGGED:
+        live = gl.load(slots + first + query // GROUP, mask=present, other=0) == slot
+        acc = gl.where(live[:, None], acc, 0.0)
+    dim = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    at = (query // GROUP * HEADS + head * GROUP + query % GROUP) * HEAD_DIM
+    base = out + first.to(gl.int64) * (HEADS * HEAD_DIM)
+    mask = present[:, None] & (dim < HEAD_DIM)[None, :]
+    gl.store(base + at[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def store_rows(
+    out, slots, slot, acc, total, first, num_rows, head, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Store the outputs that ``attend`` has."""
+    BY_QUERY: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    query = gl.arange(0, QUERIES, layout=BY_QUERY)
+    total = gl.convert_layout(total, BY_QUERY)
+    _store_outputs(
+        out, slots, slot, acc, total, query, first, num_rows, head, HEADS, GROUP, HEAD_DIM, RAGGED
+    )
+
+
+@gluon.jit
+def _uncut_tiles(position, num_rows, TILE: gl.constexpr, WINDOW: gl.constexpr):
+    """First and end of the KV tiles that every row of a query tile sees whole."""
+    begin = (max(position + num_rows - WINDOW, 0) + TILE - 1) // TILE if WINDOW else 0 * position
+    return begin, (position + 1) // TILE
+
+
+@gluon.jit
+def _end_split(
+    kept, sums, stats, acc, top, total, all_top, all_total, some, num_rows, part, split, most,
+    scale, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Store a split's result, or join it to ``kept``; maximum and total weight of all splits."""
+    if PARTS:
+        _store_part(
+            sums, stats, acc, top, total, num_rows, part + split, HEADS, GROUP, HEAD_DIM, most
+        )
+    else:
+        all_top, all_total, old, new = joined(all_top, all_total, top, total, scale)
+        kept.store(_summed(kept, acc, old, new, some))
+    return all_top, all_total
+
+
+@gluon.jit
+def _first_weights(
+    q_memory, tiles, full, free, use, kv, seen, uncut, uncut_end, lowest, scale,
+    WINDOW: gl.constexpr, WEIGHTS: gl.constexpr,
+):  # fmt: skip
+    """Weights, maximum and total weight of the first KV tile."""
+    SLOTS: gl.constexpr = tiles.shape[0]
+    TILE: gl.constexpr = tiles.shape[1]
+    token = _multiply_keys(q_memory, tiles, full, use)
+    scores = warpgroup_mma_wait(0, deps=(token,))
+    mbarrier.arrive(free.index(use % SLOTS), count=1)
+    scores = _hidden(scores, kv, seen, uncut, uncut_end, TILE, WINDOW)
+    weights, top, total, _ = _softmax(scores, lowest, gl.zeros_like(lowest), scale)
+    return gl.convert_layout(weights.to(q_memory.dtype), WEIGHTS), top, total
+
+
+@gluon.jit
+def _last_values(weights, tiles, full, free, use, acc):
+    """The weighted values of a split, its last KV tile's included."""
+    SLOTS: gl.constexpr = tiles.shape[0]
+    token = _add_values(weights, tiles, full, use, acc)
+    acc = warpgroup_mma_wait(0, deps=(token,))
+    mbarrier.arrive(free.index(use % SLOTS), count=1)
+    return acc
+
+
+@gluon.jit
+def attend(
+    q_memory, ring, full, free, count, begin, end, position, num_rows, scale,
+    kept, sums, stats, part, most, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr, TILE: gl.constexpr, WINDOW: gl.constexpr,
+    SLOTS: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """64 queries over KV tiles ``begin .. end - 1``, which begin at a split's border.
+
+    A tile's scores are multiplied while the weights of the tile before it are. With PARTS each
+    split's result is stored; else splits are joined in ``kept``. Returns the weighted values and
+    the total weight of all splits so far; with PARTS, of nothing.
+    """
+    DTYPE: gl.constexpr = q_memory.dtype
+    SUMS: gl.constexpr = _products(BLOCK_DIM)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUMS, k_width=2)
+    tiles = ring._reinterpret(DTYPE, [SLOTS, TILE, BLOCK_DIM], swizzled(DTYPE))
+    lowest = gl.full([QUERIES], LOWEST, gl.float32, gl.SliceLayout(1, _products(TILE)))
+    seen = position + gl.arange(0, QUERIES, layout=lowest.type.layout) // GROUP
+    # Dead rows count as rows that follow: what they see does not matter.
+    uncut, uncut_end = _uncut_tiles(position, num_rows, TILE, WINDOW)
+
+    weights, top, total = _first_weights(
+        q_memory, tiles, full, free, 2 * count, begin, seen, uncut, uncut_end, lowest, scale,
+        WINDOW, WEIGHTS,
+    )  # fmt: skip
+    acc = gl.zeros([QUERIES, BLOCK_DIM], gl.float32, SUMS)
+    all_top, all_total = lowest, gl.zeros_like(lowest)
+    split = split_of(begin * TILE)
+    first_border = begin_of(split + 1) // TILE
+    border = first_border
+    for kv in range(begin + 1, end):
+        use = 2 * (count + kv - begin)
+        scores_token = _multiply_keys(q_memory, tiles, full, use)
+        acc_token = _add_values(weights, tiles, full, use - 1, acc)
+        scores = warpgroup_mma_wait(1, deps=(scores_token,))
+        mbarrier.arrive(free.index(use % SLOTS), count=1)
+        scores = _hidden(scores, kv, seen, uncut, uncut_end, TILE, WINDOW)
+        split_top, split_total = top, total
+        if kv == border:
+            top, total = lowest, gl.zeros_like(lowest)
+        next_weights, top, total, shrink = _softmax(scores, top, total, scale)
+        acc = warpgroup_mma_wait(0, deps=(acc_token,))
+        mbarrier.arrive(free.index((use - 1) % SLOTS), count=1)
+        if kv == border:
+            all_top, all_total = _end_split(
+                kept, sums, stats, acc, split_top, split_total, all_top, all_total,
+                kv > first_border, num_rows, part, split, most, scale,
+                HEADS, GROUP, HEAD_DIM, PARTS,
+            )  # fmt: skip
+            acc = gl.zeros([QUERIES, BLOCK_DIM], gl.float32, SUMS)
+            split += 1
+            border = begin_of(split + 1) // TILE
+        else:
+            acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, SUMS))[:, None]
+        weights = gl.convert_layout(next_weights.to(DTYPE), WEIGHTS)
+    acc = _last_values(weights, tiles, full, free, 2 * (count + end - begin) - 1, acc)
+    if PARTS:
+        _store_part(
+            sums, stats, acc, top, total, num_rows, part + split, HEADS, GROUP, HEAD_DIM, most
+        )
+    else:
+        _, total, old, new = joined(all_top, all_total, top, total, scale)
+        acc = _summed(kept, acc, old, new, end > first_border)
+    return acc, total
+
+
+@gluon.jit
+def join_parts(
+    out, slots, slot, sums, stats, first, num_rows, num_splits, part, most, head, scale,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_DIM: gl.constexpr,
+    RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Join the stored results of a query tile's splits in order, and store its outputs."""
+    AHEAD: gl.constexpr = 4
+    LINES: gl.constexpr = 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, BLOCK_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    for begin in range(0, num_rows * GROUP, LINES):
+        query = begin + line
+        present = query < num_rows * GROUP
+        mask = present[:, None] & (dim < HEAD_DIM)[None, :]
+        at = part + (query // GROUP * HEADS + query % GROUP) * most
+        top = gl.full([LINES], LOWEST, gl.float32, gl.SliceLayout(1, LAYOUT))
+        total = gl.zeros([LINES], gl.float32, gl.SliceLayout(1, LAYOUT))
+        acc = gl.zeros([LINES, BLOCK_DIM], gl.float32, LAYOUT)
+        for split in range(0, num_splits, AHEAD):
+            parts, tops, totals = (), (), ()
+            for ahead in gl.static_range(AHEAD):
+                here = at + split + ahead
+                exists = present & (split + ahead < num_splits)
+                tops += (
+                    gl.load(stats + here * 2 + 1, mask=exists, other=LOWEST, cache_modifier=".cg"),
+                )
+                totals += (gl.load(stats + here * 2, mask=exists, other=0.0, cache_modifier=".cg"),)
+                parts += (gl.load(
+                    sums + here[:, None] * HEAD_DIM + dim[None, :], mask=mask & exists[:, None],
+                    other=0.0, cache_modifier=".cg",
+                ),)  # fmt: skip
+            for ahead in gl.static_range(AHEAD):
+                top, total, old, new = joined(top, total, tops[ahead], totals[ahead], scale)
+                acc = gl.fma(acc, old[:, None] + gl.zeros_like(acc), parts[ahead] * new[:, None])
+        _store_outputs(
+            out,
+            slots,
+            slot,
+            acc,
+            total,
+            query,
+            first,
+            num_rows,
+            head,
+            HEADS,
+            GROUP,
+            HEAD_DIM,
+            RAGGED,
+        )

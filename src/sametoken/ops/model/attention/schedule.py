@@ -1,0 +1,70 @@
+"""The splits of a row's KV on Hopper: a schedule of position alone, shared by every launch form.
+
+Splits are short near position 0, where one request has to fill the chip, and long beyond, where
+every split costs a merge.
+"""
+
+# mypy: disallow-untyped-decorators=false, disallow-untyped-defs=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+#: First position and split size of each level, in which the next level begins at a border.
+LEVELS = ((0, 256), (1024, 512), (4096, 1024), (32768, 4096))
+
+
+def max_splits(max_seq_len: int) -> int:
+    """The most splits of a row below ``max_seq_len``."""
+    ends = (*(begin for begin, _ in LEVELS[1:]), max_seq_len)
+    sizes = (
+        (max(0, min(end, max_seq_len) - begin), size)
+        for (begin, size), end in zip(LEVELS, ends, strict=True)
+    )
+    return sum(-(-length // size) for length, size in sizes)
+
+
+_BEGIN_1 = gl.constexpr(LEVELS[1][0])
+_BEGIN_2 = gl.constexpr(LEVELS[2][0])
+_BEGIN_3 = gl.constexpr(LEVELS[3][0])
+_SIZE_0 = gl.constexpr(LEVELS[0][1])
+_SIZE_1 = gl.constexpr(LEVELS[1][1])
+_SIZE_2 = gl.constexpr(LEVELS[2][1])
+_SIZE_3 = gl.constexpr(LEVELS[3][1])
+# The first split of each level.
+_FIRST_1 = gl.constexpr(max_splits(LEVELS[1][0]))
+_FIRST_2 = gl.constexpr(max_splits(LEVELS[2][0]))
+_FIRST_3 = gl.constexpr(max_splits(LEVELS[3][0]))
+
+
+@gluon.jit
+def split_of(position):
+    """The split that holds a position."""
+    return (
+        min(position, _BEGIN_1) // _SIZE_0
+        + (min(max(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1) // _SIZE_1
+        + (min(max(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2) // _SIZE_2
+        + (max(position, _BEGIN_3) - _BEGIN_3) // _SIZE_3
+    )
+
+
+@gluon.jit
+def begin_of(split):
+    """The first position of a split."""
+    return (
+        min(split, _FIRST_1) * _SIZE_0
+        + (min(max(split, _FIRST_1), _FIRST_2) - _FIRST_1) * _SIZE_1
+        + (min(max(split, _FIRST_2), _FIRST_3) - _FIRST_2) * _SIZE_2
+        + (max(split, _FIRST_3) - _FIRST_3) * _SIZE_3
+    )
+
+
+@gluon.jit
+def splits_before(position):
+    """How many splits begin before a position."""
+    return (
+        (min(position, _BEGIN_1) + _SIZE_0 - 1) // _SIZE_0
+        + (min(max(position, _BEGIN_1), _BEGIN_2) - _BEGIN_1 + _SIZE_1 - 1) // _SIZE_1
+        + (min(max(position, _BEGIN_2), _BEGIN_3) - _BEGIN_2 + _SIZE_2 - 1) // _SIZE_2
+        + (max(position, _BEGIN_3) - _BEGIN_3 + _SIZE_3 - 1) // _SIZE_3
+    )

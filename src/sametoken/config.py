@@ -97,6 +97,20 @@ class EngineConfig:
         "part of the KV memory for recurrent states kept for prefix caching; default: an eighth",
         limits=(0, 2**50),
     )
+    swap_space: float = option(
+        4.0, "host memory for KV of preempted requests, in GiB per rank", limits=(0, 2**20)
+    )
+    kv_offloading_size: float = option(
+        0.0,
+        "host memory for KV that leaves the prefix cache, in GiB per rank",
+        limits=(0, 2**20),
+    )
+    swap_dir: str | None = option(
+        None, "directory of a file for swapped KV, when host memory is short; default: none"
+    )
+    swap_dir_size: float = option(
+        16.0, "maximum size of the file in swap_dir, in GiB", limits=(0, 2**20)
+    )
     steps_in_flight: int = option(
         0, "steps enqueued ahead of the host, 1..3; 0: 1 on a CPU, 2 on a GPU", limits=(0, 3)
     )
@@ -175,4 +189,4 @@ class EngineConfig:
         return cls(**options)
 
 
-_PATHS = ("model", "tokenizer", "chat_template", "generation_config")
+_PATHS = ("model", "tokenizer", "chat_template", "generation_config", "swap_dir")

@@ -22,6 +22,7 @@ CHECKED = (
 HOST_SIDE = (
     "runner/async_output.py",
     "runner/stream.py",
+    "state/host_blocks.py",
     "state/host_copy.py",
 )
 # References; on a GPU they serve tests alone. ``Edits.pack`` works on tensors of the host.

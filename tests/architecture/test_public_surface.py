@@ -29,6 +29,7 @@ ENGINE = {
     "max_num_batched_tokens": 0,
     "enable_prefix_caching": True,
     "enforce_eager": False,
+    "swap_space": 4.0,
     "tensor_parallel_size": 1,
     "load_format": "auto",
     "speculative_config": None,
@@ -40,6 +41,9 @@ OWN_ENGINE_OPTIONS = {
     "kv_cache_memory_bytes",
     "kept_states_memory_bytes",
     "num_kv_blocks",
+    "kv_offloading_size",
+    "swap_dir",
+    "swap_dir_size",
     "steps_in_flight",
 }
 SAMPLING = {

@@ -192,11 +192,15 @@ def test_a_head_of_another_hidden_size(target, tmp_path):
             "max_num_batched_tokens=8 holds no window of 9 rows",
             "raise max_num_batched",
         ),
-        ({"num_kv_blocks": 3}, "hold 24 tokens", "raise kv_cache_memory_bytes"),
+        (
+            {"num_kv_blocks": 3},
+            "the KV memory holds 24 tokens",
+            "max_model_len=24 or less, or num_kv_blocks=6 or more",
+        ),
         (
             {"num_kv_blocks": None, "kv_cache_memory_bytes": 1000},
-            "below max_model_len=48",
-            "raise kv_cache_memory_bytes",
+            "max_model_len=48 takes",
+            "kv_cache_memory_bytes=",
         ),
         ({"dtype": "float8"}, "dtype='float8' is not possible", "bfloat16"),
         ({"device": "tpu"}, "device='tpu' is not possible", "cpu"),

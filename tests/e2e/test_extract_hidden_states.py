@@ -164,17 +164,22 @@ def test_layers_are_chosen_and_bf16_is_kept(target, tmp_path, layers):
     assert (manifest["model"], manifest["num_hidden_layers"]) == (str(target), 4)
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 3])
-def test_preempted_requests_and_small_shards(target, tmp_path, monkeypatch, steps_in_flight):
+@pytest.mark.parametrize(("steps_in_flight", "swap_space"), [(1, 1), (3, 1), (3, 0)])
+def test_preempted_requests_and_small_shards(
+    target, tmp_path, monkeypatch, steps_in_flight, swap_space
+):
     saved = []
     save = SwapStore._save
     monkeypatch.setattr(
         SwapStore, "_save", lambda self, swap: (saved.append(swap), save(self, swap))
     )
     monkeypatch.setattr(extraction, "SHARD_BYTES", 40 * 3 * HIDDEN * 4)
-    llm = engine(target, tmp_path, num_kv_blocks=9, steps_in_flight=steps_in_flight)
+    llm = engine(
+        target, tmp_path, num_kv_blocks=9, steps_in_flight=steps_in_flight, swap_space=swap_space
+    )
     outputs = generate(llm, max_tokens=20)
-    assert saved, "nothing was preempted"
+    assert llm._engine.scheduler.num_preemptions
+    assert bool(saved) == bool(swap_space)
     check(target, tmp_path, outputs)
     shards = read_manifest(tmp_path).shards
     ranges = [part.sequence for shard in shards for part in shard.ranges]

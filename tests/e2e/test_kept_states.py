@@ -18,6 +18,8 @@ from helpers.hybrid_toy import HybridToy
 from helpers.hybrids import write_hybrid
 from helpers.turns import Talk, check_turns, start
 from sametoken import LLM, SamplingParams
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
 from sametoken.models.names import HYBRID_NAME
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.runner.stream import LaggingStream
@@ -193,6 +195,38 @@ def test_every_turn_is_that_of_a_cold_engine(
         cold=lambda: start(small, steps, **options | off),
         plain=lambda: start(small, **OPTIONS | off),
     )
+
+
+def turns_of_three(small, **options):
+    """Three chats side by side; returns the scheduler, all tokens, and the accepted drafts."""
+    core = build_engine(EngineConfig.from_options(model=str(small), **OPTIONS | options))
+    llm, prompts, accepted = LLM.from_engine(core, None), [[*BEGINNING, i] for i in range(3)], 0
+    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    for _ in range(3):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        accepted += sum(output.metrics.speculation.num_accepted_tokens for output in outputs)
+        answers = [output.outputs[0].token_ids for output in outputs]
+        prompts = [[*prompt, *said, 5, 6] for prompt, said in zip(prompts, answers, strict=True)]
+        core.scheduler.check_integrity()
+    return core.scheduler, prompts, accepted
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 3])
+def test_chats_that_lose_their_blocks_go_on_as_undisturbed(small, steps_in_flight):
+    """Preempted without swap space they replay from position 0, beside states that were kept."""
+    _, calm, _ = turns_of_three(small, enable_prefix_caching=False)
+    scheduler, tight, accepted = turns_of_three(
+        small,
+        speculative_config=NGRAM,
+        steps_in_flight=steps_in_flight,
+        num_kv_blocks=26,
+        swap_space=0,
+        kept_states_memory_bytes=2**20,
+    )
+    assert tight == calm
+    assert scheduler.num_replayed_tokens
+    assert scheduler.prefix_cache_hits
+    assert accepted
 
 
 def test_a_hybrid_draft_model_has_its_own_states(small):

@@ -16,6 +16,7 @@ from sametoken.drafters.base import Drafts, NoDrafter
 from sametoken.drafters.context import Coupling
 from sametoken.drafters.draft_model import DraftModelDrafter
 from sametoken.engine.core import EngineCore
+from sametoken.ops.cache_types import common_window
 from sametoken.ops.reference import ReferenceKernels
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
@@ -27,6 +28,7 @@ from sametoken.runner.swap import SwapStore
 from sametoken.sampling.grammar_masks import SlotGrammars
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.scheduler import Scheduler
+from sametoken.scheduler.swap_space import BlockFile
 from sametoken.state.caches import ModelCache
 from sametoken.state.sampling import SamplingTable
 from sametoken.state.sequences import NO_HISTORY, Sequences, TokenHistory
@@ -48,6 +50,8 @@ class Shape:
     prefill_chunk_size: int = 8
     block_size: int = 4
     num_blocks: int = 60
+    num_host_blocks: int = 60
+    num_idle_host_blocks: int = 0
     max_model_len: int = 96
     prefix_caching: bool = True
     cache_emitted: bool = True
@@ -125,6 +129,7 @@ def build(
     kernels=None,
     history: TokenHistory = NO_HISTORY,
     steps: str | None = None,
+    make_file: Callable[[SwapStore], BlockFile] | None = None,
 ) -> EngineCore:
     """Put an engine together by hand; ``steps`` is one of ``STEPS``."""
     kernels = kernels or ReferenceKernels()
@@ -151,12 +156,15 @@ def build(
         longest_chunk=shape.prefill_chunk_size,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
+        num_host_blocks=shape.num_host_blocks,
+        num_idle_host_blocks=shape.num_idle_host_blocks,
         max_model_len=shape.max_model_len,
         num_speculative_tokens=k,
         adaptive_drafts=True,
         rows_per_weight_read=shape.rows_per_weight_read,
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
+        sliding_window=common_window(model.caches) or 0,
         enable_prefix_caching=shape.prefix_caching,
         cache_emitted_blocks=shape.cache_emitted,
         num_kept_states=shape.num_kept_states,
@@ -187,6 +195,7 @@ def build(
 
     step = noted(step, note)
     caches = (kv, *drafter.kv_caches)
+    swap = SwapStore(caches, shape.num_host_blocks, 2**24, pinned=False)
     states = KeptStates(caches, shape.num_kept_states)
     for memory in (memory for one in states.caches for memory in one.kept):
         memory.fill_(float("nan"))
@@ -194,14 +203,15 @@ def build(
         step=step,
         processing=watched(processing, see),
         launcher=launcher_of(step, steps),
-        swap=SwapStore(caches),
+        swap=swap,
         kept_states=states,
         stream=stream,
         ring=ring,
         history=history,
     )
     resolved = SimpleNamespace(steps_in_flight=shape.steps_in_flight)
-    core = EngineCore(resolved, Scheduler(limits), runner)
+    scheduler = Scheduler(limits, make_file(swap) if make_file else None)
+    core = EngineCore(resolved, scheduler, runner)
     core.parts, core.accepted_logits = parts, accepted_logits
     return core
 

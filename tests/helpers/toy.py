@@ -37,11 +37,11 @@ def toy_config(vocab_size: int, max_positions: int = 512) -> ModelConfig:
 
 
 class ToyModel:
-    """``CausalLM`` over float64; greedy continuations are chaotic in the whole prefix."""
+    """``CausalLM`` over float64; greedy continuations are chaotic in all that a row sees."""
 
-    def __init__(self, vocab_size: int = 11, salt: int = 1) -> None:
+    def __init__(self, vocab_size: int = 11, salt: int = 1, window: int | None = None) -> None:
         self.config = toy_config(vocab_size)
-        self.caches = (PagedKV(1, 1, 1, torch.float64),)
+        self.caches = (PagedKV(1, 1, 1, torch.float64, window),)
         self.salt = salt
         self.seen: list[tuple[int, ...]] = []
 
@@ -52,7 +52,8 @@ class ToyModel:
         flat[rows.kv_slots // block_size, rows.kv_slots % block_size] = token_ids.double()
         hashes = []
         for slot, position in zip(rows.slots.tolist(), rows.positions.tolist(), strict=True):
-            where = torch.arange(position + 1)
+            window = self.caches[0].window or position + 1
+            where = torch.arange(max(0, position + 1 - window), position + 1)
             blocks = rows.block_table[slot, where // block_size]
             visible = flat[blocks, where % block_size]
             assert not visible.isnan().any(), "a row reads KV that nobody wrote"

@@ -45,6 +45,7 @@ from sametoken.sampling.grammar_masks import (
     SlotGrammars,
 )
 from sametoken.scheduler.block_pool import block_keys
+from sametoken.scheduler.request_state import RequestState
 from sametoken.state import commit
 from sametoken.types.layout import (
     DRAFT_LIMIT,
@@ -102,6 +103,15 @@ KEPT_STATE = "tests/e2e/test_kept_states.py::test_a_chat_goes_on_from_its_last_a
 LAW = "the law: one truth"
 #: Layouts of steps (``helpers.static_steps``).
 COMPACT, STATIC, KERNELS = "compact", "static", "kernels"
+WINDOW = (
+    "tests/e2e/test_sliding_window.py"
+    "::test_requests_share_the_blocks_that_they_no_longer_see[right-1]"
+)
+REPLAY = (
+    "tests/e2e/test_swap.py"
+    "::test_without_room_on_the_host_what_was_lost_is_computed_again[ToyModel-1]"
+)
+IDLE_PREFIX = "tests/e2e/test_swap.py::test_idle_prefixes_go_to_host_memory_and_return"
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -695,7 +705,35 @@ def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
 )
 def drafter_kv_is_not_swapped(patch: pytest.MonkeyPatch) -> None:
     start = SwapStore.__init__
-    patch.setattr(SwapStore, "__init__", lambda self, caches: start(self, caches[:1]))
+
+    def mutant(self, caches, *sizes, **options):
+        start(self, caches[:1], *sizes, **options)
+
+    patch.setattr(SwapStore, "__init__", mutant)
+
+
+@mutant("lost-kv-taken-for-computed", LAW, REPLAY, "position")
+def a_restart_does_not_reach_the_device(patch: pytest.MonkeyPatch) -> None:
+    substitute(patch, commit.restart, lambda sequences, slot: None)
+
+
+@mutant("evicted-block-saved-a-step-late", LAW, IDLE_PREFIX, "tokens")
+def blocks_are_saved_when_others_write_them(patch: pytest.MonkeyPatch) -> None:
+    save, late = SwapStore.move_out, []
+
+    def mutant(self, plan):
+        for earlier in late:
+            save(self, earlier)
+        late[:] = [plan]
+
+    patch.setattr(SwapStore, "move_out", mutant)
+
+
+@mutant("block-freed-behind-a-window-too-early", LAW, WINDOW, "tokens")
+def a_window_s_first_position_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    position = RequestState.next_position.fget
+    early = property(lambda self: position(self) + 2)
+    patch.setattr(RequestState, "next_position", early)
 
 
 @mutant("state-kept-unfolded", "docs/decisions/0024", KEPT_STATE, "tokens")

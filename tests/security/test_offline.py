@@ -514,10 +514,10 @@ def test_sizes_that_no_machine_holds_are_refused_before_they_are_allocated(
     models, monkeypatch, name
 ):
     monkeypatch.setattr("sametoken.engine.build._assemble", None)
-    monkeypatch.setattr("sametoken.engine.resolve.os.sysconf", lambda key: 1024)
+    monkeypatch.setattr("sametoken.engine.memory_plan.os.sysconf", lambda key: 1024)
     options = {"num_kv_blocks": 2**31} if name == "num_kv_blocks" else {"max_num_seqs": 4096}
-    with pytest.raises(ConfigError, match=r"need \d+ bytes, and cpu memory has 1048576") as caught:
-        LLM(models["dense"], **SIZES | options)
+    with pytest.raises(ConfigError, match=r"need .*iB, and cpu memory has 1\.0 MiB") as caught:
+        LLM(models["dense"], **SIZES | {"max_num_batched_tokens": 64} | options)
     assert name in caught.value.remedy
 
 

@@ -91,6 +91,7 @@ def resolved(tokenizer) -> ResolvedConfig:
         max_model_len=MAX_MODEL_LEN,
         num_kv_blocks=8,
         kernels="none",
+        attention_kernels="none",
         reasons={"dtype": "the checkpoint is fp32"},
         weights_bytes=1,
         kv_bytes=1,

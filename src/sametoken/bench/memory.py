@@ -14,7 +14,11 @@ import torch
 
 from sametoken.config import DUMMY, EngineConfig
 from sametoken.drafters.base import Placement
-from sametoken.drafters.build import load_drafter, require_drafter_fits
+from sametoken.drafters.build import (
+    load_drafter,
+    require_drafter_fits,
+    required_aux_layers,
+)
 from sametoken.engine.kept_memory import count_kept_states
 from sametoken.engine.resolve import (
     RequestMemory,
@@ -24,6 +28,8 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.step_memory import StepMemory
+from sametoken.engine.swap_plan import plan_swap
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -32,7 +38,7 @@ from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.loader import read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
-from sametoken.ops.cache_types import bytes_per_block
+from sametoken.ops.cache_types import LayerCache, bytes_per_block
 from sametoken.ops.dispatch import Backend
 from sametoken.ops.lookup import ngram, suffix
 from sametoken.ops.reference import ReferenceKernels
@@ -40,6 +46,14 @@ from sametoken.ops.step import compact
 
 #: Tensors on the meta device have shapes and no memory.
 SHAPES_ONLY = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class SwapLimits:
+    """Bytes that swapped KV may take: in host memory and, with ``swap_dir``, in a file."""
+
+    host: int = 0
+    file: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +70,8 @@ class Memory:
             copy of them for the drafter.
         num_kept_states: recurrent states that are kept for prefix caching at most.
         request: memory of one request.
+        swap: host memory and disk for swapped KV, at most.
+        max_num_batched_tokens, step: the rows of the largest step, and its memory while it runs.
     """
 
     model: str
@@ -68,6 +84,9 @@ class Memory:
     draft_weights: int
     num_kept_states: int
     request: RequestMemory
+    swap: SwapLimits
+    max_num_batched_tokens: int
+    step: int
 
     @property
     def kv_per_block(self) -> int:
@@ -92,7 +111,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens."""
+        """Bytes of all weights and of ``max_num_seqs`` requests of ``max_model_len`` tokens.
+
+        Without those of a step.
+        """
         return self.weights + self.draft_weights + self.max_num_seqs * self.per_request
 
     def as_json(self) -> dict[str, Any]:
@@ -133,6 +155,8 @@ def measure_memory(
     backend = Backend(ReferenceKernels(), compact, ngram.lookup, suffix.search)
     placement = Placement(backend, dtype, SHAPES_ONLY, longest, 1, DUMMY, path)
     drafter = load_drafter(spec, target, placement)
+    aux_layers = required_aux_layers(spec, architecture, path, DUMMY)
+    steps = StepMemory.of(config, architecture, target.caches, dtype, len(aux_layers))
     caches = (*target.caches, *drafter.caches)
     num_kept_states, _ = count_kept_states(
         config, caches, _kv_bytes(config, device, bytes_per_block(caches, longest))
@@ -148,7 +172,19 @@ def measure_memory(
         draft_weights=drafter.weights_bytes,
         num_kept_states=num_kept_states,
         request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
+        swap=_swap_limits(config, (*target.caches, *drafter.caches), longest),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        step=steps.bytes_of(config.max_num_batched_tokens),
     )
+
+
+def _swap_limits(
+    config: EngineConfig, caches: tuple[LayerCache, ...], max_model_len: int
+) -> SwapLimits:
+    block_bytes = bytes_per_block(caches, config.block_size)
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    plan = plan_swap(config, block_bytes, most_useful)
+    return SwapLimits(plan.num_host_blocks * block_bytes, plan.num_file_blocks * block_bytes)
 
 
 def _kv_bytes(config: EngineConfig, device: torch.device, request_bytes: int) -> int:

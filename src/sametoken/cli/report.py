@@ -135,6 +135,11 @@ def memory_report(memory: Memory) -> str:
         "  of which speculation adds": memory.speculation_per_request,
         f"weights and {memory.max_num_seqs} of these requests": memory.total,
     }
+    lines[f"a step of {memory.max_num_batched_tokens} rows, while it runs"] = memory.step
+    if memory.swap.host:
+        lines["host memory for swapped KV, at most"] = memory.swap.host
+    if memory.swap.file:
+        lines["disk for swapped KV, at most"] = memory.swap.file
     drafts = f"{memory.method}, {k} drafts" if memory.method else "no speculation"
     head = f"{memory.model}, {memory.dtype}, {drafts}: counted, nothing is loaded"
     width = max(map(len, lines))

@@ -18,15 +18,13 @@ from sametoken.drafters.combined import share_drafter
 from sametoken.drafters.context import Coupling
 from sametoken.engine.core import EngineCore
 from sametoken.engine.kept_memory import kept_states_bytes, require_kept_states
+from sametoken.engine.memory_plan import MemoryPlan, plan_memory, require_memory
 from sametoken.engine.reasons import reasons_of_defaults
 from sametoken.engine.resolve import (
     ROWS_PER_WEIGHT_READ,
-    MemoryPlan,
     RequestMemory,
     ResolvedConfig,
-    plan_memory,
     reachable_positions,
-    require_memory,
     require_quantization,
     require_ranks,
     resolve_device,
@@ -36,8 +34,11 @@ from sametoken.engine.resolve import (
     resolve_max_model_len,
     resolve_sizes,
 )
+from sametoken.engine.step_memory import StepMemory
+from sametoken.engine.swap_plan import SwapPlan, plan_swap, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
+from sametoken.io.swap_file import SwapFile
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -45,8 +46,9 @@ from sametoken.models.hub import Needed
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.names import resolve_drafter, resolve_model
 from sametoken.models.registry import model_class
-from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot
-from sametoken.ops.dispatch import Backend, select_backend
+from sametoken.ops.backend import AttentionShape
+from sametoken.ops.cache_types import LayerCache, bytes_per_block, bytes_per_slot, common_window
+from sametoken.ops.dispatch import Backend, attention_kernels, select_backend
 from sametoken.ops.step.types import Chances
 from sametoken.runner.async_output import OutputRing
 from sametoken.runner.kept_states import KeptStates
@@ -95,6 +97,7 @@ class _Loaded:
     drafter: LoadedDrafter
     backend: Backend
     memory: MemoryPlan
+    swap: SwapPlan
     resolved: ResolvedConfig
     extraction: Extraction
 
@@ -129,7 +132,7 @@ def build_engine(
             with _memory_errors_explained():
                 loaded = _load(requested, ranks, extraction, announce)
                 runner = _assemble(loaded, ranks, announce)
-            scheduler = Scheduler(_limits(loaded, runner.step.drafter))
+            scheduler = Scheduler(_limits(loaded, runner.step.drafter), _swap_file(loaded, runner))
             leader = ranks.lead(runner)
             return EngineCore(loaded.resolved, scheduler, leader, extraction, ranks)
     except BaseException:
@@ -210,12 +213,24 @@ def _assemble(loaded: _Loaded, ranks: Ranks, announce: Callable[[str], None]) ->
         step=step,
         processing=processing,
         launcher=_launcher(step, processing, resolved, announce),
-        swap=SwapStore(caches),
+        swap=_swap_store(loaded, caches),
         kept_states=KeptStates(caches, memory.num_kept_states),
         stream=ranks.stream(device, steps),
         ring=ring,
         history=loaded.drafter.history,
     )
+
+
+def _swap_store(loaded: _Loaded, caches: tuple[ModelCache, ...]) -> SwapStore:
+    swap, on_gpu = loaded.swap, loaded.resolved.device.type == "cuda"
+    return SwapStore(caches, swap.num_host_blocks, swap.limit, pinned=on_gpu)
+
+
+def _swap_file(loaded: _Loaded, runner: StepRunner) -> SwapFile | None:
+    directory = loaded.resolved.config.swap_dir
+    if directory is None or not loaded.swap.num_file_blocks:
+        return None
+    return SwapFile(directory, loaded.swap.num_file_blocks, runner.swap.host.buffer)
 
 
 def _chances(loaded: _Loaded, table: SamplingTable) -> Chances | None:
@@ -259,6 +274,7 @@ def _validate(config: EngineConfig, announce: Callable[[str], None]) -> _Request
     max_len = resolve_max_model_len(config, architecture)
     _require_room(config)
     require_ranks(config, architecture, device)
+    require_swap(config)
     require_drafter_fits(spec, architecture, max_len)
     config, reasons = resolve_extraction(config, device)
     layers = required_aux_layers(spec, architecture, path, config.draft_load_format)
@@ -279,29 +295,35 @@ def _load(
     recurrent_bytes = (config.max_num_seqs + 1) * bytes_per_slot(
         caches, config.num_speculative_tokens
     )
-    budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes))
+    architecture, (dtype, why) = requested.architecture, requested.dtype
+    steps = StepMemory.of(config, architecture, target.caches, dtype, len(requested.aux_layers))
+    budget = ranks.reduce_min(resolve_kv_bytes(config, requested.device, recurrent_bytes, steps))
     memory = ranks.broadcast_object(
-        plan_memory(config, requested.architecture, caches, drafter.lookahead_slots, budget)
+        plan_memory(config, architecture, caches, drafter.lookahead_slots, budget)
     )
     config, off_reasons = require_kept_states(config, caches, memory.num_kept_states)
     off_reasons = requested.reasons | off_reasons
     for name, reason in off_reasons.items():
         announce(f"{name} is {reason}")
-    dtype, why = requested.dtype
+    block_bytes = bytes_per_block(caches, config.block_size)
+    most_useful = config.max_num_seqs * -(-memory.max_model_len // config.block_size)
+    swap = ranks.broadcast_object(plan_swap(config, block_bytes, most_useful))
     defaults = reasons_of_defaults(requested.given, requested.device.type)
     resolved = ResolvedConfig(
         config=config,
         model_path=requested.path,
-        model=requested.architecture,
+        model=architecture,
         dtype=dtype,
         device=requested.device,
         max_model_len=memory.max_model_len,
         num_kv_blocks=memory.num_kv_blocks,
         kernels=backend.model.name,
-        reasons={**defaults, **memory.reasons, **off_reasons, "dtype": why},
+        attention_kernels=_attention_kernels(backend, requested, config),
+        reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
-        kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
+        kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
+        step_bytes=steps.bytes_of(config.max_num_batched_tokens),
         num_kept_states=memory.num_kept_states,
         kept_states_bytes=kept_states_bytes(config, caches, memory.num_kept_states),
         request_memory=RequestMemory.of(
@@ -309,7 +331,14 @@ def _load(
         ),
     )
     require_memory(resolved)
-    return _Loaded(target, drafter, backend, memory, resolved, extraction)
+    return _Loaded(target, drafter, backend, memory, swap, resolved, extraction)
+
+
+def _attention_kernels(backend: Backend, requested: _Requested, config: EngineConfig) -> str:
+    model, (dtype, _) = requested.architecture, requested.dtype
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
+    name, device = backend.model.name, requested.device
+    return attention_kernels(name, shape, dtype, config.block_size, device)
 
 
 def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDrafter, Backend]:
@@ -384,12 +413,15 @@ def _limits(loaded: _Loaded, drafter: Drafter) -> SchedulerLimits:
         longest_chunk=config.prefill_chunk_size,
         block_size=config.block_size,
         num_blocks=memory.num_kv_blocks,
+        num_host_blocks=loaded.swap.num_host_blocks,
+        num_idle_host_blocks=loaded.swap.num_idle_host_blocks,
         max_model_len=memory.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
         adaptive_drafts=speculative is not None and speculative.draft_limits == ADAPTIVE,
         rows_per_weight_read=ROWS_PER_WEIGHT_READ[loaded.resolved.device.type],
         lookahead_slots=drafter.lookahead_slots,
         lookahead_tokens=drafter.lookahead_tokens,
+        sliding_window=common_window((*loaded.target.caches, *loaded.drafter.caches)) or 0,
         enable_prefix_caching=config.enable_prefix_caching,
         # Prefill, decode and verify rows have equal bits (batch invariance). Of a drafter's
         # recurrent layers no window passes every position.

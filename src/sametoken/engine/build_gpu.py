@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sametoken.engine.resolve import ResolvedConfig
+from sametoken.layers.slices import SLICE_ROWS
 from sametoken.ops.triton import TritonKernels
 from sametoken.runner.graphs import LayoutRing, StepGraphs
 from sametoken.runner.logits_processing import LogitsProcessing
@@ -118,8 +119,9 @@ def _by_size(shape: StepShape) -> tuple[int, int, int]:
 
 def row_counts(shapes: tuple[StepShape, ...], max_rows: int, max_num_seqs: int) -> list[int]:
     """Row counts that steps and drafters run, at which the GEMM kernels are proven."""
-    # Eager steps are padded, and a draft model's catch-up adds one row per request.
-    largest = max_rows + max_num_seqs + 3 * ROW_MULTIPLE
+    # Eager steps are padded, and a draft model's catch-up adds one row per request. More rows run
+    # in slices.
+    largest = min(max_rows + max_num_seqs + 3 * ROW_MULTIPLE, SLICE_ROWS + 1)
     counts = set(range(ROW_MULTIPLE, largest, ROW_MULTIPLE))
     for shape in shapes:
         counts |= {shape.num_requests, shape.num_rows, shape.num_sampled}

@@ -45,6 +45,14 @@ def kept_states_bytes(
     return (num_kept_states + 1) * state_bytes if num_kept_states else 0
 
 
+def memory_beside(config: EngineConfig, caches: tuple[LayerCache, ...], num_bytes: int) -> int:
+    """KV memory that leaves ``num_bytes`` for blocks, whatever kept states take of it."""
+    # An eighth of the whole is a seventh of the rest.
+    total = num_bytes + -(-num_bytes // (KV_SHARE - 1))
+    count, _ = count_kept_states(config, caches, total)
+    return num_bytes + kept_states_bytes(config, caches, count)
+
+
 def require_kept_states(
     config: EngineConfig, caches: tuple[LayerCache, ...], num_kept_states: int
 ) -> tuple[EngineConfig, dict[str, str]]:

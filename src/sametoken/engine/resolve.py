@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from sametoken.config import EngineConfig
-from sametoken.engine.kept_memory import count_kept_states, kept_states_bytes
+from sametoken.engine.step_memory import StepMemory
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.registry import require_divisible
@@ -92,8 +91,10 @@ MAX_POSITIONS = 2**24
 #: Upper limit of the default ``max_model_len``, whatever the checkpoint declares.
 MAX_DEFAULT_MODEL_LEN = 2**20
 
-#: Memory reserved on a GPU for activations, graphs and library workspaces.
+#: Memory reserved on a GPU for activations, graphs and library workspaces, at least; and the
+#: part of it that is not the steps' own.
 GPU_RESERVE_BYTES = 4 * 2**30
+GPU_FIXED_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,10 @@ class ResolvedConfig:
         config: the user's options, with sizes of 0 replaced by the device's defaults and
             options that recurrent state rules out turned off.
         reasons: option name to the reason for its value, for ``--explain``.
+        kernels, attention_kernels: names of what computes models, and of what computes attention.
         weights_bytes, kv_bytes: memory of all weights and of all KV caches.
         recurrent_bytes: memory of all slots' recurrent state, not included in ``kv_bytes``.
+        step_bytes: memory of the largest step while it runs.
         num_kept_states: recurrent states that are kept for prefix caching at most.
         kept_states_bytes: their memory and that of a reserved one.
         request_memory: memory of one request.
@@ -119,10 +122,12 @@ class ResolvedConfig:
     max_model_len: int
     num_kv_blocks: int
     kernels: str
+    attention_kernels: str
     reasons: dict[str, str]
     weights_bytes: int
     kv_bytes: int
     recurrent_bytes: int = 0
+    step_bytes: int = 0
     num_kept_states: int = 0
     kept_states_bytes: int = 0
     request_memory: RequestMemory = field(default_factory=RequestMemory)
@@ -153,16 +158,6 @@ DEVICE_DEFAULTS = {
 
 #: Approximate number of rows that a device computes in the time of one read of the weights.
 ROWS_PER_WEIGHT_READ = {"cpu": 32, "cuda": 200}
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The numbers of KV blocks and of kept states, and the maximum length of a request."""
-
-    max_model_len: int
-    num_kv_blocks: int
-    num_kept_states: int
-    reasons: dict[str, str]
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -228,16 +223,22 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def resolve_kv_bytes(config: EngineConfig, device: torch.device, recurrent_bytes: int = 0) -> int:
+def resolve_kv_bytes(
+    config: EngineConfig,
+    device: torch.device,
+    recurrent_bytes: int = 0,
+    steps: StepMemory | None = None,
+) -> int:
     """KV memory in bytes, computed after all weights are loaded.
 
     Args:
-        config: the user's options.
+        config: the user's options, sizes resolved.
         device: where the engine runs.
         recurrent_bytes: GPU memory for recurrent state.
+        steps: memory of steps.
 
     Raises:
-        ConfigError: weights and recurrent state leave no memory within
+        ConfigError: weights, recurrent state and steps leave no memory within
             ``gpu_memory_utilization``.
     """
     if config.kv_cache_memory_bytes is not None:
@@ -248,12 +249,18 @@ def resolve_kv_bytes(config: EngineConfig, device: torch.device, recurrent_bytes
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     unused = int(total * (1 - config.gpu_memory_utilization))
-    left = free - unused - GPU_RESERVE_BYTES - recurrent_bytes
+    rows = config.max_num_batched_tokens
+    step_bytes = steps.bytes_of(rows) if steps else 0
+    usable = free - unused - recurrent_bytes
+    left = usable - max(GPU_RESERVE_BYTES, GPU_FIXED_BYTES + step_bytes)
     if left <= 0:
+        fits = steps.rows_within(usable // 2 - GPU_FIXED_BYTES) if steps else 0
+        lower = f"max_num_batched_tokens to {fits}" if 0 < fits < rows else "max_num_seqs"
         raise ConfigError(
-            f"{free} free bytes, {recurrent_bytes} of them for recurrent state, leave no KV memory "
-            f"at gpu_memory_utilization={config.gpu_memory_utilization}",
-            "raise gpu_memory_utilization, lower max_num_seqs, or use a smaller model",
+            f"{in_units(free)} of free memory, {in_units(recurrent_bytes)} of it for recurrent "
+            f"state and {in_units(step_bytes)} for a step of {rows} rows, leave no KV memory at "
+            f"gpu_memory_utilization={config.gpu_memory_utilization}",
+            f"lower {lower}, raise gpu_memory_utilization, or use a smaller model",
         )
     return left
 
@@ -326,91 +333,3 @@ def resolve_extraction(
         reasons["enforce_eager"] = "on: states are copied out of eager steps"
     eager = config.enforce_eager or device.type == "cuda"
     return replace(config, enable_prefix_caching=False, enforce_eager=eager), reasons
-
-
-def plan_memory(
-    config: EngineConfig,
-    model: ModelConfig,
-    caches: tuple[LayerCache, ...],
-    extra_tokens: int,
-    budget: int,
-) -> MemoryPlan:
-    """Choose the numbers of KV blocks and of kept states, and a request's maximum length.
-
-    Args:
-        config: the user's options.
-        model: the target's architecture.
-        caches: caches of the layers of the target and of a drafter.
-        extra_tokens: positions beyond a request's length that drafts may occupy.
-        budget: KV memory in bytes.
-
-    Raises:
-        ConfigError: one request of ``max_model_len`` tokens does not fit.
-    """
-    num_kept, reasons = count_kept_states(config, caches, budget)
-    budget -= kept_states_bytes(config, caches, num_kept)
-    block_size = config.block_size
-    max_len = resolve_max_model_len(config, model)
-    if config.max_model_len is None:
-        declared = model.max_position_embeddings
-        reasons["max_model_len"] = (
-            "the model's longest position"
-            if max_len == declared
-            else f"of {declared} that the model declares"
-        )
-    most_useful = config.max_num_seqs * -(-(max_len + extra_tokens) // block_size)
-    block_bytes = bytes_per_block(caches, block_size)
-    if not block_bytes:
-        # A model without attention has no KV: blocks take no memory.
-        num_blocks = min(config.num_kv_blocks or most_useful, most_useful)
-    elif config.num_kv_blocks is not None:
-        num_blocks = config.num_kv_blocks
-    else:
-        num_blocks = min(budget // block_bytes, most_useful)
-        reasons["num_kv_blocks"] = f"{in_units(num_blocks * block_bytes)} of {in_units(budget)}"
-    longest = num_blocks * block_size - extra_tokens
-    if longest < max_len:
-        if config.max_model_len is not None or longest < block_size:
-            raise ConfigError(
-                f"{num_blocks} KV blocks of {block_size} tokens hold {max(longest, 0)} tokens "
-                f"of one request, below max_model_len={max_len}",
-                "raise kv_cache_memory_bytes or lower max_model_len",
-            )
-        max_len = longest
-        reasons["max_model_len"] = "what the KV memory holds for one request"
-    return MemoryPlan(max_len, num_blocks, num_kept, reasons)
-
-
-def require_memory(resolved: ResolvedConfig) -> None:
-    """Refuse caches and tables that exceed the memory, before they are allocated.
-
-    Raises:
-        ConfigError: names the number of KV blocks that fit, or the options to lower.
-    """
-    config, num_blocks = resolved.config, resolved.num_kv_blocks
-    available = _memory_of(resolved.device)
-    table_bytes = (
-        8 * (config.max_num_seqs + 1) * (resolved.max_model_len + config.num_speculative_tokens + 1)
-    )
-    state_bytes = resolved.recurrent_bytes + resolved.kept_states_bytes
-    needed = resolved.kv_bytes + state_bytes + table_bytes
-    if needed <= available:
-        return
-    block_bytes = resolved.kv_bytes // (num_blocks + 1)
-    rest = available - state_bytes - table_bytes
-    fits = rest // block_bytes - 1 if block_bytes else 0
-    raise ConfigError(
-        f"{num_blocks} KV blocks and max_num_seqs={config.max_num_seqs} with "
-        f"max_model_len={resolved.max_model_len} need {needed} bytes, and "
-        f"{resolved.device.type} memory has {available}",
-        f"use num_kv_blocks={fits} or fewer, or set kv_cache_memory_bytes"
-        if fits > 0
-        else "lower max_num_seqs or max_model_len",
-    )
-
-
-def _memory_of(device: torch.device) -> int:
-    """Free bytes on a GPU after loading the weights; all memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.resolve import ResolvedConfig
-from sametoken.ops.backend import AttentionShape
-from sametoken.ops.dispatch import CHOICE, attention_kernels
+from sametoken.ops.dispatch import CHOICE
 from sametoken.types.units import in_tokens, in_units
 
 _RESOLVED = ("dtype", "device", "max_model_len", "num_kv_blocks", "steps_in_flight")
 _TOKENS = ("max_model_len", "max_num_batched_tokens", "prefill_chunk_size", "block_size")
 _BYTES = ("kv_cache_memory_bytes", "kept_states_memory_bytes")
+_GIB = ("swap_space", "kv_offloading_size", "swap_dir_size")
 _SYNTHETIC = "weights and acceptance that are made up"
 _KERNELS = f"the fastest that work here, unless {CHOICE} names them"
 _ATTENTION = "gluon on Hopper GPUs in bf16 and fp16, else as kernels"
@@ -91,13 +91,6 @@ def explanation(resolved: ResolvedConfig) -> tuple[Setting, ...]:
     return (*settings, *_facts(resolved))
 
 
-def _attention(resolved: ResolvedConfig) -> str:
-    model = resolved.model
-    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    block_size, device = resolved.config.block_size, resolved.device
-    return attention_kernels(resolved.kernels, shape, resolved.dtype, block_size, device)
-
-
 def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
     """What follows from the options, and from what."""
     memory, config = resolved.request_memory, resolved.config
@@ -112,6 +105,7 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
         "weights_bytes": (resolved.weights_bytes, "of the model, in memory"),
         "kv_bytes": (resolved.kv_bytes, blocks),
         "recurrent_bytes": (resolved.recurrent_bytes, states),
+        "step_bytes": (resolved.step_bytes, f"of a step of {config.max_num_batched_tokens} rows"),
         "kv_bytes_per_token": (memory.kv_per_token + memory.draft_kv_per_token, own),
         "recurrent_bytes_per_request": (memory.recurrent_state + memory.draft_recurrent, own),
         "pending_bytes_per_request": (memory.pending, pending),
@@ -120,7 +114,7 @@ def _facts(resolved: ResolvedConfig) -> tuple[Setting, ...]:
         Setting("synthetic", ", ".join(config.synthetic) or "nothing", _SYNTHETIC),
         Setting("architecture", resolved.model.architecture, "named by the checkpoint"),
         Setting("kernels", resolved.kernels, _KERNELS),
-        Setting("attention_kernels", _attention(resolved), _ATTENTION),
+        Setting("attention_kernels", resolved.attention_kernels, _ATTENTION),
         *(
             Setting(name, in_units(size), why if size else _NO_RECURRENT)
             for name, (size, why) in sizes.items()
@@ -149,4 +143,5 @@ def _text(name: str, value: object) -> str:
         return in_tokens(value)
     if isinstance(value, int) and name in _BYTES:
         return in_units(value)
-    return str(value).removeprefix("torch.")
+    unit = " GiB" if name in _GIB else ""
+    return str(value).removeprefix("torch.") + unit

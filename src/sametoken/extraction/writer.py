@@ -173,9 +173,10 @@ class StateWriter:
             if request_result.failed and not sequence.ended:
                 self._drop(sequence)
         first = 0
+        replays = {scheduled.slot for scheduled in plan.requests if scheduled.replays}
         for slot, group in groupby(rows.slots.tolist()):
             last = first + len(list(group))
-            if slot in self._by_slot:
+            if slot in self._by_slot and slot not in replays:
                 self._add(self._by_slot[slot], rows, first, last)
             first = last
 

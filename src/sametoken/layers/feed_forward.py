@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.parallel import TensorParallel
+from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import Experts
 
@@ -22,7 +23,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self.down(self.gate_up.weight.gated_matmul(x))
+        return in_slices(lambda rows: self.down(self.gate_up.weight.gated_matmul(rows)), x)
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +77,9 @@ class SparseMoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
+        return in_slices(self._mixture, x)
+
+    def _mixture(self, x: Tensor) -> Tensor:
         shared = self.shared(x)
         gate = self.shared_gate(x).expand_as(shared).contiguous()
         chosen, weights = self.kernels.moe_gate(self.router(x), self.top_k, self.normalise)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.parallel import TensorParallel
+from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import Weight
 
@@ -43,7 +44,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in_features] -> [T, out_features] in the dtype of ``x``."""
-        return self.weight.matmul(x, self.bias)
+        return in_slices(lambda rows: self.weight.matmul(rows, self.bias), x)
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +71,9 @@ class RowParallelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's [T, in_features / size] to the whole [T, out_features]."""
+        return in_slices(self._product, x)
+
+    def _product(self, x: Tensor) -> Tensor:
         partial = self.weight.matmul(x, out_dtype=torch.float32)
         return self.kernels.partial_sum(self.parallel.gather(partial), x.dtype, self.bias)
 

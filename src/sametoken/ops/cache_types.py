@@ -34,8 +34,7 @@ class PagedKV:
     """Keys and values of every position, for paged attention.
 
     Attributes:
-        window: number of positions that a row sees, its own included; None: all. Blocks behind
-            the window are kept too.
+        window: number of positions that a row sees, its own included; None: all.
     """
 
     num_kv_heads: int
@@ -144,6 +143,20 @@ LayerCache = PagedKV | LatentKV | Recurrent
 def bytes_per_block(caches: Iterable[LayerCache], block_size: int) -> int:
     """Bytes of one block of ``block_size`` tokens over all layers."""
     return sum(one.nbytes for cache in caches for one in cache.block_shapes(block_size))
+
+
+def common_window(caches: Iterable[LayerCache]) -> int | None:
+    """The widest window of the layers that share a block table; None if a layer sees all.
+
+    Blocks behind it are read by no layer.
+    """
+    windows = [
+        cache.window if isinstance(cache, PagedKV) else None
+        for cache in caches
+        if cache.block_shapes(1)
+    ]
+    widest = [window for window in windows if window is not None]
+    return max(widest) if widest and len(widest) == len(windows) else None
 
 
 def bytes_per_slot(caches: Iterable[LayerCache], num_drafts: int) -> int:

@@ -12,7 +12,7 @@ from sametoken.runner.logits_processing import LogitsProcessing, StepLogitsProce
 from sametoken.runner.step import Step
 from sametoken.runner.stream import Stream
 from sametoken.runner.swap import SwapStore
-from sametoken.state.commit import admit, assign_blocks
+from sametoken.state.commit import admit, assign_blocks, restart
 from sametoken.state.sequences import NO_HISTORY, TokenHistory
 from sametoken.state.upload import upload
 from sametoken.types.layout import NO_REQUESTS, StepLayout, StepShape, padded
@@ -120,6 +120,8 @@ class StepRunner:
         """Apply a plan's state changes before its rows run, in the order of its fields."""
         sequences = self.step.sequences
         self.swap.move_out(plan)
+        for slot in plan.restarts:
+            restart(sequences, slot)
         for admission in plan.admissions:
             self.history.keep(sequences, admission.slot)
             admit(sequences, admission)

@@ -13,6 +13,9 @@ class BlockPool:
     """Blocks are free, referenced by one or more slots, or cached and unreferenced.
 
     Once no block is free, unreferenced cached blocks are evicted, least recently used first.
+
+    Attributes:
+        evicted: keys and blocks that ``allocate`` has evicted, until the caller clears it.
     """
 
     def __init__(self, num_blocks: int, prefix_cache: PrefixCache) -> None:
@@ -22,6 +25,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         # An ordered set: LRU order of the cached blocks without references.
         self._unused: dict[int, None] = {}
+        self.evicted: list[tuple[bytes, int]] = []
 
     @property
     def num_available(self) -> int:
@@ -102,7 +106,9 @@ class BlockPool:
             return self._free.pop()
         block = next(iter(self._unused))
         del self._unused[block]
-        self._prefix_cache.forget(block)
+        key = self._prefix_cache.forget(block)
+        assert key is not None
+        self.evicted.append((key, block))
         return block
 
 
@@ -159,11 +165,12 @@ class PrefixCache:
             self._block_of[key] = block
             self._key_of[block] = key
 
-    def forget(self, block: int) -> None:
-        """Remove a block's entry, if any."""
+    def forget(self, block: int) -> bytes | None:
+        """Remove a block's entry, if any, and return its key."""
         key = self._key_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
+        return key
 
     def blocks(self) -> tuple[int, ...]:
         """Every block in the index."""

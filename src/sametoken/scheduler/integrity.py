@@ -21,11 +21,11 @@ def check_blocks(
     for request in running:
         # The drafter may look ahead to one token after a chunk.
         covered = request.reach + request.prefilling + limits.lookahead_slots
-        if len(request.blocks) < limits.blocks_for(covered):
+        if request.table_len < limits.blocks_for(covered):
             raise InvariantError(f"slot {request.slot} lacks blocks for {covered} positions")
     first_seen: dict[int, tuple[int, RequestState]] = {}
     for request in (*running, *lingering):
-        for index, block in enumerate(request.blocks):
+        for index, block in enumerate(request.blocks, request.num_dropped):
             seen_index, other = first_seen.setdefault(block, (index, request))
             if other is request and seen_index == index:
                 continue
@@ -70,7 +70,7 @@ def check_requests(
                 raise InvariantError(f"{name} is {request.status.value}, listed as {status.value}")
             if bool(request.blocks) != (status is Status.RUNNING):
                 raise InvariantError(f"{name} is {status.value} with {len(request.blocks)} blocks")
-            if (request.saved is not None) != (status is Status.SWAPPED):
+            if request.saved and status is not Status.SWAPPED:
                 raise InvariantError(f"{name} is {status.value} with saved KV {request.saved}")
 
 

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sametoken.errors import InvariantError
 from sametoken.scheduler.block_pool import BlockPool, PrefixCache, block_keys
 from sametoken.scheduler.kept_states import KeptStates
 from sametoken.scheduler.limits import SchedulerLimits
-from sametoken.scheduler.plan_draft import Turn
+from sametoken.scheduler.plan_draft import PlanDraft, Turn
 from sametoken.scheduler.request_state import RequestState
+from sametoken.scheduler.swap_space import BlockFile, Found, SwapSpace
+from sametoken.types.plan import SwapIn, SwapOut
 from sametoken.types.request import EngineRequest
 
 
-class KVMemory:
-    """The block pool, the prefix cache and kept states, seen by request and turn."""
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """The longest cached beginning of a prompt.
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    Attributes:
+        blocks: its blocks on the device.
+        saved: keys of the blocks after them, which are in swap space.
+    """
+
+    blocks: tuple[int, ...] = ()
+    saved: tuple[bytes, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.blocks) + len(self.saved)
+
+    def first(self, count: int) -> CachedPrefix:
+        """Its first ``count`` blocks."""
+        num_saved = max(0, count - len(self.blocks))
+        return CachedPrefix(self.blocks[:count], self.saved[:num_saved])
+
+
+class KVMemory:
+    """The block pool, the prefix cache, kept states and the swap space, by request and turn."""
+
+    def __init__(self, limits: SchedulerLimits, file: BlockFile) -> None:
         self._limits = limits
         self.prefix_cache = PrefixCache()
         self.pool = BlockPool(limits.num_blocks, self.prefix_cache)
+        self.swap = SwapSpace(limits.num_host_blocks, limits.num_idle_host_blocks, file)
         self.states = KeptStates(limits)
 
     def keys(self, request: EngineRequest) -> tuple[bytes, ...]:
@@ -36,39 +62,126 @@ class KVMemory:
         wanted, caching = request.request, self._limits.enable_prefix_caching
         return caching and wanted.use_prefix_cache and wanted.params.prompt_logprobs is None
 
-    def look_up(self, request: RequestState) -> tuple[int, ...]:
-        """Cached blocks that a waiting request can start after; sets where it starts and stops.
+    def look_up(self, request: RequestState) -> CachedPrefix:
+        """The cached prefix that a waiting request can start after; sets where it starts and stops.
 
         Its last prompt token is always computed.
         """
         most = (request.prompt_len - 1) // self._limits.block_size if self.looks_up(request) else 0
-        cached = self.prefix_cache.match(request.block_keys[:most])
-        usable = self.states.usable(request.block_keys, len(cached))
-        request.num_cached = request.position = usable * self._limits.block_size
-        request.stops = self.states.stops(request, request.position, len(cached))
-        return cached[:usable]
+        keys = request.block_keys[:most]
+        blocks = self.prefix_cache.match(keys)
+        saved = self.swap.saved_prefix(keys[len(blocks) :])
+        return self._start_after(request, CachedPrefix(blocks, saved))
 
-    def fits_prompt(self, request: RequestState, cached: tuple[int, ...]) -> bool:
+    def fetched_prefix(self, request: RequestState) -> CachedPrefix | None:
+        """The cached prefix once all of it is in memory; None while it is read from the file."""
+        cached = self.look_up(request)
+        found = self.swap.fetch(cached.saved)
+        if found is Found.GONE:
+            return self._start_after(request, CachedPrefix(cached.blocks))
+        return cached if found is Found.HERE else None
+
+    def fits_prompt(self, request: RequestState, cached: CachedPrefix) -> bool:
         """Whether a whole prompt fits in the available blocks, given its cached ones."""
-        unused = sum(not self.pool.references(block) for block in cached)
+        unused = sum(not self.pool.references(block) for block in cached.blocks)
         needed = self._limits.blocks_for(request.prompt_len + 1 + self._limits.lookahead_slots)
-        return needed - len(cached) <= self.pool.num_available - unused
+        return needed - len(cached.blocks) <= self.pool.num_available - unused
+
+    def assign(self, request: RequestState, count: int, draft: PlanDraft) -> list[int]:
+        """Append ``count`` new blocks to a request's table; evicted prefixes are saved."""
+        blocks = self.pool.allocate(count)
+        for key, block in self.pool.evicted:
+            if (host_block := self.swap.save_prefix(key)) is not None:
+                draft.swap_outs.append(SwapOut(None, (block,), (host_block,)))
+        self.pool.evicted.clear()
+        draft.assign_blocks(request, blocks)
+        return blocks
+
+    def assign_prefix(self, request: RequestState, cached: CachedPrefix, draft: PlanDraft) -> None:
+        """Give an admitted request its cached prefix; what was saved is copied to new blocks."""
+        self.pool.share(cached.blocks)
+        draft.assign_blocks(request, list(cached.blocks))
+        if not cached.saved:
+            return
+        blocks = self.assign(request, len(cached.saved), draft)
+        host_blocks = self.swap.host_blocks(cached.saved)
+        draft.swap_ins.append(SwapIn(request.held_slot, tuple(blocks), host_blocks))
+        for key, block in zip(cached.saved, blocks, strict=True):
+            self.prefix_cache.insert(key, block)
+
+    def swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
+        """Free a preempted request's blocks, saved if there is room for all of them."""
+        num_saved = self._limits.blocks_for(victim.reach)
+        indices = range(victim.num_dropped, num_saved)
+        keys = tuple((victim.admission, index) for index in indices)
+        host_blocks = self.swap.save_request(keys)
+        if host_blocks is not None:
+            victim.saved = keys
+            in_use = tuple(victim.blocks[: len(keys)])
+            draft.swap_outs.append(SwapOut(victim.held_slot, in_use, host_blocks))
+        self.pool.release(victim.blocks)
+        victim.blocks.clear()
+
+    def swap_in(self, request: RequestState, turn: Turn, draft: PlanDraft) -> None:
+        """Give a preempted request blocks for a turn, with what was saved, or for a restart."""
+        blocks = self.assign(request, self.blocks_to_swap_in(turn), draft)
+        if request.saved:
+            host_blocks = self.swap.host_blocks(request.saved)
+            in_use = tuple(blocks[: len(host_blocks)])
+            draft.swap_ins.append(SwapIn(request.held_slot, in_use, host_blocks))
+            self.discard(request)
+        else:
+            draft.restarts.append(request.held_slot)
+
+    def discard(self, request: RequestState) -> None:
+        """Free what a preempted request has in swap space."""
+        self.swap.drop(request.saved)
+        request.saved = ()
+
+    def may_return(self, request: RequestState) -> bool:
+        """Whether a preempted request can get blocks: what was saved is here, or it restarts."""
+        found = self.swap.fetch(request.saved) if request.saved else Found.GONE
+        if found is Found.COMING:
+            return False
+        if found is Found.GONE:
+            self.discard(request)
+            if request.num_in_flight:
+                return False
+            request.lose_kv()
+        return self.blocks_to_swap_in(Turn(request, 1, 0)) <= self.pool.num_available
 
     def lacking(self, turn: Turn) -> int:
         """New blocks that a request needs for a turn."""
         needed = self._limits.blocks_for(turn.hi_after + self._limits.lookahead_slots)
-        return max(0, needed - len(turn.request.blocks))
+        return max(0, needed - turn.request.table_len)
 
     def blocks_to_swap_in(self, turn: Turn) -> int:
         """Blocks that a swapped request needs for a turn: at least those that it had."""
-        return max(turn.request.held_save.num_blocks, self.lacking(turn))
+        request = turn.request
+        replayed = request.num_replayed + 1 + self._limits.lookahead_slots if request.replays else 0
+        in_replay = self._limits.blocks_for(replayed) - request.num_dropped
+        return max(len(request.saved), in_replay, self.lacking(turn))
+
+    def drop_behind(self, request: RequestState) -> None:
+        """Free a running request's blocks that lie behind the window of every later row.
+
+        Rows of earlier steps may still read them: whoever gets a block writes it in a later one.
+        """
+        if not self._limits.sliding_window:
+            return
+        first_seen = request.next_position - self._limits.sliding_window + 1
+        count = first_seen // self._limits.block_size - request.num_dropped
+        if count > 0:
+            self.pool.release(request.blocks[:count])
+            del request.blocks[:count]
+            request.num_dropped += count
 
     def fit(self, turn: Turn) -> Turn:
         """The turn cut to the rows that available blocks hold, at least one.
 
         So neither drafts nor a long chunk preempt another request.
         """
-        blocks = len(turn.request.blocks) + self.pool.num_available
+        blocks = turn.request.table_len + self.pool.num_available
         surplus = turn.hi_after + self._limits.lookahead_slots - blocks * self._limits.block_size
         return turn if surplus <= 0 else turn.cut(max(1, turn.num_rows - surplus))
 
@@ -77,7 +190,7 @@ class KVMemory:
         first, last = start // self._limits.block_size, end // self._limits.block_size
         keys = request.block_keys[first:last]
         # A prompt's last full block may have no key.
-        for key, block in zip(keys, request.blocks[first:last], strict=False):
+        for key, block in zip(keys, request.blocks[first - request.num_dropped :], strict=False):
             self.prefix_cache.insert(key, block)
 
     def index_kept(self, request: RequestState, num_kept_tokens: int) -> None:
@@ -106,12 +219,21 @@ class KVMemory:
         tokens = (*request.request.prompt_token_ids, *request.emitted)[:num_kept_tokens]
         keys = block_keys(tokens, limits.block_size, limits.lookahead_tokens)
         num_blocks = request.num_final // limits.block_size
-        for key, block in zip(keys[:num_blocks], request.blocks, strict=False):
+        indexed = keys[request.num_dropped : num_blocks]
+        for key, block in zip(indexed, request.blocks, strict=False):
             self.prefix_cache.insert(key, block)
         self.states.keep_answer(request, keys)
 
     def forget(self, request: RequestState) -> None:
-        """Remove a request's blocks and states from the prefix cache."""
+        """Remove a request's blocks and states from the prefix cache and from swap space."""
         for block in request.blocks:
             self.prefix_cache.forget(block)
+        self.swap.drop(request.block_keys)
         self.states.forget(request)
+
+    def _start_after(self, request: RequestState, cached: CachedPrefix) -> CachedPrefix:
+        """Cut a cached prefix to where the request can start; sets where it starts and stops."""
+        usable = self.states.usable(request.block_keys, len(cached))
+        request.num_cached = request.position = usable * self._limits.block_size
+        request.stops = self.states.stops(request, request.position, len(cached))
+        return cached.first(usable)

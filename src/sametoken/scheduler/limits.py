@@ -27,12 +27,15 @@ class SchedulerLimits:
         longest_chunk: maximum tokens of one prompt per step.
         block_size: tokens per KV block.
         num_blocks: KV blocks, ids ``0 .. num_blocks - 1``.
+        num_host_blocks: blocks of host memory for KV that leaves the device.
+        num_idle_host_blocks: how many of these idle prefixes may have.
         max_model_len: maximum length of prompt and output together, in tokens.
         num_speculative_tokens: k; 0 is plain decoding.
         adaptive_drafts: whether draft limits follow load and acceptance, or are always k.
         rows_per_weight_read: rows that the device computes while it reads the weights once.
         lookahead_slots: positions from ``num_tokens`` on that the drafter writes KV to.
         lookahead_tokens: tokens after a position that the drafter's KV there depends on.
+        sliding_window: positions that a row sees at most, in every layer; 0: some rows see all.
         enable_prefix_caching: share KV of equal blocks of tokens.
         cache_emitted_blocks: share KV of emitted tokens too; requires a model whose prefill,
             decode and verify rows have equal bits, and a drafter without recurrent layers.
@@ -48,12 +51,15 @@ class SchedulerLimits:
     longest_chunk: int
     block_size: int
     num_blocks: int
+    num_host_blocks: int
+    num_idle_host_blocks: int
     max_model_len: int
     num_speculative_tokens: int
     adaptive_drafts: bool
     rows_per_weight_read: int
     lookahead_slots: int
     lookahead_tokens: int
+    sliding_window: int
     enable_prefix_caching: bool
     cache_emitted_blocks: bool
     num_kept_states: int

@@ -44,7 +44,9 @@ class Turn:
     def samples(self) -> bool:
         """Whether it includes the last committed token."""
         request = self.request
-        return not request.prefilling or request.position + self.num_query == request.prompt_len
+        if not request.prefilling:
+            return True
+        return not request.replays and request.position + self.num_query == request.prompt_len
 
     @property
     def hi_after(self) -> int:
@@ -64,7 +66,11 @@ class Turn:
     def scheduled(self) -> ScheduledRequest:
         """The turn as part of a plan."""
         return ScheduledRequest(
-            self.request.held_slot, self.num_query, self.draft_limit, self.samples
+            self.request.held_slot,
+            self.num_query,
+            self.draft_limit,
+            self.samples,
+            self.request.replays,
         )
 
 
@@ -80,6 +86,7 @@ class PlanDraft:
     step_id: int
     short_of_blocks: bool = False
     swap_outs: list[SwapOut] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     block_assignments: list[BlockAssignment] = field(default_factory=list)
     swap_ins: list[SwapIn] = field(default_factory=list)
@@ -88,12 +95,14 @@ class PlanDraft:
 
     def assign_blocks(self, request: RequestState, new_blocks: list[int]) -> None:
         """Append blocks to a request's table."""
-        if new_blocks:
-            first_index = len(request.blocks)
-            request.blocks.extend(new_blocks)
-            self.block_assignments.append(
-                BlockAssignment(request.held_slot, first_index, tuple(new_blocks))
-            )
+        if not new_blocks:
+            return
+        first_index, slot, blocks = request.table_len, request.held_slot, tuple(new_blocks)
+        request.blocks.extend(new_blocks)
+        if self.block_assignments and self.block_assignments[-1].slot == slot:
+            begun = self.block_assignments.pop()
+            first_index, blocks = begun.first_index, begun.block_ids + blocks
+        self.block_assignments.append(BlockAssignment(slot, first_index, blocks))
 
     def admit(self, request: RequestState) -> None:
         """Add the admission of a request that has just got its slot."""
@@ -111,13 +120,13 @@ class PlanDraft:
             )
         )
 
-    def build(self, discarded_swaps: tuple[str, ...], kept_states: Sequence[StateCopy]) -> StepPlan:
+    def build(self, kept_states: Sequence[StateCopy]) -> StepPlan:
         """The finished plan, windows before chunks; ``turns`` are sorted likewise."""
         self.turns.sort(key=lambda turn: not turn.is_window)
         return StepPlan(
             step_id=self.step_id,
             swap_outs=tuple(self.swap_outs),
-            discarded_swaps=discarded_swaps,
+            restarts=tuple(self.restarts),
             admissions=tuple(self.admissions),
             block_assignments=tuple(self.block_assignments),
             swap_ins=tuple(self.swap_ins),
@@ -125,6 +134,15 @@ class PlanDraft:
             requests=tuple(turn.scheduled() for turn in self.turns),
             kept_states=tuple(kept_states),
         )
+
+
+#: Sampled rows of a step, if there are not more requests: each has logits over the vocabulary.
+MOST_SAMPLED_ROWS = 4096
+
+
+def max_sampled_rows(max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """An upper bound of a step's sampled rows, however large its row budget."""
+    return min(max_num_batched_tokens, max(MOST_SAMPLED_ROWS, max_num_seqs))
 
 
 #: Prompts are guaranteed 1 / SHARE of a step's rows, and short prompts 1 / SHARE of those.
@@ -142,6 +160,7 @@ class RowBudget:
     - A prompt that does not end in the step leaves a quarter of the prompts' rows to younger
       prompts that end within that quarter.
     - If not all decoding requests fit, the least recently served go first.
+    - Drafts take no more sampled rows than ``max_sampled_rows``.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -160,7 +179,9 @@ class RowBudget:
         left = rows - len(served)
         wanted = {request: self._most_drafts(request, len(served)) for request in served}
         chunks = self._chunks(prompts, max(left - sum(wanted.values()), min(left, reserved)))
-        drafts = _fair_shares(wanted, left - sum(chunks.values()))
+        ending = sum(chunk == request.num_left for request, chunk in chunks.items())
+        sampled = max_sampled_rows(rows, self._limits.max_num_seqs) - len(served) - ending
+        drafts = _fair_shares(wanted, min(left - sum(chunks.values()), sampled))
         turns = {request: Turn(request, 1, limit) for request, limit in drafts.items()}
         turns |= {request: Turn(request, chunk, 0) for request, chunk in chunks.items() if chunk}
         return [turns[request] for request in candidates if request in turns]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from sametoken.errors import InvariantError
 from sametoken.scheduler.draft_limits import DraftRecord
+from sametoken.scheduler.swap_space import Key
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import RequestResult
 from sametoken.types.plan import ScheduledRequest
@@ -14,20 +15,12 @@ from sametoken.types.request import EngineRequest, RequestUpdate
 
 
 class Status(enum.Enum):
-    """The scheduling status of a request. A swapped request keeps its slot; its KV is saved."""
+    """The scheduling status of a request. A swapped request is preempted; it keeps its slot."""
 
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
     RELEASED = "released"
-
-
-@dataclass(frozen=True, slots=True)
-class SavedKV:
-    """KV of a swapped request in host memory: its key and its number of blocks."""
-
-    key: str
-    num_blocks: int
 
 
 @dataclass(slots=True, eq=False)
@@ -39,15 +32,18 @@ class RequestState:
         block_keys: prefix cache keys of the prompt's blocks, once it has ended of all kept ones.
         bound: bounds of the number of committed tokens.
         slot: its slot once it is admitted.
-        blocks: its block table.
+        blocks: its block table, from index ``num_dropped`` on.
+        num_dropped: blocks before these, which no later row sees; they are free again.
         admission: order of admission; a smaller number is older.
         num_cached: prompt positions that the prefix cache supplied, or would supply.
-        position: prompt positions that are cached or planned.
+        position: prompt positions that are cached or planned; while it replays, positions that
+            are planned again.
+        num_replayed: positions that were computed before its KV was lost: it replays them first.
         stops: positions of the prompt at which a chunk must end, ascending.
         held_states: kept states of the answer by position, while the request runs.
         num_in_flight: steps in flight that schedule it.
         last_step: the last planned step that schedules it.
-        saved: its KV in host memory while it is swapped.
+        saved: keys of its blocks in swap space while it is swapped; none if they are lost.
         drafts: acceptance of its drafts.
         emitted: output tokens of processed steps, not cut at a stop or at the length limit.
         prompt_len: tokens of the prompt.
@@ -59,6 +55,7 @@ class RequestState:
     status: Status = Status.WAITING
     slot: int | None = None
     blocks: list[int] = field(default_factory=list)
+    num_dropped: int = 0
     admission: int = -1
     num_cached: int = 0
     position: int = 0
@@ -66,7 +63,8 @@ class RequestState:
     held_states: dict[int, int] = field(default_factory=dict)
     num_in_flight: int = 0
     last_step: int = 0
-    saved: SavedKV | None = None
+    saved: tuple[Key, ...] = ()
+    num_replayed: int = 0
     drafts: DraftRecord = field(default_factory=DraftRecord)
     emitted: list[int] = field(default_factory=list)
     prompt_len: int = field(init=False)
@@ -75,15 +73,21 @@ class RequestState:
         self.prompt_len = len(self.request.prompt_token_ids)
 
     @property
+    def replays(self) -> bool:
+        """Whether its next rows were computed before."""
+        return self.position < self.num_replayed
+
+    @property
     def prefilling(self) -> bool:
-        """Whether part of the prompt is not yet planned."""
-        return self.position < self.prompt_len
+        """Whether part of the prompt is not yet planned, or part of what it replays."""
+        return self.replays or self.position < self.prompt_len
 
     @property
     def num_left(self) -> int:
-        """Prompt tokens that are not yet planned, up to the next stop."""
-        ahead = (stop for stop in self.stops if stop > self.position)
-        return next(ahead, self.prompt_len) - self.position
+        """Tokens of the prompt, or of what it replays, not yet planned, up to the next stop."""
+        end = self.num_replayed if self.replays else self.prompt_len
+        ahead = (stop for stop in self.stops if self.position < stop < end)
+        return next(ahead, end) - self.position
 
     @property
     def at_limit(self) -> bool:
@@ -91,8 +95,18 @@ class RequestState:
         return self.bound.hi >= self.request.max_total_tokens
 
     @property
+    def next_position(self) -> int:
+        """A lower bound of the positions of all rows that are not planned yet."""
+        return self.position if self.prefilling else self.bound.lo - 1
+
+    @property
+    def table_len(self) -> int:
+        """Entries of its block table, dropped ones included."""
+        return self.num_dropped + len(self.blocks)
+
+    @property
     def reach(self) -> int:
-        """Positions that may hold KV once all steps in flight are done."""
+        """Positions that may hold KV once all steps in flight have run."""
         return self.position if self.prefilling else self.bound.hi
 
     @property
@@ -104,11 +118,13 @@ class RequestState:
     def num_final(self) -> int:
         """Leading positions of known tokens whose KV exists once the steps in flight have run.
 
-        In the prompt: the planned positions. In the output: all except the newest processed
-        token, whose KV the next window computes; nothing below it is written again
+        In the prompt, and in a replay: the planned positions. In the output: all except the newest
+        processed token, whose KV the next window computes; nothing below it is written again
         (tests/unit/scheduler/test_emitted_blocks.py).
         """
-        return self.position + max(0, len(self.emitted) - 1)
+        if self.prefilling:
+            return self.position
+        return self.prompt_len + max(0, len(self.emitted) - 1)
 
     @property
     def held_slot(self) -> int:
@@ -121,16 +137,14 @@ class RequestState:
             raise InvariantError(f"request {self.request.request_id!r} has no slot")
         return self.slot
 
-    @property
-    def held_save(self) -> SavedKV:
-        """The saved KV of a swapped request.
+    def lose_kv(self) -> None:
+        """Start again at position 0: what was computed is replayed, then it goes on as before.
 
-        Raises:
-            InvariantError: the request is not swapped.
+        Call it without steps in flight.
         """
-        if self.saved is None:
-            raise InvariantError(f"request {self.request.request_id!r} is not swapped")
-        return self.saved
+        computed = self.position if self.prefilling else self.bound.exact - 1
+        self.num_replayed = max(self.num_replayed, computed)
+        self.position = self.num_dropped = 0
 
     def most_drafts(self, num_speculative_tokens: int) -> int:
         """Maximum drafts of the next window, before the step's row budget."""
@@ -148,6 +162,8 @@ def update_of(
         InvariantError: the result does not fit the scheduled request.
     """
     _require_fit(scheduled, result)
+    if scheduled.replays:
+        return None
     if scheduled.samples:
         # The end of a prompt does not count: no draft could be proposed for it.
         if request.emitted:

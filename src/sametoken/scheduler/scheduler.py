@@ -12,16 +12,11 @@ from sametoken.scheduler.integrity import check_blocks, check_in_flight, check_r
 from sametoken.scheduler.kv_memory import KVMemory
 from sametoken.scheduler.limits import SchedulerLimits
 from sametoken.scheduler.plan_draft import PlanDraft, RowBudget, Turn
-from sametoken.scheduler.request_state import (
-    RequestState,
-    SavedKV,
-    Status,
-    failed_update,
-    update_of,
-)
+from sametoken.scheduler.request_state import RequestState, Status, failed_update, update_of
+from sametoken.scheduler.swap_space import BlockFile, NoFile
 from sametoken.types.length_bound import LenBound
 from sametoken.types.outputs import RequestResult, StepResult
-from sametoken.types.plan import ScheduledRequest, StepPlan, SwapIn, SwapOut
+from sametoken.types.plan import ScheduledRequest, StepPlan
 from sametoken.types.request import EngineRequest, RequestUpdate
 
 
@@ -38,16 +33,26 @@ class Scheduler:
     older than every swapped one; older requests go first when memory is short. ``RowBudget``
     divides the rows of a step.
 
+    Args:
+        limits: the limits of every plan.
+        file: where blocks in host memory move on to.
+
     Attributes:
+        num_preemptions: requests swapped out, each time.
+        num_replayed_tokens: positions computed again because their KV was lost.
         prefix_cache_queries: prompt tokens of admitted requests that were looked up.
         prefix_cache_hits: prompt tokens of them that the prefix cache supplied.
+        swapped_prefix_hits: those of them that came from swap space.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, file: BlockFile | None = None) -> None:
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
+        self.swapped_prefix_hits = 0
+        self.num_preemptions = 0
+        self.num_replayed_tokens = 0
         self._limits = limits
-        self._memory = KVMemory(limits)
+        self._memory = KVMemory(limits, file or NoFile())
         self._pool = self._memory.pool
         self._budget = RowBudget(limits)
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -57,7 +62,6 @@ class Scheduler:
         self._swapped: dict[str, RequestState] = {}
         # Released; steps in flight still use their slots and blocks.
         self._lingering: list[RequestState] = []
-        self._discarded: list[str] = []
         self._in_flight: deque[_StepInFlight] = deque()
         self._next_step_id = 0
         self._next_admission = 0
@@ -70,8 +74,7 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether anything is left to plan or process, released requests' steps included."""
-        requests = self._waiting or self._running or self._swapped
-        return bool(requests or self._in_flight or self._discarded)
+        return bool(self._waiting or self._running or self._swapped or self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -90,8 +93,18 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        """Requests whose KV is swapped out to host memory."""
+        """Preempted requests, which have no KV on the device."""
         return len(self._swapped)
+
+    @property
+    def swap_usage(self) -> float:
+        """Fraction of the host blocks in use, 0..1."""
+        return self._memory.swap.usage
+
+    @property
+    def num_blocks_in_file(self) -> int:
+        """Swapped KV blocks that are in the file alone."""
+        return self._memory.swap.num_in_file
 
     @property
     def kv_usage(self) -> float:
@@ -145,16 +158,24 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None if nothing can be launched now.
 
-        A plan without requests only discards swapped KV; its result is processed like any other.
+        Without steps in flight it waits for KV that is read from the file.
         """
+        plan = self._plan()
+        while plan is None and not self._in_flight and self._memory.swap.is_moving:
+            self._memory.swap.wait()
+            plan = self._plan()
+        return plan
+
+    def _plan(self) -> StepPlan | None:
         draft = PlanDraft(self._next_step_id)
+        self._memory.swap.begin(draft.step_id)
         # Oldest first, so that requests that are swapped out have no turn in this plan yet.
         for turn in self._budget.share(draft.step_id, self._candidates(draft)):
             if turn.request.status is Status.RUNNING:
                 self._schedule_running(turn, draft)
             elif not draft.short_of_blocks:
                 self._schedule_new(turn, draft)
-        if not draft.turns and not self._discarded:
+        if not draft.turns and not draft.swap_outs:
             return None
         return self._launch(draft)
 
@@ -174,6 +195,7 @@ class Scheduler:
                 f"its plan {len(step.requests)}"
             )
         self._in_flight.popleft()
+        self._memory.swap.processed(result.step_id)
         updates = [
             self._process_request(request, scheduled, request_result)
             for request, scheduled, request_result in zip(
@@ -206,6 +228,7 @@ class Scheduler:
         """Requests that could run in the next step, oldest first."""
         ready: list[RequestState] = []
         for request in self._running.values():
+            self._memory.drop_behind(request)
             if request.at_limit:
                 continue
             if self._lacks_blocks(request) and request is self._youngest:
@@ -222,18 +245,18 @@ class Scheduler:
         return [oldest] if self._can_swap_in(oldest) else []
 
     def _can_swap_in(self, request: RequestState) -> bool:
-        """Whether a swapped request can run and enough blocks are available for its KV."""
-        needed = self._memory.blocks_to_swap_in(Turn(request, 1, 0))
-        return not request.at_limit and needed <= self._pool.num_available
+        return not request.at_limit and self._memory.may_return(request)
 
     def _admissible(self) -> Iterator[RequestState]:
-        """Waiting requests for free slots, up to the first whose prompt does not fit in KV memory.
+        """Waiting requests for free slots, up to the first whose prompt does not fit in KV memory,
+        or whose prefix is still read from the file.
 
         There are no more of them than free slots, so one that is overtaken keeps a slot.
         """
         for request in islice(self._waiting.values(), len(self._free_slots)):
-            cached = self._memory.look_up(request)
-            if not self._memory.fits_prompt(request, cached):
+            if not self._memory.fits_prompt(request, self._memory.look_up(request)):
+                return
+            if self._memory.fetched_prefix(request) is None:
                 return
             yield request
 
@@ -246,7 +269,7 @@ class Scheduler:
                 return
             self._swap_out(self._youngest, draft)
         turn = self._memory.fit(turn)
-        draft.assign_blocks(request, self._pool.allocate(self._memory.lacking(turn)))
+        self._memory.assign(request, self._memory.lacking(turn), draft)
         draft.turns.append(turn)
 
     def _schedule_new(self, turn: Turn, draft: PlanDraft) -> None:
@@ -259,11 +282,8 @@ class Scheduler:
         request = turn.request
         if not self._can_swap_in(request):
             return False
-        turn, saved = self._memory.fit(turn), request.held_save
-        draft.assign_blocks(request, self._pool.allocate(self._memory.blocks_to_swap_in(turn)))
-        in_use = tuple(request.blocks[: saved.num_blocks])
-        draft.swap_ins.append(SwapIn(request.held_slot, in_use, saved.key))
-        request.saved = None
+        turn = self._memory.fit(turn)
+        self._memory.swap_in(request, turn, draft)
         self._move(request, self._swapped, self._running, Status.RUNNING)
         draft.turns.append(turn)
         return True
@@ -271,20 +291,20 @@ class Scheduler:
     def _admit(self, turn: Turn, draft: PlanDraft) -> bool:
         request = turn.request
         # Matched again: earlier turns may have evicted blocks since the rows were divided.
-        cached = self._memory.look_up(request)
-        if not self._memory.fits_prompt(request, cached):
+        cached = self._memory.fetched_prefix(request)
+        if cached is None or not self._memory.fits_prompt(request, cached):
             return False
         turn = turn.cut(min(turn.num_query, request.num_left))
         if self._memory.looks_up(request):
             self.prefix_cache_queries += request.prompt_len
             self.prefix_cache_hits += request.num_cached
+            self.swapped_prefix_hits += len(cached.saved) * self._limits.block_size
         request.slot = self._free_slots.pop()
         request.admission = self._next_admission
         self._next_admission += 1
-        self._pool.share(cached)
-        new = self._pool.allocate(self._memory.lacking(turn) - len(cached))
         draft.admit(request)
-        draft.assign_blocks(request, [*cached, *new])
+        self._memory.assign_prefix(request, cached, draft)
+        self._memory.assign(request, self._memory.lacking(turn), draft)
         draft.restored_states += self._memory.states.restored(request)
         self._move(request, self._waiting, self._running, Status.RUNNING)
         draft.turns.append(turn)
@@ -292,14 +312,14 @@ class Scheduler:
 
     def _launch(self, draft: PlanDraft) -> StepPlan:
         kept = [copy for turn in draft.turns for copy in self._memory.states.kept_after(turn)]
-        plan = draft.build(tuple(self._discarded), kept)
-        self._discarded.clear()
+        plan = draft.build(kept)
         for turn, scheduled in zip(draft.turns, plan.requests, strict=True):
             request = turn.request
             request.num_in_flight += 1
             request.last_step = plan.step_id
             if request.prefilling:
                 start = request.position
+                self.num_replayed_tokens += turn.num_query if request.replays else 0
                 request.position += turn.num_query
                 # The next plan is the first to match these; the device has them by then.
                 self._memory.index_chunk(request, start, request.position)
@@ -321,13 +341,8 @@ class Scheduler:
         return self._memory.lacking(Turn(request, 1, 0)) > self._pool.num_available
 
     def _swap_out(self, victim: RequestState, draft: PlanDraft) -> None:
-        slot, num_saved = victim.held_slot, self._limits.blocks_for(victim.reach)
-        # Unique: a request id may be reused while an earlier key waits to be discarded.
-        victim.saved = SavedKV(f"{victim.request.request_id}@{draft.step_id}", num_saved)
-        in_use = tuple(victim.blocks[:num_saved])
-        draft.swap_outs.append(SwapOut(slot, in_use, victim.saved.key))
-        self._pool.release(victim.blocks)
-        victim.blocks.clear()
+        self._memory.swap_out(victim, draft)
+        self.num_preemptions += 1
         self._move(victim, self._running, self._swapped, Status.SWAPPED)
         draft.short_of_blocks = True
 
@@ -339,8 +354,7 @@ class Scheduler:
                 lingering.append(request)
                 continue
             self._pool.release(request.blocks)
-            if request.saved is not None:
-                self._discarded.append(request.saved.key)
+            self._memory.discard(request)
             if request.slot is not None:
                 self._free_slots.append(request.slot)
         self._lingering = lingering

@@ -85,10 +85,8 @@ class EngineClient:
         load = self._queue.load
         if not self._audit.is_replaying:
             return load
-        return EngineLoad(
-            num_received=load.num_received,
-            prefix_cache_queries=load.prefix_cache_queries,
-            prefix_cache_hits=load.prefix_cache_hits,
+        return replace(
+            load, num_running=0, num_waiting=0, num_swapped=0, num_waiting_tokens=0, kv_usage=0.0
         )
 
     @property

@@ -235,6 +235,9 @@ class EngineLoop:
             kv_usage=scheduler.kv_usage,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
+            swap_usage=scheduler.swap_usage,
+            swapped_prefix_hits=scheduler.swapped_prefix_hits,
+            num_preemptions=scheduler.num_preemptions,
         )
 
 

@@ -47,8 +47,11 @@ class EngineLoad:
         num_running, num_waiting, num_swapped: completions by state.
         num_waiting_tokens: prompt tokens of waiting completions.
         kv_usage: share of the KV blocks that requests hold, 0..1.
+        swap_usage: share of the host blocks for swapped KV in use, 0..1.
         prefix_cache_queries, prefix_cache_hits: prompt tokens looked up and found since it
             started.
+        swapped_prefix_hits: those of them that came from swap space.
+        num_preemptions: completions preempted since it started, each time.
     """
 
     num_received: int = 0
@@ -57,8 +60,11 @@ class EngineLoad:
     num_swapped: int = 0
     num_waiting_tokens: int = 0
     kv_usage: float = 0.0
+    swap_usage: float = 0.0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    swapped_prefix_hits: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Host writes to ``Sequences``: a slot's new request and its blocks.
+"""Host writes to ``Sequences``: a slot's new request, its blocks, and the loss of its KV.
 
 Together with ``StepOps.commit`` and ``publish`` these are the only writers
 (tests/architecture/test_single_writer.py). Imported by ``runner.runner`` only.
@@ -19,6 +19,12 @@ def admit(sequences: Sequences, admission: Admission) -> None:
     sequences.prompt_len[slot].fill_(len(prompt))
     sequences.num_tokens[slot].fill_(len(prompt))
     sequences.num_computed[slot].fill_(admission.num_cached)
+    sequences.num_drafts[slot].fill_(0)
+
+
+def restart(sequences: Sequences, slot: int) -> None:
+    """Forget that a slot's positions are computed: its KV is lost. Its tokens stay."""
+    sequences.num_computed[slot].fill_(0)
     sequences.num_drafts[slot].fill_(0)
 
 

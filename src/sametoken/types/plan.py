@@ -44,20 +44,20 @@ class BlockAssignment:
 
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Copy a slot's KV blocks to host memory under ``key``, which frees the blocks."""
+    """Copy KV blocks to host blocks: of a preempted request's slot, or of an idle prefix."""
 
-    slot: int
+    slot: int | None
     block_ids: tuple[int, ...]
-    key: str
+    host_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Copy the KV saved under ``key`` into the slot's new blocks."""
+    """Copy host blocks into a slot's new KV blocks."""
 
     slot: int
     block_ids: tuple[int, ...]
-    key: str
+    host_blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,19 +84,21 @@ class ScheduledRequest:
         num_query: committed tokens to compute: a prefill chunk's length, 1 when decoding.
         draft_limit: maximum drafts in the window, 0..k.
         samples: whether the rows include the last committed token, so that a token is sampled.
+        replays: whether they were computed before and their KV is lost; nothing else is wanted.
     """
 
     slot: int
     num_query: int
     draft_limit: int
     samples: bool
+    replays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, applied on the device in the order of the fields.
 
-    ``discarded_swaps`` are keys whose saved KV will never be read again (aborts). In
+    ``restarts`` are slots of preempted requests whose KV is lost: no position is computed. In
     ``requests``, windows (one committed token, sampled) come before prompt chunks
     (tests/unit/scheduler/test_plan_draft.py). ``restored_states`` are copied into slots,
     ``kept_states`` out of them; of the latter those whose slot has passed their position.
@@ -104,7 +106,7 @@ class StepPlan:
 
     step_id: int
     swap_outs: tuple[SwapOut, ...] = ()
-    discarded_swaps: tuple[str, ...] = ()
+    restarts: tuple[int, ...] = ()
     admissions: tuple[Admission, ...] = ()
     block_assignments: tuple[BlockAssignment, ...] = ()
     swap_ins: tuple[SwapIn, ...] = ()

@@ -83,7 +83,6 @@ VLLM_OPTIONS = (
         "media_io_kwargs allowed_local_media_path",
         switches="language_model_only skip_mm_profiling disable_mm_preprocessor_cache",
     ),
-    VllmOptions("host memory for preempted requests is taken as it is needed", "swap_space"),
     VllmOptions(
         "requests and answers are never logged",
         values="max_log_len",
@@ -187,8 +186,8 @@ VLLM_OPTIONS = (
         instead="use --ray --replicas N for several machines",
     ),
     VllmOptions(
-        "weights and KV stay on the device",
-        values="cpu_offload_gb kv_offloading_size",
+        "weights stay on the device",
+        values="cpu_offload_gb",
         accepted=("0", "0.0", "none"),
         instead="use a smaller model, or --tensor-parallel-size N",
     ),

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from helpers.checkpoints import LLAMA
 from sametoken.bench import session as session_module
-from sametoken.bench.memory import Memory
+from sametoken.bench.memory import Memory, SwapLimits
 from sametoken.bench.roofline import Bandwidth
 from sametoken.cli.bench import _workload
 from sametoken.cli.main import app
@@ -163,6 +163,9 @@ COUNTED = Memory(
     draft_weights=0,
     num_kept_states=9,
     request=RequestMemory(64, 32_768, 51_000_000, 25_000_000),
+    swap=SwapLimits(4 * 2**30, 0),
+    max_num_batched_tokens=2048,
+    step=3 * 2**30,
 )
 
 
@@ -174,6 +177,9 @@ def test_a_state_per_draft_is_shown_beside_what_is_kept():
     assert values["(one recurrent state per draft would take)"] == ["3.0", "GiB"]
     assert values["KV per block of 64 tokens"] == ["2.0", "MiB"]
     assert values["of which speculation adds"] == ["25.8", "MiB"]
+    assert values["host memory for swapped KV, at most"] == ["4.0", "GiB"]
+    assert values["a step of 2048 rows, while it runs"] == ["3.0", "GiB"]
+    assert "disk" not in memory_report(COUNTED)
     assert values["a kept state, for prefix caching"] == ["72.5", "MiB"]
     assert values["9 of them, of the KV memory"] == ["724.8", "MiB"]
 

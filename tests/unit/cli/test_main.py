@@ -42,14 +42,14 @@ class FakeLLM:
             config=config,
             reasons={"dtype": "the checkpoint is fp32"},
             model=SimpleNamespace(architecture="LlamaForCausalLM"),
+            attention_kernels="native",
             request_memory=RequestMemory(),
             **dict.fromkeys(
                 ("dtype", "device", "steps_in_flight", "model_path", "kernels"), "resolved"
             ),
             **dict.fromkeys(("max_model_len", "num_kv_blocks"), 2048),
-            **dict.fromkeys(
-                ("weights_bytes", "kv_bytes", "recurrent_bytes", "kept_states_bytes"), 2**20
-            ),
+            **dict.fromkeys(("weights_bytes", "kv_bytes", "recurrent_bytes", "step_bytes"), 2**20),
+            kept_states_bytes=2**20,
             num_kept_states=3,
         )
 

@@ -112,7 +112,7 @@ def test_short_spellings(name, spellings):
         (["-O3"], "--optimization-level 3"),
         (["-pp", "1"], "--pipeline-parallel-size 1"),
         (["--no-async-scheduling"], "--no-async-scheduling"),
-        (["--swap-space=4"], "--swap-space 4"),
+        (["--stream-interval=4"], "--stream-interval 4"),
     ],
 )
 def test_forms_of_a_flag(started, arguments, notice):

@@ -10,6 +10,7 @@ from sametoken.engine.kept_memory import (
     PER_REQUEST,
     count_kept_states,
     kept_states_bytes,
+    memory_beside,
     require_kept_states,
 )
 from sametoken.ops.cache_types import PagedKV, Recurrent, bytes_per_slot
@@ -55,6 +56,17 @@ def test_other_engines_keep_no_states(caches, caching):
     assert count_kept_states(options, caches, 2**30) == (0, {})
     assert kept_states_bytes(options, caches, 0) == 0
     assert require_kept_states(options, caches, 0) == (options, {})
+
+
+@pytest.mark.parametrize("asked", [None, 0, 5 * STATE])
+@pytest.mark.parametrize("wanted", [1, 7 * STATE, 50 * STATE + 3, 10**4 * STATE])
+def test_memory_that_a_refusal_names_leaves_what_is_wanted_beside_the_states(asked, wanted):
+    options = config(kept_states_memory_bytes=asked)
+    least = memory_beside(options, HYBRID, wanted)
+    for more in (0, 1, STATE, 9 * STATE, 10**6 * STATE):
+        count, _ = count_kept_states(options, HYBRID, least + more)
+        assert least + more - kept_states_bytes(options, HYBRID, count) >= wanted
+    assert memory_beside(options, KV, wanted) == wanted
 
 
 def test_without_room_for_a_state_prefix_caching_is_off_and_says_why():

@@ -13,12 +13,11 @@ from helpers.hybrids import hybrid_config
 from helpers.toy import toy_config
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
+from sametoken.engine.memory_plan import plan_memory, require_memory
 from sametoken.engine.resolve import (
     RequestMemory,
     ResolvedConfig,
-    plan_memory,
     reachable_positions,
-    require_memory,
     require_quantization,
     resolve_device,
     resolve_dtype,
@@ -155,15 +154,20 @@ def test_scarce_memory_shortens_the_longest_request(extra_tokens, length):
 def test_an_explicit_length_is_never_shortened():
     assert plan(num_kv_blocks=20, max_model_len=320).max_model_len == 320
     for extra_tokens, length in ((0, 321), (1, 320)):
-        with pytest.raises(ConfigError, match=f"below max_model_len={length}") as caught:
+        with pytest.raises(ConfigError, match=f"max_model_len={length} takes 84.0 KiB") as caught:
             plan(extra_tokens, num_kv_blocks=20, max_model_len=length)
-        assert "raise kv_cache_memory_bytes" in caught.value.remedy
+        fits = 320 - extra_tokens
+        assert (
+            caught.value.remedy == f"use max_model_len={fits} or less, or num_kv_blocks=21 or more"
+        )
+        assert plan(extra_tokens, num_kv_blocks=20, max_model_len=fits).num_kv_blocks == 20
+        assert plan(extra_tokens, num_kv_blocks=21, max_model_len=length).num_kv_blocks == 21
 
 
 @pytest.mark.parametrize("extra_tokens", [0, 64])
 def test_memory_for_less_than_a_block_is_refused(extra_tokens):
     room = BLOCK_BYTES * (1 + extra_tokens // BLOCK) - 1
-    with pytest.raises(ConfigError, match="hold 0 tokens of one request"):
+    with pytest.raises(ConfigError, match="the KV memory holds 0 tokens"):
         plan(extra_tokens, kv_cache_memory_bytes=room)
 
 
@@ -233,6 +237,7 @@ def sized(num_kv_blocks: int, **options) -> ResolvedConfig:
         max_model_len=255,
         num_kv_blocks=num_kv_blocks,
         kernels="none",
+        attention_kernels="none",
         reasons={},
         weights_bytes=0,
         kv_bytes=BLOCK_BYTES * (num_kv_blocks + 1),
@@ -247,17 +252,17 @@ def test_caches_fit_the_memory_or_are_refused_with_what_fits(monkeypatch):
     with pytest.raises(ConfigError, match="11 KV blocks") as caught:
         require_memory(sized(11))
     assert "num_kv_blocks=10 or fewer" in caught.value.remedy
-    for states in ({"recurrent_bytes": 10**6}, {"kept_states_bytes": 10**6}):
+    for name in ("recurrent_bytes", "kept_states_bytes", "step_bytes"):
         with pytest.raises(ConfigError, match="max_num_seqs=3 with max_model_len=255") as caught:
-            require_memory(dataclasses.replace(sized(10), **states))
-    assert caught.value.remedy == "lower max_num_seqs or max_model_len"
+            require_memory(dataclasses.replace(sized(10), **{name: 10**6}))
+        assert caught.value.remedy == "lower max_num_batched_tokens, max_num_seqs or max_model_len"
 
 
 def test_on_a_gpu_what_is_free_is_what_fits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**5, 10**9))
     resolved = dataclasses.replace(sized(10), device=torch.device("cuda"))
     require_memory(resolved)
-    with pytest.raises(ConfigError, match="cuda memory has 100000"):
+    with pytest.raises(ConfigError, match=r"cuda memory has 97\.7 KiB"):
         require_memory(dataclasses.replace(resolved, kv_bytes=10**5))
 
 

@@ -11,7 +11,7 @@ from sametoken.extraction.recording import StateWriter
 from sametoken.extraction.shards import ExtractedStates, Manifest, StateSource, read_manifest
 from sametoken.io.files import DirectoryLock
 from sametoken.types.outputs import RequestResult, StepResult
-from sametoken.types.plan import Admission, ScheduledRequest, StepPlan
+from sametoken.types.plan import Admission, ScheduledRequest, StepPlan, SwapOut
 from sametoken.types.sampling_params import SamplingParams
 
 LAYERS, HIDDEN = 2, 3
@@ -194,7 +194,7 @@ def test_rows_that_cannot_be_are_refused(device):
 
 
 def test_a_step_without_rows_brings_none(device):
-    device.writer.launch(StepPlan(1, discarded_swaps=("a key",)))
+    device.writer.launch(StepPlan(1, swap_outs=(SwapOut(None, (0,), (0,)),)))
     device.writer.process_output(StepResult(1, ()))
     device.writer.end("unknown", 4, aborted=False)
     device.writer.flush()

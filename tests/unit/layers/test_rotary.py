@@ -62,6 +62,46 @@ def test_equals_transformers(rope):
     assert torch.equal(ours.sin, sin[0, :, :8])
 
 
+FAR = [
+    # Llama 3.1, Qwen3 with YaRN, and YaRN as in DeepSeek-V3.
+    {**LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 8192},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32_768,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "truncate": False,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", FAR, ids=["llama3.1", "qwen3-yarn", "deepseek-yarn"])
+def test_far_positions_equal_transformers(rope):
+    length = 262_144
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        rope_parameters=rope,
+    )
+    theirs = LlamaRotaryEmbedding(config)
+    ours = table(rope, head_dim=128, max_positions=length)
+    for first in (0, 32_760, 131_072 - 8, length - 64):
+        positions = torch.arange(first, first + 64)[None]
+        cos, sin = theirs(torch.zeros(1), positions)
+        assert torch.equal(ours.cos[first : first + 64], cos[0, :, :64])
+        assert torch.equal(ours.sin[first : first + 64], sin[0, :, :64])
+
+
 def test_divisors_express_llama3():
     scaled, default = table(LLAMA3), table({"rope_type": "default"})
     # At position 1 the angle is the frequency itself, below pi.

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from sametoken.errors import InvariantError
+from sametoken.scheduler import plan_draft
 from sametoken.scheduler.plan_draft import SHARE
 from sametoken.types.outputs import StepResult
 
@@ -411,6 +412,22 @@ class Load:
         assert taken >= room - room // SHARE
         for name in overtakers:
             assert chunks[name] == lacked[name], "whoever overtakes ends"
+
+
+def test_drafts_take_no_more_sampled_rows_than_a_step_may_have(kit, monkeypatch):
+    monkeypatch.setattr(plan_draft, "MOST_SAMPLED_ROWS", 12)
+    scheduler = kit.scheduler(num_speculative_tokens=8, num_blocks=64)
+    for name in "abc":
+        scheduler.add(kit.request(name, 3, max_total=40))
+    kit.step(scheduler)
+    scheduler.add(kit.request("d", 20))
+    plan, _ = kit.step(scheduler)
+    # Three decoding rows, the end of a prompt, and eight drafts among three requests.
+    assert [row.draft_limit for row in plan.requests] == [2, 3, 3, 0]
+    assert plan.requests[-1].num_query == 20
+    monkeypatch.setattr(plan_draft, "MOST_SAMPLED_ROWS", 1)
+    plan, _ = kit.step(scheduler)
+    assert [row.draft_limit for row in plan.requests] == [0] * 4
 
 
 def test_every_step_of_a_random_load_keeps_the_policy(kit):

@@ -44,10 +44,11 @@ def next_token(tokens):
     return int.from_bytes(digest, "big") % VOCAB
 
 
-def reference(prompt, count):
+def reference(prompt, count, window=0):
+    """``next_token`` of all tokens so far, or of the last ``window``."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[-window:]))
     return tuple(tokens[len(prompt) :])
 
 
@@ -68,37 +69,27 @@ class FakeDevice:
         self.slots = {}
         self.kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
         self.drafter_kv = [[None] * limits.block_size for _ in range(limits.num_blocks)]
-        self.saved = {}
+        self.host = {}
         self.kept = {}
         self.next_step_id = 0
-        self.accepted = 0
+        self.accepted = self.replayed = 0
 
     def run(self, plan: StepPlan, poison: bool) -> StepResult:
         assert plan.step_id == self.next_step_id
         self.next_step_id += 1
-        for swap in plan.swap_outs:
-            table = self.slots[swap.slot].table
-            assert list(swap.block_ids) == table[: len(swap.block_ids)]
-            assert swap.key not in self.saved
-            self.saved[swap.key] = [
-                (list(self.kv[block]), list(self.drafter_kv[block])) for block in swap.block_ids
-            ]
-            table.clear()
-        for key in plan.discarded_swaps:
-            del self.saved[key]
+        self.move_out(plan)
+        for slot in plan.restarts:
+            self.slots[slot].num_computed = self.slots[slot].num_cached = 0
+            self.slots[slot].table.clear()
         for admission in plan.admissions:
             self.admit(admission)
         for assignment in plan.block_assignments:
             table = self.slots[assignment.slot].table
+            # What was swapped out is assigned anew.
+            del table[assignment.first_index :]
             assert assignment.first_index == len(table)
             table.extend(assignment.block_ids)
-        for swap in plan.swap_ins:
-            assert list(swap.block_ids) == self.slots[swap.slot].table[: len(swap.block_ids)]
-            saved = self.saved.pop(swap.key)
-            for block, (kv, drafter_kv) in zip(swap.block_ids, saved, strict=True):
-                self.kv[block], self.drafter_kv[block] = kv, drafter_kv
-            # All blocks are its own now.
-            self.slots[swap.slot].num_cached = 0
+        self.move_in(plan)
         assert len({row.slot for row in plan.requests}) == len(plan.requests)
         failed = self.rng.choice(plan.requests).slot if poison and plan.requests else None
         for copy in plan.restored_states:
@@ -113,6 +104,36 @@ class FakeDevice:
                 self.kept[copy.state] = slot.folded, slot.pending
         return StepResult(plan.step_id, rows)
 
+    def move_out(self, plan: StepPlan):
+        written = [block for swap in plan.swap_outs for block in swap.host_blocks]
+        assert len(set(written)) == len(written)
+        assert all(0 <= block < self.limits.num_host_blocks for block in written)
+        for swap in plan.swap_outs:
+            if swap.slot is not None:
+                table = self.slots[swap.slot].table
+                self.check_part(table, swap.block_ids)
+            for block, host_block in zip(swap.block_ids, swap.host_blocks, strict=True):
+                self.host[host_block] = list(self.kv[block]), list(self.drafter_kv[block])
+
+    def check_part(self, table, block_ids):
+        """They are a table's, after those that lie behind the window."""
+        if not self.limits.sliding_window:
+            assert list(block_ids) == table[: len(block_ids)]
+        first = table.index(block_ids[0])
+        assert list(block_ids) == table[first : first + len(block_ids)]
+
+    def move_in(self, plan: StepPlan):
+        admitted = {admission.slot for admission in plan.admissions}
+        for swap in plan.swap_ins:
+            slot = self.slots[swap.slot]
+            if swap.slot not in admitted:
+                # All blocks are its own now.
+                slot.num_cached = 0
+                self.check_part(slot.table, swap.block_ids)
+            for block, host_block in zip(swap.block_ids, swap.host_blocks, strict=True):
+                kv, drafter_kv = self.host[host_block]
+                self.kv[block], self.drafter_kv[block] = list(kv), list(drafter_kv)
+
     def admit(self, admission: Admission):
         prompt = admission.prompt_token_ids
         self.slots[admission.slot] = Slot(
@@ -122,6 +143,8 @@ class FakeDevice:
     def run_row(self, row: ScheduledRequest, failed: bool) -> RequestResult:
         slot = self.slots[row.slot]
         start, num_tokens = slot.num_computed, len(slot.tokens)
+        if row.replays:
+            return self.replay(row, slot)
         if row.samples:
             assert start + row.num_query == num_tokens
         in_output = num_tokens > slot.prompt_len
@@ -145,12 +168,15 @@ class FakeDevice:
         slot.pending = tuple(drafts)
         for index, draft in enumerate(drafts):
             self.write(self.kv, slot, num_tokens + index, draft)
-        seen = [self.read(self.kv, slot, position) for position in range(num_tokens)]
+        window = self.limits.sliding_window or num_tokens
+        first = max(0, num_tokens - window)
+        seen = [self.read(self.kv, slot, position) for position in range(first, num_tokens)]
         emitted = [next_token(seen)]
         for draft in drafts:
             if draft != emitted[-1]:
                 break
-            emitted.append(next_token(seen + emitted))
+            visible = (seen + emitted)[-window:] if self.limits.sliding_window else seen + emitted
+            emitted.append(next_token(visible))
         slot.tokens.extend(emitted)
         slot.num_computed = len(slot.tokens) - 1
         self.draft(slot, start)
@@ -158,6 +184,19 @@ class FakeDevice:
         return RequestResult(
             len(drafts), len(proposed), len(emitted) - 1, tuple(emitted), failed=failed
         )
+
+    def replay(self, row: ScheduledRequest, slot):
+        """Its tokens stand; it emits nothing."""
+        assert not row.samples
+        start, end = slot.num_computed, slot.num_computed + row.num_query
+        assert end < len(slot.tokens)
+        self.replayed += row.num_query
+        for position in range(start, end):
+            self.write(self.kv, slot, position, slot.tokens[position])
+        self.fold(slot, end)
+        slot.num_computed = end
+        self.draft(slot, start)
+        return RequestResult(0, 0, 0, ())
 
     def fold(self, slot, end):
         """What is pending below the first row runs again; it must be what was committed."""
@@ -169,7 +208,7 @@ class FakeDevice:
 
     def proposed_drafts(self, slot):
         count = self.rng.randint(0, self.limits.num_speculative_tokens)
-        right = list(reference(slot.tokens, count))
+        right = list(reference(slot.tokens, count, self.limits.sliding_window))
         wrong = self.rng.randint(0, len(right))
         if wrong < len(right):
             right[wrong] = (right[wrong] + 1) % VOCAB
@@ -187,7 +226,8 @@ class FakeDevice:
         return tuple(slot.tokens[position : position + 1 + self.limits.lookahead_tokens])
 
     def check_readable(self, slot):
-        for position in range(slot.num_computed):
+        window = self.limits.sliding_window or slot.num_computed + 1
+        for position in range(max(0, slot.num_computed - window + 1), slot.num_computed):
             assert self.read(self.kv, slot, position) == slot.tokens[position]
             expected = self.drafter_entry(slot, position)
             assert self.read(self.drafter_kv, slot, position) == expected
@@ -202,14 +242,48 @@ class FakeDevice:
         memory[slot.table[block]][offset] = value
 
 
+class FakeFile:
+    """Copies end some time later, and what is read is now and then wrong."""
+
+    def __init__(self, host, rng):
+        self.host, self.rng = host, rng
+        self.num_blocks = rng.choice([0, 4, 20])
+        self.places, self.started = {}, deque()
+        self.written = self.read_back = 0
+
+    def write(self, place, host_block):
+        self.places[place] = self.host[host_block]
+        self.written += 1
+        self.started.append((place, host_block, False))
+
+    def read(self, place, host_block):
+        self.host[host_block] = GARBAGE
+        self.started.append((place, host_block, True))
+
+    def finished(self, *, wait=False):
+        ended = []
+        while self.started and (self.rng.random() < 0.5 or (wait and not ended)):
+            place, host_block, reads = self.started.popleft()
+            is_right = self.rng.random() > 0.05
+            if reads and is_right:
+                self.host[host_block] = self.places[place]
+            self.read_back += reads
+            if not reads:
+                # The block must not be needed any more.
+                self.host[host_block] = GARBAGE if is_right else self.host[host_block]
+            ended.append((place, is_right))
+        return ended
+
+
 class Driver:
     """An engine's loop, one call at a time, with every promise checked after each."""
 
     def __init__(self, limits, seed):
         self.limits = limits
         self.rng = random.Random(seed)
-        self.scheduler = Scheduler(limits)
         self.device = FakeDevice(limits, self.rng)
+        self.file = FakeFile(self.device.host, self.rng)
+        self.scheduler = Scheduler(limits, self.file)
         self.results = deque()
         self.wanted, self.emitted = {}, {}
         self.prompts = {}
@@ -217,9 +291,9 @@ class Driver:
         self.kept, self.turns = [], {}
         self.known_keys = set()
         self.count = 0
-        self.swap_ins = self.discards = self.most_lingering = 0
-        self.hits_on_emitted = self.hits_on_lingering = self.cuts = 0
-        self.restored = self.restored_emitted = 0
+        self.swap_ins = self.hits_in_swap = self.most_lingering = 0
+        self.hits_on_emitted = self.hits_on_lingering = self.cuts = self.dropped = 0
+        self.restored = self.restored_emitted = self.restored_swapped = self.replayed_hybrids = 0
 
     def add(self, prompt, max_new, max_drafts=None):
         total = min(len(prompt) + max_new, self.limits.max_model_len)
@@ -235,7 +309,8 @@ class Driver:
         self.prompts[name] = prompt
         self.note_keys(prompt)
         stop = self.rng.randint(1, total - len(prompt))
-        self.wanted[name] = reference(prompt, total - len(prompt))[:stop]
+        window = self.limits.sliding_window
+        self.wanted[name] = reference(prompt, total - len(prompt), window)[:stop]
         self.emitted[name] = ()
         self.check()
 
@@ -257,7 +332,7 @@ class Driver:
         assert rows <= self.limits.max_num_batched_tokens
         are_chunks = [row.num_query > 1 or not row.samples for row in plan.requests]
         assert are_chunks == sorted(are_chunks), "windows come before chunks"
-        assert plan.requests or plan.discarded_swaps
+        assert plan.requests
         for admission in plan.admissions:
             former = self.turns.get(admission.prompt_token_ids, self.limits.max_model_len)
             self.hits_on_emitted += admission.num_cached > former
@@ -268,8 +343,13 @@ class Driver:
                 assignment.slot == admission.slot and lingering & set(assignment.block_ids)
                 for assignment in plan.block_assignments
             )
-        self.swap_ins += len(plan.swap_ins)
-        self.discards += len(plan.discarded_swaps)
+        admitted = {admission.slot for admission in plan.admissions}
+        for swap in plan.swap_ins:
+            self.hits_in_swap += swap.slot in admitted
+            self.swap_ins += swap.slot not in admitted
+            self.restored_swapped += swap.slot in {copy.slot for copy in plan.restored_states}
+        if self.limits.num_kept_states:
+            self.replayed_hybrids += sum(row.replays for row in plan.requests)
         self.results.append(self.device.run(plan, poison))
         self.check()
 
@@ -315,6 +395,7 @@ class Driver:
 
     def check(self):
         self.scheduler.check_integrity()
+        self.dropped += sum(state.num_dropped for state in self.scheduler._running.values())
         assert self.scheduler._memory.prefix_cache._block_of.keys() <= self.known_keys
         for states in (self.scheduler._running, self.scheduler._swapped):
             for state in states.values():
@@ -326,14 +407,20 @@ class Driver:
     def counts(self):
         return {
             "swaps": self.swap_ins,
-            "discards": self.discards,
+            "hits_in_swap": self.hits_in_swap,
+            "replayed": self.device.replayed,
+            "written": self.file.written,
+            "read_back": self.file.read_back,
             "hits": self.scheduler.prefix_cache_hits,
             "accepted": self.device.accepted,
-            "emitted_hits": self.hits_on_emitted,
-            "lingering_hits": self.hits_on_lingering,
+            "hits_on_emitted": self.hits_on_emitted,
+            "hits_on_lingering": self.hits_on_lingering,
             "cuts": self.cuts,
+            "dropped": self.dropped,
             "restored": self.restored,
             "restored_emitted": self.restored_emitted,
+            "restored_swapped": self.restored_swapped,
+            "replayed_hybrids": self.replayed_hybrids,
         }
 
     def drain(self, depth):
@@ -346,7 +433,7 @@ class Driver:
                 self.settle()
         assert not self.wanted
         assert not self.results
-        assert not self.device.saved
+        assert not self.scheduler._memory.swap._owned
         assert self.scheduler.kv_usage == 0
         assert not self.scheduler._lingering
 
@@ -359,12 +446,15 @@ def draw_limits(rng):
         longest_chunk=rng.choice([rows, rows, rng.randint(1, 8)]),
         block_size=rng.randint(1, 4),
         num_blocks=rng.randint(5, 16),
+        num_host_blocks=(num_host_blocks := rng.choice([0, 4, 6, 8])),
+        num_idle_host_blocks=rng.randint(0, num_host_blocks),
         max_model_len=rng.randint(8, 30),
         num_speculative_tokens=rng.choice([0, 1, 2, 4, 8]),
         adaptive_drafts=rng.random() < 0.5,
         rows_per_weight_read=rng.choice([1, 4, 32]),
         lookahead_slots=rng.choice([0, 1, 3]),
         lookahead_tokens=rng.choice([0, 1]),
+        sliding_window=rng.choice([0, 0, 0, 0, 1, 4]),
         enable_prefix_caching=rng.random() < 0.8,
         cache_emitted_blocks=rng.random() < 0.9,
         num_kept_states=rng.choice([0, 0, 0, 0, 2, 8]),
@@ -380,21 +470,28 @@ def draw_prompt(rng):
 
 LEAST = {
     "swaps": 50,
-    "discards": 5,
+    "hits_in_swap": 20,
+    "replayed": 50,
+    "written": 50,
+    "read_back": 3,
     "hits": 100,
     "accepted": 100,
     "failed": 5,
-    "emitted_hits": 50,
-    "lingering_hits": 5,
+    "hits_on_emitted": 50,
+    "hits_on_lingering": 5,
     "cuts": 50,
+    "dropped": 50,
     "restored": 50,
     "restored_emitted": 10,
+    "restored_swapped": 5,
+    "replayed_hybrids": 10,
 }
 
 
 def test_driver_reaches_every_corner():
     """Random runs keep every promise, and see all that ``LEAST`` names, and lingering."""
-    totals, lingering = Counter(), 0
+    totals: Counter[str] = Counter()
+    lingering = 0
     for seed in range(250):
         rng = random.Random(seed)
         depth = rng.randint(1, 3)

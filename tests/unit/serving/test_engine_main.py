@@ -28,7 +28,8 @@ class Engine:
         self.released_before_step: list[int] = []
         self.scheduler = SimpleNamespace(
             num_running=1, num_waiting=2, num_swapped=3, num_waiting_tokens=4, kv_usage=0.5,
-            prefix_cache_queries=6, prefix_cache_hits=7,
+            prefix_cache_queries=6, prefix_cache_hits=7, swap_usage=0.25, swapped_prefix_hits=8,
+            num_preemptions=9,
         )  # fmt: skip
 
     @property
@@ -81,7 +82,7 @@ def test_an_iteration_takes_messages_steps_once_and_reports(start):
     (report,) = sent
     assert report.updates == (update("a", 5),)
     assert report.step_seconds >= 0
-    assert dataclasses.astuple(report.load) == (2, 1, 2, 3, 4, 0.5, 6, 7)
+    assert dataclasses.astuple(report.load) == (2, 1, 2, 3, 4, 0.5, 0.25, 6, 7, 8, 9)
     assert loop.has_unfinished
 
 

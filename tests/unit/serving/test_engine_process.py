@@ -98,7 +98,7 @@ def test_a_killed_process_is_seen_at_once_and_a_closed_socket_ends_it(config):
 @pytest.mark.parametrize(
     ("build", "options", "kind", "cause"),
     [
-        (build_engine, {"num_kv_blocks": 1}, ConfigError, "1 KV blocks"),
+        (build_engine, {"num_kv_blocks": 1}, ConfigError, "the KV memory holds"),
         (build_wrongly, {}, EngineDeadError, "ZeroDivisionError.*a defect"),
         (build_never, {}, EngineDeadError, "ended with exit status 7"),
     ],

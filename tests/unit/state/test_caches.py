@@ -6,7 +6,14 @@ import torch
 
 from helpers.decaying_sum import DecayingSum
 from helpers.recurrent import poison
-from sametoken.ops.cache_types import LatentKV, PagedKV, Recurrent, bytes_per_block, bytes_per_slot
+from sametoken.ops.cache_types import (
+    LatentKV,
+    PagedKV,
+    Recurrent,
+    bytes_per_block,
+    bytes_per_slot,
+    common_window,
+)
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.runner.swap import SwapStore
 from sametoken.state.caches import ModelCache
@@ -64,16 +71,24 @@ def test_a_rank_has_its_heads_and_the_whole_latent():
     assert Recurrent(GatedDelta(2, 4, 4, 4, 3), BF16).divided(2) == CACHES[1]
 
 
+def test_a_block_table_has_a_window_if_all_its_layers_have_one():
+    recurrent, latent = CACHES[1], CACHES[3]
+    assert common_window((NARROW, CACHES[2], recurrent)) == 5
+    for others in ((WIDE,), (latent,), (WIDE, recurrent)):
+        assert common_window((NARROW, *others)) is None
+    assert common_window((recurrent,)) is None
+
+
 def test_a_swap_moves_a_request_s_blocks_of_every_layer_and_no_slot():
     cache = poison(allocate())
     for memory in cache.blocks:
         memory.normal_()
     held = [memory[:, [4, 1]].clone() for memory in cache.blocks]
-    store = SwapStore((cache,))
-    store.move_out(StepPlan(1, swap_outs=(SwapOut(0, (4, 1), "r"),)))
+    store = SwapStore((cache,), 9, 2**20, pinned=False)
+    store.move_out(StepPlan(1, swap_outs=(SwapOut(0, (4, 1), (8, 3)),)))
     for memory in cache.blocks:
         memory.fill_(float("nan"))
-    store.move_in(StepPlan(2, swap_ins=(SwapIn(0, (2, 6), "r"),)))
+    store.move_in(StepPlan(2, swap_ins=(SwapIn(0, (2, 6), (8, 3)),)))
     for memory, saved in zip(cache.blocks, held, strict=True):
         assert torch.equal(memory[:, [2, 6]], saved)
         assert memory[:, [0, 1, 3, 4, 5, 7]].isnan().all()

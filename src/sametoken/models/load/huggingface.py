@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
@@ -18,7 +18,13 @@ from sametoken.io.files import is_there, open_regular
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
 from sametoken.models.load.files import AGAIN, read_json_object, safetensors_files
-from sametoken.models.load.settings import MAX_LAYERS, NO_SETTINGS, Settings, require_head_counts
+from sametoken.models.load.settings import (
+    MAX_COUNT,
+    MAX_LAYERS,
+    NO_SETTINGS,
+    Settings,
+    require_head_counts,
+)
 from sametoken.models.load.weights import rows_per_chunk
 from sametoken.models.registry import model_class
 
@@ -113,6 +119,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, location)
     end_ids = generation.token_ids("eos_token_id", vocab_size)
+    rope = _rope(settings, rotates_parts=architecture in PARTIAL_ROTARY)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -125,8 +132,8 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=settings.positions("max_position_embeddings"),
-        rope=_rope(settings, rotates_parts=architecture in PARTIAL_ROTARY),
+        max_position_embeddings=_positions(settings, rope),
+        rope=rope,
         tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
         attention_bias=bool(settings.get("attention_bias", False)),
         eos_token_ids=end_ids or settings.token_ids("eos_token_id", vocab_size),
@@ -180,6 +187,21 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
         rope["original_max_position_embeddings"] = original
         rope["factor"] = own.number("factor", longest / original)
     return rope
+
+
+def _positions(settings: Settings, rope: Mapping[str, Any]) -> int:
+    """The number of positions, scaled ones included.
+
+    A config with YaRN or linear scaling may still name the length before it, as vLLM reads it. One
+    with llama3's names the whole length.
+    """
+    declared = settings.positions("max_position_embeddings")
+    factor = rope.get("factor")
+    if rope["rope_type"] not in ("linear", "yarn") or not isinstance(factor, int | float):
+        return declared
+    if not 1 < factor <= MAX_COUNT:
+        return declared
+    return max(declared, int(rope.get("original_max_position_embeddings", declared) * factor))
 
 
 def _dtype(settings: Settings) -> torch.dtype:

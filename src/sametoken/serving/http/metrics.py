@@ -53,16 +53,25 @@ class EngineCollector(Collector):
         yield self._gauge("num_requests_running", "Completions that run.", load.num_running)
         yield self._gauge("num_requests_waiting", "Completions that wait.", load.num_waiting)
         yield self._gauge(
-            "num_requests_swapped", "Completions whose KV is in host memory.", load.num_swapped
+            "num_requests_swapped", "Completions preempted at present.", load.num_swapped
         )
         yield self._gauge(
             "num_waiting_prompt_tokens", "Prompt tokens that wait.", load.num_waiting_tokens
         )
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks held, 0..1.", load.kv_usage)
+        yield self._gauge(
+            "cpu_cache_usage_perc", "Share of host blocks for swapped KV, 0..1.", load.swap_usage
+        )
+        yield self._counter("num_preemptions", "Preemptions.", load.num_preemptions)
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up.", load.prefix_cache_queries
         )
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", load.prefix_cache_hits)
+        yield self._counter(
+            "external_prefix_cache_hits",
+            "Of them, those from swap space.",
+            load.swapped_prefix_hits,
+        )
         yield self._gauge("ready", "Whether requests are accepted.", int(stats.ready))
         yield self._counter("engine_restarts", "Engine processes restarted.", stats.num_restarts)
 

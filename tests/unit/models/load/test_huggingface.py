@@ -119,6 +119,23 @@ def test_rope_lengths_are_filled_in(tmp_path):
     assert read(tmp_path, BASE | outer).rope["factor"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 512),
+        ({"rope_type": "yarn", "factor": 2.5}, 1280),
+        ({"rope_type": "linear", "factor": 3}, 1536),
+        ({"rope_type": "linear", "factor": float("nan")}, 512),
+        ({"rope_type": "linear", "factor": 0.5}, 512),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "default", "factor": 4.0}, 512),
+    ],
+)
+def test_scaled_positions_count(tmp_path, rope, positions):
+    assert read(tmp_path, BASE | {"rope_parameters": rope}).max_position_embeddings == positions
+
+
 def test_end_ids_come_from_the_generation_config_first(tmp_path):
     config = BASE | {"eos_token_id": 7, "bos_token_id": 1}
     assert read(tmp_path, config).eos_token_ids == (7,)

@@ -1,0 +1,97 @@
+"""Memory that a step needs while it runs, estimated from the model's sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from sametoken.config import EngineConfig
+from sametoken.layers.slices import SLICE_ROWS
+from sametoken.models.base import ModelConfig
+from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
+from sametoken.scheduler.plan_draft import max_sampled_rows
+
+_FP32 = 4
+#: Ids, positions, slots, addresses and flags of a row.
+_ROW_BYTES = 128
+#: Tensors [T, hidden] that live at once: the residual, a layer's input and its output, a copy.
+_HIDDEN = 4
+#: Logits and what sampling keeps beside them.
+_LOGITS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes of a step by what they grow with.
+
+    Attributes:
+        per_row: of every row.
+        per_sliced_row: of the rows of one slice (``layers.slices``).
+        per_sampled_row: of every row with logits.
+        max_num_seqs, max_window: requests and the rows of a window, which bound the sampled rows.
+    """
+
+    per_row: int
+    per_sliced_row: int
+    per_sampled_row: int
+    max_num_seqs: int
+    max_window: int
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        caches: tuple[LayerCache, ...],
+        dtype: torch.dtype,
+        num_aux_layers: int,
+    ) -> StepMemory:
+        """The sizes of an engine's steps.
+
+        Args:
+            config: the user's options, sizes resolved.
+            model: the target's architecture.
+            caches: the caches of its layers, on this rank.
+            dtype: of the activations.
+            num_aux_layers: layers whose inputs a drafter reads.
+        """
+        width = dtype.itemsize
+        hidden = (_HIDDEN + num_aux_layers) * model.hidden_size * width
+        mixer = max((_mixer_bytes(cache, model, width) for cache in caches), default=0)
+        experts = model.extra.get("num_experts_per_tok") or 1
+        features = 3 * model.intermediate_size + model.hidden_size
+        features *= experts if isinstance(experts, int) else 1
+        return cls(
+            per_row=_ROW_BYTES + hidden + mixer,
+            per_sliced_row=ceil(features / config.tensor_parallel_size) * width,
+            per_sampled_row=_LOGITS * model.vocab_size * _FP32,
+            max_num_seqs=config.max_num_seqs,
+            max_window=config.num_speculative_tokens + 1,
+        )
+
+    def bytes_of(self, num_rows: int) -> int:
+        """Bytes of the largest step of ``num_rows`` rows."""
+        sliced = min(num_rows, SLICE_ROWS) * self.per_sliced_row
+        sampled = min(
+            max_sampled_rows(num_rows, self.max_num_seqs), self.max_num_seqs * self.max_window
+        )
+        return num_rows * self.per_row + sliced + sampled * self.per_sampled_row
+
+    def rows_within(self, num_bytes: int) -> int:
+        """The most rows, a power of two, whose step fits in ``num_bytes``; 0 if none does."""
+        rows = 0
+        while self.bytes_of(2 * rows or 1) <= num_bytes and rows < 2**20:
+            rows = 2 * rows or 1
+        return rows
+
+
+def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:
+    """Bytes of a row in a layer's token mixer: its projections, what it prepares, its output."""
+    if isinstance(cache, Recurrent):
+        rule = cache.rule
+        raw = rule.conv_channels + sum(rule.gate_sizes)
+        return (raw + 3 * rule.out_features) * width + raw * _FP32
+    kv = cache.num_kv_heads * (cache.k_dim + cache.v_dim) if isinstance(cache, PagedKV) else 0
+    return (4 * model.num_heads * model.head_dim + kv) * width

@@ -1,0 +1,111 @@
+"""Swapped KV blocks in a file without a name, copied in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from sametoken.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class SwapFile:
+    """Places for blocks in one file, which nobody else can open and which ends with the process.
+
+    It has no name from the start, so nothing is left on the disk whichever way the process ends.
+    A block is checked when it is read: its length, and its digest. If the file cannot be read or
+    written, one warning says so, and no block goes there any more.
+
+    Args:
+        directory: a directory on the disk.
+        num_blocks: places.
+        buffer: the memory of a host block; all have one length.
+
+    Attributes:
+        num_blocks: places; 0 once the file has failed.
+
+    Raises:
+        ConfigError: the directory cannot hold the file.
+    """
+
+    def __init__(
+        self, directory: str, num_blocks: int, buffer: Callable[[int], memoryview]
+    ) -> None:
+        self.num_blocks = num_blocks
+        self._buffer = buffer
+        self._digests: dict[int, bytes] = {}
+        self._finished: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._worker = ThreadPoolExecutor(1, "swap-file")
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"swap_dir {directory} cannot hold a file ({error})", "name a directory on a disk"
+            ) from error
+        weakref.finalize(self, self._file.close)
+
+    def write(self, place: int, host_block: int) -> None:
+        """Start to copy a host block to a place."""
+        self._worker.submit(self._run, self._write, place, self._buffer(host_block))
+
+    def read(self, place: int, host_block: int) -> None:
+        """Start to copy a place to a host block."""
+        self._worker.submit(self._run, self._read, place, self._buffer(host_block))
+
+    def finished(self, *, wait: bool = False) -> Sequence[tuple[int, bool]]:
+        """Places whose copies have ended since the last call, and whether they are right.
+
+        Args:
+            wait: return at least one.
+        """
+        ended = [self._finished.get()] if wait else []
+        while not self._finished.empty():
+            ended.append(self._finished.get())
+        return ended
+
+    def _run(self, copy: Callable[[int, memoryview], bool], place: int, block: memoryview) -> None:
+        is_right = False
+        try:
+            is_right = copy(place, block)
+        except OSError as error:
+            self._fail(str(error))
+        finally:
+            self._finished.put((place, is_right))
+
+    def _write(self, place: int, block: memoryview) -> bool:
+        if not self.num_blocks:
+            return False
+        self._digests[place] = _digest(block)
+        done = 0
+        while done < len(block):
+            done += os.pwrite(self._file.fileno(), block[done:], place * len(block) + done)
+        return True
+
+    def _read(self, place: int, block: memoryview) -> bool:
+        done = 0
+        while done < len(block):
+            count = os.preadv(self._file.fileno(), [block[done:]], place * len(block) + done)
+            if not count:
+                break
+            done += count
+        is_right = done == len(block) and _digest(block) == self._digests[place]
+        if not is_right:
+            self._fail("a block was read that is not what was written")
+        return is_right
+
+    def _fail(self, cause: str) -> None:
+        """Say once that the file is not used any more."""
+        if self.num_blocks:
+            self.num_blocks = 0
+            logger.warning("the swap file is not used any more (%s); requests run without", cause)
+
+
+def _digest(block: memoryview) -> bytes:
+    return hashlib.blake2b(block, digest_size=16).digest()

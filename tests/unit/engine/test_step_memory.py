@@ -1,0 +1,93 @@
+"""What a step is planned to take, against what it takes, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.checkpoints import VOCAB, write_llama
+from helpers.harness import request
+from helpers.hybrids import write_hybrid
+from helpers.peak_memory import PeakMemory
+from sametoken.config import EngineConfig
+from sametoken.engine import step_memory
+from sametoken.engine.build import build_engine
+from sametoken.engine.resolve import GPU_RESERVE_BYTES, resolve_kv_bytes
+from sametoken.engine.step_memory import StepMemory
+from sametoken.errors import ConfigError
+from sametoken.layers import slices
+
+GIB = 2**30
+ROWS = 1000
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+}
+LINEAR = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# Qwen3.5-9B with max_num_batched_tokens 131072 and k = 64, as config.json's sizes give it.
+QWEN = StepMemory(107_008, 81_920, 1_986_560, 256, 65)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["hybrid", "llama"])
+def test_a_step_takes_no_more_than_planned(kind, dtype, tmp_path, monkeypatch):
+    for module in (slices, step_memory):
+        monkeypatch.setattr(module, "SLICE_ROWS", 128)
+    changes = SIZES | LINEAR if kind == "hybrid" else SIZES
+    target = (write_hybrid if kind == "hybrid" else write_llama)(tmp_path, **changes)
+    core = build_engine(
+        EngineConfig(
+            str(target), device="cpu", dtype=dtype, max_num_seqs=2, max_num_batched_tokens=ROWS
+        )
+    )
+    core.add_request(request("a", [i % VOCAB for i in range(ROWS)], 3))
+    with PeakMemory() as memory:
+        core.step()
+    planned = core.resolved.step_bytes
+    assert memory.peak <= planned <= 2.5 * memory.peak
+
+
+def test_rows_beyond_a_slice_add_only_what_must_be_whole():
+    per_row = QWEN.bytes_of(131_072) - QWEN.bytes_of(131_071)
+    assert per_row == 107_008
+    assert 20 * GIB < QWEN.bytes_of(131_072) < 24 * GIB
+    assert QWEN.bytes_of(QWEN.rows_within(10 * GIB)) <= 10 * GIB
+    assert QWEN.bytes_of(2 * QWEN.rows_within(10 * GIB)) > 10 * GIB
+    assert QWEN.rows_within(1000) == 0
+
+
+def kv_bytes(monkeypatch, free: int, rows: int, steps: StepMemory = QWEN) -> int:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 141 * GIB))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    config = EngineConfig(max_num_batched_tokens=rows, gpu_memory_utilization=1.0)
+    return resolve_kv_bytes(config, cuda, 2 * GIB, steps)
+
+
+def test_kv_memory_is_what_a_step_leaves(monkeypatch):
+    large = kv_bytes(monkeypatch, 100 * GIB, 131_072)
+    assert 70 * GIB < large < 100 * GIB - 2 * GIB - QWEN.bytes_of(131_072)
+    without_drafts = replace(QWEN, max_window=1)
+    small = kv_bytes(monkeypatch, 100 * GIB, 4096, without_drafts)
+    assert small == 98 * GIB - GPU_RESERVE_BYTES
+
+
+def test_a_step_that_does_not_fit_is_refused_with_one_that_does(monkeypatch):
+    with pytest.raises(
+        ConfigError, match=r"for a step of 131072 rows, leave no KV memory"
+    ) as caught:
+        kv_bytes(monkeypatch, 24 * GIB, 131_072)
+    rows = int(caught.value.remedy.split("max_num_batched_tokens to ")[1].split(",")[0])
+    assert rows >= 1024
+    assert kv_bytes(monkeypatch, 24 * GIB, rows) > 0

@@ -1,0 +1,184 @@
+"""Host blocks and places in a file: who has them, who makes room, and when they may be copied."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from sametoken.scheduler.swap_space import Found, NoFile, SwapSpace
+
+
+class File:
+    """Copies end when the test says so, or before the next step."""
+
+    def __init__(self, num_blocks: int = 8, *, is_fast: bool = False) -> None:
+        self.num_blocks = num_blocks
+        self.is_fast = is_fast
+        self.log: list[tuple[str, int, int]] = []
+        self.ended: deque[tuple[int, bool]] = deque()
+
+    def write(self, place, host_block):
+        self._note("write", place, host_block)
+
+    def read(self, place, host_block):
+        self._note("read", place, host_block)
+
+    def _note(self, what, place, host_block):
+        self.log.append((what, place, host_block))
+        if self.is_fast:
+            self.ended.append((place, True))
+
+    def finished(self, *, wait=False):
+        ended, self.ended = self.ended, deque()
+        return ended
+
+
+def key(n: int) -> bytes:
+    return bytes([n])
+
+
+def request(name: int, count: int):
+    return [(name, index) for index in range(count)]
+
+
+def planned(space: SwapSpace, step_id: int) -> None:
+    """Plan and run a step."""
+    space.begin(step_id)
+    space.processed(step_id)
+
+
+def test_a_request_is_saved_whole_or_not_at_all():
+    space = SwapSpace(4, 0, NoFile())
+    space.begin(0)
+    assert len(set(space.save_request(request(0, 3)))) == 3
+    assert space.save_request(request(1, 2)) is None
+    assert space.usage == 0.75
+    assert space.fetch(request(0, 3)) is Found.HERE
+    assert space.fetch(request(0, 4)) is Found.GONE
+
+
+def test_idle_prefixes_have_their_share_and_make_room_for_requests():
+    space = SwapSpace(5, 3, NoFile())
+    for n in range(4):
+        space.begin(n)
+        assert space.save_prefix(key(n)) is not None
+    assert space.saved_prefix([key(0)]) == ()
+    space.begin(4)
+    assert space.save_prefix(key(1)) is None, "it is there, and now the newest"
+    assert space.save_request(request(0, 4)) is not None
+    assert [n for n in range(4) if space.saved_prefix([key(n)])] == [1]
+    assert space.save_request(request(1, 2)) is None
+
+
+def test_what_a_step_copies_or_wants_is_not_dropped_in_it():
+    space = SwapSpace(2, 2, NoFile())
+    space.begin(0)
+    assert space.save_prefix(key(0)) is not None
+    assert space.save_prefix(key(1)) is not None
+    assert space.save_prefix(key(2)) is None
+    space.begin(1)
+    assert space.fetch([key(0)]) is Found.HERE
+    assert space.save_prefix(key(3)) is not None
+    assert space.saved_prefix([key(0), key(1)]) == (key(0),)
+    space.begin(2)
+    assert space.save_prefix(key(4)) is not None
+    assert space.saved_prefix([key(0)]) == ()
+
+
+def test_blocks_that_a_step_reads_are_free_from_the_next_one_on():
+    space = SwapSpace(2, 0, NoFile())
+    space.begin(0)
+    space.save_request(request(0, 2))
+    space.begin(1)
+    space.host_blocks(request(0, 2))
+    space.drop(request(0, 2))
+    assert space.usage == 0
+    assert space.save_request(request(1, 1)) is None
+    space.begin(2)
+    assert space.save_request(request(1, 2)) is not None
+
+
+def test_a_block_is_written_once_its_step_has_run_and_read_into_a_quiet_one():
+    file = File()
+    space = SwapSpace(4, 4, file)
+    space.begin(0)
+    blocks = [space.save_prefix(key(n)) for n in range(4)]
+    space.begin(1)
+    assert file.log == [], "the copy to the host may not have been made"
+    space.processed(0)
+    space.begin(1)
+    assert file.log == [("write", 0, blocks[0])]
+    assert space.fetch([key(0)]) is Found.COMING
+    file.ended.append((0, True))
+    space.begin(2)
+    assert space.num_in_file == 1
+    assert space.save_prefix(key(0)) is None, "it is in the file"
+    assert space.fetch([key(0)]) is Found.COMING
+    assert file.log[1:] == [("read", 0, blocks[0])]
+    file.ended.append((0, True))
+    space.begin(3)
+    assert space.fetch([key(0)]) is Found.HERE
+    assert space.host_blocks([key(0)]) == (blocks[0],)
+    assert space.num_in_file == 0
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_failed_copy_loses_at_most_its_block(reads):
+    file = File()
+    space = SwapSpace(4, 4, file)
+    space.begin(0)
+    for n in range(4):
+        space.save_prefix(key(n))
+    planned(space, 1)
+    space.begin(2)
+    file.ended.append((0, reads))
+    planned(space, 3)
+    if reads:
+        assert space.fetch([key(0)]) is Found.COMING
+        file.ended.append((0, False))
+        space.begin(4)
+    assert space.saved_prefix([key(0)]) == (() if reads else (key(0),))
+    assert len(space._free) + len(space._idle) == 4
+
+
+def test_the_oldest_prefix_leaves_the_file_and_requests_stay():
+    space = SwapSpace(8, 6, File(3, is_fast=True))
+    space.begin(0)
+    space.save_request(request(0, 2))
+    for n in range(20):
+        planned(space, n + 1)
+        assert space.save_prefix(key(n)) is not None
+    assert space.num_in_file in (2, 3)
+    assert space.fetch(request(0, 2)) is not Found.GONE
+    kept = [n for n in range(20) if space.saved_prefix([key(n)])]
+    assert kept == list(range(20 - len(kept), 20))
+    assert len(kept) > 6, "more than host memory holds"
+
+
+def test_what_is_dropped_on_its_way_frees_both_ends():
+    file = File()
+    space = SwapSpace(4, 4, file)
+    space.begin(0)
+    for n in range(4):
+        space.save_prefix(key(n))
+    planned(space, 1)
+    space.begin(2)
+    space.drop([key(0)])
+    assert space.usage == 1
+    file.ended.append((0, True))
+    space.begin(3)
+    assert space.usage == 0.75
+    assert sorted(space._free_places) == list(range(8))
+
+
+def test_half_of_host_memory_at_most_is_read_for_a_prefix():
+    space = SwapSpace(8, 8, File(9, is_fast=True))
+    for n in range(16):
+        planned(space, n)
+        assert space.save_prefix(key(n)) is not None
+    assert space.num_in_file > 5
+    assert space.saved_prefix([key(n) for n in range(16)]) == tuple(key(n) for n in range(4))
+    assert space.fetch([key(n) for n in range(4)]) is Found.COMING
+    planned(space, 16)
+    assert space.fetch([key(n) for n in range(4)]) is Found.HERE

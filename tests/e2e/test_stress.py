@@ -20,7 +20,7 @@ import pytest
 from helpers.chat_model import write_chat_model
 
 STRESS = Path(__file__).parents[2] / "benchmarks" / "stress"
-NUM_REQUESTS = int(os.environ.get("SAMETOKEN_STRESS_REQUESTS", "60"))
+NUM_REQUESTS = int(os.environ.get("SAMETOKEN_STRESS_REQUESTS", "80"))
 MODULES = ("attackers", "bombs", "cases", "connections", "crowd", "judge", "server")
 #: Half requests are to end within a short test.
 TIMEOUTS = {"header_timeout": 2.0, "body_timeout": 2.0}

@@ -1,8 +1,8 @@
 """Matrix products in plain PyTorch, in calls of one fixed shape.
 
-A library may choose the order of additions by the number of rows. So its matrix product is only
-called with ``ROWS`` rows, zero padded: batch invariant on any CPU
-(tests/unit/ops/test_batch_invariance.py).
+A library may choose the order of additions by the number of rows, and split long fp32 sums by the
+number of threads. So its matrix product is only called with ``ROWS`` rows, zero padded, and in fp32
+with at most ``DEPTH`` features (tests/unit/ops/test_batch_invariance.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 ROWS = 8
 FEATURES = 4096
+DEPTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     out = x.new_empty(x.shape[0], matrix.shape[0])
     for first, tile in _tiles(x):
         last = first + ROWS
-        out[first:last] = F.linear(tile, matrix, bias)[: x.shape[0] - first]
+        out[first:last] = _linear(tile, matrix, bias)[: x.shape[0] - first]
     return out
 
 
@@ -58,8 +59,19 @@ def product_fp32(x: Tensor, matrix: Tensor) -> Tensor:
         columns = slice(start, start + block.shape[0])
         for first, tile in tiles:
             last = first + ROWS
-            out[first:last, columns] = F.linear(tile, block)[: x.shape[0] - first]
+            out[first:last, columns] = _linear(tile, block)[: x.shape[0] - first]
     return out
+
+
+def _linear(tile: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``tile @ matrix.T (+ bias)``: [ROWS, K] and [N, K] -> [ROWS, N]."""
+    if tile.dtype != torch.float32:
+        return F.linear(tile, matrix, bias)
+    out = F.linear(tile[:, :DEPTH], matrix[:, :DEPTH])
+    for start in range(DEPTH, tile.shape[1], DEPTH):
+        part = slice(start, start + DEPTH)
+        out += F.linear(tile[:, part], matrix[:, part])
+    return out if bias is None else out + bias
 
 
 def _tiles(x: Tensor) -> Iterator[tuple[int, Tensor]]:

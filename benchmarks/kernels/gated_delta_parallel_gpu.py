@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from gated_delta_chunks import ChunkTile, advance_chunks, link, num_chunks, walk_chunks
+from gated_delta_gpu import seconds
 from gated_delta_kept import KeptRows, asked_of, step
 from triton.runtime.errors import OutOfResources
 
@@ -131,25 +132,6 @@ class Pass:
     def walk(self) -> None:
         for layer in range(self.layers):
             advance(self.runs, self.params, self.raw, self.cache.layers[layer])
-
-
-def seconds(launch: Callable[[], object], replays: int = 5) -> float:
-    """Time one replay of a graph of ``launch``, the best of several."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return min(times)
 
 
 def shown(name: str, launch: Callable[[], object], scale: float = 1.0) -> float:

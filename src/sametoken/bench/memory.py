@@ -29,7 +29,7 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.engine.step_memory import StepMemory
-from sametoken.engine.swap_plan import plan_swap
+from sametoken.engine.swap_plan import plan_swap_of
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -172,7 +172,7 @@ def measure_memory(
         draft_weights=drafter.weights_bytes,
         num_kept_states=num_kept_states,
         request=RequestMemory.of(config.num_speculative_tokens, target.caches, drafter.caches),
-        swap=_swap_limits(config, (*target.caches, *drafter.caches), longest),
+        swap=_swap_limits(config, caches, longest),
         max_num_batched_tokens=config.max_num_batched_tokens,
         step=steps.bytes_of(config.max_num_batched_tokens),
     )
@@ -181,9 +181,8 @@ def measure_memory(
 def _swap_limits(
     config: EngineConfig, caches: tuple[LayerCache, ...], max_model_len: int
 ) -> SwapLimits:
+    plan = plan_swap_of(config, caches, max_model_len)
     block_bytes = bytes_per_block(caches, config.block_size)
-    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    plan = plan_swap(config, block_bytes, most_useful)
     return SwapLimits(plan.num_host_blocks * block_bytes, plan.num_file_blocks * block_bytes)
 
 

@@ -35,7 +35,7 @@ from sametoken.engine.resolve import (
     resolve_sizes,
 )
 from sametoken.engine.step_memory import StepMemory
-from sametoken.engine.swap_plan import SwapPlan, plan_swap, require_swap
+from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
@@ -305,9 +305,7 @@ def _load(
     off_reasons = requested.reasons | off_reasons
     for name, reason in off_reasons.items():
         announce(f"{name} is {reason}")
-    block_bytes = bytes_per_block(caches, config.block_size)
-    most_useful = config.max_num_seqs * -(-memory.max_model_len // config.block_size)
-    swap = ranks.broadcast_object(plan_swap(config, block_bytes, most_useful))
+    swap = ranks.broadcast_object(plan_swap_of(config, caches, memory.max_model_len))
     defaults = reasons_of_defaults(requested.given, requested.device.type)
     resolved = ResolvedConfig(
         config=config,
@@ -321,7 +319,7 @@ def _load(
         attention_kernels=_attention_kernels(backend, requested, config),
         reasons={**defaults, **memory.reasons, **swap.reasons, **off_reasons, "dtype": why},
         weights_bytes=target.weights_bytes,
-        kv_bytes=block_bytes * (memory.num_kv_blocks + 1),
+        kv_bytes=bytes_per_block(caches, config.block_size) * (memory.num_kv_blocks + 1),
         recurrent_bytes=recurrent_bytes,
         step_bytes=steps.bytes_of(config.max_num_batched_tokens),
         num_kept_states=memory.num_kept_states,

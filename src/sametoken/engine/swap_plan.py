@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sametoken.config import EngineConfig
 from sametoken.errors import ConfigError
+from sametoken.ops.cache_types import LayerCache, bytes_per_block
 from sametoken.state.host_blocks import blocks_within
 from sametoken.types.units import in_units
 
@@ -55,6 +56,14 @@ def require_swap(config: EngineConfig) -> None:
             f"{config.tensor_parallel_size}",
             "leave swap_dir out; swap_space and kv_offloading_size serve every rank",
         )
+
+
+def plan_swap_of(
+    config: EngineConfig, caches: tuple[LayerCache, ...], max_model_len: int
+) -> SwapPlan:
+    """``plan_swap`` for the caches of the target and the drafter, and requests of this length."""
+    most_useful = config.max_num_seqs * -(-max_model_len // config.block_size)
+    return plan_swap(config, bytes_per_block(caches, config.block_size), most_useful)
 
 
 def plan_swap(config: EngineConfig, block_bytes: int, most_useful: int) -> SwapPlan:

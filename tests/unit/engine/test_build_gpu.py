@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +16,10 @@ from sametoken.engine.build_gpu import (
     gpu_launcher,
     row_counts,
 )
+from sametoken.layers.slices import in_slices
 from sametoken.runner.graphs import StepGraphs
 from sametoken.runner.runner import EagerLauncher
+from sametoken.scheduler.plan_draft import max_sampled_rows
 from sametoken.types.layout import StepLayout, StepShape, padded
 from sametoken.types.plan import ScheduledRequest, StepPlan
 
@@ -66,6 +69,13 @@ def test_small_steps_of_windows_run_in_a_shape_of_at_most_four_times_their_rows(
     assert found.num_rows <= 4 * step.num_rows
 
 
+def products_of(num_rows):
+    """Row counts of the products of so many rows: those of their slices."""
+    counts = set()
+    in_slices(lambda rows: counts.add(len(rows)) or rows, torch.empty(num_rows, 1))
+    return counts - {0}
+
+
 @given(sizes, st.data())
 def test_every_row_count_is_proven(asked, data):
     """Of the pass, of the logits, of a drafter's chains, and of a draft model's catch-up."""
@@ -76,11 +86,14 @@ def test_every_row_count_is_proven(asked, data):
     chunks = data.draw(st.integers(0 if windows else 1, min(4, max_num_seqs)))
     chunks = min(chunks, max_num_seqs - windows, max_rows - windows)
     rows = data.draw(st.integers(windows + chunks, max_rows))
-    sampled = rows if not chunks else data.draw(st.integers(windows, rows))
+    most = max_sampled_rows(max_rows, max_num_seqs)
+    rows = min(rows, most) if not chunks else rows
+    sampled = rows if not chunks else data.draw(st.integers(windows, min(rows, most)))
     eager = padded(StepShape(windows + chunks, rows, sampled, windows, k + 1, rows), ROW_MULTIPLE)
     for shape in (eager, data.draw(st.sampled_from(shapes))):
-        assert {shape.num_rows, shape.num_requests, shape.num_sampled} - {0} <= counts
-        assert shape.num_rows + shape.num_requests in counts
+        assert {shape.num_requests, shape.num_sampled} - {0} <= counts
+        assert products_of(shape.num_rows) <= counts
+        assert products_of(shape.num_rows + shape.num_requests) <= counts
 
 
 def test_an_eager_engine_captures_nothing():

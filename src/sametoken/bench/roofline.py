@@ -196,7 +196,7 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
     experts = unread = 0
     if isinstance(head, MTPHead) and isinstance(mixture := head.layer.mlp, SparseMoE):
         experts, num_experts = _elements(mixture), mixture.router.weight.out_features
-        unread = _elements(mixture.experts) * (num_experts - mixture.top_k) // num_experts
+        unread = _elements(mixture.experts) * (num_experts - mixture.routing.top_k) // num_experts
     layers = _elements(head) - fusion - experts
     return DraftPass(layers, _elements(head.lm_head), fusion, experts - unread)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import in_slices
-from sametoken.ops.backend import Kernels
+from sametoken.ops.backend import Kernels, Routing
 from sametoken.ops.weight import Experts
 
 
@@ -61,8 +61,7 @@ class SparseMoE:
     Attributes:
         router: projection to one logit per expert, whole on every rank.
         experts: the experts, whole or this rank's part of each.
-        top_k: experts per row.
-        normalise: whether a row's top-k weights are divided by their sum.
+        routing: how the router's logits choose experts and their weights.
         shared: the shared expert, which runs for every row.
         shared_gate: projection to the logit of the shared expert's gate, whole on every rank.
     """
@@ -70,8 +69,7 @@ class SparseMoE:
     kernels: Kernels
     router: Linear
     experts: Experts | DividedExperts
-    top_k: int
-    normalise: bool
+    routing: Routing
     shared: GatedMLP
     shared_gate: Linear
 
@@ -82,7 +80,7 @@ class SparseMoE:
     def _mixture(self, x: Tensor) -> Tensor:
         shared = self.shared(x)
         gate = self.shared_gate(x).expand_as(shared).contiguous()
-        chosen, weights = self.kernels.moe_gate(self.router(x), self.top_k, self.normalise)
+        chosen, weights = self.kernels.moe_gate(self.router(x), self.routing)
         return self.experts(x, chosen, weights) + self.kernels.sigmoid_mul(shared, gate)
 
     @property

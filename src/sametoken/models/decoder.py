@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any, ClassVar, Protocol
@@ -81,6 +81,8 @@ class Decoder:
         caches: the cache declaration of each layer, on this rank.
         layer_types: the supported values of a config's ``layer_types``.
         unused_prefixes: prefixes of tensor names that the class does not use.
+        implied: transformers' defaults for keys that a config.json omits.
+        rotates_parts: whether a config may rotate only a part of each head.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
@@ -90,6 +92,8 @@ class Decoder:
 
     layer_types: ClassVar[frozenset[str]] = frozenset((_FULL,))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
+    implied: ClassVar[Mapping[str, Any]] = {}
+    rotates_parts: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from sametoken.models.decoder import WINDOWED, Decoder
 
 
@@ -13,3 +16,4 @@ class MistralForCausalLM(Decoder):
     """The shared decoder with sliding windows in all or some layers."""
 
     layer_types = WINDOWED
+    implied: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "sliding_window": 4096}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import WINDOWED, Decoder
 from sametoken.models.load.weights import WeightReader
@@ -12,6 +15,13 @@ class Qwen3ForCausalLM(Decoder):
     """The shared decoder with sliding windows and an RMS norm on every head of q and k."""
 
     layer_types = WINDOWED
+    implied: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
 
     @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:

@@ -8,10 +8,10 @@ the text decoder is loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from reprlib import repr as short
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from sametoken.models.decoder import (
 )
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable, Routing
 from sametoken.ops.cache_types import LayerCache, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.weight import Experts
@@ -169,8 +169,9 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
         kernels=weights.kernels,
         router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
         experts=_load_experts(settings, weights, f"{prefix}.experts", hidden),
-        top_k=min(top_k, num_experts),
-        normalise=bool(settings.get("norm_topk_prob", True)),
+        routing=Routing(
+            min(top_k, num_experts), normalise=bool(settings.get("norm_topk_prob", True))
+        ),
         shared=load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
         shared_gate=weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
     )
@@ -211,6 +212,18 @@ class HybridDecoder(Decoder, ABC):
 
     layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
     unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+    implied: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    }
+    rotates_parts = True
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
@@ -304,7 +317,7 @@ class HybridDecoder(Decoder, ABC):
         )
 
 
-class Qwen3_5ForCausalLM(HybridDecoder):
+class Qwen3_5MoeForCausalLM(HybridDecoder):
     """Tensors ``in_proj_qkv``, ``in_proj_z``, ``in_proj_b`` and ``in_proj_a``."""
 
     @staticmethod
@@ -321,6 +334,12 @@ class Qwen3_5ForCausalLM(HybridDecoder):
             Part(f"{prefix}.in_proj_b", heads, split=rows),
             Part(f"{prefix}.in_proj_a", heads, split=rows),
         )
+
+
+class Qwen3_5ForCausalLM(Qwen3_5MoeForCausalLM):
+    """The same tensors, and more KV heads where a config omits their number."""
+
+    implied: ClassVar[Mapping[str, Any]] = {**HybridDecoder.implied, "num_key_value_heads": 4}
 
 
 class Qwen3NextForCausalLM(HybridDecoder):

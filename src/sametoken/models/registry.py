@@ -7,7 +7,11 @@ from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.llama import LlamaForCausalLM, MistralForCausalLM
 from sametoken.models.qwen3 import Qwen3ForCausalLM
-from sametoken.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3NextForCausalLM
+from sametoken.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3NextForCausalLM,
+)
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -16,8 +20,8 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
-    "Qwen3_5MoeForCausalLM": Qwen3_5ForCausalLM,
-    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForCausalLM,
 }
 #: Sampling draws noise for groups of 4 token ids.
 _VOCABULARY_UNIT = 4

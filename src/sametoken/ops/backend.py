@@ -143,6 +143,29 @@ class QKNorm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router's logits choose a row's experts, and their weights.
+
+    Attributes:
+        top_k: experts per row.
+        normalise: whether a row's weights are divided by their sum.
+        scoring: "softmax" over all experts, or "sigmoid" of each (DeepSeek-V3).
+        num_groups: equal groups of adjacent experts; 1: all are one group.
+        top_groups: a row's experts lie in this many groups, the best by ``group_best``.
+        group_best: a group's score is the sum of its best scores, this many.
+        scale: factor on the weights, after the division.
+    """
+
+    top_k: int
+    normalise: bool
+    scoring: str = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    scale: float = 1.0
+
+
 class Norm(Protocol):
     """An RMS norm: ``weight`` [H], in the activations' dtype or fp32, and ``eps``."""
 
@@ -271,11 +294,13 @@ class Kernels(Protocol):
         """Take over [gate | up] and down of E experts; the caller drops its own references."""
         ...
 
-    def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by descending weight.
+    def moe_gate(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[T, E] logits to [T, top_k] int64 expert ids and fp32 weights, by descending score.
 
-        Weights are softmax probabilities, divided by their sum if ``normalise``, rounded to
-        the dtype of ``logits``. The lowest id comes first among equal ones.
+        Experts and groups are chosen by score plus ``bias``, [E] fp32; the weights are scores
+        without it, rounded to the dtype of ``logits``. The lowest id comes first among equals.
         """
         ...
 

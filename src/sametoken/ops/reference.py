@@ -20,6 +20,7 @@ from sametoken.ops.backend import (
     Norm,
     QKNorm,
     RotaryTable,
+    Routing,
     SampledRows,
     Truncation,
 )
@@ -58,8 +59,10 @@ class ComposedKernels:
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
         return SeparateExperts(tuple(gate_up), tuple(down))
 
-    def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return moe.moe_gate(logits, top_k, normalise)
+    def moe_gate(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return moe.moe_gate(logits, routing, bias)
 
     def apply_rules(
         self, logits: Tensor, rows: SampledRows, committed: CommittedTokens, rules: LogitsRules

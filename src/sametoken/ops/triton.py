@@ -17,6 +17,7 @@ from sametoken.ops.backend import (
     Norm,
     QKNorm,
     RotaryTable,
+    Routing,
     SampledRows,
     Truncation,
 )
@@ -157,8 +158,10 @@ class TritonKernels:
         )
         return StackedExperts(*stacks)
 
-    def moe_gate(self, logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        return moe_triton.moe_gate(logits, top_k, normalise)
+    def moe_gate(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return moe_triton.moe_gate(logits, routing, bias)
 
     def rope_and_cache(
         self,

@@ -9,6 +9,7 @@ from helpers.thread_ranks import run_ranks
 from sametoken.layers.feed_forward import DividedExperts
 from sametoken.layers.linear import Linear, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
+from sametoken.ops.backend import Routing
 from sametoken.ops.model.partial_sum import partial_sum
 from sametoken.ops.reference import ReferenceKernels
 
@@ -68,7 +69,7 @@ def test_divided_experts_are_rounded_once_after_the_sum_over_ranks():
     """Three experts of 12 inner features, 4 of them on each of three ranks."""
     x, gate, up = random(5, 8, seed=1), random(3, 12, 8, seed=2), random(3, 12, 8, seed=3)
     down = random(3, 8, 12, seed=4)
-    chosen, weights = KERNELS.moe_gate(random(5, 3, seed=5), 2, True)
+    chosen, weights = KERNELS.moe_gate(random(5, 3, seed=5), Routing(2, True))
 
     def packed(part):
         fused = [KERNELS.pack(torch.cat((g[part], u[part]))) for g, u in zip(gate, up, strict=True)]

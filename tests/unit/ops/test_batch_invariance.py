@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sametoken.layers.norm import RMSNorm
-from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable, Routing
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -94,7 +94,7 @@ def test_rows_of_nan_change_no_other_row(kernels, dtype):
     norm = normal(40, dtype=dtype, seed=2)
 
     def routed(x):
-        chosen, weights = kernels.moe_gate(x[:, :3].contiguous(), 2, True)
+        chosen, weights = kernels.moe_gate(x[:, :3].contiguous(), Routing(2, True))
         assert ((chosen >= 0) & (chosen < 3)).all()
         return experts(x, chosen, weights)
 

@@ -17,6 +17,7 @@ from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import is_there, open_regular
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder
 from sametoken.models.load.files import AGAIN, read_json_object, safetensors_files
 from sametoken.models.load.settings import (
     MAX_COUNT,
@@ -26,39 +27,10 @@ from sametoken.models.load.settings import (
     require_head_counts,
 )
 from sametoken.models.load.weights import rows_per_chunk
-from sametoken.models.registry import model_class
+from sametoken.models.registry import ARCHITECTURES, model_class
 
-_HYBRID = {
-    "head_dim": 256,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-# transformers' defaults for keys that config.json omits.
-_IMPLIED: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "Qwen3ForCausalLM": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "Qwen3NextForCausalLM": _HYBRID | {"num_key_value_heads": 2},
-    "Qwen3_5ForCausalLM": _HYBRID | {"num_key_value_heads": 4},
-    "Qwen3_5ForConditionalGeneration": _HYBRID | {"num_key_value_heads": 4},
-    "Qwen3_5MoeForCausalLM": _HYBRID | {"num_key_value_heads": 2},
-    "Qwen3_5MoeForConditionalGeneration": _HYBRID | {"num_key_value_heads": 2},
-}
 # Top-level keys of a vision-language config that apply to its text decoder too.
 _COMMON = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
-PARTIAL_ROTARY = frozenset(
-    name for name, keys in _IMPLIED.items() if keys.items() >= _HYBRID.items()
-)
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -111,7 +83,9 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     text = config.get("text_config")
     if isinstance(text, dict):
         config = text | {key: config[key] for key in _COMMON if config.get(key) is not None}
-    settings = Settings({**_IMPLIED.get(architecture, {}), **config}, location)
+    # A draft head names an architecture of its own.
+    family = ARCHITECTURES.get(architecture, Decoder)
+    settings = Settings({**family.implied, **config}, location)
     vocab_size = settings.integer("vocab_size")
     hidden_size = settings.integer("hidden_size")
     num_heads = settings.integer("num_attention_heads")
@@ -119,7 +93,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, location)
     end_ids = generation.token_ids("eos_token_id", vocab_size)
-    rope = _rope(settings, rotates_parts=architecture in PARTIAL_ROTARY)
+    rope = _rope(settings, rotates_parts=family.rotates_parts)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,

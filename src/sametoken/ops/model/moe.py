@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sametoken.ops.backend import Routing
 from sametoken.ops.weight import Weight
+
+#: Added to a sum of weights, so that rows whose scores are all 0 get weights of 0.
+TINY = 1e-20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +40,35 @@ class SeparateExperts:
         return out.to(out_dtype or x.dtype)
 
 
-def moe_gate(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Kernels.moe_gate``."""
-    probabilities = logits.float().softmax(dim=-1)
-    weights, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
-    weights, chosen = weights[:, :top_k], chosen[:, :top_k]
-    if normalise:
+    values = logits.float()
+    scores = values.sigmoid() if routing.scoring == "sigmoid" else values.softmax(dim=-1)
+    ranked = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(1, chosen)
+    if routing.normalise:
         # Column by column: the order of a library's sum may depend on the number of rows.
-        total = torch.zeros_like(weights[:, 0])
+        total = torch.full_like(weights[:, 0], TINY)
         for column in weights.unbind(dim=-1):
             total = total + column
         weights = weights / total[:, None]
-    return chosen, weights.to(logits.dtype).float()
+    return chosen, (weights * routing.scale).to(logits.dtype).float()
+
+
+def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
+    """[T, E] bool: whether an expert is in one of its row's best groups.
+
+    Experts of other groups are out of the choice, as in DeepSeek's code; transformers gives them
+    the score 0, which beats a negative one.
+    """
+    groups = ranked.unflatten(1, (routing.num_groups, -1))
+    best = groups.sort(dim=2, descending=True, stable=True).values[:, :, : routing.group_best]
+    score = best.select(2, 0)
+    for column in best.unbind(dim=2)[1:]:
+        score = score + column
+    winners = score.sort(dim=1, descending=True, stable=True).indices[:, : routing.top_groups]
+    inside = torch.zeros_like(score, dtype=torch.bool).scatter_(1, winners, True)
+    return inside[:, :, None].expand_as(groups).flatten(1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from sametoken.ops.backend import Routing
 from sametoken.ops.model import moe as reference
 from sametoken.ops.model import moe_triton as experts
 from sametoken.ops.model.moe import SeparateExperts
@@ -23,26 +26,65 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
 @pytest.mark.parametrize(("rows", "count", "top_k"), [(1, 4, 2), (5, 7, 3), (3, 1, 1), (2, 6, 6)])
 def test_route(rows, count, top_k, normalise):
     logits = noise(rows, count, seed=count)
-    chosen, weights = experts.moe_gate(logits, top_k, normalise)
-    expected, expected_weights = reference.moe_gate(logits, top_k, normalise)
+    chosen, weights = experts.moe_gate(logits, Routing(top_k, normalise))
+    expected, expected_weights = reference.moe_gate(logits, Routing(top_k, normalise))
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
-    alone = experts.moe_gate(logits[-1:].clone(), top_k, normalise)
+    alone = experts.moe_gate(logits[-1:].clone(), Routing(top_k, normalise))
     assert torch.equal(alone[0], chosen[-1:])
     assert torch.equal(alone[1], weights[-1:])
+
+
+@pytest.mark.parametrize(
+    ("count", "routing"),
+    [
+        (7, Routing(3, normalise=True, scoring="sigmoid", scale=2.5)),
+        (12, Routing(4, True, "sigmoid", num_groups=4, top_groups=2, group_best=2, scale=1.5)),
+        (12, Routing(3, normalise=False, num_groups=3, top_groups=1)),
+    ],
+)
+def test_the_bias_chooses_and_does_not_weigh(count, routing):
+    logits, bias = noise(6, count, seed=1), noise(count, seed=2)
+    chosen, weights = experts.moe_gate(logits, routing, bias)
+    expected, expected_weights = reference.moe_gate(logits, routing, bias)
+    assert torch.equal(chosen, expected)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=1e-6)
+    for row in range(len(logits)):
+        ids, of_ids = naive_gate(logits[row].tolist(), bias.tolist(), routing)
+        assert chosen[row].tolist() == ids
+        assert weights[row].tolist() == pytest.approx(of_ids, rel=1e-5)
+
+
+def naive_gate(
+    logits: list[float], bias: list[float], routing: Routing
+) -> tuple[list[int], list[float]]:
+    """DeepSeek's gate for one row, in Python's floats."""
+    powers = [math.exp(logit) for logit in logits]
+    softmax = [power / sum(powers) for power in powers]
+    scores = [p / (1 + p) for p in powers] if routing.scoring == "sigmoid" else softmax
+    ranked = [score + shift for score, shift in zip(scores, bias, strict=True)]
+    size = len(logits) // routing.num_groups
+    groups = [ranked[first : first + size] for first in range(0, len(logits), size)]
+    best = [sum(sorted(group)[-routing.group_best :]) for group in groups]
+    eligible = sorted(range(routing.num_groups), key=lambda group: -best[group])
+    eligible = eligible[: routing.top_groups]
+    ids = [i for i in range(len(logits)) if i // size in eligible]
+    ids = sorted(ids, key=lambda i: -ranked[i])[: routing.top_k]
+    total = sum(scores[i] for i in ids) if routing.normalise else 1.0
+    return ids, [scores[i] / total * routing.scale for i in ids]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 def test_of_equal_probabilities_the_lowest_id_wins_and_nan_names_experts_that_exist():
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0] * 5, [torch.nan] * 5], device=DEVICE)
-    chosen, _ = experts.moe_gate(logits, 4, True)
+    chosen, _ = experts.moe_gate(logits, Routing(4, True))
     assert chosen[:2].tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
     assert ((chosen[2] >= 0) & (chosen[2] < 5)).all()
 
 
 def test_weights_are_rounded_to_the_dtype_of_the_logits():
     logits = noise(3, 9, seed=1, dtype=torch.float16)
-    _, weights = experts.moe_gate(logits, 4, True)
+    _, weights = experts.moe_gate(logits, Routing(4, True))
     assert torch.equal(weights.half().float(), weights)
 
 
@@ -63,7 +105,7 @@ def test_mix(rows, count, top_k, hidden, inner, dtype):
     """More rows than a tile has, experts that nobody chose, sizes off every tile."""
     gate_up, down = matrices(count, hidden, inner, dtype)
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
-    chosen, weights = experts.moe_gate(logits, top_k, True)
+    chosen, weights = experts.moe_gate(logits, Routing(top_k, True))
     stacked = StackedExperts(gate_up, down)
     actual = experts.moe_forward(x, stacked, chosen, weights)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
@@ -81,7 +123,7 @@ def test_mix(rows, count, top_k, hidden, inner, dtype):
 def test_a_part_of_the_experts_is_not_rounded():
     gate_up, down = matrices(3, 33, 20, torch.float16)
     x, logits = noise(7, 33, seed=3, dtype=torch.float16), noise(7, 3, seed=4, dtype=torch.float16)
-    chosen, weights = experts.moe_gate(logits, 2, True)
+    chosen, weights = experts.moe_gate(logits, Routing(2, True))
     stacked = StackedExperts(gate_up, down)
     actual = stacked(x, chosen, weights, torch.float32)
     separate = SeparateExperts(*([KERNELS.pack(w.cpu()) for w in each] for each in (gate_up, down)))
@@ -105,17 +147,17 @@ def test_rows_of_nan_change_no_other_row(dtype):
     x[~live] = torch.nan
     logits[~live] = torch.nan
     logits[0], logits[2] = torch.inf, -torch.inf
-    chosen, weights = experts.moe_gate(logits, 2, True)
+    chosen, weights = experts.moe_gate(logits, Routing(2, True))
     assert ((chosen >= 0) & (chosen < 5)).all()
     got = experts.moe_forward(x, stacked, chosen, weights)
-    alone = experts.moe_gate(logits[live], 2, True)
+    alone = experts.moe_gate(logits[live], Routing(2, True))
     assert torch.equal(chosen[live], alone[0])
     assert torch.equal(got[live], experts.moe_forward(x[live], stacked, *alone))
 
 
 def test_no_rows():
     gate_up, down = matrices(2, 16, 16, torch.float32)
-    chosen, weights = experts.moe_gate(noise(0, 2, seed=1), 1, True)
+    chosen, weights = experts.moe_gate(noise(0, 2, seed=1), Routing(1, True))
     assert experts.moe_forward(
         noise(0, 16, seed=1), StackedExperts(gate_up, down), chosen, weights
     ).shape == (0, 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as short
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,6 +45,13 @@ class Block(Protocol):
         ...
 
 
+class Biases(NamedTuple):
+    """Whether the projections of an attention block have biases."""
+
+    qkv: bool
+    output: bool
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer: norm, attention or another token mixer, norm, MLP."""
@@ -81,6 +88,7 @@ class Decoder:
         caches: the cache declaration of each layer, on this rank.
         layer_types: the supported values of a config's ``layer_types``.
         unused_prefixes: prefixes of tensor names that the class does not use.
+        aliases: other names of keys, as a config.json may have them, with the name read here.
         implied: transformers' defaults for keys that a config.json omits.
         rotates_parts: whether a config may rotate only a part of each head.
 
@@ -92,6 +100,7 @@ class Decoder:
 
     layer_types: ClassVar[frozenset[str]] = frozenset((_FULL,))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
+    aliases: ClassVar[Mapping[str, str]] = {}
     implied: ClassVar[Mapping[str, Any]] = {}
     rotates_parts: ClassVar[bool] = False
 
@@ -163,9 +172,21 @@ class Decoder:
         return tuple(attention_cache(config, dtype, window) for window in windows)
 
     @staticmethod
+    def biases(config: ModelConfig) -> Biases:
+        """Which projections of attention have biases; by default ``attention_bias`` says so."""
+        return Biases(config.attention_bias, config.attention_bias)
+
+    @staticmethod
     def load_qk_norm(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm | None:
         """The norm of q and k of the attention block at ``prefix``; None by default."""
         return None
+
+    @staticmethod
+    def load_layer_mlp(
+        config: ModelConfig, weights: WeightReader, prefix: str, index: int
+    ) -> Block:
+        """The MLP at ``prefix``, of the layer of that index."""
+        return load_mlp(config, weights, prefix)
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
         """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
@@ -234,19 +255,28 @@ class Decoder:
         return f"{self._prefix}.embed_tokens.weight"
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
-        config, prefix = self.config, f"{self._prefix}.layers.{index}"
-        attention, cache = f"{prefix}.self_attn", self._declared[index]
+        prefix = f"{self._prefix}.layers.{index}"
+        return DecoderLayer(
+            self._load_norm(weights, f"{prefix}.input_layernorm"),
+            self._load_attention(weights, index, rotary),
+            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
+            self.load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
+        )
+
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Attention:
+        config, prefix = self.config, f"{self._prefix}.layers.{index}.self_attn"
+        qk_norm, biases = self.load_qk_norm(config, weights, prefix), self.biases(config)
+        cache = self._cache_of(index)
+        return load_attention(config, weights, prefix, rotary, qk_norm, cache=cache, biases=biases)
+
+    def _cache_of(self, index: int) -> PagedKV:
+        """The cache of an attention layer over all ranks, as its kernels see it."""
+        cache = self._declared[index]
         assert isinstance(cache, PagedKV)
         if cache.window is not None and cache.window >= self._max_positions:
             # A window longer than any request is full attention.
-            cache = replace(cache, window=None)
-        qk_norm = self.load_qk_norm(config, weights, attention)
-        return DecoderLayer(
-            self._load_norm(weights, f"{prefix}.input_layernorm"),
-            load_attention(config, weights, attention, rotary, qk_norm, cache=cache),
-            self._load_norm(weights, f"{prefix}.post_attention_layernorm"),
-            load_mlp(config, weights, f"{prefix}.mlp"),
-        )
+            return replace(cache, window=None)
+        return cache
 
     def _load_norm(self, weights: WeightReader, name: str) -> RMSNorm:
         weight = weights.vector(f"{name}.weight", self.config.hidden_size)
@@ -273,6 +303,7 @@ def load_attention(
     *,
     in_features: int | None = None,
     cache: PagedKV | None = None,
+    biases: Biases | None = None,
 ) -> Attention:
     """Load the attention block at ``prefix``, with q, k and v fused; ranks divide its heads.
 
@@ -284,18 +315,29 @@ def load_attention(
         qk_norm: the norm of q and k, if any.
         in_features: width of the block's input; default the hidden size.
         cache: the layer's cache declaration; default ``attention_cache``.
+        biases: which projections have biases; default as the config's ``attention_bias``.
     """
+    biases = biases or Biases(config.attention_bias, config.attention_bias)
     whole, shape = attention_shapes(config, weights, cache)
     qkv = weights.linear(
         config.hidden_size if in_features is None else in_features,
         Part(f"{prefix}.q_proj", whole.q_size, split=Split.ROWS),
         Part(f"{prefix}.k_proj", whole.kv_size, split=Split.ROWS),
         Part(f"{prefix}.v_proj", whole.kv_size, split=Split.ROWS),
-        bias=config.attention_bias,
+        bias=biases.qkv,
     )
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
-    output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
+    output = weights.row_parallel(whole.q_size, output_part, bias=biases.output)
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
+
+
+def load_head_norms(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:
+    """The norms of every head of q and k of the attention block at ``prefix``."""
+    return QKNorm(
+        weights.vector(f"{prefix}.q_norm.weight", config.head_dim),
+        weights.vector(f"{prefix}.k_norm.weight", config.head_dim),
+        config.rms_norm_eps,
+    )
 
 
 def attention_cache(config: ModelConfig, dtype: torch.dtype, window: int | None = None) -> PagedKV:

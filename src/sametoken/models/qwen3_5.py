@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError
 from sametoken.layers.attention import GatedAttention, GatedDeltaNet
-from sametoken.layers.feed_forward import DividedExperts, SparseMoE
+from sametoken.layers.feed_forward import GatedExpert, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
@@ -31,12 +31,12 @@ from sametoken.models.decoder import (
     load_gated_mlp,
     load_mlp,
 )
-from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
+from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable, Routing
+from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.ops.weight import Experts
 from sametoken.state.caches import ModelCache
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -55,16 +55,6 @@ def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
             "compare with the original checkpoint's",
         )
     return types
-
-
-def _is_sparse(config: ModelConfig, index: int) -> bool:
-    """Whether a layer's MLP is a mixture of experts."""
-    settings = Settings(config.extra, config.architecture)
-    step = settings.integer("decoder_sparse_step", 1)
-    dense = settings.get("mlp_only_layers", [])
-    if not isinstance(dense, list):
-        raise CheckpointError(f"{settings.location}: mlp_only_layers is no list")
-    return bool(settings.get("num_experts")) and index not in dense and (index + 1) % step == 0
 
 
 def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
@@ -149,7 +139,7 @@ def _load_params(rule: GatedDelta, weights: WeightReader, prefix: str) -> GatedD
 def load_layer_mlp(config: ModelConfig, weights: WeightReader, prefix: str, index: int) -> Block:
     """Load the MLP at ``prefix``, dense or MoE depending on the layer's index."""
     load: Callable[[ModelConfig, WeightReader, str], Block]
-    load = load_sparse_moe if _is_sparse(config, index) else load_mlp
+    load = load_sparse_moe if is_sparse(config, index) else load_mlp
     return load(config, weights, prefix)
 
 
@@ -161,46 +151,15 @@ def load_sparse_moe(config: ModelConfig, weights: WeightReader, prefix: str) -> 
     """
     weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
-    num_experts = settings.integer("num_experts", most=MAX_EXPERTS)
-    top_k = settings.integer("num_experts_per_tok")
+    routing = softmax_routing(settings, normalise=True)
     shared_size = settings.integer("shared_expert_intermediate_size")
     hidden = config.hidden_size
-    return SparseMoE(
-        kernels=weights.kernels,
-        router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
-        experts=_load_experts(settings, weights, f"{prefix}.experts", hidden),
-        routing=Routing(
-            min(top_k, num_experts), normalise=bool(settings.get("norm_topk_prob", True))
-        ),
-        shared=load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
-        shared_gate=weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
+    shared = GatedExpert(
+        weights.kernels,
+        load_gated_mlp(weights, f"{prefix}.shared_expert", hidden, shared_size),
+        weights.linear(hidden, Part(f"{prefix}.shared_expert_gate", 1)),
     )
-
-
-def _load_experts(
-    settings: Settings, weights: WeightReader, prefix: str, hidden: int
-) -> Experts | DividedExperts:
-    experts = _packed_experts(settings, weights, prefix, hidden)
-    if weights.parallel.size == 1:
-        return experts
-    return DividedExperts(weights.kernels, weights.parallel, experts)
-
-
-def _packed_experts(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Experts:
-    """All experts, stored in one fused tensor each for gate_up and down, or one by one."""
-    count, size = settings.integer("num_experts"), settings.integer("moe_intermediate_size")
-    if f"{prefix}.gate_up_proj" in weights:
-        fused = Part(
-            f"{prefix}.gate_up_proj", 2 * size, split=Split.ROWS, output_sizes=(size, size)
-        )
-        gate_up = weights.packed_stack(count, hidden, fused)
-        down_part = Part(f"{prefix}.down_proj", hidden, split=Split.COLUMNS)
-        down = weights.packed_stack(count, size, down_part)
-        return weights.kernels.pack_experts(gate_up, down)
-    mlps = [load_gated_mlp(weights, f"{prefix}.{i}", hidden, size) for i in range(count)]
-    return weights.kernels.pack_experts(
-        [mlp.gate_up.weight for mlp in mlps], [mlp.down.weight for mlp in mlps]
-    )
+    return SparseMoE(load_routed(config, weights, prefix, routing), shared)
 
 
 class HybridDecoder(Decoder, ABC):
@@ -250,17 +209,12 @@ class HybridDecoder(Decoder, ABC):
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``; value heads are divided with their key heads."""
         sizes = Decoder.divided_sizes(config)
-        dense_size = sizes.pop("intermediate_size")
         settings = Settings(config.extra, config.architecture)
         if LINEAR in _layer_types(config, settings.location):
             sizes["linear_num_key_heads"] = settings.integer("linear_num_key_heads")
-        sparse = [_is_sparse(config, index) for index in range(config.num_layers)]
-        if not all(sparse):
-            sizes["intermediate_size"] = dense_size
-        if any(sparse):
-            for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-                sizes[key] = settings.integer(key)
-        return sizes
+        sparse = [is_sparse(config, index) for index in range(config.num_layers)]
+        keys = ("moe_intermediate_size", "shared_expert_intermediate_size")
+        return divided_sizes(config, sizes, sparse, keys)
 
     @classmethod
     def caches_of(

@@ -6,17 +6,22 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.llama import LlamaForCausalLM, MistralForCausalLM
+from sametoken.models.qwen2 import Qwen2ForCausalLM
 from sametoken.models.qwen3 import Qwen3ForCausalLM
 from sametoken.models.qwen3_5 import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3NextForCausalLM,
 )
+from sametoken.models.qwen3_moe import Qwen3MoeForCausalLM
 
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "MinistralForCausalLM": MistralForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
     "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,

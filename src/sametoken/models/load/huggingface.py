@@ -85,7 +85,8 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         config = text | {key: config[key] for key in _COMMON if config.get(key) is not None}
     # A draft head names an architecture of its own.
     family = ARCHITECTURES.get(architecture, Decoder)
-    settings = Settings({**family.implied, **config}, location)
+    named = {family.aliases.get(key, key): value for key, value in config.items()}
+    settings = Settings({**family.implied, **named}, location)
     vocab_size = settings.integer("vocab_size")
     hidden_size = settings.integer("hidden_size")
     num_heads = settings.integer("num_attention_heads")

@@ -6,7 +6,14 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.decoder import sliding_windows
@@ -63,16 +70,21 @@ def test_other_architectures_are_refused_by_name_before_any_key_is_read(tmp_path
     assert caught.value.remedy == f"supported: {', '.join(ARCHITECTURES)}"
 
 
-@pytest.mark.parametrize("config_class", [MistralConfig, Qwen3Config])
+WITH_IMPLIED = [MistralConfig, MinistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
+
+
+@pytest.mark.parametrize("config_class", WITH_IMPLIED)
 def test_values_implied_by_one_architecture(tmp_path, config_class):
     name = config_class.__name__.replace("Config", "ForCausalLM")
     sizes = BASE | {"architectures": [name], "num_attention_heads": 32, "hidden_size": 128}
     config = read(tmp_path, sizes)
     theirs = config_class(**{key: value for key, value in sizes.items() if key != "architectures"})
     assert config.num_kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == theirs.head_dim
-    # Qwen3 implies a window too, but also that it is not used.
-    assert sliding_windows(config, "") == [theirs.sliding_window] * theirs.num_hidden_layers
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 128 // 32)
+    for key in ARCHITECTURES[name].implied.keys() - {"sliding_window"}:
+        assert config.extra[key] == getattr(theirs, key)
+    # Qwen's imply a window too, but also that it is not used.
+    assert sliding_windows(config, "") == [theirs.sliding_window] * 2
 
 
 def test_layers_have_the_windows_that_transformers_gives_them(tmp_path):

@@ -1,0 +1,26 @@
+"""Qwen2 and Qwen2.5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import WINDOWED, Biases, Decoder
+
+
+class Qwen2ForCausalLM(Decoder):
+    """The shared decoder with biases on q, k and v, and sliding windows where they are used."""
+
+    layer_types = WINDOWED
+    implied: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    }
+
+    @staticmethod
+    def biases(config: ModelConfig) -> Biases:
+        """On q, k and v, whatever the config says."""
+        return Biases(qkv=True, output=False)

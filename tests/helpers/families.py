@@ -1,0 +1,114 @@
+"""Small random models of every family that follows a class of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, MinistralConfig, Qwen2Config, Qwen3MoeConfig
+
+VOCAB = 64
+#: Sizes that two ranks divide.
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def qwen2(draw) -> dict:
+    window = draw(st.sampled_from([None, 2, 5, 36]))
+    if window is None:
+        return {}
+    layers = {"max_window_layers": draw(st.integers(0, 3))}
+    return {"use_sliding_window": True, "sliding_window": window} | layers
+
+
+def ministral(draw) -> dict:
+    kinds = st.sampled_from(["full_attention", "sliding_attention"])
+    types = draw(st.lists(kinds, min_size=3, max_size=3))
+    window = draw(st.sampled_from([2, 5, 36]))
+    return {"head_dim": draw(st.sampled_from([8, 16])), "layer_types": types} | {
+        "sliding_window": window
+    }
+
+
+def qwen3_moe(draw) -> dict:
+    return EXPERTS | {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "decoder_sparse_step": draw(st.sampled_from([1, 2])),
+        "mlp_only_layers": draw(st.sampled_from([[], [0], [1, 2]])),
+        "norm_topk_prob": draw(st.booleans()),
+        "num_experts_per_tok": draw(st.integers(1, 6)),
+        "attention_bias": draw(st.booleans()),
+    }
+
+
+#: By name: the config class, what a drawn config adds to the sizes, and what the fixed one adds.
+FAMILIES = {
+    "qwen2": (Qwen2Config, qwen2, {}),
+    "ministral": (
+        MinistralConfig,
+        ministral,
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        qwen3_moe,
+        EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]},
+    ),
+}
+
+
+def drawn_config(draw, family: str):
+    """A random config of the family."""
+    config_class, own, _ = FAMILIES[family]
+    changes = {
+        "num_hidden_layers": 3,
+        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-2])),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": draw(st.sampled_from([100.0, 10_000.0])),
+        },
+    }
+    return config_class(**SIZES | changes | own(draw))
+
+
+def fixed_config(family: str, **changes):
+    config_class, _, own = FAMILIES[family]
+    return config_class(**SIZES | own | changes)
+
+
+def random_model(config, seed: int):
+    """transformers' model, with every parameter away from where it begins."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if name.endswith("inv_freq"):
+            continue
+        if parameter.ndim == 1:
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            torch.nn.init.normal_(parameter, mean=centre, std=0.3)
+        elif parameter.ndim > 1:
+            # Large enough that attention is far from uniform and logits far from equal.
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def write_family(directory: Path, family: str, seed: int = 0, **changes) -> Path:
+    random_model(fixed_config(family, **changes), seed).save_pretrained(directory)
+    return directory

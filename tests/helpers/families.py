@@ -6,7 +6,17 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, MinistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Ministral3Config,
+    MinistralConfig,
+    Mistral3Config,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3VLConfig,
+)
 
 VOCAB = 64
 #: Sizes that two ranks divide.
@@ -23,6 +33,18 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 
 def qwen2(draw) -> dict:
     window = draw(st.sampled_from([None, 2, 5, 36]))
@@ -38,6 +60,15 @@ def ministral(draw) -> dict:
     window = draw(st.sampled_from([2, 5, 36]))
     return {"head_dim": draw(st.sampled_from([8, 16])), "layer_types": types} | {
         "sliding_window": window
+    }
+
+
+def ministral3(draw) -> dict:
+    rope = YARN | {"llama_4_scaling_beta": draw(st.sampled_from([0.1, 0.7]))}
+    return {
+        "head_dim": draw(st.sampled_from([8, 16])),
+        "sliding_window": draw(st.sampled_from([None, 5])),
+        "rope_parameters": rope,
     }
 
 
@@ -64,10 +95,55 @@ FAMILIES = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         },
     ),
+    "ministral3": (
+        Ministral3Config,
+        ministral3,
+        {"head_dim": 16, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}},
+    ),
     "qwen3_moe": (
         Qwen3MoeConfig,
         qwen3_moe,
         EXPERTS | {"head_dim": 16, "mlp_only_layers": [0]},
+    ),
+}
+
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 8,
+}
+_MISTRAL = SIZES | {"head_dim": 16, "sliding_window": None}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
+_QWEN_TEXT = SIZES | {"bos_token_id": 1, "rope_parameters": _MROPE}
+#: Configs of models that also see images, by their text decoder.
+SEEING = {
+    "mistral": lambda: Mistral3Config(
+        text_config=_MISTRAL | {"model_type": "mistral"},
+        vision_config=_PIXTRAL,
+        tie_word_embeddings=False,
+    ),
+    "ministral3": lambda: Mistral3Config(
+        text_config=_MISTRAL
+        | {"model_type": "ministral3", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.7}},
+        vision_config=_PIXTRAL,
+        tie_word_embeddings=True,
+    ),
+    "qwen2_5": lambda: Qwen2_5_VLConfig(text_config=_QWEN_TEXT, vision_config=_QWEN_VISION),
+    "qwen3": lambda: Qwen3VLConfig(
+        text_config=_QWEN_TEXT | {"head_dim": 16},
+        vision_config=_QWEN_VISION | {"deepstack_visual_indexes": []},
     ),
 }
 
@@ -96,7 +172,9 @@ def fixed_config(family: str, **changes):
 def random_model(config, seed: int):
     """transformers' model, with every parameter away from where it begins."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    sees = hasattr(config, "vision_config")
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model = auto.from_config(config, attn_implementation="eager").eval()
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("inv_freq"):
             continue

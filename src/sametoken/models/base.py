@@ -43,6 +43,11 @@ class ModelConfig:
     dtype: torch.dtype
     extra: dict[str, Any]
 
+    @property
+    def also_sees(self) -> bool:
+        """Whether the checkpoint has an encoder of images too, which is not loaded."""
+        return self.architecture.endswith("ForConditionalGeneration")
+
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:

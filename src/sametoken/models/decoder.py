@@ -27,6 +27,11 @@ from sametoken.state.caches import ModelCache
 HEAD = "lm_head.weight"
 # Tables in old checkpoints that are derived from the config.
 DERIVED_TENSORS = ("rotary_emb.inv_freq", "rope_freqs.weight")
+#: Prefixes of the text decoder's tensors in checkpoints that also see images.
+TEXT_PREFIXES = ("model.language_model", "language_model.model")
+#: Prefixes of the tensors of their other parts, which are not read.
+_ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
+ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 #: The ``layer_types`` of a class with sliding windows.
 WINDOWED = frozenset((_FULL, _SLIDING))
@@ -141,12 +146,14 @@ class Decoder:
         self._layers = tuple(self._load_layer(weights, i, rotary) for i in range(config.num_layers))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.norm")
         self.head = self._load_head(weights)
-        weights.require_all_read(allowed=DERIVED_TENSORS, unused=self.unused_prefixes)
+        unused = self.unused_prefixes + (ENCODER_PREFIXES if config.also_sees else ())
+        weights.require_all_read(allowed=DERIVED_TENSORS, unused=unused)
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
         """Prefix of all tensor names except the head's."""
-        return "model"
+        names = (prefix for prefix in TEXT_PREFIXES if f"{prefix}.embed_tokens.weight" in weights)
+        return next(names, "model")
 
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
@@ -231,7 +238,7 @@ class Decoder:
         if self.config.tie_word_embeddings:
             return self.embedding
         whole = replace(self._divided_from, parallel=SINGLE_RANK)
-        return whole.packed(self.config.hidden_size, Part(HEAD, self.config.vocab_size))
+        return whole.packed(self.config.hidden_size, Part(self._head_name, self.config.vocab_size))
 
     @property
     def weights_bytes(self) -> int:
@@ -254,6 +261,11 @@ class Decoder:
     def _embedding_name(self) -> str:
         return f"{self._prefix}.embed_tokens.weight"
 
+    @property
+    def _head_name(self) -> str:
+        # Beside the decoder's "model", and at the top where the decoder is "model.language_model".
+        return HEAD if self._prefix.startswith("model") else f"language_model.{HEAD}"
+
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
         prefix = f"{self._prefix}.layers.{index}"
         return DecoderLayer(
@@ -263,7 +275,10 @@ class Decoder:
             self.load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
         )
 
-    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Attention:
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
+        return self._self_attention(weights, index, rotary)
+
+    def _self_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Attention:
         config, prefix = self.config, f"{self._prefix}.layers.{index}.self_attn"
         qk_norm, biases = self.load_qk_norm(config, weights, prefix), self.biases(config)
         cache = self._cache_of(index)
@@ -283,10 +298,10 @@ class Decoder:
         return RMSNorm(self.kernels, weight, self.config.rms_norm_eps)
 
     def _load_head(self, weights: WeightReader) -> UnquantizedWeight:
-        name = HEAD
+        name = self._head_name
         if self.config.tie_word_embeddings:
-            if HEAD in weights:
-                weights.require_equal(self._embedding_name, HEAD)
+            if name in weights:
+                weights.require_equal(self._embedding_name, name)
             if weights.parallel.size == 1:
                 return self.embedding
             name = self._embedding_name

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5."""
+"""Qwen2 and Qwen2.5, and the text decoders of Qwen2-VL and Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -24,3 +24,13 @@ class Qwen2ForCausalLM(Decoder):
     def biases(config: ModelConfig) -> Biases:
         """On q, k and v, whatever the config says."""
         return Biases(qkv=True, output=False)
+
+
+class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+    """The same decoder, with other defaults."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        **Qwen2ForCausalLM.implied,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+    }

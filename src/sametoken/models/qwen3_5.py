@@ -40,7 +40,6 @@ from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaPara
 from sametoken.state.caches import ModelCache
 
 FULL, LINEAR = "full_attention", "linear_attention"
-TEXT_PREFIX = "model.language_model"
 
 
 def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
@@ -166,11 +165,11 @@ class HybridDecoder(Decoder, ABC):
     """The shared decoder with Gated DeltaNet in the layers of type ``LINEAR``.
 
     Norm weights are stored as their difference from 1. Tensors of a multi-token-prediction
-    module and of a vision tower are not read.
+    module are not read.
     """
 
     layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
-    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 256,
@@ -183,12 +182,6 @@ class HybridDecoder(Decoder, ABC):
         "linear_num_value_heads": 32,
     }
     rotates_parts = True
-
-    @staticmethod
-    def tensor_prefix(weights: WeightReader) -> str:
-        """``model``, or ``TEXT_PREFIX`` in a vision-language checkpoint."""
-        nested = f"{TEXT_PREFIX}.embed_tokens.weight" in weights
-        return TEXT_PREFIX if nested else Decoder.tensor_prefix(weights)
 
     @staticmethod
     @abstractmethod

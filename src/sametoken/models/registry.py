@@ -5,8 +5,8 @@ from __future__ import annotations
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.llama import LlamaForCausalLM, MistralForCausalLM
-from sametoken.models.qwen2 import Qwen2ForCausalLM
+from sametoken.models.llama import LlamaForCausalLM, Ministral3ForCausalLM, MistralForCausalLM
+from sametoken.models.qwen2 import Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
 from sametoken.models.qwen3 import Qwen3ForCausalLM
 from sametoken.models.qwen3_5 import (
     Qwen3_5ForCausalLM,
@@ -19,8 +19,13 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
     "MinistralForCausalLM": MistralForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "Mistral3ForConditionalGeneration": MistralForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen2VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
+    "Qwen2_5_VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3VLForConditionalGeneration": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,

@@ -153,6 +153,9 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
     if partial != 1.0:
         given = {**given, "partial_rotary_factor": partial}
     rope_type = own.get("rope_type") or own.get("type") or "default"
+    if rope_type == "mrope":
+        # Of text the three positions of a token are equal.
+        rope_type = "default"
     theta = own.number("rope_theta", settings.number("rope_theta", DEFAULT_THETA))
     rope = {**given, "rope_type": rope_type, "rope_theta": theta}
     if rope_type in ("llama3", "yarn"):

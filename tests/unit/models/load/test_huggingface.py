@@ -123,6 +123,16 @@ def test_old_and_new_rope_settings_mean_the_same(tmp_path):
     assert found[0] == found[1] == {"rope_type": "yarn", "rope_theta": 5e5, **scaling}
 
 
+def test_positions_in_three_parts_are_one_for_text(tmp_path):
+    """Qwen2.5-VL as it is published: the text decoder's keys at the top."""
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    name = "Qwen2_5_VLForConditionalGeneration"
+    config = BASE | {"architectures": [name], "num_attention_heads": 8, "rope_scaling": rope}
+    found = read(tmp_path, config | {"vision_config": {"hidden_size": 3}})
+    assert found.rope["rope_type"] == "default"
+    assert found.also_sees
+
+
 def test_rope_lengths_are_filled_in(tmp_path):
     rope = read(tmp_path, BASE | {"rope_scaling": {"rope_type": "yarn", "factor": None}}).rope
     assert rope["original_max_position_embeddings"] == 512

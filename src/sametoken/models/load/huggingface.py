@@ -1,9 +1,9 @@
-"""Hugging Face checkpoints: config.json, generation_config.json and safetensors files."""
+"""Hugging Face checkpoints: config.json, generation_config.json and the files of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import repr as short
@@ -18,7 +18,8 @@ from sametoken.io.files import is_there, open_regular
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.load.files import AGAIN, read_json_object, safetensors_files
+from sametoken.models.load.files import AGAIN, PICKLED, read_json_object, weight_files
+from sametoken.models.load.pickled import PickledSource
 from sametoken.models.load.settings import (
     MAX_COUNT,
     MAX_LAYERS,
@@ -42,7 +43,11 @@ _INTEGERS = ("I64", "I32", "I16", "I8", "U8")
 
 
 class HuggingFaceCheckpoint:
-    """A directory with config.json and safetensors files.
+    """A directory with config.json and files of weights.
+
+    Args:
+        directory: the checkpoint's.
+        load_format: "safetensors" refuses pickled files.
 
     Raises:
         CheckpointError: no config.json, malformed JSON, or a key is missing or impossible.
@@ -50,17 +55,26 @@ class HuggingFaceCheckpoint:
             quantized.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, load_format: str = "auto") -> None:
+        self._directory, self._load_format = directory, load_format
         config_file = directory / "config.json"
         config = Settings(read_json_object(config_file), str(config_file))
         # First: other architectures may name their sizes otherwise.
         model_class(_architecture(config))
         self.config = model_config(config, read_generation_config(directory))
 
-    def open_tensors(self) -> SafetensorsSource:
-        """The tensors of the directory."""
-        return SafetensorsSource(self._directory)
+    def open_tensors(self) -> SafetensorsSource | PickledSource:
+        """The tensors of the directory.
+
+        Raises:
+            UnsupportedError: they are pickled, which ``load_format`` excludes.
+        """
+        source = open_weights(self._directory)
+        if self._load_format == "safetensors" and isinstance(source, PickledSource):
+            raise UnsupportedError(
+                f"{self._directory} holds pickled weights only", "use load_format 'auto'"
+            )
+        return source
 
 
 def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelConfig:
@@ -202,8 +216,8 @@ def read_generation_config(directory: Path) -> Settings:
     return Settings(read_json_object(path), str(path)) if is_there(path) else NO_SETTINGS
 
 
-class SafetensorsSource:
-    """The safetensors files of a directory, single or sharded.
+def open_weights(directory: Path, prefix: str = "") -> SafetensorsSource | PickledSource:
+    """The tensors of a directory, from single or sharded files.
 
     Args:
         directory: the checkpoint's.
@@ -211,13 +225,30 @@ class SafetensorsSource:
 
     Raises:
         CheckpointError: no weights, a shard missing, or a file truncated.
-        UnsupportedError: only pickled weights.
+        UnsupportedError: pickled files with other things than tensors.
+    """
+    files = weight_files(directory)
+    if files[0].name.endswith(PICKLED):
+        return PickledSource(str(directory), files, prefix)
+    return SafetensorsSource(str(directory), files, prefix)
+
+
+class SafetensorsSource:
+    """The tensors of safetensors files.
+
+    Args:
+        location: the checkpoint, for messages.
+        files: the files.
+        prefix: only tensors with this prefix are listed.
+
+    Raises:
+        CheckpointError: a file is truncated, or two hold one tensor.
     """
 
-    def __init__(self, directory: Path, prefix: str = "") -> None:
-        self.location = str(directory)
+    def __init__(self, location: str, files: Sequence[Path], prefix: str = "") -> None:
+        self.location = location
         self._files: dict[str, Path] = {}
-        for path in safetensors_files(directory):
+        for path in files:
             with _opened(path) as file:
                 names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             for name in names:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from reprlib import repr as short
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
+from sametoken.errors import ConfigError
 from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.load.settings import Settings
+from sametoken.models.layer_types import FULL, SLIDING, require_supported, sliding_windows
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
@@ -32,9 +31,6 @@ TEXT_PREFIXES = ("model.language_model", "language_model.model")
 #: Prefixes of the tensors of their other parts, which are not read.
 _ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-#: The ``layer_types`` of a class with sliding windows.
-WINDOWED = frozenset((_FULL, _SLIDING))
 
 
 class Block(Protocol):
@@ -103,7 +99,7 @@ class Decoder:
         UnsupportedError: the config needs an operation that is not implemented.
     """
 
-    layer_types: ClassVar[frozenset[str]] = frozenset((_FULL,))
+    layer_types: ClassVar[frozenset[str]] = frozenset((FULL,))
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
     implied: ClassVar[Mapping[str, Any]] = {}
@@ -173,7 +169,7 @@ class Decoder:
         Raises:
             CheckpointError: a size is missing or impossible.
         """
-        if _SLIDING not in cls.layer_types:
+        if SLIDING not in cls.layer_types:
             return (attention_cache(config, dtype),) * config.num_layers
         windows = sliding_windows(config, location)
         return tuple(attention_cache(config, dtype, window) for window in windows)
@@ -391,60 +387,3 @@ def load_gated_mlp(weights: WeightReader, prefix: str, hidden: int, size: int) -
     )
     down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
     return GatedMLP(gate_up, down)
-
-
-def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
-    """The sliding window of each layer, in positions; None: full attention.
-
-    Raises:
-        CheckpointError: the window is impossible, or layer types and layers differ in number.
-    """
-    settings = Settings(config.extra, location)
-    types = settings.names("layer_types")
-    if not types and _uses_windows(settings):
-        num_full = settings.get("max_window_layers") and settings.integer("max_window_layers")
-        layers = range(config.num_layers)
-        types = tuple(_SLIDING if index >= (num_full or 0) else _FULL for index in layers)
-    if _SLIDING not in types:
-        return [None] * config.num_layers
-    if len(types) != config.num_layers:
-        raise CheckpointError(
-            f"{location}: {len(types)} layer_types for {config.num_layers} layers",
-            "compare with the original checkpoint's",
-        )
-    window = settings.positions("sliding_window")
-    return [window if layer_type == _SLIDING else None for layer_type in types]
-
-
-def _uses_windows(settings: Settings) -> bool:
-    given = settings.get("sliding_window") is not None
-    return bool(settings.get("use_sliding_window", given))
-
-
-def require_supported(config: ModelConfig, supported: frozenset[str], location: str) -> None:
-    """Refuse a config with operations that the decoder does not implement.
-
-    Args:
-        config: the architecture.
-        supported: the ``layer_types`` that can be run.
-        location: the checkpoint, for messages.
-
-    Raises:
-        UnsupportedError: it has one; named by its key.
-    """
-    settings = Settings(config.extra, location)
-    windowed = _uses_windows(settings) and _SLIDING not in supported
-    if not _uses_windows(settings):
-        supported -= {_SLIDING}
-    layer_types = set(settings.names("layer_types"))
-    for unsupported, what in (
-        (
-            settings.get("hidden_act", "silu") != "silu",
-            f"hidden_act={short(settings.get('hidden_act'))}",
-        ),
-        (settings.get("mlp_bias"), "mlp_bias=true"),
-        (windowed, f"sliding_window={short(settings.get('sliding_window'))}"),
-        (layer_types - supported, f"layer_types={short(sorted(layer_types))}"),
-    ):
-        if unsupported:
-            raise UnsupportedError(f"{location}: {what} is not supported", "use another checkpoint")

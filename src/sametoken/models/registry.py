@@ -5,7 +5,8 @@ from __future__ import annotations
 from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
-from sametoken.models.llama import LlamaForCausalLM, Ministral3ForCausalLM, MistralForCausalLM
+from sametoken.models.llama import LlamaForCausalLM
+from sametoken.models.mistral import Ministral3ForCausalLM, MistralForCausalLM
 from sametoken.models.qwen2 import Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
 from sametoken.models.qwen3 import Qwen3ForCausalLM
 from sametoken.models.qwen3_5 import (

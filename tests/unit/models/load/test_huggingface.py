@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.models.decoder import sliding_windows
+from sametoken.models.layer_types import sliding_windows
 from sametoken.models.loader import read_config
 from sametoken.models.registry import ARCHITECTURES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import GatedMLP
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.parallel import SINGLE_RANK, gather_columns
+from sametoken.layers.residual import Block, NoNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.layer_types import FULL, SLIDING, require_supported, sliding_windows
+from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
@@ -33,19 +34,6 @@ _ENCODERS = ("visual.", "vision_tower.", "multi_modal_projector.")
 ENCODER_PREFIXES = (*_ENCODERS, *(f"model.{prefix}" for prefix in _ENCODERS))
 
 
-class Block(Protocol):
-    """A part of a layer: [T, hidden] and further arguments to [T, hidden]."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the block's matrices."""
-        ...
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        ...
-
-
 class Biases(NamedTuple):
     """Whether the projections of an attention block have biases."""
 
@@ -57,9 +45,9 @@ class Biases(NamedTuple):
 class DecoderLayer:
     """One layer: norm, attention or another token mixer, norm, MLP."""
 
-    input_norm: RMSNorm
+    input_norm: RMSNorm | NoNorm
     attention: Block
-    post_attention_norm: RMSNorm
+    post_attention_norm: RMSNorm | NoNorm
     mlp: Block
 
     @property
@@ -91,6 +79,10 @@ class Decoder:
         unused_prefixes: prefixes of tensor names that the class does not use.
         aliases: other names of keys, as a config.json may have them, with the name read here.
         implied: transformers' defaults for keys that a config.json omits.
+        local_theta: the rotary base of layers with a sliding window where a config omits it; None:
+            all layers share their rotary settings.
+        activation: the only activation of MLPs.
+        refused: keys whose settings are not implemented.
         rotates_parts: whether a config may rotate only a part of each head.
 
     Raises:
@@ -103,6 +95,9 @@ class Decoder:
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
     aliases: ClassVar[Mapping[str, str]] = {}
     implied: ClassVar[Mapping[str, Any]] = {}
+    local_theta: ClassVar[float | None] = None
+    activation: ClassVar[str] = "silu"
+    refused: ClassVar[tuple[str, ...]] = REFUSED
     rotates_parts: ClassVar[bool] = False
 
     def __init__(
@@ -113,7 +108,13 @@ class Decoder:
         max_positions: int,
         aux_layers: tuple[int, ...] = (),
     ) -> None:
-        require_supported(config, self.layer_types, weights.source.location)
+        require_supported(
+            config,
+            self.layer_types,
+            weights.source.location,
+            activation=self.activation,
+            refused=self.refused,
+        )
         if not all(0 <= layer <= config.num_layers for layer in aux_layers):
             raise ConfigError(
                 f"auxiliary layers {aux_layers} do not all exist",
@@ -129,21 +130,15 @@ class Decoder:
         self._parallel = weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
         self._aux_layers = aux_layers
-        rotary = rotary_table(
-            config.rope,
-            head_dim=config.head_dim,
-            max_positions=max_positions,
-            device=weights.device,
-        )
         self._max_positions = max_positions
+        rotaries = self._rotaries(weights.device)
         self._prefix = self.tensor_prefix(weights)
         vocabulary = Part(self._embedding_name, config.vocab_size)
         self.embedding = weights.packed(config.hidden_size, vocabulary)
-        self._layers = tuple(self._load_layer(weights, i, rotary) for i in range(config.num_layers))
+        self._layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.norm")
         self.head = self._load_head(weights)
-        unused = self.unused_prefixes + (ENCODER_PREFIXES if config.also_sees else ())
-        weights.require_all_read(allowed=DERIVED_TENSORS, unused=unused)
+        weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
@@ -203,7 +198,7 @@ class Decoder:
         self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> HiddenStates:
         """[T] ids through all layers; ``attend`` runs the token mixer of the layer of an index."""
-        residual = self.embedding.rows(token_ids)
+        residual = self._embed(token_ids)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
@@ -242,7 +237,30 @@ class Decoder:
         head_bytes = 0 if self.head is self.embedding else self.head.nbytes
         return self.embedding.nbytes + head_bytes + sum(layer.nbytes for layer in self._layers)
 
-    def _norm_after(self, index: int) -> RMSNorm:
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[T] ids to the residual stream that enters the first layer."""
+        return self.embedding.rows(token_ids)
+
+    def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
+        """The rotary table of each layer."""
+        config = self.config
+
+        def table(rope: Mapping[str, Any]) -> RotaryTable:
+            size, positions = config.head_dim, self._max_positions
+            return rotary_table(rope, head_dim=size, max_positions=positions, device=device)
+
+        shared = table(config.rope)
+        if config.local_rope is None:
+            return (shared,) * config.num_layers
+        local = table(config.local_rope)
+        windows = (isinstance(cache, PagedKV) and cache.window for cache in self._declared)
+        return tuple(local if window else shared for window in windows)
+
+    def _unused(self) -> tuple[str, ...]:
+        """Prefixes of tensor names that this checkpoint may have, and that are not read."""
+        return self.unused_prefixes + (ENCODER_PREFIXES if self.config.also_sees else ())
+
+    def _norm_after(self, index: int) -> RMSNorm | NoNorm:
         last = index + 1 == len(self._layers)
         return self._final_norm if last else self._layers[index + 1].input_norm
 
@@ -340,6 +358,11 @@ def load_attention(
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=biases.output)
     return Attention(weights.kernels, shape, qkv, output, rotary, qk_norm)
+
+
+def zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
+    """A norm's weight, stored as its difference from 1; in fp32, as 1 + w rounds in 16 bits."""
+    return 1.0 + weights.vector(name, size).float()
 
 
 def load_head_norms(config: ModelConfig, weights: WeightReader, prefix: str) -> QKNorm:

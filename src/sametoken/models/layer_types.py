@@ -11,6 +11,8 @@ from sametoken.models.load.settings import Settings
 FULL, SLIDING = "full_attention", "sliding_attention"
 #: The ``layer_types`` of a class with sliding windows.
 WINDOWED = frozenset((FULL, SLIDING))
+#: Settings that no class implements unless it says so.
+REFUSED = ("mlp_bias",)
 
 
 def sliding_windows(config: ModelConfig, location: str) -> list[int | None]:
@@ -41,13 +43,22 @@ def _uses_windows(settings: Settings) -> bool:
     return bool(settings.get("use_sliding_window", given))
 
 
-def require_supported(config: ModelConfig, supported: frozenset[str], location: str) -> None:
+def require_supported(
+    config: ModelConfig,
+    supported: frozenset[str],
+    location: str,
+    *,
+    activation: str = "silu",
+    refused: tuple[str, ...] = REFUSED,
+) -> None:
     """Refuse a config with operations that the decoder does not implement.
 
     Args:
         config: the architecture.
         supported: the ``layer_types`` that can be run.
         location: the checkpoint, for messages.
+        activation: the activation of MLPs.
+        refused: keys that may not be set.
 
     Raises:
         UnsupportedError: it has one; named by its key.
@@ -59,10 +70,10 @@ def require_supported(config: ModelConfig, supported: frozenset[str], location: 
     layer_types = set(settings.names("layer_types"))
     for unsupported, what in (
         (
-            settings.get("hidden_act", "silu") != "silu",
+            settings.get("hidden_act", activation) != activation,
             f"hidden_act={short(settings.get('hidden_act'))}",
         ),
-        (settings.get("mlp_bias"), "mlp_bias=true"),
+        *((settings.get(key), f"{key}={short(settings.get(key))}") for key in refused),
         (windowed, f"sliding_window={short(settings.get('sliding_window'))}"),
         (layer_types - supported, f"layer_types={short(sorted(layer_types))}"),
     ):

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from sametoken.layers.attention import PositionScaledAttention
-from sametoken.models.decoder import Block, Decoder
+from sametoken.layers.residual import Block
+from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import WINDOWED
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import WeightReader

@@ -21,15 +21,16 @@ from sametoken.layers.attention import GatedAttention, GatedDeltaNet
 from sametoken.layers.feed_forward import GatedExpert, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import (
-    Block,
     Decoder,
     DecoderLayer,
     attention_cache,
     attention_shapes,
     load_gated_mlp,
     load_mlp,
+    zero_centred,
 )
 from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
 from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
@@ -78,13 +79,8 @@ def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
 
 def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
     """Load the norm ``name`` over the hidden size."""
-    weight = _zero_centred(weights, f"{name}.weight", config.hidden_size)
+    weight = zero_centred(weights, f"{name}.weight", config.hidden_size)
     return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
-
-
-def _zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
-    """A norm's weight, stored as its difference from 1; in fp32, as 1 + w rounds in 16 bits."""
-    return 1.0 + weights.vector(name, size).float()
 
 
 def load_gated_attention(
@@ -102,8 +98,8 @@ def load_gated_attention(
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
     qk_norm = QKNorm(
-        _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
-        _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
+        zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
+        zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
         config.rms_norm_eps,
     )
     return GatedAttention(weights.kernels, shape, projection, output, rotary, qk_norm)

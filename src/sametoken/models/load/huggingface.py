@@ -18,6 +18,7 @@ from sametoken.io.files import is_there, open_regular
 from sametoken.layers.rotary import DEFAULT_THETA
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
+from sametoken.models.layer_types import FULL, SLIDING
 from sametoken.models.load.files import AGAIN, PICKLED, read_json_object, weight_files
 from sametoken.models.load.pickled import PickledSource
 from sametoken.models.load.settings import (
@@ -108,7 +109,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     head_dim = settings.integer("head_dim", max(hidden_size // num_heads, 1))
     require_head_counts(num_heads, num_kv_heads, head_dim, location)
     end_ids = generation.token_ids("eos_token_id", vocab_size)
-    rope = _rope(settings, rotates_parts=family.rotates_parts)
+    rope, local_rope = _ropes(settings, family)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -121,7 +122,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=settings.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=_positions(settings, rope),
+        max_position_embeddings=_positions(settings, rope, local_rope),
         rope=rope,
         tie_word_embeddings=bool(settings.get("tie_word_embeddings", False)),
         attention_bias=bool(settings.get("attention_bias", False)),
@@ -129,6 +130,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
         bos_token_id=next(iter(settings.token_ids("bos_token_id", vocab_size)), None),
         dtype=_dtype(settings),
         extra=dict(settings.values),
+        local_rope=local_rope,
     )
 
 
@@ -137,6 +139,21 @@ def _architecture(given: Settings) -> str:
     if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{given.location} names no architecture", 'set "architectures"')
     return str(architectures[0])
+
+
+def _ropes(
+    settings: Settings, family: type[Decoder]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Rope settings of all layers, or of those that see all, and of those with a window."""
+    if family.local_theta is None:
+        return _rope(settings, rotates_parts=family.rotates_parts), None
+    by_type = settings.nested("rope_parameters")
+    theta = settings.number("rope_local_base_freq", family.local_theta)
+    values = {key: value for key, value in settings.values.items() if key != "rope_scaling"}
+    values |= {"rope_theta": theta, "rope_parameters": by_type.get(SLIDING)}
+    local = _rope(Settings(values, settings.location), rotates_parts=family.rotates_parts)
+    full = Settings({**settings.values, "rope_parameters": by_type.get(FULL)}, settings.location)
+    return _rope(full, rotates_parts=family.rotates_parts), local
 
 
 def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
@@ -181,15 +198,19 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
     return rope
 
 
-def _positions(settings: Settings, rope: Mapping[str, Any]) -> int:
+def _positions(
+    settings: Settings, rope: Mapping[str, Any], local_rope: Mapping[str, Any] | None
+) -> int:
     """The number of positions, scaled ones included.
 
     A config with YaRN or linear scaling may still name the length before it, as vLLM reads it. One
-    with llama3's names the whole length.
+    with llama3's names the whole length, as does Gemma 3's, whose windows have a rope of their own.
     """
     declared = settings.positions("max_position_embeddings")
     factor = rope.get("factor")
-    if rope["rope_type"] not in ("linear", "yarn") or not isinstance(factor, int | float):
+    if local_rope is not None or rope["rope_type"] not in ("linear", "yarn"):
+        return declared
+    if not isinstance(factor, int | float):
         return declared
     if not 1 < factor <= MAX_COUNT:
         return declared

@@ -71,32 +71,50 @@ def test_a_row_has_the_same_bits_in_every_chunk(family, dtype):
         assert torch.equal(Bench(ours).logits(PROMPT, [3, 11]), whole)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def emitted(path, spec, temperature, max_model_len=96):
+    """What an engine gives to three requests of 53 tokens or less."""
+    options = {"device": "cpu", "max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 80}
+    core = build_engine(
+        EngineConfig.from_options(
+            model=str(path),
+            dtype="bfloat16",
+            max_model_len=max_model_len,
+            speculative_config=spec,
+            **options,
+        )
+    )
+    prompts = [PROMPT[:9] * 2, PROMPT[3:9] * 3, PROMPT]
+    items = [
+        request(f"r{i}", prompt, 24, temperature=temperature, seed=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    return run(core, items)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_change_no_token(family, temperature):
-    def tokens(spec):
-        core = build_engine(
-            EngineConfig.from_options(
-                model=str(family[1]),
-                device="cpu",
-                dtype="bfloat16",
-                max_model_len=96,
-                max_num_seqs=4,
-                block_size=4,
-                num_kv_blocks=80,
-                speculative_config=spec,
-            )
-        )
-        prompts = [PROMPT[:9] * 2, PROMPT[3:9] * 3, PROMPT]
-        items = [
-            request(f"r{i}", prompt, 24, temperature=temperature, seed=i)
-            for i, prompt in enumerate(prompts)
-        ]
-        return run(core, items)
-
-    plain = tokens(None)
-    drafted = tokens({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1})
+    plain, drafted = (emitted(family[1], spec, temperature) for spec in (None, NGRAM))
     assert drafted.tokens == plain.tokens
     assert drafted.offered > drafted.accepted, "some drafts were wrong"
+
+
+def test_the_longest_request_alone_chooses_longrope_s_factors(tmp_path):
+    """Tables are longer than requests, for drafts: where they end must not decide."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 60,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+    }
+    path = write_family(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=60)
+    short, long = ([emitted(path, spec, 1.0, n).tokens for spec in (None, NGRAM)] for n in (60, 61))
+    assert short[0] == short[1]
+    assert long[0] == long[1]
+    assert short != long
 
 
 def test_two_ranks_agree_and_are_near_one(family):

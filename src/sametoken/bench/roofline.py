@@ -195,8 +195,9 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
     fusion = _elements(head.fc) if isinstance(head, Eagle3Head) else 0
     experts = unread = 0
     if isinstance(head, MTPHead) and isinstance(mixture := head.layer.mlp, SparseMoE):
-        experts, num_experts = _elements(mixture), mixture.router.weight.out_features
-        unread = _elements(mixture.experts) * (num_experts - mixture.routing.top_k) // num_experts
+        routed = mixture.routed
+        experts, num_experts = _elements(mixture), routed.router.weight.out_features
+        unread = _elements(routed.experts) * (num_experts - routed.routing.top_k) // num_experts
     layers = _elements(head) - fusion - experts
     return DraftPass(layers, _elements(head.lm_head), fusion, experts - unread)
 

@@ -39,6 +39,7 @@ from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
+from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -286,6 +287,8 @@ def _load(
     requested: _Requested, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
 ) -> _Loaded:
     begun = time.monotonic()
+    if requested.architecture.also_sees:
+        announce(f"{requested.architecture.architecture}: only the text decoder is loaded")
     target, drafter, backend = _load_models(requested, ranks)
     made = "made random" if requested.config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes
@@ -354,9 +357,7 @@ def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDr
     max_len = resolve_max_model_len(config, architecture)
     declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
     own = tuple(cache.divided(ranks.parallel.size) for cache in declared)
-    max_positions = (
-        reachable_positions(config, own, device, max_len) + config.num_speculative_tokens + 1
-    )
+    max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
     target = load_model(
         path,

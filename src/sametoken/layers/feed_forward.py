@@ -63,6 +63,7 @@ class RoutedExperts:
         experts: the experts, whole or this rank's part of each.
         routing: how the router's logits choose experts and their weights.
         bias: [E] fp32, added to the scores that choose, not to the weights; None: nothing.
+        dtype: of the logits and the weights; None: that of the activations.
     """
 
     kernels: Kernels
@@ -70,13 +71,15 @@ class RoutedExperts:
     experts: Experts | DividedExperts
     routing: Routing
     bias: Tensor | None = None
+    dtype: torch.dtype | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(self._mixture, x)
 
     def _mixture(self, x: Tensor) -> Tensor:
-        chosen, weights = self.kernels.moe_gate(self.router(x), self.routing, self.bias)
+        logits = self.router.weight.matmul(x, out_dtype=self.dtype)
+        chosen, weights = self.kernels.moe_gate(logits, self.routing, self.bias)
         return self.experts(x, chosen, weights)
 
     @property

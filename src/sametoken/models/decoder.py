@@ -128,12 +128,7 @@ class Decoder:
         self._parallel = weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
         self._aux_layers = aux_layers
-        rotary = rotary_table(
-            config.rope,
-            head_dim=config.head_dim,
-            max_positions=max_positions,
-            device=weights.device,
-        )
+        rotary = self.load_rotary(config, weights, max_positions)
         self._max_positions = max_positions
         self._prefix = self.tensor_prefix(weights)
         vocabulary = Part(self._embedding_name, config.vocab_size)
@@ -141,7 +136,7 @@ class Decoder:
         self._layers = tuple(self._load_layer(weights, i, rotary) for i in range(config.num_layers))
         self._final_norm = self._load_norm(weights, f"{self._prefix}.norm")
         self.head = self._load_head(weights)
-        weights.require_all_read(allowed=DERIVED_TENSORS, unused=self.unused_prefixes)
+        weights.require_all_read(allowed=DERIVED_TENSORS, unused=self.unused(config))
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
@@ -170,6 +165,21 @@ class Decoder:
             return (attention_cache(config, dtype),) * config.num_layers
         windows = sliding_windows(config, location)
         return tuple(attention_cache(config, dtype, window) for window in windows)
+
+    @staticmethod
+    def load_rotary(config: ModelConfig, weights: WeightReader, max_positions: int) -> RotaryTable:
+        """The table that all layers share."""
+        return rotary_table(
+            config.rope,
+            head_dim=config.head_dim,
+            max_positions=max_positions,
+            device=weights.device,
+        )
+
+    @classmethod
+    def unused(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Prefixes of tensor names that a checkpoint may have and the class does not use."""
+        return cls.unused_prefixes
 
     @staticmethod
     def biases(config: ModelConfig) -> Biases:
@@ -263,7 +273,7 @@ class Decoder:
             self.load_layer_mlp(self.config, weights, f"{prefix}.mlp", index),
         )
 
-    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Attention:
+    def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         config, prefix = self.config, f"{self._prefix}.layers.{index}.self_attn"
         qk_norm, biases = self.load_qk_norm(config, weights, prefix), self.biases(config)
         cache = self._cache_of(index)

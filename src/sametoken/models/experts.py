@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import torch
+
 from sametoken.errors import CheckpointError
 from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
 from sametoken.models.base import ModelConfig
@@ -66,10 +68,14 @@ def load_routed(
     prefix: str,
     routing: Routing,
     count_key: str = "num_experts",
+    *,
+    corrected: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> RoutedExperts:
     """Load the router ``gate`` and the ``experts`` at ``prefix``; ranks divide every expert.
 
-    Neither is ever quantized.
+    Neither is ever quantized. With ``corrected`` the router has an ``e_score_correction_bias``;
+    ``dtype`` is as in ``RoutedExperts``.
 
     Raises:
         CheckpointError: a size is missing or impossible.
@@ -83,7 +89,11 @@ def load_routed(
     experts = own = _packed_experts(weights, f"{prefix}.experts", count, hidden, size)
     if weights.parallel.size > 1:
         experts = DividedExperts(weights.kernels, weights.parallel, own)
-    return RoutedExperts(weights.kernels, router, experts, routing)
+    bias = None
+    if corrected:
+        part = Part(f"{prefix}.gate.e_score_correction_bias", count)
+        bias = weights.tensor(part, dtype=torch.float32)
+    return RoutedExperts(weights.kernels, router, experts, routing, bias, dtype)
 
 
 def _packed_experts(

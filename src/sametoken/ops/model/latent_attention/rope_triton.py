@@ -104,36 +104,57 @@ def _rope_kernel(
     c = tl.load(cos + position * HALF + half, inside, other=0.0)
     s = tl.load(sin + position * HALF + half, inside, other=0.0)
     if tl.program_id(1) == 0:
-        source = latent + row * latent_row
-        target = vectors + tl.load(kv_slots + row) * (RANK + 2 * HALF)
-        column = tl.arange(0, RANK_BLOCK)
-        factor = tl.load(weight + column, column < RANK, other=0.0).to(tl.float32)
-        value = tl.load(source + column, column < RANK, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, axis=0) / RANK + eps)
-        normed = (value * scale * factor).to(vectors.dtype.element_ty)
-        # Attention multiplies latents that a query does not see by 0, so they are stored finite,
-        # and the key is NaN for the queries that do.
-        whole = tl.min(_finite(normed).to(tl.int32), axis=0) == 1
-        tl.store(target + column, tl.where(_finite(normed), normed, 0.0), column < RANK)
-        low, high = _rotated(source + RANK, half, inside, c, s, STEP, OTHER)
-        dtype = vectors.dtype.element_ty
-        low = tl.where(whole, low, float("nan")).to(dtype)
-        high = tl.where(whole, high, float("nan")).to(dtype)
-        tl.store(target + RANK + half, low, inside)
-        tl.store(target + RANK + HALF + half, high, inside)
+        _write_vector(
+            latent + row * latent_row, vectors + tl.load(kv_slots + row) * (RANK + 2 * HALF),
+            weight, eps, c, s, half, inside, RANK, HALF, RANK_BLOCK, STEP, OTHER,
+        )  # fmt: skip
     else:
         head = (tl.program_id(1) - 1) * GROUP + tl.arange(0, GROUP)[:, None]
-        inside = inside & (head < HEADS)
-        source = q + row * q_row + head * q_head
-        target = out + row * out_row + head * out_head
-        low, high = _rotated(source, half, inside, c, s, STEP, OTHER)
-        tl.store(target + half, low.to(out.dtype.element_ty), inside)
-        tl.store(target + HALF + half, high.to(out.dtype.element_ty), inside)
+        present = inside & (head < HEADS)
+        own = q + row * q_row + head * q_head
+        target = out + row * out_row + head * out_head + half
+        low, high = _rotated(own, half, present, c, s, STEP, OTHER)
+        tl.store(target, low.to(out.dtype.element_ty), present)
+        tl.store(target + HALF, high.to(out.dtype.element_ty), present)
 
 
 @triton.jit
-def _rotated(source, half, inside, c, s, STEP: tl.constexpr, OTHER: tl.constexpr):
+def _write_vector(
+    source,  # [RANK + 2 * HALF]
+    target,  # [RANK + 2 * HALF]
+    weight,  # [RANK]
+    eps,
+    c,  # [1, HALF_BLOCK], as the three after it
+    s,
+    half,
+    inside,
+    RANK: tl.constexpr,
+    HALF: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    OTHER: tl.constexpr,
+):
+    """Norm the latent and rotate the key of one row.
+
+    Attention multiplies latents that a query does not see by 0, so they are stored finite, and
+    after a fault the key is NaN for the queries that do see it.
+    """
+    dtype = target.dtype.element_ty
+    column = tl.arange(0, RANK_BLOCK)
+    factor = tl.load(weight + column, column < RANK, other=0.0).to(tl.float32)
+    value = tl.load(source + column, column < RANK, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / RANK + eps)
+    normed = (value * scale * factor).to(dtype)
+    whole = tl.min(_finite(normed).to(tl.int32), axis=0) == 1
+    tl.store(target + column, tl.where(_finite(normed), normed, 0.0), column < RANK)
+    low, high = _rotated(source + RANK, half, inside, c, s, STEP, OTHER)
+    tl.store(target + RANK + half, tl.where(whole, low, float("nan")).to(dtype), inside)
+    tl.store(target + RANK + HALF + half, tl.where(whole, high, float("nan")).to(dtype), inside)
+
+
+@triton.jit
+def _rotated(source, half, present, c, s, STEP: tl.constexpr, OTHER: tl.constexpr):
     """Rotate elements ``j * STEP`` with ``j * STEP + OTHER``."""
-    low = tl.load(source + half * STEP, inside, other=0.0).to(tl.float32)
-    high = tl.load(source + half * STEP + OTHER, inside, other=0.0).to(tl.float32)
+    low = tl.load(source + half * STEP, present, other=0.0).to(tl.float32)
+    high = tl.load(source + half * STEP + OTHER, present, other=0.0).to(tl.float32)
     return low * c - high * s, high * c + low * s

@@ -25,6 +25,8 @@ from sametoken.ops.model.attention.arithmetic import (
     empty_split,
     merged,
     normalised,
+    per_element,
+    per_query,
     places,
     tile_queries,
     tile_rows,
@@ -51,6 +53,8 @@ class LatentConfig:
         tile: positions per loop iteration; divides every split.
         num_warps: warps per program.
         num_stages: depth of the load pipeline.
+        kv_left: vectors, not the queries, are the left operand of the matrix products, so that few
+            queries fill the tensor cores of a whole warp group.
         programs: number of programs that split-KV aims at.
     """
 
@@ -59,13 +63,14 @@ class LatentConfig:
     tile: int
     num_warps: int
     num_stages: int
+    kv_left: bool = False
     programs: int = 2 * _BUSY
 
 
 #: 576-wide vectors of 16 bits: two tiles of 64 positions and 64 queries take 224 KB of a
 #: multiprocessor's 227.
 _HALF = LatentConfig("split_kv", 64, tile=64, num_warps=8, num_stages=2)
-_HALF_FEW = replace(_HALF, num_warps=4)
+_HALF_FEW = replace(_HALF, num_warps=4, kv_left=True)
 #: fp32 products do not use tensor cores: small tiles only.
 _FULL = LatentConfig("split_kv", 16, tile=16, num_warps=4, num_stages=1)
 
@@ -160,6 +165,7 @@ def _launch(
         "BLOCK_SIZE": memory.vectors.shape[1],
         "BLOCK_QUERIES": config.block_queries,
         "TILE": config.tile,
+        "KV_LEFT": config.kv_left,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
@@ -187,11 +193,12 @@ _jit = triton.jit(
 def _queries(
     q, index, first_index,
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_ROPE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """Both parts of a tile's queries: [queries, BLOCK_RANK] and [queries, BLOCK_ROPE]."""
-    start = q + first_index * (RANK + ROPE) + index[:, None] * (RANK + ROPE)
-    dim = tl.arange(0, BLOCK_RANK)[None, :]
-    rope = tl.arange(0, BLOCK_ROPE)[None, :]
+    """Both parts of a tile's queries: BLOCK_RANK and BLOCK_ROPE elements, in acc's order."""
+    start = q + first_index * (RANK + ROPE) + per_query(index, KV_LEFT) * (RANK + ROPE)
+    dim = per_element(tl.arange(0, BLOCK_RANK), KV_LEFT)
+    rope = per_element(tl.arange(0, BLOCK_ROPE), KV_LEFT)
     latent = tl.load(start + dim, mask=dim < RANK, other=0)
     return latent, tl.load(start + RANK + rope, mask=rope < ROPE, other=0)
 
@@ -199,8 +206,8 @@ def _queries(
 @triton.jit
 def _with_tile(
     state,  # of empty_split
-    q,  # [queries, BLOCK_RANK]
-    q_rope,  # [queries, BLOCK_ROPE]
+    q,  # of _queries
+    q_rope,
     position,  # [queries] int32, -1 for dead queries
     begin,  # the tile's first position
     stop,  # one past the last position that any query sees
@@ -213,11 +220,13 @@ def _with_tile(
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
 ):
     """Online softmax: add one tile of positions to a split's state, as ``with_tile``."""
     acc, totals, peak = state
-    dim = tl.arange(0, q.shape[1])[None, :]
-    rope = tl.arange(0, q_rope.shape[1])[None, :]
+    AXIS: tl.constexpr = 0 if KV_LEFT else 1
+    dim = tl.arange(0, q.shape[AXIS])[None, :]
+    rope = tl.arange(0, q_rope.shape[AXIS])[None, :]
     at = begin + tl.arange(0, TILE)
     seen = at < stop
     start, offset = places(
@@ -226,14 +235,20 @@ def _with_tile(
     vector = vectors + start + offset[:, None]
     latent = tl.load(vector + dim, mask=seen[:, None] & (dim < RANK), other=0)
     key = tl.load(vector + RANK + rope, mask=seen[:, None] & (rope < ROPE), other=0)
-    scores = tl.dot(q, latent.T, input_precision="ieee")
-    scores = tl.dot(q_rope, key.T, scores, input_precision="ieee")
-    scores = tl.where(at[None, :] <= position[:, None], scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    if KV_LEFT:
+        scores = tl.dot(latent, q, input_precision="ieee")
+        scores = tl.dot(key, q_rope, scores, input_precision="ieee")
+    else:
+        scores = tl.dot(q, latent.T, input_precision="ieee")
+        scores = tl.dot(q_rope, key.T, scores, input_precision="ieee")
+    visible = per_element(at, KV_LEFT) <= per_query(position, KV_LEFT)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, AXIS))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2((scores - base[:, None]) * scale).to(q.dtype)
-    shrink = tl.exp2((peak - base) * scale)[:, None]
-    acc, totals = accumulated(acc * shrink, totals * shrink, weights, latent, False)
+    weights = tl.exp2((scores - per_query(base, KV_LEFT)) * scale).to(q.dtype)
+    shrink = per_query(tl.exp2((peak - base) * scale), KV_LEFT)
+    values = latent.T if KV_LEFT else latent
+    acc, totals = accumulated(acc * shrink, totals * shrink, weights, values, KV_LEFT)
     return acc, totals, new_peak
 
 
@@ -251,9 +266,10 @@ def _split_result(
     ROPE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
 ):
     """One split's weighted values, total weight and maximum score."""
-    acc, totals, peak = empty_split(q.shape[1], position.shape[0], False)
+    acc, totals, peak = empty_split(q.shape[0 if KV_LEFT else 1], position.shape[0], KV_LEFT)
     begin = begin_of(split)
     stop = tl.minimum(begin_of(split + 1), tl.max(position) + 1)
     block = block_of(table, begin, stop, BLOCK_SIZE)
@@ -261,10 +277,10 @@ def _split_result(
         following = block_of(table, at + TILE, stop, BLOCK_SIZE)
         acc, totals, peak = _with_tile(
             (acc, totals, peak), q, q_rope, position, at, stop, block, table, vectors, block_stride,
-            scale, RANK, ROPE, BLOCK_SIZE, TILE,
+            scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
         )  # fmt: skip
         block = following
-    return acc, total_of(totals, False), peak
+    return acc, total_of(totals, KV_LEFT), peak
 
 
 @_jit
@@ -290,6 +306,7 @@ def _sequential_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
@@ -299,10 +316,10 @@ def _sequential_kernel(
         return
     slot = tl.load(slots + begin)
     position, index, first_index, at, mask = tile_queries(
-        positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, False
+        positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, KV_LEFT
     )
     gdc_wait(PDL)
-    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE)
+    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
     running += first_index * RANK
     weight = tl.zeros([BLOCK_QUERIES], tl.float32)
     top = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
@@ -310,16 +327,16 @@ def _sequential_kernel(
     for split in tl.range(0, tl.where(highest < 0, 0, split_of(highest) + 1)):
         part = _split_result(
             latent, rope, position, split, block_table + slot * table_stride, vectors, block_stride,
-            scale, RANK, ROPE, BLOCK_SIZE, TILE,
+            scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
         )  # fmt: skip
         sums = tl.load(running + at, mask=mask & (split > 0), other=0.0)
-        sums, weight, top = merged(sums, weight, top, part, scale, False)
+        sums, weight, top = merged(sums, weight, top, part, scale, KV_LEFT)
         tl.store(running + at, sums, mask=mask)
         # Other threads of the program may load it next.
         tl.debug_barrier()
     sums = tl.load(running + at, mask=mask & (highest >= 0), other=0.0)
     # Dead rows are all 0, so a MoE layer routes them all to the same experts.
-    result = tl.where(weight[:, None] == 0.0, 0.0, normalised(sums, weight, False))
+    result = normalised(sums, weight, KV_LEFT)
     tl.store(out + first_index * RANK + at, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -347,6 +364,7 @@ def _split_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    KV_LEFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     gdc_launch_dependents(PDL)
@@ -356,24 +374,25 @@ def _split_kv_kernel(
         return
     slot = tl.load(slots + begin)
     position, index, first_index, _at, mask = tile_queries(
-        positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, False
+        positions, slots, slot, starts, first, stop, GROUP, RANK, BLOCK_RANK, BLOCK_QUERIES, KV_LEFT
     )
     gdc_wait(PDL)
-    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE)
+    latent, rope = _queries(q, index, first_index, RANK, BLOCK_RANK, ROPE, BLOCK_ROPE, KV_LEFT)
     first_part = first_index + (place - first).to(tl.int64) * tl.num_programs(1) * GROUP
     sums += first_part * num_splits * RANK
     stats += first_part * num_splits * 2
-    dim = tl.arange(0, BLOCK_RANK)[None, :]
+    dim = per_element(tl.arange(0, BLOCK_RANK), KV_LEFT)
     highest = tl.max(position)
     live = position >= 0
     end = tl.where(highest < 0, 0, split_of(highest) + 1)
     for split in tl.range(tl.program_id(2), end, tl.num_programs(2)):
         acc, total, peak = _split_result(
             latent, rope, position, split, block_table + slot * table_stride, vectors, block_stride,
-            scale, RANK, ROPE, BLOCK_SIZE, TILE,
+            scale, RANK, ROPE, BLOCK_SIZE, TILE, KV_LEFT,
         )  # fmt: skip
         part = index.to(tl.int64) * num_splits + split
-        tl.store(sums + part[:, None] * RANK + dim, acc, mask=mask & live[:, None])
+        part_at = per_query(part, KV_LEFT) * RANK + dim
+        tl.store(sums + part_at, acc, mask=mask & per_query(live, KV_LEFT))
         tl.store(stats + part * 2, total, mask=live)
         tl.store(stats + part * 2 + 1, peak, mask=live)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from helpers.families import VOCAB, random_model
@@ -108,4 +110,99 @@ def fixed_latent(name: str, **changes):
 
 def write_latent(directory: Path, name: str, seed: int = 0, **changes) -> Path:
     random_model(fixed_latent(name, **changes), seed).save_pretrained(directory)
+    return directory
+
+
+def nextn_prefix(config) -> str:
+    return f"model.layers.{config.num_hidden_layers}."
+
+
+def write_nextn(directory: Path, name: str = "deepseek_v3", seed: int = 0, **changes) -> Path:
+    """A random model and a random NextN module, whose embedding and head are copies."""
+    config = fixed_latent(name, num_nextn_predict_layers=1, **changes)
+    random_model(config, seed).save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | nextn_tensors(config, tensors, seed), directory / "model.safetensors")
+    return directory
+
+
+def nextn_tensors(config, tensors, seed: int) -> dict[str, torch.Tensor]:
+    """A module with a layer like the last one, other weights, and the target's embedding."""
+    prefix, last = nextn_prefix(config), f"model.layers.{config.num_hidden_layers - 1}."
+    generator, hidden = torch.Generator().manual_seed(seed + 1), config.hidden_size
+    shapes = {
+        prefix + name.removeprefix(last): tensor.shape
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    norms = dict.fromkeys((f"{prefix}{one}.weight" for one in ("enorm", "hnorm")), (hidden,))
+    shapes |= norms | {
+        f"{prefix}shared_head.norm.weight": (hidden,),
+        f"{prefix}eh_proj.weight": (hidden, 2 * hidden),
+    }
+    own = {
+        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) == 1 else 0.2)
+        + float(name.endswith("norm.weight"))
+        for name, shape in shapes.items()
+    }
+    embedding = tensors["model.embed_tokens.weight"]
+    return own | {
+        f"{prefix}embed_tokens.weight": embedding.clone(),
+        f"{prefix}shared_head.head.weight": tensors.get("lm_head.weight", embedding).clone(),
+    }
+
+
+def write_twin(directory: Path, name: str = "glm4_moe_lite", seed: int = 0) -> Path:
+    """A target whose last layer alone does something, and a module that computes the same.
+
+    Row p of the module stands for row p + 1 of the target: it holds the same token and sees all
+    tokens before it but the first two. The first is not there; row 0, of the second, has a zeroed
+    embedding. So tokens 0 and 1 must begin every prompt: their keys repel every query, and
+    no token is like them. Of row 0 the module knows from the target's state that token 0 is there.
+    """
+    write_nextn(directory, name, seed, tie_word_embeddings=False, q_lora_rank=None)
+    path = directory / "model.safetensors"
+    config, tensors = fixed_latent(name, q_lora_rank=None), load_file(path)
+    last = f"model.layers.{config.num_hidden_layers - 1}."
+    first, second, always = (config.hidden_size - i for i in (1, 2, 3))
+    for key, tensor in tensors.items():
+        if key.endswith(("o_proj.weight", "down_proj.weight")) and key.startswith("model.layers."):
+            tensor[always:] = 0
+            if not key.startswith(last):
+                tensor.zero_()
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    embedding[:, always:] = torch.tensor([0.5, 0.0, 0.0])
+    embedding[:2] = 0
+    embedding[0, first], embedding[1, second] = 1, 1
+    # Vectors of this length pass a norm unchanged.
+    embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
+    head[:2], head[:2, always] = 0, -1000
+    tensors[f"{last}input_layernorm.weight"][always:] = 1
+    tensors["model.norm.weight"][always:] = 1
+
+    # One element of every query is as large as ``always``; it meets that of repelling keys.
+    attention, nope = f"{last}self_attn.", config.qk_nope_head_dim
+    queries = tensors[f"{attention}q_proj.weight"].view(config.num_attention_heads, -1, 32)
+    queries[:, 0], queries[:, 0, always] = 0, 10
+    rank = config.kv_lora_rank
+    latents = tensors[f"{attention}kv_a_proj_with_mqa.weight"]
+    latents[rank - 1], latents[rank - 1, second:] = 0, 10
+    tensors[f"{attention}kv_a_layernorm.weight"][rank - 1] = 1
+    keys = tensors[f"{attention}kv_b_proj.weight"].view(config.num_attention_heads, -1, rank)
+    keys[..., rank - 1] = 0
+    keys[:, 0, : rank - 1], keys[:, 0, rank - 1] = 0, -1000
+    assert nope > 1
+
+    prefix = nextn_prefix(config)
+    for key in [key for key in tensors if key.startswith(last)]:
+        tensors[prefix + key.removeprefix(last)] = tensors[key].clone()
+    for key in ("enorm", "hnorm"):
+        tensors[f"{prefix}{key}.weight"] = torch.ones(config.hidden_size)
+    of_hidden = torch.zeros(config.hidden_size, config.hidden_size)
+    of_hidden[second, first] = 1
+    tensors[f"{prefix}eh_proj.weight"] = torch.cat((torch.eye(config.hidden_size), of_hidden), 1)
+    tensors[f"{prefix}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
+    tensors[f"{prefix}shared_head.head.weight"] = head.clone()
+    save_file(tensors, path)
     return directory

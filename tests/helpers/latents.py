@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from helpers.families import VOCAB, random_model
+from helpers.nextn_files import nextn_prefix, nextn_tensors
 
 #: Sizes that two ranks divide; no two of a head's sizes are equal.
 SIZES = {
@@ -113,10 +114,6 @@ def write_latent(directory: Path, name: str, seed: int = 0, **changes) -> Path:
     return directory
 
 
-def nextn_prefix(config) -> str:
-    return f"model.layers.{config.num_hidden_layers}."
-
-
 def write_nextn(directory: Path, name: str = "deepseek_v3", seed: int = 0, **changes) -> Path:
     """A random model and a random NextN module, whose embedding and head are copies."""
     config = fixed_latent(name, num_nextn_predict_layers=1, **changes)
@@ -124,32 +121,6 @@ def write_nextn(directory: Path, name: str = "deepseek_v3", seed: int = 0, **cha
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | nextn_tensors(config, tensors, seed), directory / "model.safetensors")
     return directory
-
-
-def nextn_tensors(config, tensors, seed: int) -> dict[str, torch.Tensor]:
-    """A module with a layer like the last one, other weights, and the target's embedding."""
-    prefix, last = nextn_prefix(config), f"model.layers.{config.num_hidden_layers - 1}."
-    generator, hidden = torch.Generator().manual_seed(seed + 1), config.hidden_size
-    shapes = {
-        prefix + name.removeprefix(last): tensor.shape
-        for name, tensor in tensors.items()
-        if name.startswith(last)
-    }
-    norms = dict.fromkeys((f"{prefix}{one}.weight" for one in ("enorm", "hnorm")), (hidden,))
-    shapes |= norms | {
-        f"{prefix}shared_head.norm.weight": (hidden,),
-        f"{prefix}eh_proj.weight": (hidden, 2 * hidden),
-    }
-    own = {
-        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) == 1 else 0.2)
-        + float(name.endswith("norm.weight"))
-        for name, shape in shapes.items()
-    }
-    embedding = tensors["model.embed_tokens.weight"]
-    return own | {
-        f"{prefix}embed_tokens.weight": embedding.clone(),
-        f"{prefix}shared_head.head.weight": tensors.get("lm_head.weight", embedding).clone(),
-    }
 
 
 def write_twin(directory: Path, name: str = "glm4_moe_lite", seed: int = 0) -> Path:

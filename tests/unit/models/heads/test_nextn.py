@@ -21,7 +21,8 @@ from helpers.heads import (
     rms_norm,
     rows_of_one_slot,
 )
-from helpers.latents import YARN, fixed_latent, nextn_prefix, write_latent, write_nextn
+from helpers.latents import YARN, fixed_latent, write_latent, write_nextn
+from helpers.nextn_files import nextn_prefix
 from sametoken.errors import CheckpointError, DrafterMismatchError, UnsupportedError
 from sametoken.models.base import HiddenStates
 from sametoken.models.heads.nextn import NextNCheckpoint

@@ -23,7 +23,7 @@ from sametoken.extraction.writer import (
     StateWriter,
     _Sequence,
 )
-from sametoken.layers.attention import LatentAttention
+from sametoken.layers.latent_attention import LatentAttention
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.nextn import NextNHead
 from sametoken.ops.model import moe

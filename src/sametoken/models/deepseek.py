@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
-from sametoken.layers.attention import LatentAttention, LowRankQueries, Queries, WholeQueries
+from sametoken.layers.latent_attention import LatentAttention, LowRankQueries, Queries, WholeQueries
 from sametoken.layers.feed_forward import SparseMoE
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Block, Decoder, load_gated_mlp, load_mlp
-from sametoken.models.experts import divided_sizes, load_routed
+from sametoken.models.decoder import Block, Decoder, load_mlp
+from sametoken.models.experts import divided_sizes, load_routed, load_shared
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable, Routing
@@ -285,9 +285,7 @@ class DeepseekDecoder(Decoder, ABC):
         if not settings.get("n_shared_experts"):
             return routed
         size = settings.integer("n_shared_experts") * settings.integer("moe_intermediate_size")
-        reader = replace(weights, quantize_fp8=False)
-        shared = load_gated_mlp(reader, f"{prefix}.shared_experts", config.hidden_size, size)
-        return SparseMoE(routed, shared)
+        return SparseMoE(routed, load_shared(config, weights, f"{prefix}.shared_experts", size))
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         prefix = f"{self._prefix}.layers.{index}.self_attn"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from sametoken.errors import CheckpointError
-from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
+from sametoken.layers.feed_forward import DividedExperts, GatedMLP, RoutedExperts
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import load_gated_mlp
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
@@ -94,6 +94,12 @@ def load_routed(
         part = Part(f"{prefix}.gate.e_score_correction_bias", count)
         bias = weights.tensor(part, dtype=torch.float32)
     return RoutedExperts(weights.kernels, router, experts, routing, bias, dtype)
+
+
+def load_shared(config: ModelConfig, weights: WeightReader, prefix: str, size: int) -> GatedMLP:
+    """Load the shared experts at ``prefix``, one MLP of ``size`` features; never quantized."""
+    weights = replace(weights, quantize_fp8=False)
+    return load_gated_mlp(weights, prefix, config.hidden_size, size)
 
 
 def _packed_experts(

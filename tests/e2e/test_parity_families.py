@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers.utils import logging as transformers_logging
 
-from helpers.families import FAMILIES, VOCAB, drawn_config, random_model, write_family
+from helpers.families import FAMILIES, SEEING, VOCAB, drawn_config, random_model, write_family
 from helpers.forward import CPU, Bench, their_greedy
 from helpers.harness import request, run
 from helpers.thread_ranks import run_ranks
@@ -108,3 +108,16 @@ def test_two_ranks_agree_and_are_near_one(family):
     first, second = run_ranks(2, logits)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_text_decoder_of_a_model_that_also_sees(tmp_path, name):
+    theirs = random_model(SEEING[name](), seed=1)
+    theirs.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+    assert (Bench(load(tmp_path, BACKENDS[1])).logits(PROMPT, [7]) - expected).abs().max() < 1e-4
+    said = []
+    options = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 40, "max_num_seqs": 2}
+    build_engine(EngineConfig.from_options(model=str(tmp_path), **options), said.append)
+    assert sum("only the text decoder is loaded" in line for line in said) == 1

@@ -292,6 +292,8 @@ def _load(
     requested: _Requested, ranks: Ranks, extraction: Extraction, announce: Callable[[str], None]
 ) -> _Loaded:
     begun = time.monotonic()
+    if requested.architecture.also_sees:
+        announce(f"{requested.architecture.architecture}: only the text decoder is loaded")
     target, drafter, backend = _load_models(requested, ranks)
     made = "made random" if requested.config.load_format == DUMMY else "loaded"
     num_bytes = target.weights_bytes + drafter.weights_bytes

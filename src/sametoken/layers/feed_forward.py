@@ -11,7 +11,7 @@ from sametoken.layers.linear import Linear, Projection
 from sametoken.layers.parallel import TensorParallel
 from sametoken.layers.slices import in_slices
 from sametoken.ops.backend import Kernels, Routing
-from sametoken.ops.weight import Experts
+from sametoken.ops.weight import Experts, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,24 @@ class GatedMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(lambda rows: self.down(self.gate_up.weight.gated_matmul(rows)), x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class GeluMLP:
+    """``down(gelu(gate(x)) * up(x))``, with gelu approximated by tanh, without biases."""
+
+    kernels: Kernels
+    gate_up: Linear
+    down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return in_slices(lambda rows: self.down(self.kernels.gelu_mul(self.gate_up(rows))), x)
 
     @property
     def nbytes(self) -> int:
@@ -55,6 +73,22 @@ class DividedExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class PreciseRouter:
+    """A router whose logits stay in fp32, unrounded: [T, hidden] -> [T, experts]."""
+
+    weight: Weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, experts] fp32."""
+        return self.weight.matmul(x, out_dtype=torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.weight.nbytes
+
+
+@dataclass(frozen=True, slots=True)
 class RoutedExperts:
     """The router's top-k experts per row, weighted.
 
@@ -63,23 +97,20 @@ class RoutedExperts:
         experts: the experts, whole or this rank's part of each.
         routing: how the router's logits choose experts and their weights.
         bias: [E] fp32, added to the scores that choose, not to the weights; None: nothing.
-        dtype: of the logits and the weights; None: that of the activations.
     """
 
     kernels: Kernels
-    router: Linear
+    router: Linear | PreciseRouter
     experts: Experts | DividedExperts
     routing: Routing
     bias: Tensor | None = None
-    dtype: torch.dtype | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         return in_slices(self._mixture, x)
 
     def _mixture(self, x: Tensor) -> Tensor:
-        logits = self.router.weight.matmul(x, out_dtype=self.dtype)
-        chosen, weights = self.kernels.moe_gate(logits, self.routing, self.bias)
+        chosen, weights = self.kernels.moe_gate(self.router(x), self.routing, self.bias)
         return self.experts(x, chosen, weights)
 
     @property

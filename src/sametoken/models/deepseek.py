@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.feed_forward import PreciseRouter, SparseMoE
 from sametoken.layers.latent_attention import LatentAttention, LowRankQueries, Queries, WholeQueries
-from sametoken.layers.feed_forward import SparseMoE
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import Block, Decoder, load_mlp
-from sametoken.models.experts import divided_sizes, load_routed, load_shared
+from sametoken.models.decoder import Decoder, load_gated_mlp, load_mlp
+from sametoken.models.experts import divided_sizes, load_routed
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import RotaryTable, Routing
@@ -150,6 +151,12 @@ def nextn_prefix(config: ModelConfig) -> str:
     return f"model.layers.{config.num_layers}."
 
 
+def load_rotary(config: ModelConfig, max_positions: int, device: torch.device) -> RotaryTable:
+    """The table of a head's rotated elements alone."""
+    size = latent_sizes(config, config.architecture).rope_dim
+    return rotary_table(config.rope, head_dim=size, max_positions=max_positions, device=device)
+
+
 def load_attention(
     config: ModelConfig, weights: WeightReader, prefix: str, rotary: RotaryTable
 ) -> LatentAttention:
@@ -248,22 +255,6 @@ class DeepseekDecoder(Decoder, ABC):
         return (latent_sizes(config, location).cache(dtype),) * config.num_layers
 
     @classmethod
-    def unused(cls, config: ModelConfig) -> tuple[str, ...]:
-        """As ``Decoder.unused``: the NextN module, one layer past the last."""
-        return (*cls.unused_prefixes, nextn_prefix(config))
-
-    @staticmethod
-    def load_rotary(config: ModelConfig, weights: WeightReader, max_positions: int) -> RotaryTable:
-        """As ``Decoder.load_rotary``: a table of the rotated elements alone."""
-        sizes = latent_sizes(config, weights.source.location)
-        return rotary_table(
-            config.rope,
-            head_dim=sizes.rope_dim,
-            max_positions=max_positions,
-            device=weights.device,
-        )
-
-    @classmethod
     def load_layer_mlp(
         cls, config: ModelConfig, weights: WeightReader, prefix: str, index: int
     ) -> Block:
@@ -278,18 +269,27 @@ class DeepseekDecoder(Decoder, ABC):
         if not _is_sparse(config, index):
             return load_mlp(config, weights, prefix)
         settings = Settings(config.extra, weights.source.location)
-        routed = load_routed(
-            config, weights, prefix, cls.routing(settings), "n_routed_experts",
-            corrected=cls.corrected, dtype=torch.float32,
-        )  # fmt: skip
+        routed = load_routed(config, weights, prefix, cls.routing(settings), "n_routed_experts")
+        routed = replace(routed, router=PreciseRouter(routed.router.weight))
+        if cls.corrected:
+            bias = Part(f"{prefix}.gate.e_score_correction_bias", _num_experts(settings))
+            routed = replace(routed, bias=weights.tensor(bias, dtype=torch.float32))
         if not settings.get("n_shared_experts"):
             return routed
         size = settings.integer("n_shared_experts") * settings.integer("moe_intermediate_size")
-        return SparseMoE(routed, load_shared(config, weights, f"{prefix}.shared_experts", size))
+        shared = load_gated_mlp(weights, f"{prefix}.shared_experts", config.hidden_size, size)
+        return SparseMoE(routed, shared)
 
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         prefix = f"{self._prefix}.layers.{index}.self_attn"
         return load_attention(self.config, weights, prefix, rotary)
+
+    def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
+        table = load_rotary(self.config, self._max_positions, device)
+        return (table,) * self.config.num_layers
+
+    def _unused(self) -> tuple[str, ...]:
+        return (*super()._unused(), nextn_prefix(self.config))
 
 
 class DeepseekV3ForCausalLM(DeepseekDecoder):

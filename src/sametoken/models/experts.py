@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
-
-import torch
 
 from sametoken.errors import CheckpointError
-from sametoken.layers.feed_forward import DividedExperts, GatedMLP, RoutedExperts
+from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import load_gated_mlp
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
@@ -68,19 +65,12 @@ def load_routed(
     prefix: str,
     routing: Routing,
     count_key: str = "num_experts",
-    *,
-    corrected: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> RoutedExperts:
     """Load the router ``gate`` and the ``experts`` at ``prefix``; ranks divide every expert.
-
-    Neither is ever quantized. With ``corrected`` the router has an ``e_score_correction_bias``;
-    ``dtype`` is as in ``RoutedExperts``.
 
     Raises:
         CheckpointError: a size is missing or impossible.
     """
-    weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
     count = settings.integer(count_key, most=MAX_EXPERTS)
     size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size
@@ -89,17 +79,7 @@ def load_routed(
     experts = own = _packed_experts(weights, f"{prefix}.experts", count, hidden, size)
     if weights.parallel.size > 1:
         experts = DividedExperts(weights.kernels, weights.parallel, own)
-    bias = None
-    if corrected:
-        part = Part(f"{prefix}.gate.e_score_correction_bias", count)
-        bias = weights.tensor(part, dtype=torch.float32)
-    return RoutedExperts(weights.kernels, router, experts, routing, bias, dtype)
-
-
-def load_shared(config: ModelConfig, weights: WeightReader, prefix: str, size: int) -> GatedMLP:
-    """Load the shared experts at ``prefix``, one MLP of ``size`` features; never quantized."""
-    weights = replace(weights, quantize_fp8=False)
-    return load_gated_mlp(weights, prefix, config.hidden_size, size)
+    return RoutedExperts(weights.kernels, router, experts, routing)
 
 
 def _packed_experts(

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5."""
+"""Qwen2 and Qwen2.5, and the text decoders of Qwen2-VL and Qwen2.5-VL."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from sametoken.models.base import ModelConfig
-from sametoken.models.decoder import WINDOWED, Biases, Decoder
+from sametoken.models.decoder import Biases, Decoder
+from sametoken.models.layer_types import WINDOWED
 
 
 class Qwen2ForCausalLM(Decoder):
@@ -24,3 +25,13 @@ class Qwen2ForCausalLM(Decoder):
     def biases(config: ModelConfig) -> Biases:
         """On q, k and v, whatever the config says."""
         return Biases(qkv=True, output=False)
+
+
+class Qwen2VLForConditionalGeneration(Qwen2ForCausalLM):
+    """The same decoder, with other defaults."""
+
+    implied: ClassVar[Mapping[str, Any]] = {
+        **Qwen2ForCausalLM.implied,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+    }

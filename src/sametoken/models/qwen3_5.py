@@ -21,15 +21,16 @@ from sametoken.layers.attention import GatedAttention, GatedDeltaNet
 from sametoken.layers.feed_forward import GatedExpert, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import (
-    Block,
     Decoder,
     DecoderLayer,
     attention_cache,
     attention_shapes,
     load_gated_mlp,
     load_mlp,
+    zero_centred,
 )
 from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
 from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
@@ -40,7 +41,6 @@ from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaPara
 from sametoken.state.caches import ModelCache
 
 FULL, LINEAR = "full_attention", "linear_attention"
-TEXT_PREFIX = "model.language_model"
 
 
 def _layer_types(config: ModelConfig, location: str) -> tuple[str, ...]:
@@ -79,13 +79,8 @@ def gated_delta_rule(config: ModelConfig, location: str) -> GatedDelta:
 
 def load_norm(config: ModelConfig, weights: WeightReader, name: str) -> RMSNorm:
     """Load the norm ``name`` over the hidden size."""
-    weight = _zero_centred(weights, f"{name}.weight", config.hidden_size)
+    weight = zero_centred(weights, f"{name}.weight", config.hidden_size)
     return RMSNorm(weights.kernels, weight, config.rms_norm_eps)
-
-
-def _zero_centred(weights: WeightReader, name: str, size: int) -> Tensor:
-    """A norm's weight, stored as its difference from 1; in fp32, as 1 + w rounds in 16 bits."""
-    return 1.0 + weights.vector(name, size).float()
 
 
 def load_gated_attention(
@@ -103,8 +98,8 @@ def load_gated_attention(
     output_part = Part(f"{prefix}.o_proj", config.hidden_size)
     output = weights.row_parallel(whole.q_size, output_part, bias=config.attention_bias)
     qk_norm = QKNorm(
-        _zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
-        _zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
+        zero_centred(weights, f"{prefix}.q_norm.weight", config.head_dim),
+        zero_centred(weights, f"{prefix}.k_norm.weight", config.head_dim),
         config.rms_norm_eps,
     )
     return GatedAttention(weights.kernels, shape, projection, output, rotary, qk_norm)
@@ -166,11 +161,11 @@ class HybridDecoder(Decoder, ABC):
     """The shared decoder with Gated DeltaNet in the layers of type ``LINEAR``.
 
     Norm weights are stored as their difference from 1. Tensors of a multi-token-prediction
-    module and of a vision tower are not read.
+    module are not read.
     """
 
     layer_types: ClassVar[frozenset[str]] = frozenset((FULL, LINEAR))
-    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
     implied: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 2,
         "head_dim": 256,
@@ -183,12 +178,6 @@ class HybridDecoder(Decoder, ABC):
         "linear_num_value_heads": 32,
     }
     rotates_parts = True
-
-    @staticmethod
-    def tensor_prefix(weights: WeightReader) -> str:
-        """``model``, or ``TEXT_PREFIX`` in a vision-language checkpoint."""
-        nested = f"{TEXT_PREFIX}.embed_tokens.weight" in weights
-        return TEXT_PREFIX if nested else Decoder.tensor_prefix(weights)
 
     @staticmethod
     @abstractmethod

@@ -105,12 +105,14 @@ class AttentionShape:
 
     Attributes:
         sliding_window: number of positions that a row sees, its own included; None: all.
+        score_factor: factor on the scores; None: 1 / sqrt(head_dim).
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    score_factor: float | None = None
 
     @property
     def q_size(self) -> int:
@@ -124,8 +126,8 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        """Factor on the scores: 1 / sqrt(head_dim)."""
-        return float(self.head_dim**-0.5)
+        """Factor on the scores."""
+        return float(self.head_dim**-0.5) if self.score_factor is None else self.score_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +296,17 @@ class Kernels(Protocol):
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """``gelu(gate) * up``, rounded once: [T, 2I] = [gate | up] -> [T, I].
+
+        gelu is the approximation by tanh, ``x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))``.
+        """
+        ...
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        """``cap * tanh(logits / cap)`` of [L, V] fp32."""
         ...
 
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:

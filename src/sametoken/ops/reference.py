@@ -145,6 +145,12 @@ class ReferenceKernels(ComposedKernels):
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return activation.sigmoid_mul(x, gate)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.gelu_mul(gate_up)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        return activation.soft_cap(logits, cap)
+
     def rope_and_cache(
         self,
         qkv: Tensor,

@@ -128,6 +128,12 @@ class TritonKernels:
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return activation.sigmoid_mul(x, gate)
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return activation.gelu_mul(gate_up)
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        return activation.soft_cap(logits, cap)
+
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
         return states if rows is None else embedding_triton.embedding(rows, states)
 

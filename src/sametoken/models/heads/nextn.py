@@ -32,7 +32,13 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
-from sametoken.models.deepseek import DeepseekDecoder, latent_sizes, load_attention, nextn_prefix
+from sametoken.models.deepseek import (
+    DeepseekDecoder,
+    latent_sizes,
+    load_attention,
+    load_rotary,
+    nextn_prefix,
+)
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -41,9 +47,9 @@ from sametoken.models.heads.base import (
     load_norm,
     require_sizes,
 )
-from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.models.loader import read_config
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.ops.backend import AttentionRows, Kernels
@@ -171,7 +177,7 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
 
     def _load_layer(self, reader: WeightReader, max_positions: int) -> DecoderLayer:
         config, prefix = self.config, self._prefix
-        rotary = self._family.load_rotary(config, reader, max_positions)
+        rotary = load_rotary(config, max_positions, reader.device)
         return DecoderLayer(
             load_norm(reader, f"{prefix}input_layernorm", config),
             load_attention(config, reader, f"{prefix}self_attn", rotary),
@@ -187,12 +193,12 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
         shared = "model.embed_tokens.weight"
         if name == _HEAD and not config.tie_word_embeddings:
             shared = HEAD
-        if _are_equal(SafetensorsSource(self._directory), own, shared):
+        if _are_equal(open_weights(self._directory), own, shared):
             return None
         return reader.packed(config.hidden_size, Part(own, config.vocab_size))
 
-    def _open_tensors(self) -> SafetensorsSource:
-        return SafetensorsSource(self._directory, prefix=self._prefix)
+    def _open_tensors(self) -> TensorSource:
+        return open_weights(self._directory, prefix=self._prefix)
 
 
 def _family_of(config: ModelConfig, directory: Path) -> type[DeepseekDecoder]:
@@ -221,7 +227,7 @@ def _without_module(directory: Path, prefix: str) -> CheckpointError:
     )
 
 
-def _are_equal(source: SafetensorsSource, name: str, other: str) -> bool:
+def _are_equal(source: TensorSource, name: str, other: str) -> bool:
     """Whether two tensors of a checkpoint exist and are the same to the bit."""
     if other not in source.names() or source.shape(name) != source.shape(other):
         return False

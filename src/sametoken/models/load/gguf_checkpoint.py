@@ -41,6 +41,7 @@ class _Architecture:
 
 _ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", interleaved=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM", interleaved=False),
     "qwen3": _Architecture("Qwen3ForCausalLM", interleaved=False),
 }
 _HUGGING_FACE_NAMES = {

@@ -164,6 +164,20 @@ class NativeKernels(ComposedKernels):
         self._sigmoid_mul(x.data_ptr(), gate.data_ptr(), out.data_ptr(), *x.shape, _is_bf16(x))
         return out
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        _require(gate_up, gate_up.dtype)
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        is_bf16 = _is_bf16(gate_up)
+        self._library.gelu_mul(gate_up.data_ptr(), out.data_ptr(), rows, size, is_bf16)
+        return out
+
+    def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
+        _require(logits, torch.float32)
+        out = torch.empty_like(logits)
+        self._library.soft_cap(logits.data_ptr(), out.data_ptr(), *logits.shape, cap)
+        return out
+
     def rope_and_cache(
         self,
         qkv: Tensor,

@@ -31,6 +31,8 @@ _SIGNATURES = {
     "rms_norm": ("ppppiifii", False),
     "add_rms_norm": ("pppiifii", False),
     "silu_mul": ("ppiii", False),
+    "gelu_mul": ("ppiii", False),
+    "soft_cap": ("ppiif", False),
     "sigmoid_mul": ("pppiii", False),
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
     "attention": ("pppppppiiiiiiiifi", True),
@@ -54,6 +56,8 @@ class NativeLibrary:
     rms_norm: Callable[..., None]
     add_rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
+    gelu_mul: Callable[..., None]
+    soft_cap: Callable[..., None]
     sigmoid_mul: Callable[..., None]
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]

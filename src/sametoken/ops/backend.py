@@ -14,6 +14,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sametoken.ops.model.latent_attention.shape import (
+    HeadWeights,
+    LatentRotary,
+    LatentShape,
+    LayerLatent,
+)
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
 from sametoken.ops.weight import Experts, UnquantizedWeight, Weight
@@ -339,6 +345,39 @@ class Kernels(Protocol):
 
         KV is read in splits of fixed size anchored at position 0, merged in order, so decode,
         verify and prefill rows of equal position have equal bits.
+        """
+        ...
+
+    def require_latent(self, shape: LatentShape) -> None:
+        """As ``require``, for latent attention."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadWeights:
+        """Take over [H, N, K], one matrix per head; the caller drops its own reference."""
+        ...
+
+    def latent_rope_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rotary: LatentRotary,
+        rows: AttentionRows,
+        memory: LayerLatent,
+        out: Tensor,
+    ) -> None:
+        """Rotate q, [T, H, rope_dim], into ``out``; write vectors at ``rows.kv_slots``.
+
+        A vector is the normed and the rotated part of ``latent``, [T, rank + rope_dim]. q,
+        ``latent`` and ``out`` may be strided, except in the last dimension.
+        """
+        ...
+
+    def latent_attention(
+        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+    ) -> Tensor:
+        """Causal attention of all heads over their slot's vectors, as ``attention``.
+
+        [T, H, rank + rope_dim] -> [T, H, rank]: the values are the vectors' first elements.
         """
         ...
 

@@ -120,6 +120,15 @@ def test_rows_of_nan_change_no_other_row(kernels, dtype):
         assert torch.equal(function(x)[live], expected[live])
 
 
+def test_sigmoid_routers(kernels):
+    """No row's scores are the remainder of a library's vectors."""
+    routing = Routing(3, True, "sigmoid", num_groups=4, top_groups=2, group_best=2)
+    bias = normal(8, dtype=torch.float32, seed=1)
+    for rows in (1, 2, 41):
+        logits = normal(rows, 8, dtype=torch.float32, seed=rows)
+        assert_rows_independent(lambda x: kernels.moe_gate(x, routing, bias)[1], logits)
+
+
 def test_embedding(kernels, dtype):
     weight = kernels.pack(normal(99, 40, dtype=dtype))
     assert_rows_independent(weight.rows, torch.arange(70) % 99)

@@ -18,7 +18,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once."""
-    return (_by_row(torch.sigmoid, gate) * x.float()).to(x.dtype)
+    return (sigmoid(gate) * x.float()).to(x.dtype)
+
+
+def sigmoid(gate: Tensor) -> Tensor:
+    """``sigmoid(gate)`` of [T, W] in fp32."""
+    return _by_row(torch.sigmoid, gate)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:

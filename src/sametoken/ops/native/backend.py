@@ -10,7 +10,9 @@ from torch import Tensor
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows
+from sametoken.ops.native import latent as latent_attention
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.reference import ComposedKernels
@@ -234,6 +236,7 @@ class NativeKernels(ComposedKernels):
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
+            shape.head_dim,
             kv.keys.shape[2],
             table.shape[1],
             shape.sliding_window or 0,
@@ -243,6 +246,28 @@ class NativeKernels(ComposedKernels):
         if not done:
             raise MemoryError(f"no memory for the attention of {t} rows")
         return out
+
+    def require_latent(self, shape: LatentShape) -> None:
+        latent_attention.require_latent(shape)
+
+    def pack_heads(self, weight: Tensor) -> latent_attention.PanelHeadWeights:
+        return latent_attention.pack_heads(self._library, self._memory, weight)
+
+    def latent_rope_and_cache(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        rotary: LatentRotary,
+        rows: AttentionRows,
+        memory: LayerLatent,
+        out: Tensor,
+    ) -> None:
+        latent_attention.rope_and_cache(self._library, q, latent, rotary, rows, memory, out)
+
+    def latent_attention(
+        self, q: Tensor, scale: float, rows: AttentionRows, memory: LayerLatent
+    ) -> Tensor:
+        return latent_attention.attention(self._library, q, scale, rows, memory)
 
     def sample(
         self,

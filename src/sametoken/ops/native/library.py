@@ -35,7 +35,9 @@ _SIGNATURES = {
     "soft_cap": ("ppiif", False),
     "sigmoid_mul": ("pppiii", False),
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
-    "attention": ("pppppppiiiiiiifi", True),
+    "attention": ("pppppppiiiiiiiifi", True),
+    "head_products": ("pppiiiiiiiii", False),
+    "latent_rope_and_cache": ("pppppppppf" + "iiii" + "iiiii" + "iii", False),
     "sample": ("ppppppii", True),
     "gated_delta": ("pippppppp" + "iii" + "ppppp" + "iiiiiii", True),
 }
@@ -59,6 +61,8 @@ class NativeLibrary:
     sigmoid_mul: Callable[..., None]
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]
+    head_products: Callable[..., None]
+    latent_rope_and_cache: Callable[..., None]
     sample: Callable[..., int]
     gated_delta: Callable[..., int]
 

@@ -9,7 +9,7 @@ not read here but by ``models.heads.nextn``.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as short
@@ -29,6 +29,7 @@ from sametoken.models.decoder import Decoder, load_gated_mlp, load_mlp
 from sametoken.models.experts import divided_sizes, load_routed
 from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.models.nextn_target import NextNTarget
 from sametoken.ops.backend import RotaryTable, Routing
 from sametoken.ops.cache_types import LatentKV, LayerCache
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape
@@ -146,11 +147,6 @@ def _grouped(settings: Settings, scoring: str, group_best: int, *, normalise: bo
     return Routing(top_k, normalise, scoring, groups, kept, group_best, scale)
 
 
-def nextn_prefix(config: ModelConfig) -> str:
-    """Prefix of the tensors of the NextN module."""
-    return f"model.layers.{config.num_layers}."
-
-
 def load_rotary(config: ModelConfig, max_positions: int, device: torch.device) -> RotaryTable:
     """The table of a head's rotated elements alone."""
     size = latent_sizes(config, config.architecture).rope_dim
@@ -219,11 +215,8 @@ def _per_head(weights: WeightReader, name: str, sizes: LatentSizes) -> tuple[Ten
     return up_k, up_v
 
 
-class DeepseekDecoder(Decoder, ABC):
-    """The shared decoder with latent attention, and with experts in most layers.
-
-    The tensors of a NextN module are not read.
-    """
+class DeepseekDecoder(NextNTarget):
+    """The shared decoder with latent attention, and with experts in most layers."""
 
     @staticmethod
     @abstractmethod
@@ -280,6 +273,14 @@ class DeepseekDecoder(Decoder, ABC):
         shared = load_gated_mlp(weights, f"{prefix}.shared_experts", config.hidden_size, size)
         return SparseMoE(routed, shared)
 
+    @classmethod
+    def load_module_attention(
+        cls, config: ModelConfig, weights: WeightReader, prefix: str, max_positions: int
+    ) -> LatentAttention:
+        """As ``NextNTarget.load_module_attention``."""
+        rotary = load_rotary(config, max_positions, weights.device)
+        return load_attention(config, weights, prefix, rotary)
+
     def _load_attention(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Block:
         prefix = f"{self._prefix}.layers.{index}.self_attn"
         return load_attention(self.config, weights, prefix, rotary)
@@ -287,9 +288,6 @@ class DeepseekDecoder(Decoder, ABC):
     def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
         table = load_rotary(self.config, self._max_positions, device)
         return (table,) * self.config.num_layers
-
-    def _unused(self) -> tuple[str, ...]:
-        return (*super()._unused(), nextn_prefix(self.config))
 
 
 class DeepseekV3ForCausalLM(DeepseekDecoder):

@@ -1,7 +1,7 @@
 """GLM-4.5 and 4.6: a mixture of experts behind a sigmoid router, beside a shared expert.
 
-The router is DeepSeek-V3's (``Routing``), in fp32. Of the checkpoint's module that predicts further
-tokens, ``model.layers.{num_hidden_layers}``, nothing is read.
+The router is DeepSeek-V3's (``Routing``), in fp32. A NextN module
+(``model.layers.{num_hidden_layers}.*``) is not read here but by ``models.heads.nextn``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any, ClassVar
 import torch
 
 from sametoken.errors import CheckpointError
+from sametoken.layers.attention import Attention
 from sametoken.layers.feed_forward import PreciseRouter, SparseMoE
 from sametoken.layers.residual import Block
+from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import (
     Biases,
     Decoder,
+    load_attention,
     load_gated_mlp,
     load_head_norms,
     load_mlp,
@@ -26,6 +29,7 @@ from sametoken.models.decoder import (
 from sametoken.models.experts import divided_sizes, load_routed
 from sametoken.models.load.settings import MAX_EXPERTS, Settings
 from sametoken.models.load.weights import Part, WeightReader
+from sametoken.models.nextn_target import NextNTarget
 from sametoken.ops.backend import QKNorm, Routing
 
 
@@ -53,7 +57,7 @@ def _routing(settings: Settings, num_experts: int) -> Routing:
     )
 
 
-class Glm4MoeForCausalLM(Decoder):
+class Glm4MoeForCausalLM(NextNTarget):
     """The shared decoder with half of each head rotated, and experts behind the first layers."""
 
     rotates_parts = True
@@ -106,5 +110,14 @@ class Glm4MoeForCausalLM(Decoder):
         sizes = Decoder.divided_sizes(config)
         return divided_sizes(config, sizes, sparse, ("moe_intermediate_size",))
 
-    def _unused(self) -> tuple[str, ...]:
-        return (*super()._unused(), f"{self._prefix}.layers.{self.config.num_layers}.")
+    @classmethod
+    def load_module_attention(
+        cls, config: ModelConfig, weights: WeightReader, prefix: str, max_positions: int
+    ) -> Attention:
+        """As ``NextNTarget.load_module_attention``."""
+        head_dim, device = config.head_dim, weights.device
+        rotary = rotary_table(
+            config.rope, head_dim=head_dim, max_positions=max_positions, device=device
+        )
+        qk_norm, biases = cls.load_qk_norm(config, weights, prefix), cls.biases(config)
+        return load_attention(config, weights, prefix, rotary, qk_norm, biases=biases)

@@ -1,4 +1,4 @@
-"""GLM-4 MoE: the module that predicts further tokens is not read, sizes are checked."""
+"""GLM-4 MoE: its NextN module against transformers' layer, and checked sizes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.families import write_family
+from helpers.families import fixed_config, random_model, write_family
 from helpers.forward import CPU
+from helpers.harness import request, run
+from helpers.heads import empty_kv, rms_norm, rows_of_one_slot
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
 from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.models.heads.own_module import open_module
 from sametoken.models.loader import load_model, read_config
 from sametoken.models.registry import require_divisible
 from sametoken.ops.reference import ReferenceKernels
@@ -72,3 +77,63 @@ def test_ranks_divide_experts_and_the_dense_layers_that_there_are(checkpoint):
     require_divisible(read_config(checkpoint), 2)
     rewrite(checkpoint, first_k_dense_replace=0, intermediate_size=47)
     require_divisible(read_config(checkpoint), 2)
+
+
+def write_module(directory):
+    """A model of three layers whose module has transformers' fourth; the model and all tensors."""
+    theirs = random_model(fixed_config("glm4_moe", num_hidden_layers=4), seed=5)
+    theirs.save_pretrained(directory)
+    rewrite(directory, num_hidden_layers=3, num_nextn_predict_layers=1)
+    tensors, prefix = load_file(directory / "model.safetensors"), "model.layers.3."
+    generator = torch.Generator().manual_seed(1)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}{name}.weight"] = 1 + 0.3 * torch.randn(32, generator=generator)
+    tensors[f"{prefix}eh_proj.weight"] = 0.2 * torch.randn(32, 64, generator=generator)
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, directory / "model.safetensors")
+    return theirs, {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@torch.inference_mode()
+def test_the_module_computes_what_it_is_defined_as(tmp_path):
+    theirs, tensors = write_module(tmp_path)
+    token_ids, hidden = torch.arange(9) * 7 % 64, torch.randn(9, 32)
+    embedded = tensors["embed_tokens.weight"][token_ids].clone()
+    embedded[0] = 0
+    normed = [rms_norm(embedded, tensors["enorm.weight"], 1e-5)]
+    normed.append(rms_norm(hidden, tensors["hnorm.weight"], 1e-5))
+    x = (torch.cat(normed, -1) @ tensors["eh_proj.weight"].T)[None]
+    future = torch.full((9, 9), -torch.inf).triu(1)[None, None]
+    angles = theirs.model.rotary_emb(x, torch.arange(9)[None])
+    states = theirs.model.layers[3](x, attention_mask=future, position_embeddings=angles)[0]
+    last = rms_norm(states, tensors["shared_head.norm.weight"], 1e-5)
+
+    options = {"kernels": ReferenceKernels(), "dtype": torch.float32, "device": CPU}
+    target = load(tmp_path)
+    head = open_module(tmp_path).load(target, **options, max_positions=16)
+    kv = empty_kv(head)
+    first = head.forward(token_ids[:5], hidden[:5].clone(), rows_of_one_slot(0, 5), kv)
+    rest = head.forward(token_ids[5:], hidden[5:].clone(), rows_of_one_slot(5, 4), kv)
+    feedback = torch.cat((first.feedback, rest.feedback))
+    torch.testing.assert_close(feedback, states, atol=1e-4, rtol=1e-4)
+    logits = head.compute_logits(torch.cat((first.last, rest.last)))
+    expected = last @ tensors["shared_head.head.weight"].T
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert head.lm_head is target.head, "a copy of the target's is not kept"
+
+
+def test_drafts_of_the_module_change_no_token(tmp_path):
+    write_module(tmp_path)
+
+    def emitted(spec):
+        options = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 60, "max_num_seqs": 3}
+        core = build_engine(
+            EngineConfig.from_options(model=str(tmp_path), speculative_config=spec, **options)
+        )
+        items = [request(f"r{i}", [3, 9, i], 20, temperature=0.7 * i, seed=i) for i in range(3)]
+        return run(core, items)
+
+    drafted = emitted({"method": "mtp", "num_speculative_tokens": 3})
+    assert drafted.offered > drafted.accepted
+    assert drafted.tokens == emitted(None).tokens

@@ -1,14 +1,14 @@
-"""The NextN module of DeepSeek-V3 and its kin: multi-token prediction with latent attention.
+"""The NextN module of DeepSeek-V3, its kin and GLM-4 MoE: multi-token prediction.
 
 Row p takes the token at p + 1 and the target's last hidden state at p, and predicts the token at
 p + 2 (DeepSeek-V3, arXiv 2412.19437, section 2.2). From vLLM
-(``vllm/model_executor/models/deepseek_mtp.py``):
+(``vllm/model_executor/models/deepseek_mtp.py``, ``glm4_moe_mtp.py``):
 
 - ``eh_proj`` maps ``[enorm(embedding) | hnorm(hidden)]``, 2h wide, to h, without a bias. The
   embedding of the row at position 0 is zeroed.
 - The target's state is the one after its final norm. The module's own state, which the next row
   takes, is the one *before* ``shared_head.norm``; the logits are made from it after that norm.
-- One layer like the target's last follows, with latent KV of its own. It runs for every draft.
+- One layer like the target's last follows, with KV of its own. It runs for every draft.
 
 The target's own checkpoint contains the module as one layer past the last,
 ``model.layers.{num_hidden_layers}``: ``enorm``, ``hnorm``, ``eh_proj``, ``shared_head.norm`` and an
@@ -32,13 +32,6 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, DecoderLayer
-from sametoken.models.deepseek import (
-    DeepseekDecoder,
-    latent_sizes,
-    load_attention,
-    load_rotary,
-    nextn_prefix,
-)
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -51,9 +44,10 @@ from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.models.loader import read_config
+from sametoken.models.nextn_target import NextNTarget, nextn_prefix
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.ops.backend import AttentionRows, Kernels
-from sametoken.ops.cache_types import LatentKV
+from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import UnquantizedWeight, Weight
 from sametoken.state.caches import ModelCache
 
@@ -68,7 +62,7 @@ class NextNHead:
     Attributes:
         embedding: [V, hidden], the target's or equal to it.
         lm_head: [V', hidden], likewise; V' is V, or the length of ``token_ids``.
-        caches: latent KV of the one layer.
+        caches: of the one layer.
         token_ids: [V'] int64, ascending, the only tokens to propose; None: all.
     """
 
@@ -80,7 +74,7 @@ class NextNHead:
     layer: DecoderLayer
     norm: RMSNorm
     lm_head: Weight
-    caches: tuple[LatentKV, ...]
+    caches: tuple[LayerCache, ...]
     token_ids: Tensor | None = None
 
     @property
@@ -100,7 +94,7 @@ class NextNHead:
         cache: ModelCache,
         kept: Tensor | None = None,
     ) -> HeadStates:
-        """Run rows over paged latents; see ``EagleHead.forward``."""
+        """Run rows over the paged cache; see ``EagleHead.forward``."""
         residual, layer = self.fc(self._inputs(token_ids, hidden, rows)), self.layer
         attended = layer.attention(layer.input_norm(residual), rows, cache.layers[0], kept)
         x, residual = layer.post_attention_norm.add(
@@ -162,6 +156,7 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
         config, prefix = self.config, self._prefix
         hidden = config.hidden_size
         whole = self._own(reader, _HEAD) or shared.whole_head()
+        caches = self._family.caches_of(config, reader.dtype, reader.source.location)
         return NextNHead(
             kernels=reader.kernels,
             embedding=self._own(reader, _EMBEDDING) or shared.embedding,
@@ -171,16 +166,16 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
             layer=self._load_layer(reader, max_positions),
             norm=load_norm(reader, f"{prefix}shared_head.norm", config),
             lm_head=load_lm_head(reader, whole, token_ids),
-            caches=(latent_sizes(config, reader.source.location).cache(reader.dtype),),
+            caches=caches[-1:],
             token_ids=token_ids,
         )
 
     def _load_layer(self, reader: WeightReader, max_positions: int) -> DecoderLayer:
         config, prefix = self.config, self._prefix
-        rotary = load_rotary(config, max_positions, reader.device)
+        attention = f"{prefix}self_attn"
         return DecoderLayer(
             load_norm(reader, f"{prefix}input_layernorm", config),
-            load_attention(config, reader, f"{prefix}self_attn", rotary),
+            self._family.load_module_attention(config, reader, attention, max_positions),
             load_norm(reader, f"{prefix}post_attention_layernorm", config),
             self._family.load_layer_mlp(config, reader, f"{prefix}mlp", config.num_layers),
         )
@@ -201,10 +196,10 @@ class NextNCheckpoint(HeadCheckpoint[NextNHead]):
         return open_weights(self._directory, prefix=self._prefix)
 
 
-def _family_of(config: ModelConfig, directory: Path) -> type[DeepseekDecoder]:
+def _family_of(config: ModelConfig, directory: Path) -> type[NextNTarget]:
     """The target's class; refuses another architecture, and other than one layer."""
     family = ARCHITECTURES.get(config.architecture)
-    if family is None or not issubclass(family, DeepseekDecoder):
+    if family is None or not issubclass(family, NextNTarget):
         raise UnsupportedError(
             f"{directory}: {config.architecture} has no NextN module", f"use {_ANOTHER_METHOD}"
         )

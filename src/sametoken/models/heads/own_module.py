@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sametoken.models.deepseek import DeepseekDecoder
 from sametoken.models.heads.mtp import MTPCheckpoint
 from sametoken.models.heads.nextn import NextNCheckpoint
 from sametoken.models.loader import read_config
+from sametoken.models.nextn_target import NextNTarget
 from sametoken.models.registry import ARCHITECTURES
 
 
@@ -19,6 +19,6 @@ def open_module(directory: Path, *, load_format: str = "auto") -> MTPCheckpoint 
         UnsupportedError: an architecture without a module, or an unsupported form of it.
     """
     config = read_config(directory, load_format=load_format)
-    if issubclass(ARCHITECTURES.get(config.architecture, object), DeepseekDecoder):
+    if issubclass(ARCHITECTURES.get(config.architecture, object), NextNTarget):
         return NextNCheckpoint(directory, load_format=load_format)
     return MTPCheckpoint(directory, load_format=load_format)

@@ -92,7 +92,18 @@ def qwen3_moe(draw) -> dict:
 def phi3(draw) -> dict:
     partial = draw(st.sampled_from([0.5, 0.75, 1.0]))
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": partial}
-    return {"sliding_window": draw(st.sampled_from([None, 5])), "rope_parameters": rope}
+    if draw(st.booleans()):
+        # The prompt is longer than the original positions, as requests may be.
+        factors = {
+            "short_factor": [1.0] * int(4 * partial),
+            "long_factor": [1.7] * int(4 * partial),
+        }
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": 16} | factors
+    return {
+        "sliding_window": draw(st.sampled_from([None, 5])),
+        "rope_parameters": rope,
+        "original_max_position_embeddings": 16,
+    }
 
 
 def olmo2(draw) -> dict:

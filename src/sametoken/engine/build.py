@@ -39,6 +39,7 @@ from sametoken.engine.swap_plan import SwapPlan, plan_swap_of, require_swap
 from sametoken.errors import ConfigError
 from sametoken.extraction.recording import Extraction, NoExtraction, open_extraction
 from sametoken.io.swap_file import SwapFile
+from sametoken.layers.rotary import DRAFT_POSITIONS
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.drafter_config import complete_drafter
@@ -366,9 +367,7 @@ def _load_models(requested: _Requested, ranks: Ranks) -> tuple[Decoder, LoadedDr
     max_len = resolve_max_model_len(config, architecture)
     declared = model_class(architecture.architecture).caches_of(architecture, dtype, str(path))
     own = tuple(cache.divided(ranks.parallel.size) for cache in declared)
-    max_positions = (
-        reachable_positions(config, own, device, max_len) + config.num_speculative_tokens + 1
-    )
+    max_positions = reachable_positions(config, own, device, max_len) + DRAFT_POSITIONS
     backend = select_backend(device)
     target = load_model(
         path,

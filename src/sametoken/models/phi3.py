@@ -20,7 +20,10 @@ class Phi3ForCausalLM(Decoder):
 
     layer_types = WINDOWED
     rotates_parts = True
-    implied: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
+    implied: ClassVar[Mapping[str, Any]] = {
+        "rms_norm_eps": 1e-5,
+        "original_max_position_embeddings": 4096,
+    }
 
     @staticmethod
     def load_layer_mlp(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.io.files import is_there, open_regular
-from sametoken.layers.rotary import DEFAULT_THETA
+from sametoken.layers.rotary import DEFAULT_THETA, LONGROPE
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.layer_types import FULL, SLIDING
@@ -187,9 +187,12 @@ def _rope(settings: Settings, *, rotates_parts: bool) -> dict[str, Any]:
     if rope_type == "mrope":
         # Of text the three positions of a token are equal.
         rope_type = "default"
+    if rope_type in ("su", "yarn") and "long_factor" in given:
+        # As the first checkpoints of Phi-3 call it.
+        rope_type = LONGROPE
     theta = own.number("rope_theta", settings.number("rope_theta", DEFAULT_THETA))
     rope = {**given, "rope_type": rope_type, "rope_theta": theta}
-    if rope_type in ("llama3", "yarn"):
+    if rope_type in ("llama3", "yarn", LONGROPE):
         longest = settings.positions("max_position_embeddings")
         original = own.positions("original_max_position_embeddings", longest)
         original = settings.positions("original_max_position_embeddings", original)

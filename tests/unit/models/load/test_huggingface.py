@@ -143,6 +143,18 @@ def test_gemma_3_as_it_is_published(tmp_path):
     assert windows == ([1024] * 5 + [None]) * 5 + [1024] * 4
 
 
+@pytest.mark.parametrize("rope_type", ["longrope", "su", "yarn"])
+def test_phi_3_as_it_is_published(tmp_path, rope_type):
+    """The original positions stand beside the rope settings, which have had three names."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    config = BASE | {"architectures": ["Phi3ForCausalLM"], "rope_theta": 1e4}
+    rope = {"rope_scaling": factors | {"type": rope_type}, "original_max_position_embeddings": 128}
+    found = read(tmp_path, config | rope).rope
+    found.pop("type")
+    known = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+    assert found == factors | known | {"original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "what"),
     [

@@ -113,7 +113,7 @@ def _scaled(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[Tenso
     )
     try:
         compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-        frequencies, factor = compute(config, torch.device("cpu"), seq_len=longest)
+        frequencies, factor = compute(config, torch.device("cpu"), longest)
         if rope["rope_type"] == LONGROPE:
             for key in ("short_factor", "long_factor"):
                 if len(rope[key]) != len(frequencies):

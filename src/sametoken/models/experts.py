@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from sametoken.errors import CheckpointError
 from sametoken.layers.feed_forward import DividedExperts, RoutedExperts
@@ -68,9 +69,12 @@ def load_routed(
 ) -> RoutedExperts:
     """Load the router ``gate`` and the ``experts`` at ``prefix``; ranks divide every expert.
 
+    Of a draft head neither is quantized.
+
     Raises:
         CheckpointError: a size is missing or impossible.
     """
+    weights = replace(weights, quantize_fp8=False)
     settings = Settings(config.extra, weights.source.location)
     count = settings.integer(count_key, most=MAX_EXPERTS)
     size, hidden = settings.integer("moe_intermediate_size"), config.hidden_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any, ClassVar, Protocol
@@ -45,6 +45,32 @@ class Block(Protocol):
         ...
 
 
+class Layer(Protocol):
+    """A layer of the residual stream; its first norm runs with the layer before."""
+
+    @property
+    def input_norm(self) -> RMSNorm: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, following: RMSNorm, *cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on the residual stream [T, hidden].
+
+        Args:
+            x: [T, hidden], ``input_norm`` of ``residual``.
+            residual: [T, hidden]; its memory may be reused.
+            following: the norm after the layer.
+            cache: the pass's rows and the layer's memory, for its token mixer.
+
+        Returns:
+            ``following`` of the residual stream after the layer, and that stream.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer: norm, attention or another token mixer, norm, MLP."""
@@ -53,6 +79,13 @@ class DecoderLayer:
     attention: Block
     post_attention_norm: RMSNorm
     mlp: Block
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, following: RMSNorm, *cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Layer``."""
+        x, residual = self.post_attention_norm.add(self.attention(x, *cache), residual)
+        return following.add(self.mlp(x), residual)
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +116,7 @@ class Decoder:
         unused_prefixes: prefixes of tensor names that the class does not use.
         implied: transformers' defaults for keys that a config.json omits.
         rotates_parts: whether a config may rotate only a part of each head.
+        embedding_name, final_norm_name: names of their tensors, without prefix and ``.weight``.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
@@ -94,6 +128,8 @@ class Decoder:
     unused_prefixes: ClassVar[tuple[str, ...]] = ()
     implied: ClassVar[Mapping[str, Any]] = {}
     rotates_parts: ClassVar[bool] = False
+    embedding_name: ClassVar[str] = "embed_tokens"
+    final_norm_name: ClassVar[str] = "norm"
 
     def __init__(
         self,
@@ -119,20 +155,31 @@ class Decoder:
         self._parallel = weights.parallel
         self._divided_from = weights if weights.parallel.size > 1 else None
         self._aux_layers = aux_layers
-        rotary = rotary_table(
-            config.rope,
-            head_dim=config.head_dim,
-            max_positions=max_positions,
-            device=weights.device,
-        )
+        rotary = self.rotation(config, max_positions, weights.device)
         self._max_positions = max_positions
         self._prefix = self.tensor_prefix(weights)
         vocabulary = Part(self._embedding_name, config.vocab_size)
         self.embedding = weights.packed(config.hidden_size, vocabulary)
         self._layers = tuple(self._load_layer(weights, i, rotary) for i in range(config.num_layers))
-        self._final_norm = self._load_norm(weights, f"{self._prefix}.norm")
+        self._final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self.unused_prefixes)
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """A config's own keys by the names that all architectures share; changed ones only.
+
+        Raises:
+            CheckpointError: a value is missing or impossible.
+        """
+        return {}
+
+    @staticmethod
+    def rotation(config: ModelConfig, max_positions: int, device: torch.device) -> RotaryTable:
+        """cos and sin of positions 0 .. max_positions - 1; errors as in ``rotary_table``."""
+        return rotary_table(
+            config.rope, head_dim=config.head_dim, max_positions=max_positions, device=device
+        )
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
@@ -169,26 +216,18 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
         """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
-
-        def attend(index: int, x: Tensor) -> Tensor:
-            return self._layers[index].attention(x, rows, cache.layers[index])
-
-        return self._run_layers(token_ids, attend)
-
-    def _run_layers(
-        self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> HiddenStates:
-        """[T] ids through all layers; ``attend`` runs the token mixer of the layer of an index."""
+        step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
         residual = self.embedding.rows(token_ids)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
         for index, layer in enumerate(self._layers):
             self._keep(auxiliary, index, residual)
-            x = attend(index, x)
-            x, residual = layer.post_attention_norm.add(x, residual)
-            x, residual = self._norm_after(index).add(layer.mlp(x), residual)
+            of_layer = step if isinstance(self.caches[index], Recurrent) else rows
+            x, residual = layer(x, residual, self._norm_after(index), of_layer, cache.layers[index])
         self._keep(auxiliary, len(self._layers), residual)
+        if step is not None:
+            step.finish()
         return HiddenStates(x, auxiliary)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -231,9 +270,9 @@ class Decoder:
 
     @property
     def _embedding_name(self) -> str:
-        return f"{self._prefix}.embed_tokens.weight"
+        return f"{self._prefix}.{self.embedding_name}.weight"
 
-    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
+    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
         config, prefix = self.config, f"{self._prefix}.layers.{index}"
         attention, cache = f"{prefix}.self_attn", self._declared[index]
         assert isinstance(cache, PagedKV)

@@ -6,6 +6,7 @@ from sametoken.errors import ConfigError, UnsupportedError
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import Decoder
 from sametoken.models.llama import LlamaForCausalLM, MistralForCausalLM
+from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.qwen3 import Qwen3ForCausalLM
 from sametoken.models.qwen3_5 import (
     Qwen3_5ForCausalLM,
@@ -16,6 +17,8 @@ from sametoken.models.qwen3_5 import (
 ARCHITECTURES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "NemotronHForCausalLM": NemotronHForCausalLM,
+    "NemotronHPuzzleForCausalLM": NemotronHForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -86,6 +87,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     # A draft head names an architecture of its own.
     family = ARCHITECTURES.get(architecture, Decoder)
     settings = Settings({**family.implied, **config}, location)
+    settings = replace(settings, values={**settings.values, **family.renamed(settings)})
     vocab_size = settings.integer("vocab_size")
     hidden_size = settings.integer("hidden_size")
     num_heads = settings.integer("num_attention_heads")

@@ -1,4 +1,4 @@
-"""Gated activations in plain PyTorch."""
+"""Activations in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once."""
     return (_by_row(torch.sigmoid, gate) * x.float()).to(x.dtype)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """``relu(x)^2`` in fp32, rounded once."""
+    return F.relu(x.float()).square().to(x.dtype)
 
 
 def silu(gate: Tensor) -> Tensor:

@@ -32,10 +32,13 @@ _SIGNATURES = {
     "add_rms_norm": ("pppiifii", False),
     "silu_mul": ("ppiii", False),
     "sigmoid_mul": ("pppiii", False),
+    "relu_squared": ("ppii", False),
+    "gated_group_norm": ("ppppiiifii", False),
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
     "attention": ("pppppppiiiiiiifi", True),
     "sample": ("ppppppii", True),
-    "gated_delta": ("pippppppp" + "iii" + "ppppp" + "iiiiiii", True),
+    "gated_delta": ("pip" + "pppp" + "iiiii", True),
+    "mamba2": ("pip" + "ppppp" + "iiii" + "ff" + "i", True),
 }
 
 
@@ -53,10 +56,13 @@ class NativeLibrary:
     add_rms_norm: Callable[..., None]
     silu_mul: Callable[..., None]
     sigmoid_mul: Callable[..., None]
+    relu_squared: Callable[..., None]
+    gated_group_norm: Callable[..., None]
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]
     sample: Callable[..., int]
     gated_delta: Callable[..., int]
+    mamba2: Callable[..., int]
 
 
 @functools.cache

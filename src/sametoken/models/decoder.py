@@ -49,10 +49,14 @@ class Layer(Protocol):
     """A layer of the residual stream; its first norm runs with the layer before."""
 
     @property
-    def input_norm(self) -> RMSNorm: ...
+    def input_norm(self) -> RMSNorm:
+        """The norm of the layer's input."""
+        ...
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the layer's matrices."""
+        ...
 
     def __call__(
         self, x: Tensor, residual: Tensor, following: RMSNorm, *cache: Any

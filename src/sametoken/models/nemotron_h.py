@@ -369,7 +369,8 @@ class NemotronHForCausalLM(Decoder):
     @staticmethod
     def divided_sizes(config: ModelConfig) -> dict[str, int]:
         """As ``Decoder.divided_sizes``; Mamba-2 heads are divided with their groups."""
-        settings, sizes = Settings(config.extra, config.architecture), {}
+        settings = Settings(config.extra, config.architecture)
+        sizes: dict[str, int] = {}
         types = settings.names("layer_types")
         if ATTENTION in types:
             sizes |= Decoder.divided_sizes(config)

@@ -101,7 +101,7 @@ def _relu_squared_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place, inside = row * WIDTH + columns, columns < WIDTH
     value = tl.load(x + place, inside, other=0.0).to(tl.float32)
-    value = tl.where(value > 0.0, value * value, value * 0.0)
+    value = tl.where(value < 0.0, 0.0, value * value)
     tl.store(out + place, value.to(out.dtype.element_ty), inside)
 
 

@@ -255,7 +255,7 @@ def _expert_kernel(
             acc = gate / (1.0 + tl.exp(-gate)) * up
         if ACTIVATION == "relu_squared":
             rounded = acc.to(dtype).to(tl.float32)
-            acc = tl.where(rounded > 0.0, rounded * rounded, rounded * 0.0)
+            acc = tl.where(rounded < 0.0, 0.0, rounded * rounded)
         at = out + pair[None, :] * N + feature[:, None]
         tl.store(at, acc.to(dtype), is_feature[:, None] & is_pair[None, :])
 

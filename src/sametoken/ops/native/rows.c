@@ -113,7 +113,7 @@ INLINE void relu_squared_rows(const void *x, void *out, int64_t count, const int
 #pragma omp parallel for schedule(static) if (count > PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < count; i += LANES) {
         f32x16 v = load_some(x, i, count - i, bf16);
-        store_some(out, i, count - i, bf16, v * max_lanes(v, v * 0.0f));
+        store_some(out, i, count - i, bf16, select_lanes(v < 0.0f, splat(0.0f), v * v));
     }
 }
 

@@ -98,12 +98,19 @@ def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "count", "top_k", "hidden", "inner"),
-    [(1, 5, 2, 16, 24), (7, 3, 2, 33, 20), (40, 2, 1, 40, 70)],
+    ("rows", "count", "top_k", "hidden", "inner", "gated"),
+    [
+        (1, 5, 2, 16, 24, True),
+        (7, 3, 2, 33, 20, True),
+        (40, 2, 1, 40, 70, True),
+        (9, 4, 2, 33, 20, False),
+    ],
 )
-def test_mix(rows, count, top_k, hidden, inner, dtype):
+def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     """More rows than a tile has, experts that nobody chose, sizes off every tile."""
     gate_up, down = matrices(count, hidden, inner, dtype)
+    if not gated:
+        gate_up = gate_up[:, :inner].contiguous()
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
     chosen, weights = experts.moe_gate(logits, Routing(top_k, True))
     stacked = StackedExperts(gate_up, down)

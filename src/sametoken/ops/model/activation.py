@@ -17,12 +17,17 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     """``x * sigmoid(gate)`` of two [T, W], in fp32, rounded once."""
-    return (_by_row(torch.sigmoid, gate) * x.float()).to(x.dtype)
+    return (sigmoid(gate) * x.float()).to(x.dtype)
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """``relu(x)^2`` in fp32, rounded once."""
     return F.relu(x.float()).square().to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``sigmoid(x)`` of [T, W] in fp32."""
+    return _by_row(torch.sigmoid, x)
 
 
 def silu(gate: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ class SeparateExperts:
 def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Kernels.moe_gate``."""
     values = logits.float()
-    scores = values.sigmoid() if routing.scoring == "sigmoid" else values.softmax(dim=-1)
+    is_sigmoid = routing.scoring == "sigmoid"
+    scores = activation.sigmoid(values) if is_sigmoid else values.softmax(dim=-1)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))

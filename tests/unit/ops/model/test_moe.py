@@ -88,6 +88,17 @@ def test_weights_are_rounded_to_the_dtype_of_the_logits():
     assert torch.equal(weights.half().float(), weights)
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_row_of_the_reference_routes_alike_in_every_company(scoring):
+    """Odd numbers of experts: the rest of a vectorised loop is computed by other code."""
+    for count in (4, 5, 11):
+        logits = noise(9, count, seed=count).cpu()
+        routing = Routing(2, True, scoring)
+        _, weights = reference.moe_gate(logits, routing)
+        alone = [reference.moe_gate(row[None], routing)[1] for row in logits]
+        assert torch.equal(torch.cat(alone), weights)
+
+
 def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
     return (
         noise(count, 2 * inner, hidden, seed=1, dtype=dtype) / hidden**0.5,

@@ -17,6 +17,7 @@ from sametoken.engine.build import build_engine
 from sametoken.models.loader import load_model
 from sametoken.ops.dispatch import CHOICE
 from sametoken.ops.reference import ReferenceKernels
+from sametoken.scheduler import kept_states
 
 # Lengths around the edges of chunks, which are of 8; repetitive, so that n-grams are found.
 PROMPTS = [[0, 1, 4], [0, 2, 6, 5, 3, 5, 8, 9], list(range(17)), [0, 7, 7, 7], [0, 7, 1] * 8]
@@ -144,8 +145,9 @@ def test_preempted_requests_go_on_from_their_state(twin, spec, monkeypatch):
     assert swapped, "nothing was preempted"
 
 
-def test_a_kept_state_serves_the_next_turn(dense):
+def test_a_kept_state_serves_the_next_turn(dense, monkeypatch):
     """A prompt that goes on from an answer begins at the state that was kept near its end."""
+    monkeypatch.setattr(kept_states, "INTERVAL", 2)
     core = build(dense, NGRAM, block_size=4, max_model_len=96)
     told = run(core, [request("a", range(17), max_tokens=8)]).tokens["a"]
     longer, cached, step = request("b", [*range(17), *told, 3, 1], max_tokens=8), [], core.step

@@ -98,10 +98,8 @@ def _scan_tile(
     gdc_wait(PDL)
 
     prepared += (first_row + run * max_pending) * WIDTH
-    x_at = prepared + head * P + element
+    x_at, decay_at = prepared + head * P + element, prepared + C + head
     b_at = prepared + H * P + group * N + column
-    c_at = b_at + G * N
-    decay_at = prepared + C + head
     out += first_row * H * P + head * P + element
     # One loop without branches, so that folded and new rows run the same instructions; the output
     # of folded rows is not stored. Every rounding is explicit and not left to the compiler.
@@ -109,7 +107,7 @@ def _scan_tile(
         at, is_new = t * WIDTH, t >= num_folded
         x = tl.load(x_at + at, is_element, other=0.0)
         b = tl.load(b_at + at, is_column, other=0.0)
-        c = tl.load(c_at + at, is_column, other=0.0)
+        c = tl.load(b_at + at + G * N, is_column, other=0.0)
         decay, step = tl.load(decay_at + at), tl.load(decay_at + at + H)
         change, b = tl.broadcast((step * x)[:, None], b[None, :])
         state = tl.fma(change, b, decay * state)

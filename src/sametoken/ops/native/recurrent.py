@@ -18,6 +18,7 @@ from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows, RuleWeights
 from sametoken.ops.native.library import NativeLibrary
 
+# ``MAX_GATES`` of recurrent.h.
 _MAX_GATES = 2
 
 

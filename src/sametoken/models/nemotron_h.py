@@ -347,13 +347,12 @@ class NemotronHForCausalLM(Decoder):
             raise CheckpointError(
                 f"{settings.location} names no layers (layers_block_type)", _AS_PUBLISHED
             )
-        sizes = [
-            block.get("moe_intermediate_size")
-            for block in block_settings(settings)
-            if block.get("moe_intermediate_size")
-        ]
-        if sizes and not settings.get("intermediate_size"):
-            found["intermediate_size"] = max(sizes)
+        blocks = zip(types, block_settings(settings), strict=False)
+        experts = [block for kind, block in blocks if kind == MOE]
+        # Of Puzzle's layers the largest: memory is planned by it.
+        for key in ("moe_intermediate_size", "num_experts_per_tok"):
+            if experts:
+                found[key] = max(block.integer(key) for block in experts)
         return found | {"layer_types": list(types), "num_hidden_layers": len(types)}
 
     @staticmethod

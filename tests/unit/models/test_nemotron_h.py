@@ -86,6 +86,19 @@ def test_older_names_of_keys_win_as_in_transformers(tmp_path):
         assert config.extra[key] == getattr(theirs, key)
 
 
+def test_memory_is_planned_by_the_largest_of_puzzle_s_experts(tmp_path):
+    sizes = [{"moe_intermediate_size": 8, "num_experts_per_tok": 2}, {"moe_intermediate_size": 24}]
+    blocks = [{"block_type": "moe", **each} for each in sizes]
+    given = nemotron_config(block_configs=[*blocks, {"block_type": "mamba"}])
+    del given["moe_intermediate_size"], given["num_experts_per_tok"], given["intermediate_size"]
+    blocks[1]["num_experts_per_tok"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    found = read_config(tmp_path)
+    assert found.intermediate_size == found.extra["moe_intermediate_size"] == 24
+    assert found.extra["num_experts_per_tok"] == 2
+    assert NemotronHForCausalLM.divided_sizes(found)["moe_intermediate_size"] == 8
+
+
 @pytest.mark.parametrize(
     ("given", "limit"),
     [

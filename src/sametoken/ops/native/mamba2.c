@@ -30,7 +30,10 @@ INLINE void set_steps(const scan_job *job, const slot_part *part, int64_t row, f
                       const int bf16) {
     for (int64_t head = 0; head < job->heads; head++) {
         float step = raw_gate(&job->raw, part, row, 0, head, bf16) + job->dt_bias[head];
-        step = fminf(fmaxf(softplus(step), job->least_step), job->largest_step);
+        step = softplus(step);
+        /* NaN passes both, and reaches the logits. */
+        if (step < job->least_step) step = job->least_step;
+        if (step > job->largest_step) step = job->largest_step;
         decay[head] = expf(-expf(job->A_log[head]) * step);
         decay[job->heads + head] = step;
     }

@@ -55,6 +55,31 @@ class ScanTile:
 
 
 @triton.jit
+def _columns(COLUMNS: tl.constexpr):
+    """[LANES, 1, RUNS, TOGETHER]: a thread's columns are in runs of four, loaded together.
+
+    Eight threads share a row of the state, so that most of a row's sum is within a thread.
+    """
+    TOGETHER: tl.constexpr = min(4, COLUMNS)
+    LANES: tl.constexpr = min(8, COLUMNS // TOGETHER)
+    RUNS: tl.constexpr = COLUMNS // (LANES * TOGETHER)
+    lane = tl.arange(0, LANES)[:, None, None, None]
+    run = tl.arange(0, RUNS)[None, None, :, None]
+    return (run * LANES + lane) * TOGETHER + tl.arange(0, TOGETHER)[None, None, None, :]
+
+
+@triton.jit
+def _read(state, c):
+    """Sum over the columns of state [LANES, ROWS, RUNS, TOGETHER] times c [.., 1, .., ..]: [ROWS].
+
+    Every rounding is explicit and not left to the compiler.
+    """
+    state, c = tl.broadcast(state, c)
+    products = tl.fma(state, c, tl.zeros(state.shape, tl.float32))
+    return tl.sum(tl.sum(tl.sum(products, axis=3), axis=2), axis=0)
+
+
+@triton.jit
 def _scan_tile(
     tile,
     run,
@@ -80,20 +105,19 @@ def _scan_tile(
     head = tile // TILES
     group = head // (H // G)
     element = (tile % TILES) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
+    column, of_row = _columns(COLUMNS), element[None, :, None, None]
     is_element, is_column = element < P, column < N
-    inside = is_element[:, None] & is_column[None, :]
+    inside = (of_row < P) & is_column
 
     # All loads together: dependent loads would cost as much as the row itself.
     slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
     num_rows, stop_row = fact(field, NUM_ROWS).to(tl.int32), fact(field, STOP_ROW)
     num_folded, num_lasting = fact(field, NUM_FOLDED).to(tl.int32), fact(field, NUM_LASTING)
     empty, broken = fact(field, EMPTY) != 0, fact(field, BROKEN) != 0
-    state_at = states + (slot * H + head) * P * N + element[:, None] * N + column[None, :]
+    state_at = states + (slot * H + head) * P * N + of_row * N + column
     exists = inside & (empty == 0) & (num_rows > 0)
     state = tl.load(state_at, exists, other=0.0, cache_modifier=".cg")
     factor = tl.load(skip + head).to(tl.float32)
-    zero = tl.zeros((ROWS, COLUMNS), tl.float32)
     # No other kernel writes the layer's states between ``plan_runs``, a PDL barrier, and here.
     gdc_wait(PDL)
 
@@ -102,17 +126,16 @@ def _scan_tile(
     b_at = prepared + H * P + group * N + column
     out += first_row * H * P + head * P + element
     # One loop without branches, so that folded and new rows run the same instructions; the output
-    # of folded rows is not stored. Every rounding is explicit and not left to the compiler.
+    # of folded rows is not stored.
     for t in tl.range(num_folded + num_rows, num_stages=STAGES):
         at, is_new = t * WIDTH, t >= num_folded
         x = tl.load(x_at + at, is_element, other=0.0)
         b = tl.load(b_at + at, is_column, other=0.0)
         c = tl.load(b_at + at + G * N, is_column, other=0.0)
         decay, step = tl.load(decay_at + at), tl.load(decay_at + at + H)
-        change, b = tl.broadcast((step * x)[:, None], b[None, :])
+        change, b = tl.broadcast((step * x)[None, :, None, None], b)
         state = tl.fma(change, b, decay * state)
-        read = tl.sum(tl.fma(state, tl.broadcast_to(c[None, :], (ROWS, COLUMNS)), zero), axis=1)
-        read = tl.fma(factor, x, read).to(out.dtype.element_ty)
+        read = tl.fma(factor, x, _read(state, c)).to(out.dtype.element_ty)
         tl.store(out + (t - num_folded) * H * P, read, is_element & is_new)
         if t + 1 == num_lasting:
             tl.store(state_at, state, inside)

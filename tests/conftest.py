@@ -18,12 +18,12 @@ if not torch.cuda.is_available():
 
 from helpers import interpreter
 from helpers.static_steps import CHOICE
-from sametoken.ops.model.gated_delta_rule import prepare
+from sametoken.ops.model.recurrent import convolution_triton
 
 if not torch.cuda.is_available():
     interpreter.install()
     # A program without a row takes as long as others there: few, each with several rows.
-    prepare._PROGRAMS = 16
+    convolution_triton.PROGRAMS = 16
 
 
 def pytest_generate_tests(metafunc):

@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from sametoken.ops.model.gated_delta_rule.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta
 from sametoken.ops.model.gated_delta_rule.triton import (
     RuleTile,
@@ -24,6 +23,7 @@ from sametoken.ops.model.gated_delta_rule.triton import (
     _keys,
     _updated,
 )
+from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.recurrent.runs import (
     EMPTY,
     FIELDS,

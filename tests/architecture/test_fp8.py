@@ -15,6 +15,7 @@ MAKERS = {
     "drafters/eagle.py",
     "models/experts.py",
     "models/heads/base.py",
+    "models/nemotron_h.py",
     "models/qwen3_5.py",
     "models/load/weights.py",
 }
@@ -55,7 +56,7 @@ def test_draft_heads_alone_are_quantized():
     assert {path for path in found if not path.startswith("ops/")} == MAKERS
 
 
-@pytest.mark.parametrize("module", ["experts", "qwen3_5"])
+@pytest.mark.parametrize("module", ["experts", "nemotron_h", "qwen3_5"])
 def test_a_mixture_of_experts_only_turns_it_off(module):
     source = (PACKAGE / "models" / f"{module}.py").read_text(encoding="utf-8")
     values = [

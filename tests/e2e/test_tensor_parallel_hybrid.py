@@ -10,6 +10,7 @@ import pytest
 from helpers.checkpoints import write_checkpoint
 from helpers.harness import request
 from helpers.hybrids import hybrid_config, hybrid_tensors, merged_experts, twin_config, twin_tensors
+from helpers.nemotron import write_nemotron
 from helpers.thread_ranks import engine_over_threads
 from helpers.two_ranks import MAX_TOKENS, VOCAB, answer, config_of, drive, requests
 from sametoken.engine.build import build_engine
@@ -23,6 +24,7 @@ SIZES = {
     "linear_num_value_heads": 4,
     "max_position_embeddings": 256,
 }
+NEMOTRON = {key: value for key, value in SIZES.items() if not key.startswith("linear")}
 DRAFTS = {
     "plain": None,
     "ngram": {
@@ -47,6 +49,7 @@ def files(tmp_path_factory):
             folder / "experts", experts, merged_experts(hybrid_tensors(experts, seed=3))
         ),
         "twin": write_checkpoint(folder / "twin", twin, twin_tensors(twin, seed=6)),
+        "nemotron": write_nemotron(folder / "nemotron", seed=4, moe_latent_size=6, **NEMOTRON),
     }
 
 
@@ -60,7 +63,7 @@ def speculation(files, kind, method):
 @pytest.fixture(scope="module")
 def truths(files):
     """Every request alone in its batch, plainly."""
-    return {kind: answer(files[kind], max_num_seqs=1) for kind in KINDS}
+    return {kind: answer(files[kind], max_num_seqs=1) for kind in (*KINDS, "nemotron")}
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,8 @@ def truths(files):
         ("experts", "mtp", 1, 6, 64),
         ("dense", "mtp", 3, 3, 16),
         ("experts", "self", 2, 4, 32),
+        ("nemotron", "ngram", 2, 6, 32),
+        ("nemotron", "mtp", 3, 3, 16),
     ],
 )
 def test_the_same_tokens(files, truths, kind, method, steps_in_flight, max_num_seqs, chunk):

@@ -74,9 +74,9 @@ class Bench:
 
 
 class OneRun(Bench):
-    """All rows of a pass are one slot's, as kernels of a GPU want to know."""
+    """All rows of a pass are one slot's run, as kernels on a GPU need it."""
 
-    def rows_at(self, slots, positions):
+    def rows_at(self, slots: torch.Tensor, positions: torch.Tensor) -> AttentionRows:
         count = len(slots)
         runs = RowRuns(1, count, torch.tensor([0, count]), 0, 0)
         return replace(super().rows_at(slots, positions), runs=runs)

@@ -42,8 +42,16 @@ def twin_shape(k: int, steps_in_flight: int) -> Shape:
     )
 
 
+def write_qwen(directory, seed: int) -> None:
+    config = twin_config()
+    write_checkpoint(directory, config, twin_tensors(config, seed))
+
+
 class Twin:
-    """A target and its module, loaded from one checkpoint; by default over the references."""
+    """A target and its module, loaded from one checkpoint; by default over the references.
+
+    ``write`` writes the checkpoint into a directory, with a seed: of Qwen3.5, or another family's.
+    """
 
     def __init__(
         self,
@@ -53,10 +61,10 @@ class Twin:
         *,
         quantized: bool = False,
         token_ids: list[int] | None = None,
+        write: Callable = write_qwen,
     ) -> None:
         self.vocab = VOCAB
-        config = twin_config()
-        write_checkpoint(directory, config, twin_tensors(config, seed))
+        write(directory, seed)
         kernels = kernels or ReferenceKernels()
         options = {"kernels": kernels, "dtype": torch.float32, "device": CPU, "max_positions": 96}
         self.target = load_model(directory, **options)

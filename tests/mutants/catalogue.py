@@ -19,6 +19,7 @@ import torch
 from sametoken.drafters.combined import CascadeDrafter, SharedDrafter
 from sametoken.drafters.context import DraftContext
 from sametoken.drafters.draft_model import DraftModelDrafter
+from sametoken.drafters.eagle import EagleDrafter
 from sametoken.extraction.writer import (
     StateWriter,
     _Sequence,
@@ -124,6 +125,10 @@ REPLAY = (
     "::test_without_room_on_the_host_what_was_lost_is_computed_again[ToyModel-1]"
 )
 IDLE_PREFIX = "tests/e2e/test_swap.py::test_idle_prefixes_go_to_host_memory_and_return"
+NEMOTRON = "tests/e2e/test_nemotron_h_engine.py"
+NEMOTRON_TWIN = f"{NEMOTRON}::test_a_module_that_is_its_target_s_twin_is_always_accepted[8-5-1]"
+NEMOTRON_END = f"{NEMOTRON}::test_a_request_may_end_at_the_longest_length"
+NEMOTRON_KEPT = f"{NEMOTRON}::test_a_kept_state_serves_the_next_turn"
 PREEMPTION = "tests/e2e/test_acceptance.py::test_preemption_costs_no_acceptance"
 
 
@@ -695,6 +700,7 @@ def prefix_keys_do_not_look_ahead(patch: pytest.MonkeyPatch) -> None:
 @mutant("chunk-edge-placeholder-token", LAW, f"{PREFIXES}[lookahead-4]", "acceptance")
 @mutant("chunk-edge-placeholder-under-an-eagle-head", LAW, EAGLE_HEAD, "position")
 @mutant("chunk-edge-placeholder-under-an-mtp-module", LAW, MTP_MODULE, "position", STATIC)
+@mutant("chunk-border-under-nemotron-s-module", "vllm#35447", NEMOTRON_TWIN, "acceptance")
 def a_chunk_ends_in_a_placeholder(patch: pytest.MonkeyPatch) -> None:
     """The token after a prefill chunk, which is the prompt's next one."""
     catch_up = DraftContext.catch_up
@@ -775,6 +781,31 @@ def states_are_kept_after_the_next_step(patch: pytest.MonkeyPatch) -> None:
         late[:] = plan.kept_states
 
     patch.setattr(KeptStates, "keep", mutant)
+
+
+@mutant("snapshot-committed-but-never-written", "docs/decisions/0024", NEMOTRON_KEPT, "tokens")
+def a_kept_state_is_not_written(patch: pytest.MonkeyPatch) -> None:
+    """The table says that it is there."""
+    keep = CacheStates.keep
+
+    def mutant(self, copy, num_computed):
+        keep(replace(self, kept=tuple(memory.clone() for memory in self.kept)), copy, num_computed)
+
+    patch.setattr(CacheStates, "keep", mutant)
+
+
+@mutant("stale-drafts-near-max-model-len", "vllm#38711", NEMOTRON_END, "acceptance")
+def drafts_of_an_earlier_step_are_offered_near_the_end(patch: pytest.MonkeyPatch) -> None:
+    propose, former = EagleDrafter.propose, {}
+
+    def mutant(self, context):
+        found, shape = propose(self, context), context.slots.shape
+        near_the_end = (context.num_tokens + 2 * context.num_speculative_tokens > 48).any()
+        if not (near_the_end and shape in former):
+            former[shape] = found
+        return former[shape]
+
+    patch.setattr(EagleDrafter, "propose", mutant)
 
 
 @mutant("rank-runs-drafts-of-its-own", LAW, f"{TWO_RANKS}[self-3-6-16]", "tokens")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.nemotron import write_twin
 from helpers.spoilt import measure_spoilt
 from helpers.twin import Twin, twin_requests
 
@@ -23,3 +24,9 @@ def test_a_draft_chain_goes_on_from_the_committed_token(tmp_path, steps_in_fligh
     """Windows that are cut short, chunks that end inside a prompt, results long outstanding."""
     core = Twin(tmp_path).engine(K, steps_in_flight=steps_in_flight, spoil=True)
     measure_spoilt(core, twin_requests(), K)
+
+
+def test_so_does_nemotron_s_on_which_it_was_met(tmp_path):
+    """Five drafts, three steps in flight, over Mamba-2, attention and experts."""
+    core = Twin(tmp_path, write=write_twin).engine(5, steps_in_flight=3, spoil=True)
+    measure_spoilt(core, twin_requests(), 5)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.harness import run
+from helpers.nemotron import write_twin
 from helpers.twin import Twin, twin_requests
 
 pytestmark = pytest.mark.usefixtures("layouts")
@@ -22,5 +23,13 @@ def test_requests_come_and_go_while_results_are_on_their_way(tmp_path, device):
     twin = Twin(tmp_path)
     items = twin_requests(max_tokens=19)
     drafted = run(twin.engine(3, steps_in_flight=3, spoil=True, device=device), items)
+    assert drafted.tokens == twin.plain(items)
+    assert 0 < drafted.accepted < drafted.offered
+
+
+def test_so_they_do_over_nemotron_s_states(tmp_path):
+    twin = Twin(tmp_path, write=write_twin)
+    items = twin_requests(max_tokens=19)
+    drafted = run(twin.engine(5, steps_in_flight=3, spoil=True, device="ahead"), items)
     assert drafted.tokens == twin.plain(items)
     assert 0 < drafted.accepted < drafted.offered

@@ -11,16 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from helpers import calculator
 from helpers.harness import Ran, Shape, build, request, run
 from helpers.hybrid_toy import HybridToy
+from helpers.nemotron import write_nemotron
 from sametoken.config import EngineConfig
 from sametoken.drafters import ngram
 from sametoken.drafters.base import Drafts
 from sametoken.drafters.ngram import NgramDrafter
 from sametoken.engine.build import build_engine
+from sametoken.models.loader import load_model
 from sametoken.models.names import HYBRID_DIRECTORY
+from sametoken.ops.reference import ReferenceKernels
 from sametoken.text.tokenizer import load_tokenizer
 
 K = 64
@@ -88,6 +92,29 @@ def test_a_step_without_drafts_after_accepted_drafts():
     )
     assert drafted.tokens == plain.tokens
     assert drafted.zero_after_many >= 3
+    assert drafted.rejected >= K
+    assert all(len(set(tokens)) > 2 for tokens in plain.tokens.values()), "nothing to get wrong"
+
+
+def test_so_it_is_with_mamba_2_on_which_it_was_confirmed(tmp_path):
+    """64 drafts a window, on a small random Nemotron-H."""
+    limit, kernels = 90, ReferenceKernels()
+    model = load_model(
+        write_nemotron(tmp_path, seed=5, pattern="M*M-E"),
+        kernels=kernels,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_positions=SHAPE.max_model_len + K,
+    )
+    requests = [request(name, prompt, max_tokens=limit) for name, prompt in PROMPTS.items()]
+    plain = run(build(model, SHAPE, kernels=kernels), requests)
+    drafted = run_watched(
+        build(model, SHAPE, make_drafter=lambda parts: ThreeStepsThenNone(K, 1, 10)),
+        requests,
+        limit,
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.zero_after_many >= 1
     assert drafted.rejected >= K
     assert all(len(set(tokens)) > 2 for tokens in plain.tokens.values()), "nothing to get wrong"
 

@@ -17,6 +17,7 @@ from sametoken.config import DUMMY, SpeculativeConfig
 from sametoken.drafters.eagle import fitting_head, read_token_map
 from sametoken.engine.resolve import ResolvedConfig
 from sametoken.layers.feed_forward import SparseMoE
+from sametoken.layers.squared_relu import SquaredReluMoE
 from sametoken.models.base import ModelConfig
 from sametoken.models.heads.eagle3 import Eagle3Head
 from sametoken.models.heads.mtp import MTPHead
@@ -196,8 +197,8 @@ def draft_pass(config: SpeculativeConfig, target: ModelConfig, target_path: Path
     fusion = _elements(head.fc) if isinstance(head, Eagle3Head) else 0
     experts = unread = 0
     mixture = head.layer.mlp if isinstance(head, MTPHead | NextNHead) else None
-    if isinstance(mixture, SparseMoE):
-        routed = mixture.routed
+    if isinstance(mixture, SparseMoE | SquaredReluMoE):
+        routed = mixture.routed if isinstance(mixture, SparseMoE) else mixture
         experts, num_experts = _elements(mixture), routed.router.weight.out_features
         unread = _elements(routed.experts) * (num_experts - routed.routing.top_k) // num_experts
     layers = _elements(head) - fusion - experts

@@ -10,7 +10,7 @@ import torch
 from sametoken.config import EngineConfig
 from sametoken.layers.slices import SLICE_ROWS
 from sametoken.models.base import ModelConfig
-from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent
+from sametoken.ops.cache_types import LatentKV, LayerCache, Recurrent, Stateless
 from sametoken.scheduler.plan_draft import max_sampled_rows
 
 _FP32 = 4
@@ -96,5 +96,7 @@ def _mixer_bytes(cache: LayerCache, model: ModelConfig, width: int) -> int:
     if isinstance(cache, LatentKV):
         # Queries before and after their absorption, and values likewise; none is wider.
         return 4 * model.num_heads * cache.width * width
+    if isinstance(cache, Stateless):
+        return 0
     kv = cache.num_kv_heads * (cache.k_dim + cache.v_dim)
     return (4 * model.num_heads * model.head_dim + kv) * width

@@ -65,6 +65,12 @@ def rotary_table(
     return RotaryTable((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
 
 
+def no_rotation(max_positions: int, device: torch.device) -> RotaryTable:
+    """The table of heads that are not rotated: two of [max_positions, 0]."""
+    empty = torch.empty(max_positions, 0, device=device)
+    return RotaryTable(empty, empty)
+
+
 def _frequencies(rope: Mapping[str, Any], head_dim: int, longest: int) -> tuple[Tensor, float]:
     """[rotary_dim / 2] inverse frequencies, and the factor on cos and sin."""
     rope_type = rope["rope_type"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from sametoken.layers.residual import Block, NoNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.layer_types import FULL, REFUSED, SLIDING, require_supported, sliding_windows
+from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
 from sametoken.ops.backend import AttentionRows, AttentionShape, Kernels, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent
@@ -41,6 +42,36 @@ class Biases(NamedTuple):
     output: bool
 
 
+class Layer(Protocol):
+    """A layer of the residual stream; its first norm runs with the layer before."""
+
+    @property
+    def input_norm(self) -> RMSNorm | NoNorm:
+        """The norm of the layer's input."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's matrices."""
+        ...
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on the residual stream [T, hidden].
+
+        Args:
+            x: [T, hidden], ``input_norm`` of ``residual``.
+            residual: [T, hidden]; its memory may be reused.
+            following: the norm after the layer.
+            cache: the pass's rows and the layer's memory, for its token mixer.
+
+        Returns:
+            ``following`` of the residual stream after the layer, and that stream.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer: norm, attention or another token mixer, norm, MLP."""
@@ -49,6 +80,13 @@ class DecoderLayer:
     attention: Block
     post_attention_norm: RMSNorm | NoNorm
     mlp: Block
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Layer``."""
+        x, residual = self.post_attention_norm.add(self.attention(x, *cache), residual)
+        return following.add(self.mlp(x), residual)
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +122,7 @@ class Decoder:
         activation: the only activation of MLPs.
         refused: keys whose settings are not implemented.
         rotates_parts: whether a config may rotate only a part of each head.
+        embedding_name, final_norm_name: names of their tensors, without prefix and ``.weight``.
 
     Raises:
         CheckpointError: a tensor is missing, of another shape, or not finite.
@@ -99,6 +138,8 @@ class Decoder:
     activation: ClassVar[str] = "silu"
     refused: ClassVar[tuple[str, ...]] = REFUSED
     rotates_parts: ClassVar[bool] = False
+    embedding_name: ClassVar[str] = "embed_tokens"
+    final_norm_name: ClassVar[str] = "norm"
 
     def __init__(
         self,
@@ -136,9 +177,18 @@ class Decoder:
         vocabulary = Part(self._embedding_name, config.vocab_size)
         self.embedding = weights.packed(config.hidden_size, vocabulary)
         self._layers = tuple(self._load_layer(weights, *each) for each in enumerate(rotaries))
-        self._final_norm = self._load_norm(weights, f"{self._prefix}.norm")
+        self._final_norm = self._load_norm(weights, f"{self._prefix}.{self.final_norm_name}")
         self.head = self._load_head(weights)
         weights.require_all_read(allowed=DERIVED_TENSORS, unused=self._unused())
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """A config's own keys by the names that all architectures share; changed ones only.
+
+        Raises:
+            CheckpointError: a value is missing or impossible.
+        """
+        return {}
 
     @staticmethod
     def tensor_prefix(weights: WeightReader) -> str:
@@ -188,26 +238,18 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
         """[T] ids to hidden states; reads and writes the cache of the rows' slots."""
-
-        def attend(index: int, x: Tensor) -> Tensor:
-            return self._layers[index].attention(x, rows, cache.layers[index])
-
-        return self._run_layers(token_ids, attend)
-
-    def _run_layers(
-        self, token_ids: Tensor, attend: Callable[[int, Tensor], Tensor]
-    ) -> HiddenStates:
-        """[T] ids through all layers; ``attend`` runs the token mixer of the layer of an index."""
+        step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
         residual = self._embed(token_ids)
         num_rows, hidden_size = residual.shape
         auxiliary = residual.new_empty(num_rows, len(self._aux_layers) * hidden_size)
         x = self._layers[0].input_norm(residual)
         for index, layer in enumerate(self._layers):
             self._keep(auxiliary, index, residual)
-            x = attend(index, x)
-            x, residual = layer.post_attention_norm.add(x, residual)
-            x, residual = self._norm_after(index).add(layer.mlp(x), residual)
+            of_layer = step if isinstance(self.caches[index], Recurrent) else rows
+            x, residual = layer(x, residual, self._norm_after(index), of_layer, cache.layers[index])
         self._keep(auxiliary, len(self._layers), residual)
+        if step is not None:
+            step.finish()
         return HiddenStates(x, auxiliary)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -273,14 +315,14 @@ class Decoder:
 
     @property
     def _embedding_name(self) -> str:
-        return f"{self._prefix}.embed_tokens.weight"
+        return f"{self._prefix}.{self.embedding_name}.weight"
 
     @property
     def _head_name(self) -> str:
         # Beside the decoder's "model", and at the top where the decoder is "model.language_model".
-        return HEAD if self._prefix.startswith("model") else f"language_model.{HEAD}"
+        return f"language_model.{HEAD}" if self._prefix == "language_model.model" else HEAD
 
-    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
+    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
         prefix = f"{self._prefix}.layers.{index}"
         return DecoderLayer(
             self._load_norm(weights, f"{prefix}.input_layernorm"),

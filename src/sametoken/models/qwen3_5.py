@@ -22,7 +22,7 @@ from sametoken.layers.feed_forward import GatedExpert, SparseMoE
 from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.residual import Block
-from sametoken.models.base import HiddenStates, ModelConfig
+from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import (
     Decoder,
     DecoderLayer,
@@ -35,10 +35,9 @@ from sametoken.models.decoder import (
 from sametoken.models.experts import divided_sizes, is_sparse, load_routed, softmax_routing
 from sametoken.models.load.settings import MAX_HEAD_DIM, Settings
 from sametoken.models.load.weights import Part, Split, WeightReader
-from sametoken.ops.backend import AttentionRows, AttentionShape, QKNorm, RotaryTable
+from sametoken.ops.backend import AttentionShape, QKNorm, RotaryTable
 from sametoken.ops.cache_types import LayerCache, Recurrent
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
-from sametoken.state.caches import ModelCache
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
@@ -214,19 +213,6 @@ class HybridDecoder(Decoder, ABC):
         recurrent = Recurrent(gated_delta_rule(config, location), dtype)
         types = _layer_types(config, location)
         return tuple(recurrent if kind == LINEAR else attention for kind in types)
-
-    def forward(self, token_ids: Tensor, rows: AttentionRows, cache: ModelCache) -> HiddenStates:
-        """[T] ids to hidden states; advances the rows' slots and writes their KV."""
-        step = self.kernels.begin_pass(rows, cache.folded) if cache.folded else None
-
-        def mix(index: int, x: Tensor) -> Tensor:
-            layer_rows = step if isinstance(self.caches[index], Recurrent) else rows
-            return self._layers[index].attention(x, layer_rows, cache.layers[index])
-
-        hidden = self._run_layers(token_ids, mix)
-        if step is not None:
-            step.finish()
-        return hidden
 
     def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> DecoderLayer:
         prefix, cache = f"{self._prefix}.layers.{index}", self._declared[index]

@@ -15,6 +15,7 @@ from sametoken.models.glm4_moe import Glm4MoeForCausalLM
 from sametoken.models.granite import GraniteForCausalLM
 from sametoken.models.llama import LlamaForCausalLM
 from sametoken.models.mistral import Ministral3ForCausalLM, MistralForCausalLM
+from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.olmo2 import Olmo2ForCausalLM
 from sametoken.models.phi3 import Phi3ForCausalLM
 from sametoken.models.qwen2 import Qwen2ForCausalLM, Qwen2VLForConditionalGeneration
@@ -45,6 +46,8 @@ ARCHITECTURES: dict[str, type[Decoder]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen2VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
     "Qwen2_5_VLForConditionalGeneration": Qwen2VLForConditionalGeneration,
+    "NemotronHForCausalLM": NemotronHForCausalLM,
+    "NemotronHPuzzleForCausalLM": NemotronHForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3VLForConditionalGeneration": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,

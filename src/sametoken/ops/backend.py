@@ -135,7 +135,7 @@ class RotaryTable:
     """cos and sin by position: two fp32 tensors [max_positions, rotary_dim / 2].
 
     Applied in the "rotate half" form: element j pairs with element j + rotary_dim / 2;
-    elements from rotary_dim on pass unchanged.
+    elements from rotary_dim on pass unchanged, all of them in a table of width 0.
     """
 
     cos: Tensor
@@ -294,6 +294,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def gated_group_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
+    ) -> Tensor:
+        """``rms_norm(x * silu(gate))`` by equal groups, rounded once: two [T, W] -> [T, W].
+
+        ``weight`` is [W].
+        """
+        ...
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
         ...
@@ -309,8 +318,16 @@ class Kernels(Protocol):
         """``cap * tanh(logits / cap)`` of [L, V] fp32."""
         ...
 
+    def relu_squared(self, x: Tensor) -> Tensor:
+        """``relu(x)^2``, rounded once: [T, W] -> [T, W]."""
+        ...
+
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
-        """Take over [gate | up] and down of E experts; the caller drops its own references."""
+        """Take over [gate | up] and down of E experts; the caller drops its own references.
+
+        Experts whose first matrix is as wide as the second is deep are not gated: up and down,
+        with ``relu_squared`` between.
+        """
         ...
 
     def moe_gate(

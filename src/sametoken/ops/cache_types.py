@@ -126,7 +126,27 @@ class Recurrent:
         return LayerMemory(*memory)
 
 
-LayerCache = PagedKV | LatentKV | Recurrent
+@dataclass(frozen=True, slots=True)
+class Stateless:
+    """A layer without a token mixer keeps nothing."""
+
+    def block_shapes(self, block_size: int) -> tuple[MemoryShape, ...]:
+        """None."""
+        return ()
+
+    def slot_shapes(self, num_drafts: int) -> tuple[MemoryShape, ...]:
+        """None."""
+        return ()
+
+    def divided(self, size: int) -> Stateless:
+        """The same on every rank."""
+        return self
+
+    def part(self) -> None:
+        """The layer has no memory."""
+
+
+LayerCache = PagedKV | LatentKV | Recurrent | Stateless
 
 
 def bytes_per_block(caches: Iterable[LayerCache], block_size: int) -> int:

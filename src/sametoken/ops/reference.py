@@ -59,8 +59,10 @@ class ComposedKernels:
             self, token_ids, embedding, embedding_norm, hidden, hidden_norm
         )
 
-    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
-        return SeparateExperts(tuple(gate_up), tuple(down))
+    def pack_experts(
+        self: Kernels, gate_up: Sequence[Weight], down: Sequence[Weight]
+    ) -> SeparateExperts:
+        return SeparateExperts(tuple(gate_up), tuple(down), self.relu_squared)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
@@ -142,6 +144,11 @@ class ReferenceKernels(ComposedKernels):
     ) -> tuple[Tensor, Tensor]:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
 
+    def gated_group_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
+    ) -> Tensor:
+        return norm_rope.gated_group_norm(x, gate, weight, num_groups, eps)
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return activation.sigmoid_mul(x, gate)
 
@@ -150,6 +157,9 @@ class ReferenceKernels(ComposedKernels):
 
     def soft_cap(self, logits: Tensor, cap: float) -> Tensor:
         return activation.soft_cap(logits, cap)
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        return activation.relu_squared(x)
 
     def rope_and_cache(
         self,

@@ -159,6 +159,14 @@ class TritonKernels:
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.gated_rms_norm(x, gate, weight, eps)
 
+    def gated_group_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
+    ) -> Tensor:
+        return norm_rope.gated_group_norm(x, gate, weight, num_groups, eps)
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        return activation.relu_squared(x)
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:

@@ -70,6 +70,8 @@ class Experts(Protocol):
     ) -> Tensor:
         """Weighted sum of ``down.matmul(gate_up.gated_matmul(x))`` over each row's experts.
 
+        Without gates, of ``down.matmul(relu_squared(up.matmul(x)))``.
+
         Added in fp32, in an order that depends on the row only, and rounded once: [T, H] ->
         [T, H] in x's dtype. With ``out_dtype`` torch.float32 nothing is rounded after the gated
         products, so that tensor-parallel partial sums can be added first. ``chosen`` and

@@ -22,14 +22,15 @@ class ModelCache:
     entries point to them.
 
     Attributes:
-        layers: each layer's view of the memory, in the order of the model's declarations.
+        layers: each layer's view of the memory, in the order of the model's declarations; None
+            where a layer keeps nothing.
         blocks: tensors [n, num_blocks + 1, ...], one for each group of n equal declarations.
         slots: tensors [n, max_num_seqs + 1, ...], likewise.
         reserved_block: the block that no request owns.
         folded: the positions that recurrent layers have folded; None without such layers.
     """
 
-    layers: tuple[LayerKV | LayerLatent | LayerMemory, ...]
+    layers: tuple[LayerKV | LayerLatent | LayerMemory | None, ...]
     blocks: tuple[Tensor, ...]
     slots: tuple[Tensor, ...]
     reserved_block: int

@@ -48,6 +48,32 @@ QWEN_3_5_9B = {
         "mtp_num_hidden_layers": 1,
     },
 }
+# Nemotron-3-Super's sizes, from notes on its config.json.
+SUPER = {
+    "architectures": ["NemotronHForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 131072,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+    "EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688,
+    "moe_shared_expert_intermediate_size": 5376,
+    "moe_latent_size": 1024,
+    "routed_scaling_factor": 5.0,
+    "max_position_embeddings": 32768,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+}
 
 
 def write_config(directory, config: dict, **changes) -> str:
@@ -78,6 +104,22 @@ def test_64_drafts_cost_a_hybrid_of_9b_less_than_60_mb_and_a_state_each_over_3_g
     assert found.weights == plain.weights
     elements = found.weights / (2 if dtype == "bfloat16" else 4)
     assert 8.9e9 < elements < 9.0e9
+
+
+def test_a_request_of_nemotron_s_super_holds_168_mb_of_state(tmp_path):
+    """40 layers of 128 x 64 x 128 in fp32; 64 drafts add their raw inputs, not 64 states."""
+    path = write_config(tmp_path, SUPER)
+    spec = {"method": "ngram", "num_speculative_tokens": 64}
+    found = measure_memory(config(path, spec, dtype="bfloat16"))
+    state, history = 40 * 128 * 64 * 128 * 4, 40 * 3 * 10240 * 2
+    assert found.request.recurrent_state == state + history
+    assert round(state / MB) == 168
+    # [x | B | C] and dt of 64 rows in 40 layers, and KV of 8 attention layers.
+    assert found.request.pending == 64 * 40 * (10240 + 128) * 2
+    assert found.speculation_per_request == found.request.pending + 64 * 8 * 2 * 2 * 128 * 2
+    assert found.speculation_per_request < 54 * MB
+    assert found.request.state_per_draft > 10 * GB
+    assert 118e9 < found.weights / 2 < 123e9
 
 
 def cases(tmp_path):

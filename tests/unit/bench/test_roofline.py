@@ -10,6 +10,7 @@ import torch
 
 from helpers.checkpoints import HIDDEN, LLAMA, write_llama
 from helpers.hybrids import EXPERTS, hybrid_config
+from helpers.nemotron import nemotron_config
 from sametoken.bench.roofline import draft_elements, read_bandwidth, step_traffic
 from sametoken.config import EngineConfig, SpeculativeConfig
 from sametoken.engine.build import build_engine
@@ -75,14 +76,17 @@ def test_a_hybrid_draft_model_s_layers_are_those_that_it_has(tmp_path):
     assert 4 * elements("draft_model", 3, tmp_path, tmp_path) == 3 * one_pass
 
 
-@pytest.mark.parametrize(("kind", "experts_left"), [("qwen3_5", 0), ("qwen3_next", 2)])
-def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_left):
-    config = hybrid_config(kind)
+@pytest.mark.parametrize(
+    ("kind", "experts_left", "matrices"),
+    [("qwen3_5", 0, 0), ("qwen3_next", 2, 3), ("nemotron_h", 2, 2)],
+)
+def test_a_module_of_the_target_s_is_read_once_per_pass(tmp_path, kind, experts_left, matrices):
+    config = nemotron_config() if kind == "nemotron_h" else hybrid_config(kind)
     (tmp_path / "config.json").write_text(json.dumps(config))
     target = load_model(tmp_path, **OPTIONS, load_format="dummy")
     head = MTPCheckpoint(tmp_path, load_format="dummy").load(target, **OPTIONS)
     # Of four experts a row reads two.
-    unread = 4 * experts_left * 3 * HIDDEN * EXPERTS["moe_intermediate_size"]
+    unread = 4 * experts_left * matrices * HIDDEN * EXPERTS["moe_intermediate_size"]
     one_pass = head.fc.nbytes + head.layer.nbytes + head.lm_head.nbytes - unread
     mtp = SpeculativeConfig("mtp", 3)
     found = draft_elements(mtp, target.config, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from helpers.hybrids import (
     twin_tensors,
     write_hybrid,
 )
+from helpers.nemotron import nemotron_config, write_nemotron
 from helpers.thread_ranks import run_ranks
 from sametoken.errors import CheckpointError, ConfigError
 from sametoken.layers.parallel import SINGLE_RANK
@@ -39,6 +41,7 @@ SIZES = {
     "head_dim": 8,
 }
 HYBRID_SIZES = SIZES | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+NEMOTRON_SIZES = SIZES | {"mamba_num_heads": 8, "n_groups": 4, "moe_latent_size": 16}
 TOKENS = [3, 40, 17, 5, 5, 21, 0]
 
 
@@ -93,6 +96,7 @@ WRITERS = {
     "qwen3_5 with biases": write_biased,
     "qwen3_5 with experts": write_merged,
     "qwen3_next": lambda folder: write_hybrid(folder, "qwen3_next", **HYBRID_SIZES),
+    "nemotron_h": lambda folder: write_nemotron(folder, **NEMOTRON_SIZES),
 }
 
 
@@ -107,7 +111,7 @@ def test_ranks_agree_and_are_near_one_rank(tmp_path, kind, backend):
     torch.testing.assert_close(first, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5", "qwen3_next", "nemotron_h"])
 def test_a_row_s_bits_do_not_depend_on_its_company(tmp_path, kind):
     path = WRITERS[kind](tmp_path)
 
@@ -241,6 +245,31 @@ def test_what_does_not_divide_a_hybrid_is_refused_by_name(tmp_path, kind, name, 
     require_divisible(config(), 2)
     with pytest.raises(ConfigError, match=f"{name}={count}"):
         require_divisible(config(**{name: count}), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("n_groups", 1),
+        ("num_key_value_heads", 1),
+        ("intermediate_size", 25),
+        ("moe_intermediate_size", 9),
+        ("moe_shared_expert_intermediate_size", 15),
+    ],
+)
+def test_what_does_not_divide_nemotron_is_refused_by_name(tmp_path, name, count):
+    def config(**changes):
+        (tmp_path / "config.json").write_text(
+            json.dumps(nemotron_config(**NEMOTRON_SIZES | {"num_key_value_heads": 2} | changes))
+        )
+        return read_config(tmp_path)
+
+    require_divisible(config(), 2)
+    with pytest.raises(ConfigError, match=f"{name}={count}"):
+        require_divisible(config(**{name: count}), 2)
+    # Sizes that no layer has need not divide.
+    if name == "n_groups":
+        require_divisible(config(hybrid_override_pattern="*E-", n_groups=1), 2)
 
 
 def test_sizes_that_no_layer_has_need_not_divide(tmp_path):

@@ -1,4 +1,4 @@
-"""The multi-token-prediction (MTP, NextN) module of Qwen3-Next and Qwen3.5.
+"""The multi-token-prediction (MTP, NextN) module of Qwen3-Next and Qwen3.5, and its checkpoint.
 
 Row p takes the token at p + 1 and the target's last hidden state at p, and predicts the token at
 p + 2. From vLLM (``vllm/model_executor/models/qwen3_next_mtp.py``, ``qwen3_5_mtp.py``) and SGLang
@@ -21,6 +21,8 @@ The target's own checkpoint contains the module as ``mtp.*``, beside ``model.*``
 
 Config keys: ``mtp_num_hidden_layers`` and ``mtp_use_dedicated_embeddings`` (Qwen3.5), and
 ``num_nextn_predict_layers``, which vLLM reads for Qwen3-Next. Without a count there is one layer.
+
+Nemotron-3's module (``mtp_nemotron_h``) runs alike: its two layers of one mixer are such a layer.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from sametoken.layers.linear import Linear
 from sametoken.layers.norm import RMSNorm
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import HiddenStates, ModelConfig
-from sametoken.models.decoder import DERIVED_TENSORS, DecoderLayer, attention_cache
+from sametoken.models.decoder import DERIVED_TENSORS, Decoder, DecoderLayer, attention_cache
 from sametoken.models.heads.base import (
     HeadCheckpoint,
     HeadStates,
@@ -45,10 +47,13 @@ from sametoken.models.heads.base import (
     load_lm_head,
     require_sizes,
 )
+from sametoken.models.heads.mtp_form import Module, ModuleForm
+from sametoken.models.heads.mtp_nemotron_h import NemotronHForm
 from sametoken.models.load.huggingface import open_weights
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.models.loader import read_config
+from sametoken.models.nemotron_h import NemotronHForCausalLM
 from sametoken.models.qwen3_5 import HybridDecoder, load_gated_attention, load_layer_mlp, load_norm
 from sametoken.models.registry import ARCHITECTURES
 from sametoken.ops.backend import AttentionRows, Kernels
@@ -60,16 +65,54 @@ PREFIX = "mtp"
 _ANOTHER_METHOD = "another speculative method"
 
 
-def _require_form(config: ModelConfig, directory: Path) -> None:
-    """Refuse anything except one layer over the target's embedding."""
-    architecture = config.architecture
-    if not issubclass(ARCHITECTURES.get(architecture, object), HybridDecoder):
+class QwenForm:
+    """See ``ModuleForm``."""
+
+    fusion = f"{PREFIX}.fc"
+
+    def num_layers(self, settings: Settings) -> object:
+        """See ``ModuleForm.num_layers``."""
+        implied = settings.get("num_nextn_predict_layers", 1)
+        return settings.get("mtp_num_hidden_layers", implied)
+
+    def require(self, settings: Settings) -> None:
+        """See ``ModuleForm.require``."""
+        if settings.get("mtp_use_dedicated_embeddings"):
+            raise UnsupportedError(
+                f"{settings.location}: a multi-token-prediction module with its own embedding is "
+                "not supported",
+                f"use {_ANOTHER_METHOD}",
+            )
+
+    def load(self, config: ModelConfig, reader: WeightReader, max_positions: int) -> Module:
+        """See ``ModuleForm.load``."""
+        return Module(
+            embedding_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
+            hidden_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
+            fc=reader.linear(2 * config.hidden_size, Part(self.fusion, config.hidden_size)),
+            layer=_load_layer(config, reader, max_positions),
+            norm=load_norm(config, reader, f"{PREFIX}.norm"),
+        )
+
+
+#: The form of each family's module.
+_FORMS: dict[type[Decoder], ModuleForm] = {
+    HybridDecoder: QwenForm(),
+    NemotronHForCausalLM: NemotronHForm(),
+}
+
+
+def _form_of(config: ModelConfig, directory: Path) -> ModuleForm:
+    """The form of an architecture's module; anything except one module of it is refused."""
+    architecture = ARCHITECTURES.get(config.architecture, Decoder)
+    found = [form for family, form in _FORMS.items() if issubclass(architecture, family)]
+    if not found:
         raise UnsupportedError(
-            f"{directory}: method 'mtp' does not run with {architecture}",
-            f"use a Qwen3.5 or Qwen3-Next checkpoint, or {_ANOTHER_METHOD}",
+            f"{directory}: method 'mtp' does not run with {config.architecture}",
+            f"use a Qwen3.5, Qwen3-Next or Nemotron-3 checkpoint, or {_ANOTHER_METHOD}",
         )
     settings = Settings(config.extra, str(directory))
-    num_layers = settings.get("mtp_num_hidden_layers", settings.get("num_nextn_predict_layers", 1))
+    num_layers = found[0].num_layers(settings)
     if num_layers == 0:
         raise _without_module(directory)
     if num_layers != 1:
@@ -78,11 +121,8 @@ def _require_form(config: ModelConfig, directory: Path) -> None:
             "is not supported",
             f"use {_ANOTHER_METHOD}",
         )
-    if settings.get("mtp_use_dedicated_embeddings"):
-        raise UnsupportedError(
-            f"{directory}: a multi-token-prediction module with its own embedding is not supported",
-            f"use {_ANOTHER_METHOD}",
-        )
+    found[0].require(settings)
+    return found[0]
 
 
 def _without_module(directory: Path) -> CheckpointError:
@@ -176,8 +216,9 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
     def __init__(self, directory: Path, *, load_format: str = "auto") -> None:
         super().__init__(directory, load_format=load_format)
         self.config = read_config(directory, load_format=load_format)
-        _require_form(self.config, directory)
-        if not self._is_dummy and f"{PREFIX}.fc.weight" not in self._open_tensors().names():
+        self._form = _form_of(self.config, directory)
+        fusion = f"{self._form.fusion}.weight"
+        if not self._is_dummy and fusion not in self._open_tensors().names():
             raise _without_module(directory)
 
     def require_fit(self, target: ModelConfig) -> None:
@@ -195,17 +236,17 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
         max_positions: int,
         token_ids: Tensor | None,
     ) -> MTPHead:
-        config = self.config
+        module = self._form.load(self.config, reader, max_positions)
         return MTPHead(
             kernels=reader.kernels,
             embedding=shared.embedding,
-            embedding_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_embedding"),
-            hidden_norm=load_norm(config, reader, f"{PREFIX}.pre_fc_norm_hidden"),
-            fc=reader.linear(2 * config.hidden_size, Part(f"{PREFIX}.fc", config.hidden_size)),
-            layer=_load_layer(config, reader, max_positions),
-            norm=load_norm(config, reader, f"{PREFIX}.norm"),
+            embedding_norm=module.embedding_norm,
+            hidden_norm=module.hidden_norm,
+            fc=module.fc,
+            layer=module.layer,
+            norm=module.norm,
             lm_head=load_lm_head(reader, shared.whole_head(), token_ids),
-            caches=(attention_cache(config, reader.dtype),),
+            caches=(attention_cache(self.config, reader.dtype),),
             token_ids=token_ids,
         )
 

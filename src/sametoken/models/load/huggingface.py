@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -102,6 +103,7 @@ def model_config(given: Settings, generation: Settings = NO_SETTINGS) -> ModelCo
     family = ARCHITECTURES.get(architecture, Decoder)
     named = {family.aliases.get(key, key): value for key, value in config.items()}
     settings = Settings({**family.implied, **named}, location)
+    settings = replace(settings, values={**settings.values, **family.renamed(settings)})
     vocab_size = settings.integer("vocab_size")
     hidden_size = settings.integer("hidden_size")
     num_heads = settings.integer("num_attention_heads")

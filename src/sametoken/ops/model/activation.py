@@ -1,4 +1,4 @@
-"""Gated activations in plain PyTorch."""
+"""Activations in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,21 +21,26 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
     return (sigmoid(gate) * x.float()).to(x.dtype)
 
 
-def sigmoid(gate: Tensor) -> Tensor:
-    """``sigmoid(gate)`` of [T, W] in fp32."""
-    return _by_row(torch.sigmoid, gate)
+def relu_squared(x: Tensor) -> Tensor:
+    """``relu(x)^2`` in fp32, rounded once."""
+    return F.relu(x.float()).square().to(x.dtype)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """See ``Kernels.gelu_mul``."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     slope = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate)
-    return (gate * _by_row(torch.sigmoid, slope) * up).to(gate_up.dtype)
+    return (gate * sigmoid(slope) * up).to(gate_up.dtype)
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
     """See ``Kernels.soft_cap``."""
     return _by_row(torch.tanh, logits / cap) * cap
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``sigmoid(x)`` of [T, W] in fp32."""
+    return _by_row(torch.sigmoid, x)
 
 
 def silu(gate: Tensor) -> Tensor:

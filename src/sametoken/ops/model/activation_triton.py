@@ -1,4 +1,4 @@
-"""Gated activations in Triton."""
+"""Activations in Triton."""
 
 # mypy: disallow-untyped-decorators=false, disallow-incomplete-defs=false
 from __future__ import annotations
@@ -137,4 +137,32 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
             num_warps=4,
             **pdl_options(x),
         )
+    return out
+
+
+@triton.jit
+def _relu_squared_kernel(
+    x,  # [T, WIDTH]
+    out,  # [T, WIDTH]
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    gdc_launch_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place, inside = row * WIDTH + columns, columns < WIDTH
+    value = tl.load(x + place, inside, other=0.0).to(tl.float32)
+    value = tl.where(value < 0.0, 0.0, value * value)
+    tl.store(out + place, value.to(out.dtype.element_ty), inside)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """See ``Kernels.relu_squared``."""
+    assert x.is_contiguous()
+    num_rows, width = x.shape
+    out = torch.empty_like(x)
+    if num_rows:
+        grid = (num_rows, triton.cdiv(width, _BLOCK))
+        _relu_squared_kernel[grid](x, out, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(x))
     return out

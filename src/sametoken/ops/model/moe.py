@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sametoken.ops.backend import Routing
-from sametoken.ops.model.activation import sigmoid
+from sametoken.ops.model import activation
 from sametoken.ops.weight import Weight
 
 #: Added to a sum of weights, so that rows whose scores are all 0 get weights of 0.
@@ -18,10 +18,15 @@ TINY = 1e-20
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
-    """``Experts`` as separate weights: [gate | up] and down of each expert."""
+    """``Experts`` as separate weights: [gate | up], or up alone, and down of each expert.
+
+    Attributes:
+        relu_squared: the activation of experts without gates.
+    """
 
     gate_up: Sequence[Weight]
     down: Sequence[Weight]
+    relu_squared: Callable[[Tensor], Tensor] = activation.relu_squared
 
     @property
     def nbytes(self) -> int:
@@ -35,16 +40,23 @@ class SeparateExperts:
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in chosen.unique().tolist():
             rows, places = torch.nonzero(chosen == expert, as_tuple=True)
-            inner = self.gate_up[expert].gated_matmul(x[rows])
+            inner = self._inner(expert, x[rows])
             output = self.down[expert].matmul(inner, out_dtype=out_dtype)
             out[rows] += output.float() * weights[rows, places, None]
         return out.to(out_dtype or x.dtype)
+
+    def _inner(self, expert: int, x: Tensor) -> Tensor:
+        first, second = self.gate_up[expert], self.down[expert]
+        if first.out_features == second.in_features:
+            return self.relu_squared(first.matmul(x))
+        return first.gated_matmul(x)
 
 
 def moe_gate(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See ``Kernels.moe_gate``."""
     values = logits.float()
-    scores = sigmoid(values) if routing.scoring == "sigmoid" else values.softmax(dim=-1)
+    is_sigmoid = routing.scoring == "sigmoid"
+    scores = activation.sigmoid(values) if is_sigmoid else values.softmax(dim=-1)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))

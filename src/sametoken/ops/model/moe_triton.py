@@ -32,7 +32,7 @@ class StackedExperts:
     """The experts of a layer on the GPU.
 
     Attributes:
-        gate_up: [E, 2 * I, H], gate first.
+        gate_up: [E, 2 * I, H], gate first; [E, I, H], up alone, for experts without gates.
         down: [E, H, I].
     """
 
@@ -210,7 +210,7 @@ def _group_kernel(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _expert_kernel(
     x,  # [rows, K]; pair p reads row p // PAIRS_PER_ROW
-    weight,  # [E, N, K]; [E, 2 * N, K] if GATED
+    weight,  # [E, N, K]; [E, 2 * N, K] if the activation is "silu_mul"
     counts,  # [E]
     members,  # [E, num_pairs]
     out,  # [num_pairs, N], written
@@ -218,12 +218,13 @@ def _expert_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # "silu_mul", "relu_squared" or "none"
     BLOCK_ROWS: tl.constexpr,
     BLOCK_FEATURES: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    GATED: tl.constexpr = ACTIVATION == "silu_mul"
     gdc_launch_and_wait(PDL)
     expert = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
@@ -252,6 +253,9 @@ def _expert_kernel(
         if GATED:
             gate, up = acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
             acc = gate / (1.0 + tl.exp(-gate)) * up
+        if ACTIVATION == "relu_squared":
+            rounded = acc.to(dtype).to(tl.float32)
+            acc = tl.where(rounded < 0.0, 0.0, rounded * rounded)
         at = out + pair[None, :] * N + feature[:, None]
         tl.store(at, acc.to(dtype), is_feature[:, None] & is_pair[None, :])
 
@@ -286,7 +290,8 @@ def moe_forward(
 ) -> Tensor:
     """Weighted sum of every row's experts, added by rank in fp32: [T, H] -> [T, H].
 
-    Expert outputs are rounded to the result's dtype first; gate and up to x's.
+    Expert outputs are rounded to the result's dtype first; gate and up to x's. Experts without
+    gates apply relu(up)^2.
 
     Args:
         x: [T, H].
@@ -316,10 +321,11 @@ def moe_forward(
         **pdl_options(x),
     )
     groups = _Groups(counts, members, _LARGE_TILE if num_rows > _MANY_ROWS else _SMALL_TILE)
-    gated = x.new_empty(pairs, inner)
-    _product(x, experts.gate_up, groups, gated, pairs_per_row=top_k, is_gated=True)
+    features = x.new_empty(pairs, inner)
+    activation = "relu_squared" if experts.gate_up.shape[1] == inner else "silu_mul"
+    _product(x, experts.gate_up, groups, features, top_k, activation)
     outputs = out.new_empty(pairs, hidden)
-    _product(gated, experts.down, groups, outputs, pairs_per_row=1, is_gated=False)
+    _product(features, experts.down, groups, outputs, 1, "none")
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COLUMNS))](
         outputs,
         weights,
@@ -338,9 +344,8 @@ def _product(
     weight: Tensor,
     groups: _Groups,
     out: Tensor,
-    *,
     pairs_per_row: int,
-    is_gated: bool,
+    activation: str,
 ) -> None:
     """Multiply each pair's row by its expert's weight into ``out`` [pairs, N]."""
     num_experts, pairs = groups.members.shape
@@ -357,7 +362,7 @@ def _product(
         N=out_features,
         K=weight.shape[2],
         PAIRS_PER_ROW=pairs_per_row,
-        GATED=is_gated,
+        ACTIVATION=activation,
         BLOCK_ROWS=groups.block_rows,
         BLOCK_FEATURES=features,
         BLOCK_DEPTH=depth,

@@ -20,6 +20,14 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return (normed.flatten(1) * silu(gate)).to(x.dtype)
 
 
+def gated_group_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
+) -> Tensor:
+    """See ``Kernels.gated_group_norm``."""
+    groups = (x.float() * silu(gate)).unflatten(-1, (num_groups, -1))
+    return _normed(groups, weight.view(num_groups, -1), eps).flatten(1).to(x.dtype)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``Kernels.add_rms_norm``."""
     total = x + residual

@@ -125,6 +125,62 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     return out
 
 
+@triton.jit
+def _gated_group_norm_kernel(
+    x,  # [T, GROUPS, D]
+    gate,  # [T, GROUPS, D], rows gate_stride apart
+    weight,  # [GROUPS, D]
+    out,  # [T, GROUPS, D]
+    gate_stride,
+    eps,
+    GROUPS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    factor = tl.load(weight + group * D + column, inside, other=0.0).to(tl.float32)
+    gdc_launch_and_wait(PDL)
+    start = (row * GROUPS + group) * D
+    value = tl.load(x + start + column, inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + row * gate_stride + group * D + column, inside, other=0.0).to(tl.float32)
+    store_normed(out + start, value * (g / (1.0 + tl.exp(-g))), factor, eps, D, BLOCK)
+
+
+def gated_group_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
+) -> Tensor:
+    """See ``Kernels.gated_group_norm``; ``gate`` may be strided."""
+    num_rows, width = x.shape
+    assert x.is_contiguous()
+    assert gate.stride(1) == 1
+    assert gate.shape == x.shape
+    assert weight.shape == (width,)
+    assert weight.is_contiguous()
+    assert width % num_groups == 0
+    assert aligned(x, weight)
+    out = torch.empty_like(x)
+    program = row_program(width // num_groups)
+    if num_rows:
+        _gated_group_norm_kernel[(num_rows, num_groups)](
+            x,
+            gate,
+            weight,
+            out,
+            gate.stride(0),
+            eps,
+            GROUPS=num_groups,
+            D=program["WIDTH"],
+            BLOCK=program["BLOCK"],
+            num_warps=program["num_warps"],
+            **pdl_options(x),
+        )
+    return out
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See ``Kernels.add_rms_norm``; writes its results into ``x`` and ``residual``."""
     assert residual.is_contiguous()
@@ -330,7 +386,7 @@ def rope_and_cache(
             BLOCK_SIZE=block_size,
             HEADS=heads,
             D_BLOCK=triton.next_power_of_2(head_dim),
-            HALF_BLOCK=triton.next_power_of_2(half),
+            HALF_BLOCK=triton.next_power_of_2(max(half, 1)),
             REST_BLOCK=triton.next_power_of_2(max(head_dim - 2 * half, 1)),
             num_warps=4,
             **pdl_options(qkv),

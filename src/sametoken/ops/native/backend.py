@@ -9,9 +9,8 @@ from torch import Tensor
 
 from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
-from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.latent_attention.shape import LatentRotary, LatentShape, LayerLatent
-from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows
+from sametoken.ops.model.recurrent.rule import Folded
 from sametoken.ops.native import latent as latent_attention
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
@@ -111,7 +110,6 @@ class NativeKernels(ComposedKernels):
         self._rms_norm, self._add_rms_norm = library.rms_norm, library.add_rms_norm
         self._sigmoid_mul, self._rope = library.sigmoid_mul, library.rope_and_cache
         self._attention, self._sample = library.attention, library.sample
-        self._gated_delta = library.gated_delta
 
     def require(self, shape: AttentionShape) -> None:
         dim = shape.head_dim
@@ -137,6 +135,33 @@ class NativeKernels(ComposedKernels):
         gate = gate.reshape(by_head).contiguous()
         _require(gate, x.dtype)
         return self._normed(x.view(by_head), gate, weight, eps).view(x.shape)
+
+    def gated_group_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, num_groups: int, eps: float
+    ) -> Tensor:
+        gate = gate.contiguous()
+        _require(x, x.dtype)
+        _require(gate, x.dtype)
+        out = torch.empty_like(x)
+        self._library.gated_group_norm(
+            x.data_ptr(),
+            gate.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            num_groups,
+            x.shape[1] // num_groups,
+            eps,
+            _is_bf16(x),
+            _norm_is_bf16(weight, x),
+        )
+        return out
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        _require(x, x.dtype)
+        out = torch.empty_like(x)
+        self._library.relu_squared(x.data_ptr(), out.data_ptr(), x.numel(), _is_bf16(x))
+        return out
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -305,50 +330,7 @@ class NativeKernels(ComposedKernels):
         return out
 
     def begin_pass(self, rows: AttentionRows, folded: Folded) -> NativePass:
-        return NativePass.begin(rows, folded, self.gated_delta)
-
-    def gated_delta(
-        self, parts: Tensor, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory
-    ) -> Tensor:
-        """Convolution and gated delta rule of a pass's rows, folded rows first: [T, Hv * Dv].
-
-        Args:
-            parts: each slot's part in the pass, from ``part_table``.
-            params: the layer's weights.
-            raw: the pass's rows.
-            memory: the slots' memory in this layer, written.
-        """
-        rule = params.rule
-        out = torch.empty((raw.mixed.shape[0], rule.out_features), dtype=raw.mixed.dtype)
-        _require(memory.states, torch.float32)
-        for kept in (memory.history, memory.pending_mixed, memory.pending_gates):
-            _require(kept, out.dtype)
-        weights = (params.A_log, params.dt_bias, params.conv_weight, params.conv_bias)
-        # Keeps copies alive during the call.
-        floats = [None if w is None else w.float().contiguous() for w in weights]
-        done = self._gated_delta(
-            parts.data_ptr(),
-            len(parts),
-            memory.states.data_ptr(),
-            memory.history.data_ptr(),
-            memory.pending_mixed.data_ptr(),
-            memory.pending_gates.data_ptr(),
-            raw.mixed.data_ptr(),
-            *(part.data_ptr() for part in raw.gates),
-            *raw.strides,
-            *(None if w is None else w.data_ptr() for w in floats),
-            out.data_ptr(),
-            rule.num_key_heads,
-            rule.num_value_heads,
-            rule.key_dim,
-            rule.value_dim,
-            rule.conv_kernel,
-            memory.max_pending,
-            _is_bf16(out),
-        )
-        if not done:
-            raise MemoryError(f"no memory for {len(out)} rows of a recurrent layer")
-        return out
+        return NativePass.begin(rows, folded, self._library)
 
     def _normed(self, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         t, h = x.shape

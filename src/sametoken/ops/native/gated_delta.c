@@ -4,77 +4,26 @@
  * the raw rows that the next pass needs. Every column of a state is read and updated
  * separately, with sums over the keys in ascending order, so no bit depends on the division of
  * rows into passes, on other slots or on threads. */
-#include "threads.h"
-#include "vector.h"
+#include "recurrent.h"
 
 #define NORM_EPS 1e-6f
 /* Columns of a state per panel: with 128 keys a panel fits the L1 cache. */
 #define PANELS 2
 #define PANEL (PANELS * LANES)
-/* Floats of prepared rows held at once; more slots run in several batches. */
-#define PREPARED_FLOATS (4 << 20)
-
-/* One slot's rows: `folded` pending ones, then `rows` of the pass from `first_row`. The first
- * `lasting` advance the stored state, the others are the new pending rows. */
-typedef struct {
-    int64_t slot, starts, first_row, rows, folded, lasting;
-    int64_t rows_before; /* folded rows and rows of the pass of all earlier slots */
-} slot_part;
 
 typedef struct {
-    float *states;                              /* [slots][value_heads][key_dim][value_dim] */
-    char *history, *pending_qkv, *pending_gates;
-    const char *qkv, *a, *b;                    /* raw rows, strides in elements */
-    int64_t qkv_stride, a_stride, b_stride;
-    const float *A_log, *dt_bias, *conv_weight, *conv_bias;
+    raw_rows raw;  /* [q | k | v], a and b */
+    float *states; /* [slots][value_heads][key_dim][value_dim] */
+    const float *A_log, *dt_bias;
     void *out;
     float *prepared; /* of one batch: [q | k | v | decay | beta] by row */
-    int64_t key_heads, value_heads, key_dim, value_dim, taps, max_pending;
+    int64_t key_heads, value_heads, key_dim, value_dim;
 } delta_job;
 
 static _Thread_local buffer prepared_memory, thread_memory;
 
-INLINE int64_t total_rows(const slot_part *part) { return part->folded + part->rows; }
-
-INLINE int64_t channels_of(const delta_job *job) {
-    return 2 * job->key_heads * job->key_dim + job->value_heads * job->value_dim;
-}
-
 INLINE int64_t prepared_width(const delta_job *job) {
-    return channels_of(job) + 2 * job->value_heads;
-}
-
-/* Raw row `index` of the slot, from the oldest of its history; NULL stands for zeros. */
-INLINE const char *raw_row(const delta_job *job, const slot_part *part, int64_t index,
-                           int64_t size) {
-    int64_t before = job->taps - 1, width = channels_of(job) * size;
-    if (index < before)
-        return part->starts ? NULL : job->history + (part->slot * before + index) * width;
-    index -= before;
-    if (index < part->folded)
-        return job->pending_qkv + (part->slot * job->max_pending + index) * width;
-    return job->qkv + (part->first_row + index - part->folded) * job->qkv_stride * size;
-}
-
-/* SiLU of the convolution at one row: `dim` channels from `first`. */
-INLINE void convolve(const delta_job *job, const slot_part *part, int64_t row, int64_t first,
-                     int64_t dim, float *out, const int bf16) {
-    for (int64_t i = 0; i < dim; i += LANES) store_some(out, i, dim - i, 0, splat(0.0f));
-    for (int64_t tap = 0; tap < job->taps; tap++) {
-        const char *raw = raw_row(job, part, row + tap, bf16 ? 2 : 4);
-        for (int64_t i = 0; raw && i < dim; i += LANES) {
-            f32x16 sum = load_some(out, i, dim - i, 0);
-            int64_t place = tap * channels_of(job) + first + i;
-            f32x16 weight = load_some(job->conv_weight, place, dim - i, 0);
-            sum = multiply_add(load_some(raw, first + i, dim - i, bf16), weight, sum);
-            store_some(out, i, dim - i, 0, sum);
-        }
-    }
-    for (int64_t i = 0; i < dim; i += LANES) {
-        f32x16 sum = load_some(out, i, dim - i, 0);
-        if (job->conv_bias) sum += load_some(job->conv_bias, first + i, dim - i, 0);
-        store_some(out, i, dim - i, 0, sum / (exp_lanes(-sum) + 1.0f));
-    }
+    return job->raw.channels + 2 * job->value_heads;
 }
 
 /* x / sqrt(sum(x^2) + eps) * scale in place. */
@@ -89,27 +38,12 @@ INLINE void normalise(float *x, int64_t dim, float scale) {
         store_some(x, i, dim - i, 0, load_some(x, i, dim - i, 0) * factor);
 }
 
-INLINE float element(const void *base, int64_t index, int bf16) {
-    return bf16 ? widen(((const uint16_t *)base)[index]) : ((const float *)base)[index];
-}
-
 /* Decay and beta of one row and value head. */
 INLINE void set_gates(const delta_job *job, const slot_part *part, int64_t row, int64_t head,
                       float *decay, float *beta, const int bf16) {
-    float a, b;
-    if (row < part->folded) {
-        int64_t place = (part->slot * job->max_pending + row) * 2 * job->value_heads + head;
-        a = element(job->pending_gates, place, bf16);
-        b = element(job->pending_gates, place + job->value_heads, bf16);
-    } else {
-        int64_t of_pass = part->first_row + row - part->folded;
-        a = element(job->a, of_pass * job->a_stride + head, bf16);
-        b = element(job->b, of_pass * job->b_stride + head, bf16);
-    }
-    a += job->dt_bias[head];
-    float softplus = a > 20.0f ? a : log1pf(expf(a));
-    *decay = expf(-expf(job->A_log[head]) * softplus);
-    *beta = 1.0f / (1.0f + expf(-b));
+    float a = raw_gate(&job->raw, part, row, 0, head, bf16) + job->dt_bias[head];
+    *decay = expf(-expf(job->A_log[head]) * softplus(a));
+    *beta = 1.0f / (1.0f + expf(-raw_gate(&job->raw, part, row, 1, head, bf16)));
 }
 
 /* Phase one for one slot and head; heads of q, then of k, then of v with their gates. */
@@ -120,11 +54,11 @@ INLINE void prepare(const delta_job *job, const slot_part *part, int64_t head, f
     int64_t first = head < keys ? head * dim : keys * job->key_dim + (head - keys) * dim;
     float scale = head < job->key_heads ? 1.0f / sqrtf((float)dim) : 1.0f;
     for (int64_t row = 0; row < total_rows(part); row++, rows += width) {
-        convolve(job, part, row, first, dim, rows + first, bf16);
+        convolve(&job->raw, part, row, first, dim, rows + first, bf16);
         if (head < keys) {
             normalise(rows + first, dim, scale);
         } else {
-            float *decay = rows + channels_of(job) + head - keys;
+            float *decay = rows + job->raw.channels + head - keys;
             set_gates(job, part, row, head - keys, decay, decay + job->value_heads, bf16);
         }
     }
@@ -179,7 +113,7 @@ INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, i
     int64_t query = head / (job->value_heads / job->key_heads) * keys;
     int64_t key = query + job->key_heads * keys;
     int64_t value = 2 * job->key_heads * keys + head * dim + column;
-    int64_t gate = channels_of(job) + head;
+    int64_t gate = job->raw.channels + head;
     float *state = job->states + (part->slot * job->value_heads + head) * keys * dim + column;
     f32x16 held[PANELS], read[PANELS];
     load_panel(panel, part->starts ? NULL : state, keys, dim, count);
@@ -204,37 +138,14 @@ INLINE void advance(const delta_job *job, const slot_part *part, int64_t head, i
     }
 }
 
-/* Phase three for one slot: its history, then its pending rows, both in ascending order, so
- * that no row is overwritten before it is moved. */
-INLINE void keep(const delta_job *job, const slot_part *part, const int bf16) {
-    int64_t size = bf16 ? 2 : 4, before = job->taps - 1, width = channels_of(job) * size;
-    int64_t gates = job->value_heads * size;
-    for (int64_t i = 0; i < before; i++) {
-        char *to = job->history + (part->slot * before + i) * width;
-        const char *from = raw_row(job, part, part->lasting + i, size);
-        if (!from) memset(to, 0, width);
-        else if (from != to) memcpy(to, from, width);
-    }
-    /* Rows that stay pending are already in place. */
-    for (int64_t row = larger(part->lasting, part->folded); row < total_rows(part); row++) {
-        int64_t place = part->slot * job->max_pending + row - part->lasting;
-        int64_t of_pass = part->first_row + row - part->folded;
-        char *to = job->pending_gates + place * 2 * gates;
-        memcpy(job->pending_qkv + place * width, raw_row(job, part, before + row, size), width);
-        memcpy(to, job->a + of_pass * job->a_stride * size, gates);
-        memcpy(to + gates, job->b + of_pass * job->b_stride * size, gates);
-    }
-}
-
 /* All phases for `count` slots; returns 0, before any write, if out of memory. */
 INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t count,
                          const int bf16) {
     int64_t heads = 2 * job->key_heads + job->value_heads, width = prepared_width(job);
     int64_t panels = ceil_div(job->value_dim, PANEL), columns = job->value_heads * panels;
     int64_t panel_bytes = job->key_dim * PANEL * sizeof(float);
-    int64_t rows = parts[count - 1].rows_before + total_rows(parts + count - 1);
+    int64_t rows = rows_of(parts, count);
     int failed = 0;
-    rows -= parts->rows_before;
 #pragma omp parallel if (rows * columns * PANEL * job->key_dim > PARALLEL_ELEMENTS)
     {
         char *own = reserve(&thread_memory, panel_bytes);
@@ -257,38 +168,24 @@ INLINE int64_t run_slots(const delta_job *job, const slot_part *parts, int64_t c
                     prepared, bf16);
         }
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < (failed ? 0 : count); i++) keep(job, parts + i, bf16);
+        for (int64_t i = 0; i < (failed ? 0 : count); i++) keep(&job->raw, parts + i, bf16);
     }
     return !failed;
 }
 
-/* Number of slots in a batch: as many as PREPARED_FLOATS allows, at least one. */
-static int64_t batch_of(const delta_job *job, const slot_part *parts, int64_t count) {
-    int64_t slots = 1, most = PREPARED_FLOATS / prepared_width(job);
-    while (slots < count &&
-           parts[slots].rows_before + total_rows(parts + slots) - parts->rows_before <= most)
-        slots++;
-    return slots;
-}
-
-/* Returns 0 if out of memory. Raw, history and pending rows are bf16 or fp32, as is `out`
- * [rows][value_heads * value_dim]; states, weights [taps][channels] and gates are fp32. */
-EXPORT int64_t gated_delta(const slot_part *parts, int64_t count, float *states, void *history,
-                           void *pending_qkv, void *pending_gates, const void *qkv,
-                           const void *a, const void *b, int64_t qkv_stride, int64_t a_stride,
-                           int64_t b_stride, const float *A_log, const float *dt_bias,
-                           const float *conv_weight, const float *conv_bias, void *out,
+/* Returns 0 if out of memory. `out` [rows][value_heads * value_dim] has the dtype of the raw
+ * rows; states and weights are fp32. */
+EXPORT int64_t gated_delta(const slot_part *parts, int64_t count, const raw_rows *raw,
+                           float *states, const float *A_log, const float *dt_bias, void *out,
                            int64_t key_heads, int64_t value_heads, int64_t key_dim,
-                           int64_t value_dim, int64_t taps, int64_t max_pending, int64_t bf16) {
-    delta_job job = {states,      history,   pending_qkv, pending_gates, qkv,     a,
-                     b,           qkv_stride, a_stride,   b_stride,      A_log,   dt_bias,
-                     conv_weight, conv_bias, out,         NULL,          key_heads, value_heads,
-                     key_dim,     value_dim, taps,        max_pending};
+                           int64_t value_dim, int64_t bf16) {
+    delta_job job = {*raw, states,    A_log,       dt_bias, out,
+                     NULL, key_heads, value_heads, key_dim, value_dim};
     for (int64_t first = 0, slots; first < count; first += slots) {
-        slots = batch_of(&job, parts + first, count - first);
-        const slot_part *last = parts + first + slots - 1;
-        int64_t rows = last->rows_before + total_rows(last) - parts[first].rows_before;
-        job.prepared = reserve(&prepared_memory, rows * prepared_width(&job) * sizeof(float));
+        int64_t width = prepared_width(&job);
+        slots = batch_of(parts + first, count - first, width);
+        int64_t floats = rows_of(parts + first, slots) * width;
+        job.prepared = reserve(&prepared_memory, floats * sizeof(float));
         if (!job.prepared) return 0;
         int64_t done = bf16 ? run_slots(&job, parts + first, slots, 1)
                             : run_slots(&job, parts + first, slots, 0);

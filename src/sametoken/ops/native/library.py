@@ -34,12 +34,15 @@ _SIGNATURES = {
     "gelu_mul": ("ppiii", False),
     "soft_cap": ("ppiif", False),
     "sigmoid_mul": ("pppiii", False),
+    "relu_squared": ("ppii", False),
+    "gated_group_norm": ("ppppiiifii", False),
     "rope_and_cache": ("ppppppppppfiiiiiiii", False),
     "attention": ("pppppppiiiiiiiifi", True),
     "head_products": ("pppiiiiiiiii", False),
     "latent_rope_and_cache": ("pppppppppf" + "iiii" + "iiiii" + "iii", False),
     "sample": ("ppppppii", True),
-    "gated_delta": ("pippppppp" + "iii" + "ppppp" + "iiiiiii", True),
+    "gated_delta": ("pip" + "pppp" + "iiiii", True),
+    "mamba2": ("pip" + "ppppp" + "iiii" + "ff" + "i", True),
 }
 
 
@@ -59,12 +62,15 @@ class NativeLibrary:
     gelu_mul: Callable[..., None]
     soft_cap: Callable[..., None]
     sigmoid_mul: Callable[..., None]
+    relu_squared: Callable[..., None]
+    gated_group_norm: Callable[..., None]
     rope_and_cache: Callable[..., None]
     attention: Callable[..., int]
     head_products: Callable[..., None]
     latent_rope_and_cache: Callable[..., None]
     sample: Callable[..., int]
     gated_delta: Callable[..., int]
+    mamba2: Callable[..., int]
 
 
 @functools.cache

@@ -1,20 +1,46 @@
-"""A pass over recurrent state by the C kernel."""
+"""A pass over recurrent state by the C kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
+from sametoken.ops.model.mamba2.rule import Mamba2Params
 from sametoken.ops.model.recurrent.layout import SlotRows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows, RuleWeights
+from sametoken.ops.native.library import NativeLibrary
 
-GatedDeltaKernel = Callable[[Tensor, GatedDeltaParams, RawRows, LayerMemory], Tensor]
+# ``MAX_GATES`` of recurrent.h.
+_MAX_GATES = 2
+
+
+class _RawRows(ctypes.Structure):
+    """``raw_rows`` of recurrent.h."""
+
+    _fields_ = (
+        ("history", ctypes.c_void_p),
+        ("pending", ctypes.c_void_p),
+        ("pending_gates", ctypes.c_void_p),
+        ("mixed", ctypes.c_void_p),
+        ("gates", ctypes.c_void_p * _MAX_GATES),
+        ("mixed_stride", ctypes.c_int64),
+        ("gate_strides", ctypes.c_int64 * _MAX_GATES),
+        ("conv_weight", ctypes.c_void_p),
+        ("conv_bias", ctypes.c_void_p),
+        ("channels", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("num_gates", ctypes.c_int64),
+        ("taps", ctypes.c_int64),
+        ("max_pending", ctypes.c_int64),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,32 +51,126 @@ class NativePass:
         table: ``part_table`` of the pass.
     """
 
-    gated_delta: GatedDeltaKernel
+    library: NativeLibrary
     table: Tensor
     row_by_row: RowByRowPass
 
     @classmethod
-    def begin(
-        cls, rows: AttentionRows, folded: Folded, gated_delta: GatedDeltaKernel
-    ) -> NativePass:
+    def begin(cls, rows: AttentionRows, folded: Folded, library: NativeLibrary) -> NativePass:
         """See ``Kernels.begin_pass``."""
         row_by_row = RowByRowPass.begin(rows, folded)
-        return cls(gated_delta, part_table(row_by_row.parts), row_by_row)
+        return cls(library, part_table(row_by_row.parts), row_by_row)
 
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
         """See ``RecurrentPass.run``."""
-        if not isinstance(weights, GatedDeltaParams):
-            return self.row_by_row.run(weights, raw, memory)
-        memory.require_dtype(raw)
-        return self.gated_delta(self.table, weights, raw, memory)
+        if isinstance(weights, GatedDeltaParams):
+            return self._gated_delta(weights, raw, memory)
+        if isinstance(weights, Mamba2Params):
+            return self._mamba2(weights, raw, memory)
+        return self.row_by_row.run(weights, raw, memory)
 
     def finish(self) -> None:
         """See ``RecurrentPass.finish``."""
         self.row_by_row.finish()
 
+    def _gated_delta(self, params: GatedDeltaParams, raw: RawRows, memory: LayerMemory) -> Tensor:
+        rule, out = params.rule, _output(params, raw, memory)
+        gates, conv = _floats(params.A_log, params.dt_bias), _Convolution.of(params)
+        done = self.library.gated_delta(
+            self.table.data_ptr(),
+            len(self.table),
+            ctypes.byref(_described(raw, memory, conv)),
+            memory.states.data_ptr(),
+            *(weight.data_ptr() for weight in gates),
+            out.data_ptr(),
+            rule.num_key_heads,
+            rule.num_value_heads,
+            rule.key_dim,
+            rule.value_dim,
+            out.dtype is torch.bfloat16,
+        )
+        return _checked(done, out)
+
+    def _mamba2(self, params: Mamba2Params, raw: RawRows, memory: LayerMemory) -> Tensor:
+        rule, out = params.rule, _output(params, raw, memory)
+        gates = _floats(params.A_log, params.D, params.dt_bias)
+        conv = _Convolution.of(params)
+        done = self.library.mamba2(
+            self.table.data_ptr(),
+            len(self.table),
+            ctypes.byref(_described(raw, memory, conv)),
+            memory.states.data_ptr(),
+            *(weight.data_ptr() for weight in gates),
+            out.data_ptr(),
+            rule.num_heads,
+            rule.head_dim,
+            rule.num_groups,
+            rule.state_dim,
+            *params.time_step_limit,
+            out.dtype is torch.bfloat16,
+        )
+        return _checked(done, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Convolution:
+    """A layer's convolution in fp32, alive during the call."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, params: GatedDeltaParams | Mamba2Params) -> _Convolution:
+        (weight,) = _floats(params.conv_weight)
+        bias = None if params.conv_bias is None else _floats(params.conv_bias)[0]
+        return cls(weight, bias)
+
+
+def _floats(*weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(weight.float().contiguous() for weight in weights)
+
+
+def _described(raw: RawRows, memory: LayerMemory, conv: _Convolution) -> _RawRows:
+    """The struct of addresses and sizes; its tensors must outlive the call."""
+    mixed, *gates = (raw.mixed, *raw.gates)
+    _, *strides = raw.strides
+    return _RawRows(
+        memory.history.data_ptr(),
+        memory.pending_mixed.data_ptr(),
+        memory.pending_gates.data_ptr(),
+        mixed.data_ptr(),
+        (ctypes.c_void_p * _MAX_GATES)(*(gate.data_ptr() for gate in gates)),
+        raw.mixed.stride(0),
+        (ctypes.c_int64 * _MAX_GATES)(*strides),
+        conv.weight.data_ptr(),
+        None if conv.bias is None else conv.bias.data_ptr(),
+        memory.history.shape[2],
+        gates[0].shape[1],
+        len(gates),
+        memory.history.shape[1] + 1,
+        memory.max_pending,
+    )
+
+
+def _output(params: GatedDeltaParams | Mamba2Params, raw: RawRows, memory: LayerMemory) -> Tensor:
+    """Memory for the pass's rows; refuses what the kernels cannot read."""
+    memory.require_dtype(raw)
+    assert len(raw.gates) <= _MAX_GATES
+    if raw.mixed.dtype not in (torch.bfloat16, torch.float32):
+        raise InvariantError(f"raw rows in {raw.mixed.dtype}, not bf16 or fp32")
+    if memory.states.dtype is not torch.float32:
+        raise InvariantError(f"a kernel needs contiguous torch.float32, got {memory.states.dtype}")
+    return torch.empty((raw.mixed.shape[0], params.rule.out_features), dtype=raw.mixed.dtype)
+
+
+def _checked(done: int, out: Tensor) -> Tensor:
+    if not done:
+        raise MemoryError(f"no memory for {len(out)} rows of a recurrent layer")
+    return out
+
 
 def part_table(parts: Sequence[SlotRows]) -> Tensor:
-    """[P, 7] int64: parts of a pass in the order of their rows; ``slot_part`` of gated_delta.c."""
+    """[P, 7] int64: parts of a pass in the order of their rows; ``slot_part`` of recurrent.h."""
     table, rows_before = [], 0
     for part in parts:
         counts = (part.first_row, part.num_rows, part.num_folded, part.num_lasting)

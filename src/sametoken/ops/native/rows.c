@@ -1,4 +1,4 @@
-/* Row-wise operations: norms, gated activations, rotary embedding and the KV write. */
+/* Row-wise operations: norms, activations, rotary embedding and the KV write. */
 #include "threads.h"
 #include "vector.h"
 
@@ -143,6 +143,58 @@ EXPORT void sigmoid_mul(const void *x, const void *gate, void *out, int64_t t, i
                         int64_t bf16) {
     if (bf16) sigmoid_mul_rows(x, gate, out, t, size, 1);
     else sigmoid_mul_rows(x, gate, out, t, size, 0);
+}
+
+INLINE void relu_squared_rows(const void *x, void *out, int64_t count, const int bf16) {
+#pragma omp parallel for schedule(static) if (count > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < count; i += LANES) {
+        f32x16 v = load_some(x, i, count - i, bf16);
+        store_some(out, i, count - i, bf16, select_lanes(v < 0.0f, splat(0.0f), v * v));
+    }
+}
+
+/* relu(x)^2; NaN stays NaN. */
+EXPORT void relu_squared(const void *x, void *out, int64_t count, int64_t bf16) {
+    if (bf16) relu_squared_rows(x, out, count, 1);
+    else relu_squared_rows(x, out, count, 0);
+}
+
+/* norm(x * silu(gate)) of one group of `size` elements from `first`. */
+INLINE void gated_group(const void *x, const void *gate, const void *weight, void *out,
+                        int64_t first, int64_t size, float eps, int bf16, int weight_bf16) {
+    f32x16 squares = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 v = load_some(x, first + i, size - i, bf16);
+        v *= silu_some(gate, first + i, size - i, bf16);
+        squares = multiply_add(v, v, squares);
+    }
+    float scale = 1.0f / sqrtf(sum_lanes(squares) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += LANES) {
+        f32x16 v = load_some(x, first + i, size - i, bf16);
+        v *= silu_some(gate, first + i, size - i, bf16) * scale;
+        v *= load_some(weight, i, size - i, weight_bf16);
+        store_some(out, first + i, size - i, bf16, v);
+    }
+}
+
+INLINE void gated_group_rows(const void *x, const void *gate, const void *weight, void *out,
+                             int64_t t, int64_t groups, int64_t size, float eps,
+                             const int bf16, const int weight_bf16) {
+    int64_t weight_size = weight_bf16 ? 2 : 4;
+#pragma omp parallel for schedule(static) if (t * groups * size > PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < t * groups; i++) {
+        const char *own = (const char *)weight + i % groups * size * weight_size;
+        gated_group(x, gate, own, out, i * size, size, eps, bf16, weight_bf16);
+    }
+}
+
+/* Norm of x * silu(gate) by groups of `size` elements; `weight` is as wide as a row. */
+EXPORT void gated_group_norm(const void *x, const void *gate, const void *weight, void *out,
+                             int64_t t, int64_t groups, int64_t size, float eps, int64_t bf16,
+                             int64_t weight_bf16) {
+    if (!bf16) gated_group_rows(x, gate, weight, out, t, groups, size, eps, 0, 0);
+    else if (weight_bf16) gated_group_rows(x, gate, weight, out, t, groups, size, eps, 1, 1);
+    else gated_group_rows(x, gate, weight, out, t, groups, size, eps, 1, 0);
 }
 
 /* Norm (if `weight`) and rotate one head of `dim` elements from `x` to `out`. */

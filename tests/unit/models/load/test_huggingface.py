@@ -61,8 +61,8 @@ def test_absent_keys_take_the_values_transformers_implies(tmp_path):
     [
         {"architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12},
         {
-            "architectures": ["NemotronHForCausalLM"],
-            "hybrid_override_pattern": "M-M*",
+            "architectures": ["ZambaForCausalLM"],
+            "hybrid_layer_ids": "M-M*",
             "head_dim": 0,
         },
         {"architectures": ["Gemma4ForCausalLM"], "rope_parameters": {"full_attention": {}}},

@@ -88,6 +88,17 @@ def test_weights_are_rounded_to_the_dtype_of_the_logits():
     assert torch.equal(weights.half().float(), weights)
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_row_of_the_reference_routes_alike_in_every_company(scoring):
+    """Odd numbers of experts: the rest of a vectorised loop is computed by other code."""
+    for count in (4, 5, 11):
+        logits = noise(9, count, seed=count).cpu()
+        routing = Routing(2, True, scoring)
+        _, weights = reference.moe_gate(logits, routing)
+        alone = [reference.moe_gate(row[None], routing)[1] for row in logits]
+        assert torch.equal(torch.cat(alone), weights)
+
+
 def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
     return (
         noise(count, 2 * inner, hidden, seed=1, dtype=dtype) / hidden**0.5,
@@ -98,12 +109,19 @@ def matrices(count: int, hidden: int, inner: int, dtype: torch.dtype):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
-    ("rows", "count", "top_k", "hidden", "inner"),
-    [(1, 5, 2, 16, 24), (7, 3, 2, 33, 20), (40, 2, 1, 40, 70)],
+    ("rows", "count", "top_k", "hidden", "inner", "gated"),
+    [
+        (1, 5, 2, 16, 24, True),
+        (7, 3, 2, 33, 20, True),
+        (40, 2, 1, 40, 70, True),
+        (9, 4, 2, 33, 20, False),
+    ],
 )
-def test_mix(rows, count, top_k, hidden, inner, dtype):
+def test_mix(rows, count, top_k, hidden, inner, gated, dtype):
     """More rows than a tile has, experts that nobody chose, sizes off every tile."""
     gate_up, down = matrices(count, hidden, inner, dtype)
+    if not gated:
+        gate_up = gate_up[:, :inner].contiguous()
     x, logits = noise(rows, hidden, seed=3, dtype=dtype), noise(rows, count, seed=4, dtype=dtype)
     chosen, weights = experts.moe_gate(logits, Routing(top_k, True))
     stacked = StackedExperts(gate_up, down)

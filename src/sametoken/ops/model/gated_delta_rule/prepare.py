@@ -9,32 +9,25 @@ from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule.reference import NORM_EPS
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
-from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
-from sametoken.ops.model.recurrent.runs import (
-    EMPTY,
-    FIELDS,
-    FIRST_ROW,
-    NUM_FOLDED,
-    NUM_ROWS,
-    SLOT,
-    Runs,
-    fact,
+from sametoken.ops.model.recurrent import convolution_triton
+from sametoken.ops.model.recurrent.convolution_triton import (
+    completed_rows,
+    conv_weights,
+    convolve_channels,
+    convolved,
+    held_rows,
+    moved_on,
+    pending_or_new,
+    rows_to_prepare,
+    sigmoid,
 )
+from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
+from sametoken.ops.model.recurrent.runs import FIELDS, Runs
 from sametoken.ops.pdl import gdc_launch_dependents, gdc_wait, pdl_options
 
 _EPS = tl.constexpr(NORM_EPS)
-_LOG2_E = tl.constexpr(1.4426950408889634)
-# Programs of a launch; each runs several rows if there are more.
-_PROGRAMS = 4096
 # Channels of v per program.
 _VALUES = 256
-
-
-@triton.jit
-def _sigmoid(x):
-    # 1 / y as the square of rsqrt(y): cheaper than a division, which handles all ranges.
-    root = tl.rsqrt(1.0 + tl.exp2(-_LOG2_E * x))
-    return root * root
 
 
 @triton.jit
@@ -42,74 +35,6 @@ def _decay(a, rate, dt_bias):
     shifted = a + dt_bias
     softplus = tl.maximum(shifted, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(shifted)))
     return tl.exp(-rate * softplus)
-
-
-@triton.jit
-def _weights(conv_weight, conv_bias, channel, inside, C: tl.constexpr, K: tl.constexpr):
-    """The convolution's K weights and bias of some channels, fp32 in the shape of ``channel``."""
-    weights = ()
-    for tap in tl.static_range(K):
-        weight = tl.load(conv_weight + tap * C + channel, inside, other=0.0)
-        weights += (weight.to(tl.float32),)  # type: ignore[assignment]
-    bias = tl.zeros(channel.shape, tl.float32)
-    if conv_bias is not None:
-        bias = tl.load(conv_bias + channel, inside, other=0.0).to(tl.float32)
-    return weights, bias
-
-
-@triton.jit
-def _convolved(rows, newest, weights, bias, K: tl.constexpr):
-    """SiLU of the convolution of K - 1 raw rows and the newest one, taps in order."""
-    rows += (newest,)
-    summed = rows[0] * weights[0]
-    for tap in tl.static_range(1, K):
-        summed = tl.fma(rows[tap], weights[tap], summed)
-    summed += bias
-    return summed * _sigmoid(summed)
-
-
-@triton.jit
-def _held_rows(raw, begin, channel, inside, C: tl.constexpr, K: tl.constexpr):
-    """The slot's stored rows among the K - 1 raw rows from ``begin``; zeros for the others.
-
-    Raw rows are counted from the oldest of the history. The previous pass wrote the stored rows
-    before ``plan_runs``, a PDL barrier, so no wait is needed.
-    """
-    _, _, history, pending, _, num_held, _, empty = raw
-    rows = ()
-    for tap in tl.static_range(K - 1):
-        index = begin + tap
-        at = tl.where(index < K - 1, history + index * C, pending + index * C)
-        # Inputs before a request's first row are zero.
-        exists = (index < num_held) & ((index >= K - 1) | (empty == 0))
-        rows += (tl.load(at + channel, exists & inside, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    return rows
-
-
-@triton.jit
-def _completed(rows, raw, begin, channel, inside, K: tl.constexpr):
-    """Add the pass's rows to those of ``_held_rows``: all K - 1 raw rows from ``begin``."""
-    qkv, stride, _, _, first_new, num_held, stop, _ = raw
-    completed = ()
-    for tap in tl.static_range(K - 1):
-        index = begin + tap
-        is_new = (index >= num_held) & (index < stop)
-        new = tl.load(qkv + (first_new + index) * stride + channel, is_new & inside, other=0.0)
-        completed += (tl.where(is_new, new.to(tl.float32), rows[tap]),)  # type: ignore[assignment]
-    return completed
-
-
-@triton.jit
-def _moved_on(rows, newest):
-    rows += (newest,)
-    return rows[1:]
-
-
-@triton.jit
-def _pending_or_new(raw, index, C: tl.constexpr):
-    """Pointer to a raw row after the history; ``keep._raw_row`` covers all raw rows."""
-    qkv, stride, _, pending, first_new, num_held, _, _ = raw
-    return tl.where(index < num_held, pending + index * C, qkv + (first_new + index) * stride)
 
 
 @triton.jit
@@ -133,20 +58,20 @@ def _prepare_keys(
     inside = column < DK
     channel = head * DK + column
     k_channel = channel + HK * DK
-    weights, bias = _weights(conv_weight, conv_bias, channel, inside, C, K)
-    k_weights, k_bias = _weights(conv_weight, conv_bias, k_channel, inside, C, K)
+    weights, bias = conv_weights(conv_weight, conv_bias, channel, inside, C, K)
+    k_weights, k_bias = conv_weights(conv_weight, conv_bias, k_channel, inside, C, K)
     begin, end = span
-    q_rows = _held_rows(raw, begin, channel, inside, C, K)
-    k_rows = _held_rows(raw, begin, k_channel, inside, C, K)
+    q_rows = held_rows(raw, begin, channel, inside, C, K)
+    k_rows = held_rows(raw, begin, k_channel, inside, C, K)
     gdc_wait(PDL)
-    q_rows = _completed(q_rows, raw, begin, channel, inside, K)
-    k_rows = _completed(k_rows, raw, begin, k_channel, inside, K)
+    q_rows = completed_rows(q_rows, raw, begin, channel, inside, K)
+    k_rows = completed_rows(k_rows, raw, begin, k_channel, inside, K)
     for t in range(begin, end):
-        at = _pending_or_new(raw, t + K - 1, C)
+        at = pending_or_new(raw, t + K - 1, C)
         q_newest = tl.load(at + channel, inside, other=0.0).to(tl.float32)
         k_newest = tl.load(at + k_channel, inside, other=0.0).to(tl.float32)
-        q = _convolved(q_rows, q_newest, weights, bias, K)
-        k = _convolved(k_rows, k_newest, k_weights, k_bias, K)
+        q = convolved(q_rows, q_newest, weights, bias, K)
+        k = convolved(k_rows, k_newest, k_weights, k_bias, K)
         scale = tl.rsqrt(tl.sum(q * q, axis=0) + _EPS) * DK**-0.5
         k_scale = tl.rsqrt(tl.sum(k * k, axis=0) + _EPS)
         q_k = tl.sum(q * k, axis=0) * scale * k_scale
@@ -154,37 +79,7 @@ def _prepare_keys(
         tl.store(row + channel, q * scale, inside)
         tl.store(row + k_channel, k * k_scale, inside)
         tl.store(row + WIDTH - HK + head, q_k)
-        q_rows, k_rows = _moved_on(q_rows, q_newest), _moved_on(k_rows, k_newest)
-
-
-@triton.jit
-def _prepare_values(
-    first,  # channel
-    raw,
-    span,
-    prepared,
-    conv_weight,
-    conv_bias,
-    C: tl.constexpr,
-    WIDTH: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Some channels of v."""
-    channel = first + tl.arange(0, BLOCK)
-    inside = channel < C
-    weights, bias = _weights(conv_weight, conv_bias, channel, inside, C, K)
-    begin, end = span
-    rows = _held_rows(raw, begin, channel, inside, C, K)
-    gdc_wait(PDL)
-    rows = _completed(rows, raw, begin, channel, inside, K)
-    for t in range(begin, end):
-        at = _pending_or_new(raw, t + K - 1, C)
-        newest = tl.load(at + channel, inside, other=0.0).to(tl.float32)
-        v = _convolved(rows, newest, weights, bias, K)
-        tl.store(prepared + t * WIDTH + channel, v, inside)
-        rows = _moved_on(rows, newest)
+        q_rows, k_rows = moved_on(q_rows, q_newest), moved_on(k_rows, k_newest)
 
 
 @triton.jit
@@ -216,7 +111,7 @@ def _prepare_gates(
         raw_b = tl.load(tl.where(is_new, b + row * b_stride, held + HV) + head, inside, other=0.0)
         gate = prepared + t * WIDTH + C + head
         tl.store(gate, _decay(raw_a.to(tl.float32), rate, shift), inside)
-        tl.store(gate + HV, _sigmoid(raw_b.to(tl.float32)), inside)
+        tl.store(gate + HV, sigmoid(raw_b.to(tl.float32)), inside)
 
 
 @triton.jit(do_not_specialize=["max_pending", "first_run"])
@@ -254,29 +149,18 @@ def _prepare_kernel(
     WIDTH: tl.constexpr = C + 2 * HV + HK
     VALUE_UNITS: tl.constexpr = (HV * DV + VALUES - 1) // VALUES
     unit, run = tl.program_id(0), first_run + tl.program_id(2).to(tl.int64)
-    # ``plan_runs`` is a PDL barrier, so the table is complete.
     field = runs + run * FIELDS
-    slot, first_row = fact(field, SLOT), fact(field, FIRST_ROW)
-    num_rows, num_folded = fact(field, NUM_ROWS).to(tl.int32), fact(field, NUM_FOLDED).to(tl.int32)
-    empty = fact(field, EMPTY) != 0
-    total = tl.where(num_rows > 0, num_folded + num_rows, 0)
-    each = tl.cdiv(total, tl.num_programs(1))
-    begin = tl.program_id(1) * each
-    span = (begin, tl.minimum(total, begin + each))
+    raw, span, facts = rows_to_prepare(
+        field, qkv, history, pending_qkv, qkv_stride, max_pending, C, K
+    )
+    slot, first_row, num_folded = facts
     prepared += (first_row + run * max_pending) * WIDTH
-    num_held = num_folded + K - 1
-    # Stored and new rows are indexed from the oldest of the history.
-    raw = (
-        qkv, qkv_stride, history + slot * (K - 1) * C,
-        pending_qkv + (slot * max_pending - (K - 1)) * C, first_row - num_held,
-        num_held, total + K - 1, empty,
-    )  # fmt: skip
     if unit < HK:
         _prepare_keys(
             unit, raw, span, prepared, conv_weight, conv_bias, HK, DK, C, WIDTH, K, KEYS, PDL
         )
     elif unit < HK + VALUE_UNITS:
-        _prepare_values(
+        convolve_channels(
             2 * HK * DK + (unit - HK) * VALUES, raw, span, prepared, conv_weight, conv_bias,
             C, WIDTH, K, VALUES, PDL,
         )  # fmt: skip
@@ -307,7 +191,7 @@ def prepare(runs: Runs, params: GatedDeltaParams, raw: RawRows, memory: LayerMem
     units = rule.num_key_heads + triton.cdiv(heads * rule.value_dim, values) + 1
     # Separate launches, so that a long run among many short ones is split into parts too.
     for group in runs.rows.groups:
-        most = max(1, _PROGRAMS // (units * group.num_runs))
+        most = max(1, convolution_triton.PROGRAMS // (units * group.num_runs))
         parts = min(group.max_rows + memory.max_pending, most)
         _prepare_kernel[(units, parts, group.num_runs)](
             raw.mixed,

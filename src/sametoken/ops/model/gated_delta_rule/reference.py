@@ -1,4 +1,4 @@
-"""Convolution and gated delta rule of one row in plain PyTorch; the CPU path without a compiler.
+"""Gates and gated delta rule of one row in plain PyTorch; the CPU path without a compiler.
 
 One row at a time, so shapes, the order of every sum and the SIMD lane of every element never
 depend on the number of rows in a pass.
@@ -48,15 +48,3 @@ def advance(
 
 def _normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + NORM_EPS)
-
-
-def convolve_row(window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """SiLU of the depthwise convolution at one position: [C] fp32.
-
-    Args:
-        window: [K, C] fp32, inputs of the K - 1 positions before, then the position's own.
-        weight: [K, C] fp32.
-        bias: [C] fp32 or None.
-    """
-    summed = (window * weight).sum(dim=0)
-    return torch.nn.functional.silu(summed if bias is None else summed + bias)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sametoken.ops.model.gated_delta_rule import reference
-from sametoken.ops.model.gated_delta_rule.reference import convolve_row
+from sametoken.ops.model.recurrent.convolution import convolve_row
 from sametoken.ops.model.recurrent.rule import RowFunction
 
 

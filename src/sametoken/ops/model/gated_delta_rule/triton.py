@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sametoken.ops.model.gated_delta_rule.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.gated_delta_rule.prepare import prepare
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.recurrent.keep import KEPT_CHANNELS, keep_raw, num_keepers
 from sametoken.ops.model.recurrent.rule import LayerMemory, RawRows
 from sametoken.ops.model.recurrent.runs import (
     BROKEN,

@@ -10,6 +10,8 @@ from sametoken.errors import UnsupportedError
 from sametoken.ops.backend import AttentionRows
 from sametoken.ops.model.gated_delta_rule import triton as gated_delta_rule
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.mamba2 import triton as mamba2
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.model.recurrent.rule import (
     Folded,
     LayerMemory,
@@ -34,6 +36,8 @@ class TritonPass:
     def run(self, weights: RuleWeights, raw: RawRows, memory: LayerMemory) -> Tensor:
         """See ``RecurrentPass.run``."""
         memory.require_dtype(raw)
+        if isinstance(weights, Mamba2Params):
+            return mamba2.advance(self.runs, weights, raw, memory)
         assert isinstance(weights, GatedDeltaParams)
         return gated_delta_rule.advance(self.runs, weights, raw, memory)
 
@@ -47,7 +51,7 @@ def require_rule(rule: RecurrentRule) -> None:
     Raises:
         UnsupportedError: names the rule.
     """
-    if not isinstance(rule, GatedDelta):
+    if not isinstance(rule, GatedDelta | Mamba2):
         raise UnsupportedError(
             f"{type(rule).__name__} has no kernels for a GPU", "use device 'cpu'"
         )

@@ -7,7 +7,8 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from sametoken.ops.model.gated_delta_rule.reference import advance, convolve_row, gates
+from sametoken.ops.model.gated_delta_rule.reference import advance, gates
+from sametoken.ops.model.recurrent.convolution import convolve_row
 
 MODELINGS = pytest.mark.parametrize("modeling", [modeling_qwen3_next, modeling_qwen3_5])
 HEADS = pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 2), (2, 6), (1, 4)])

@@ -17,9 +17,9 @@ from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, RowRuns
 from sametoken.ops.cache_types import Recurrent
 from sametoken.ops.model.gated_delta_rule import triton as triton_rule
-from sametoken.ops.model.gated_delta_rule.keep import num_keepers
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
 from sametoken.ops.model.gated_delta_rule.triton import RuleTile, advance
+from sametoken.ops.model.recurrent.keep import num_keepers
 from sametoken.ops.model.recurrent.layout import slot_rows
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, RawRows

@@ -19,6 +19,7 @@ from sametoken.errors import InvariantError
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import Recurrent, bytes_per_slot
 from sametoken.ops.model.gated_delta_rule.rule import GatedDelta, GatedDeltaParams
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
 from sametoken.ops.native.backend import NativeKernels
 from sametoken.ops.reference import ReferenceKernels
 
@@ -29,27 +30,34 @@ NUM_LAYERS = 2
 RULE = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_kernel=4)
 
 
-def layer_params(layer: int) -> GatedDeltaParams:
+SCAN = Mamba2(num_heads=4, head_dim=3, num_groups=2, state_dim=5, conv_kernel=4)
+RULES = (RULE, SCAN)
+
+
+def layer_params(rule, layer: int) -> GatedDeltaParams | Mamba2Params:
     generator = torch.Generator().manual_seed(layer)
 
     def random(*shape):
         return torch.randn(shape, generator=generator)
 
-    heads = RULE.num_value_heads
-    weight = random(RULE.conv_kernel, RULE.conv_channels)
-    bias = random(RULE.conv_channels) if layer else None
-    return GatedDeltaParams(RULE, random(heads), random(heads), weight, bias)
+    weight = random(rule.conv_kernel, rule.conv_channels)
+    bias = random(rule.conv_channels) if layer else None
+    if isinstance(rule, GatedDelta):
+        return GatedDeltaParams(rule, random(4), random(4), weight, bias)
+    limit = (0.01, 3.0) if layer else (0.0, float("inf"))
+    return Mamba2Params(rule, random(4), random(4), random(4), weight, bias, limit)
 
 
-PARAMS = [layer_params(layer) for layer in range(NUM_LAYERS)]
+PARAMS = {rule: [layer_params(rule, layer) for layer in range(NUM_LAYERS)] for rule in RULES}
 
 
-def inputs_of(layer: int, token: int) -> torch.Tensor:
-    """[C + 2 * Hv] raw projections of a token: any function of it will do."""
+def inputs_of(rule, layer: int, token: int) -> torch.Tensor:
+    """[C + G] raw projections of a token: any function of it will do."""
+    width = rule.conv_channels + sum(rule.gate_sizes)
     if token == NAN_TOKEN:
-        return torch.full((RULE.conv_channels + 2 * RULE.num_value_heads,), float("nan"))
+        return torch.full((width,), float("nan"))
     generator = torch.Generator().manual_seed(1000 * layer + token)
-    return torch.randn(RULE.conv_channels + 2 * RULE.num_value_heads, generator=generator)
+    return torch.randn(width, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -72,19 +80,21 @@ def attention_rows(rows: list[Row]) -> AttentionRows:
 
 
 def run(cache: Slots, rows: list[Row]) -> torch.Tensor:
-    """One pass: [L, T, Hv * Dv]."""
+    """One pass: [L, T, out_features]."""
     running = cache.begin(attention_rows(rows))
-    out = []
-    for layer, params in enumerate(PARAMS):
-        raw = torch.stack([inputs_of(layer, row.token) for row in rows])
-        qkv, a, b = raw.split((RULE.conv_channels, 4, 4), dim=-1)
-        out.append(cache.run(running, layer, params, qkv, a, b))
+    out, rule = [], cache.rule
+    for layer, params in enumerate(PARAMS[rule]):
+        raw = torch.stack([inputs_of(rule, layer, row.token) for row in rows])
+        parts = raw.split((rule.conv_channels, *rule.gate_sizes), dim=-1)
+        out.append(cache.run(running, layer, params, *parts))
     running.finish()
     return torch.stack(out)
 
 
-def empty(num_drafts: int, kernels: Kernels, dtype: torch.dtype = torch.float32) -> Slots:
-    declared = Recurrent(RULE, dtype)
+def empty(
+    num_drafts: int, kernels: Kernels, dtype: torch.dtype = torch.float32, rule=RULE
+) -> Slots:
+    declared = Recurrent(rule, dtype)
     return Slots(
         declared,
         num_drafts,
@@ -193,13 +203,15 @@ def play(cache: Slots, num_drafts: int, slots: dict[int, Slot], step: list[dict]
 both_passes = pytest.mark.parametrize(
     "kernels", [ReferenceKernels(), NativeKernels()], ids=["row by row", "native"]
 )
+both_rules = pytest.mark.parametrize("rule", RULES, ids=["gated delta", "mamba2"])
 
 
 @both_passes
+@both_rules
 @given(num_drafts=st.sampled_from([0, 1, 3, 7]), steps=steps)
-@settings(max_examples=25, deadline=None)
-def test_every_row_and_state_is_that_of_plain_rows_and_of_columns(kernels, num_drafts, steps):
-    cache, slots = empty(num_drafts, kernels), {}
+@settings(max_examples=12, deadline=None)
+def test_every_row_and_state_is_that_of_plain_rows_and_of_columns(rule, kernels, num_drafts, steps):
+    cache, slots = empty(num_drafts, kernels, rule=rule), {}
     for step in steps:
         play(cache, num_drafts, slots, step)
     for slot in slots.values():
@@ -209,9 +221,10 @@ def test_every_row_and_state_is_that_of_plain_rows_and_of_columns(kernels, num_d
 
 
 @both_passes
+@both_rules
 @pytest.mark.parametrize("accepted", [0.0, 0.3, 1.0])
-def test_a_window_of_64_drafts_and_then_a_step_without_any(kernels, accepted):
-    cache, slots = empty(64, kernels), {}
+def test_a_window_of_64_drafts_and_then_a_step_without_any(rule, kernels, accepted):
+    cache, slots = empty(64, kernels, rule=rule), {}
     prompt = {"slot": 1, "reuse": False, "num_committed": 5, "accepted": accepted, "seed": 1}
     play(cache, 64, slots, [{**prompt, "num_drafts": "none"}])
     for seed in (2, 3):
@@ -225,9 +238,10 @@ def test_a_window_of_64_drafts_and_then_a_step_without_any(kernels, accepted):
 
 
 @both_passes
-def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing(kernels):
+@both_rules
+def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing(rule, kernels):
     """A draft model's own drafts: pass by pass behind a newest token that comes once more."""
-    cache, plain = empty(4, kernels), empty(0, kernels)
+    cache, plain = empty(4, kernels, rule=rule), empty(0, kernels, rule=rule)
     committed = [Row(0, p, p, True) for p in range(3)]
     run(cache, [*committed, Row(0, 3, 3, False)])
     folded = cache.states[:, 0].clone()
@@ -238,19 +252,20 @@ def test_rows_of_a_chain_run_on_pending_rows_and_fold_nothing(kernels):
     assert all(torch.equal(row, true) for row, true in zip(chain, expected[4:], strict=True))
 
     again = run(cache, [Row(0, 3, 3, True), Row(0, 4, 20, True)])
-    other = empty(0, kernels)
+    other = empty(0, kernels, rule=rule)
     true = [run(other, [Row(0, p, t, True)])[:, 0] for p, t in enumerate([0, 1, 2, 3, 20])]
     assert torch.equal(again, torch.stack(true[3:], dim=1))
     assert torch.equal(cache.states[:, 0], other.states[:, 0])
 
 
 @both_passes
-def test_dead_rows_may_lie_anywhere(kernels):
+@both_rules
+def test_dead_rows_may_lie_anywhere(rule, kernels):
     """Rows of the reserved slot, with NaN in what is projected, as static shapes have them."""
     dead, live = Row(NUM_SLOTS, 0, NAN_TOKEN, False), []
     for slot in (2, 0):
         live.append([Row(slot, p, 5 * slot + p, p < 2) for p in range(4)])
-    cache, plain = empty(3, kernels), empty(3, kernels)
+    cache, plain = empty(3, kernels, rule=rule), empty(3, kernels, rule=rule)
     expected = run(plain, [*live[0], *live[1]])
     out = run(cache, [dead, *live[0], dead, dead, *live[1], dead])
     assert torch.equal(torch.cat((out[:, 1:5], out[:, 7:11]), dim=1), expected)
@@ -287,7 +302,7 @@ def test_inputs_that_the_cache_would_round_are_refused(kernels):
     running = cache.begin(attention_rows([Row(0, 0, 1, True)]))
     raw = torch.zeros(1, 32)
     with pytest.raises(InvariantError, match="are kept in"):
-        cache.run(running, 0, PARAMS[0], raw, raw[:, :4], raw[:, :4])
+        cache.run(running, 0, PARAMS[RULE][0], raw, raw[:, :4], raw[:, :4])
 
 
 @both_passes
@@ -315,9 +330,10 @@ def test_another_rule_is_folded_alike_where_a_bundle_has_no_kernel_for_it(kernel
     assert (int(cache.position[1]), int(cache.num_pending[1])) == (6, 0)
 
 
+@both_rules
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_per_slot_are_those_that_are_allocated(dtype):
-    slots = empty(5, ReferenceKernels(), dtype)
+def test_bytes_per_slot_are_those_that_are_allocated(dtype, rule):
+    slots = empty(5, ReferenceKernels(), dtype, rule)
     caches = (slots.declared,) * NUM_LAYERS
     assert slots.cache.slots_nbytes == (NUM_SLOTS + 1) * bytes_per_slot(caches, 5)
     kept = slots.states.nbytes + slots.history.nbytes

@@ -29,14 +29,14 @@ _MULTIPROCESSORS, _WARPS = 132, 8
 def keep_raw(
     keeper,
     num_keepers,
-    qkv,  # [T, C], rows qkv_stride apart
+    mixed,  # [T, C], rows mixed_stride apart
     a,  # [T, HV], rows a_stride apart
-    b,  # [T, HV], rows b_stride apart
+    b,  # [T, HV], rows b_stride apart; None: a row has one gate
     field,  # [FIELDS] of the run
     history,  # [S, K - 1, C], written
-    pending_qkv,  # [S, P, C], written
-    pending_gates,  # [S, P, 2 * HV], written
-    qkv_stride,
+    pending_mixed,  # [S, P, C], written
+    pending_gates,  # [S, P, HV], or [S, P, 2 * HV] with b, written
+    mixed_stride,
     a_stride,
     b_stride,
     max_pending,
@@ -56,43 +56,48 @@ def keep_raw(
     gdc_wait(PDL)
     if num_rows > 0:
         history += slot * TAPS * C
-        pending_qkv += slot * max_pending * C
+        pending_mixed += slot * max_pending * C
         tap = tl.arange(0, TAPS_BLOCK)
         index = num_lasting + tap
-        raw = _raw_row(index, qkv, history, pending_qkv, first_row, num_folded, qkv_stride, C, TAPS)
+        raw = _raw_row(
+            index, mixed, history, pending_mixed, first_row, num_folded, mixed_stride, C, TAPS
+        )
         exists = (tap < TAPS) & ((index >= TAPS) | (empty == 0))
         # New rows from ``first_new`` on become pending, after those that stay pending.
         has_lasting = num_lasting > 0
         first_new = tl.where(has_lasting, num_lasting - num_folded, 0)
         stays = tl.where(has_lasting, 0, num_folded)
         num_new = (num_rows - first_new).to(tl.int32)
-        qkv += (first_row + first_new) * qkv_stride
-        pending_qkv += stays * C
+        mixed += (first_row + first_new) * mixed_stride
+        pending_mixed += stays * C
         for block in range(keeper, (C + BLOCK - 1) // BLOCK, num_keepers):
             column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
             inside = column < C
             kept = tl.load(raw[:, None] + column, exists[:, None] & inside, other=0.0)
             # All threads must have read before any overwrites.
             tl.debug_barrier()
-            _copy_rows(qkv + column, qkv_stride, pending_qkv + column, C, num_new, inside)
+            _copy_rows(mixed + column, mixed_stride, pending_mixed + column, C, num_new, inside)
             tl.store(history + tap[:, None] * C + column, kept, (tap < TAPS)[:, None] & inside)
         if keeper == 0:
+            GATES: tl.constexpr = HV if b is None else 2 * HV
             head = tl.arange(0, HEADS)[None, :]
-            gates = pending_gates + (slot * max_pending + stays) * 2 * HV + head
+            gates = pending_gates + (slot * max_pending + stays) * GATES + head
             new = first_row + first_new
-            _copy_rows(a + new * a_stride + head, a_stride, gates, 2 * HV, num_new, head < HV)
-            _copy_rows(b + new * b_stride + head, b_stride, gates + HV, 2 * HV, num_new, head < HV)
+            _copy_rows(a + new * a_stride + head, a_stride, gates, GATES, num_new, head < HV)
+            if b is not None:
+                gates += HV
+                _copy_rows(b + new * b_stride + head, b_stride, gates, GATES, num_new, head < HV)
 
 
 @triton.jit
 def _raw_row(
     index,  # [n]; 0 is the oldest row of the history
-    qkv,  # [T, C], qkv_stride apart
+    mixed,  # [T, C], mixed_stride apart
     history,  # [K - 1, C] of the slot
     pending,  # [P, C] of the slot
     first_row,
     num_folded,
-    qkv_stride,
+    mixed_stride,
     C: tl.constexpr,
     TAPS: tl.constexpr,
 ):
@@ -100,7 +105,7 @@ def _raw_row(
     row = index - TAPS
     new = first_row + row - num_folded
     held = tl.where(row < 0, history + index * C, pending + row * C)
-    return tl.where(row < num_folded, held, qkv + new * qkv_stride)
+    return tl.where(row < num_folded, held, mixed + new * mixed_stride)
 
 
 @triton.jit

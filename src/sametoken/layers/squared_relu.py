@@ -1,0 +1,104 @@
+"""Feed-forward blocks without gates: the squared-ReLU MLP, and a mixture of such experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sametoken.layers.feed_forward import DividedExperts
+from sametoken.layers.linear import Linear, Projection
+from sametoken.layers.slices import in_slices
+from sametoken.ops.backend import Kernels, Routing
+from sametoken.ops.weight import Experts
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredReluMLP:
+    """``down(relu(up(x))^2)``, without biases."""
+
+    kernels: Kernels
+    up: Linear
+    down: Projection
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return in_slices(lambda rows: self.down(self.kernels.relu_squared(self.up(rows))), x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.up.nbytes + self.down.nbytes
+
+
+class Latent:
+    """The way into and out of a narrower space in which experts work; here there is none."""
+
+    nbytes = 0
+
+    def into(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, latent]."""
+        return x
+
+    def out_of(self, x: Tensor) -> Tensor:
+        """[T, latent] -> [T, hidden]."""
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedLatent:
+    """Projections into and out of the latent space, whole on every rank."""
+
+    down: Linear
+    up: Linear
+
+    def into(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, latent]."""
+        return self.down(x)
+
+    def out_of(self, x: Tensor) -> Tensor:
+        """[T, latent] -> [T, hidden]."""
+        return self.up(x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.down.nbytes + self.up.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredReluMoE:
+    """MoE of ungated experts, in a latent space or not, plus a shared expert of full width.
+
+    Attributes:
+        router: projection to one fp32 logit per expert, whole on every rank.
+        correction: [E] fp32, added to the scores by which experts are chosen.
+        routing: how the logits choose experts and their weights, the routed scale included.
+        experts: the experts, whole or this rank's part of each.
+        latent: the space of the experts.
+        shared: the shared expert, which runs for every row.
+    """
+
+    kernels: Kernels
+    router: Linear
+    correction: Tensor
+    routing: Routing
+    experts: Experts | DividedExperts
+    latent: Latent | ProjectedLatent
+    shared: SquaredReluMLP
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return in_slices(self._mixture, x)
+
+    def _mixture(self, x: Tensor) -> Tensor:
+        logits = self.router.weight.matmul(x, out_dtype=torch.float32)
+        chosen, weights = self.kernels.moe_gate(logits, self.routing, self.correction)
+        routed = self.experts(self.latent.into(x), chosen, weights)
+        return self.latent.out_of(routed) + self.shared(x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts, the router and the projections."""
+        return self.experts.nbytes + self.shared.nbytes + self.router.nbytes + self.latent.nbytes

@@ -1,0 +1,416 @@
+"""Nemotron-H and Nemotron-3: hybrids of Mamba-2, attention, MLPs and mixtures of experts.
+
+A layer is one mixer: ``x + mixer(norm(x))``. Attention is not rotated, although configs hold
+``rope_theta``. MLPs and experts have no gate: ``down(relu(up)^2)``. The routed scale multiplies
+the experts' weights, as in transformers; vLLM multiplies the experts' sum.
+
+In order: config keys, blocks with their tensor names, the decoder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from reprlib import repr as short
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sametoken.errors import CheckpointError, UnsupportedError
+from sametoken.layers.feed_forward import DividedExperts
+from sametoken.layers.mamba2 import Mamba2Mixer
+from sametoken.layers.norm import RMSNorm
+from sametoken.layers.residual import Block, NoNorm
+from sametoken.layers.rotary import no_rotation
+from sametoken.layers.squared_relu import (
+    Latent,
+    ProjectedLatent,
+    SquaredReluMLP,
+    SquaredReluMoE,
+)
+from sametoken.models.base import ModelConfig
+from sametoken.models.decoder import Decoder, Layer, attention_cache, load_attention
+from sametoken.models.load.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
+from sametoken.models.load.weights import Part, Split, WeightReader
+from sametoken.ops.backend import RotaryTable, Routing
+from sametoken.ops.cache_types import LayerCache, PagedKV, Recurrent, Stateless
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.weight import Experts, Weight
+
+MAMBA, ATTENTION, MOE, MLP = "linear_attention", "full_attention", "moe", "mlp"
+#: The letters of a pattern, and older names of types.
+_TYPES = {
+    "M": MAMBA,
+    "*": ATTENTION,
+    "E": MOE,
+    "-": MLP,
+    "mamba": MAMBA,
+    "attention": ATTENTION,
+}
+_RENAMED = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+_AS_PUBLISHED = "compare with the original checkpoint's"
+
+
+def layer_types(settings: Settings, prefix: str = "") -> tuple[str, ...]:
+    """The type of each layer, from any of the keys that name them; () without one.
+
+    In order: ``block_configs`` (Puzzle), ``layers_block_type``, ``layer_types``,
+    ``hybrid_override_pattern``. An unknown type keeps its name.
+
+    Args:
+        settings: the config.
+        prefix: "mtp_" for the layers of the MTP module.
+
+    Raises:
+        CheckpointError: a key has an impossible value.
+    """
+    blocks = block_settings(settings, prefix)
+    names = tuple(str(block.get("block_type")) for block in blocks)
+    names = names or settings.names(f"{prefix}layers_block_type")
+    names = names or settings.names(f"{prefix}layer_types")
+    pattern = settings.get(f"{prefix}hybrid_override_pattern", "")
+    if not isinstance(pattern, str):
+        raise CheckpointError(
+            f"{settings.location}: {prefix}hybrid_override_pattern={short(pattern)} is no text",
+            _AS_PUBLISHED,
+        )
+    return tuple(_TYPES.get(name, name) for name in names or tuple(pattern))
+
+
+def block_settings(settings: Settings, prefix: str = "") -> tuple[Settings, ...]:
+    """The config of each layer where ``block_configs`` gives them sizes of their own; else ().
+
+    Raises:
+        CheckpointError: the key is no list of objects.
+    """
+    blocks = settings.get(f"{prefix}block_configs", [])
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        raise CheckpointError(
+            f"{settings.location}: {prefix}block_configs={short(blocks)} is no list of objects",
+            _AS_PUBLISHED,
+        )
+    return tuple(replace(settings, values={**settings.values, **block}) for block in blocks)
+
+
+def _of_layer(settings: Settings, index: int) -> Settings:
+    """The config with a layer's own sizes."""
+    blocks = block_settings(settings)
+    return blocks[index] if blocks else settings
+
+
+def mamba2_rule(settings: Settings) -> Mamba2:
+    """Sizes of the Mamba-2 layers.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    heads, groups = settings.integer("mamba_num_heads"), settings.integer("n_groups")
+    if heads % groups:
+        raise CheckpointError(
+            f"{settings.location}: {heads} Mamba-2 heads in {groups} groups are not possible",
+            _AS_PUBLISHED,
+        )
+    return Mamba2(
+        heads,
+        settings.integer("mamba_head_dim", most=MAX_HEAD_DIM),
+        groups,
+        settings.integer("ssm_state_size", most=MAX_HEAD_DIM),
+        settings.integer("conv_kernel", most=MAX_HEAD_DIM),
+    )
+
+
+def _time_step_limit(settings: Settings) -> tuple[float, float]:
+    """Least and largest time step; transformers may write infinity as {"__float__": ...}."""
+    given = settings.get("time_step_limit", [0.0, math.inf])
+    values = given if isinstance(given, list) else []
+    limits = [
+        float(value["__float__"])
+        if isinstance(value, dict) and value.get("__float__") in ("Infinity", "-Infinity")
+        else value
+        for value in values
+    ]
+    real = [limit for limit in limits if isinstance(limit, int | float)]
+    if len(limits) != 2 or len(real) != 2 or not real[0] <= real[1]:
+        raise CheckpointError(
+            f"{settings.location}: time_step_limit={short(given)} is no range", _AS_PUBLISHED
+        )
+    return float(real[0]), float(real[1])
+
+
+def _routing(settings: Settings, num_experts: int) -> Routing:
+    groups = settings.integer("n_group", 1)
+    if num_experts % groups:
+        raise CheckpointError(
+            f"{settings.location}: {num_experts} experts in {groups} groups are not possible",
+            _AS_PUBLISHED,
+        )
+    return Routing(
+        min(settings.integer("num_experts_per_tok"), num_experts),
+        normalise=bool(settings.get("norm_topk_prob", True)),
+        scoring="sigmoid",
+        num_groups=groups,
+        top_groups=min(settings.integer("topk_group", 1), groups),
+        group_best=2,
+        scale=settings.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _require_supported(settings: Settings) -> None:
+    """Refuse settings of the family that change the arithmetic and are not implemented.
+
+    Raises:
+        UnsupportedError: the config has one; named by its key.
+    """
+    for key, supported in (
+        ("mlp_hidden_act", "relu2"),
+        ("mamba_hidden_act", "silu"),
+        ("n_shared_experts", 1),
+    ):
+        found = settings.get(key, supported)
+        if found != supported:
+            raise UnsupportedError(
+                f"{settings.location}: {key}={short(found)} is not supported",
+                "use another checkpoint",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class RowWise:
+    """A mixer of a row's own features: it sees no other row and keeps nothing."""
+
+    block: SquaredReluMLP | SquaredReluMoE
+
+    def __call__(self, x: Tensor, rows: object, memory: None) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self.block(x)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's matrices."""
+        return self.block.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class MixerLayer:
+    """One layer: norm and a mixer."""
+
+    input_norm: RMSNorm
+    mixer: Block
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, following: RMSNorm | NoNorm, *cache: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See ``Layer``."""
+        return following.add(self.mixer(x, *cache), residual)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the layer's matrices."""
+        return self.mixer.nbytes
+
+
+def load_mamba2(settings: Settings, weights: WeightReader, prefix: str, hidden: int) -> Mamba2Mixer:
+    """Load the Mamba-2 block at ``prefix``; ranks divide its heads with their groups."""
+    rule, rows = mamba2_rule(settings), Split.ROWS
+    sizes = (rule.out_features, *rule.xbc_sizes, rule.num_heads)
+    conv = Part(
+        f"{prefix}.conv1d.weight", rule.conv_channels, split=rows, output_sizes=rule.xbc_sizes
+    )
+    bias = replace(conv, name=f"{prefix}.conv1d.bias")
+    has_bias = bool(settings.get("use_bias", False))
+
+    def by_head(name: str) -> Tensor:
+        return weights.tensor(
+            Part(f"{prefix}.{name}", rule.num_heads, split=rows), dtype=torch.float32
+        )
+
+    params = Mamba2Params(
+        rule.divided(weights.parallel.size),
+        A_log=by_head("A_log"),
+        D=by_head("D"),
+        dt_bias=by_head("dt_bias"),
+        conv_weight=weights.tensor(conv, (1, rule.conv_kernel)).squeeze(1).t().contiguous(),
+        conv_bias=weights.tensor(bias) if settings.get("use_conv_bias", True) else None,
+        time_step_limit=_time_step_limit(settings),
+    )
+    into = Part(f"{prefix}.in_proj", sum(sizes), split=rows, output_sizes=sizes)
+    return Mamba2Mixer(
+        weights.kernels,
+        projection=weights.linear(hidden, into, bias=has_bias),
+        params=params,
+        norm_weight=weights.tensor(Part(f"{prefix}.norm.weight", rule.out_features, split=rows)),
+        eps=settings.number("rms_norm_eps"),
+        output=weights.row_parallel(
+            rule.out_features, Part(f"{prefix}.out_proj", hidden), bias=has_bias
+        ),
+    )
+
+
+def load_squared_relu_mlp(
+    weights: WeightReader, prefix: str, hidden: int, size: int
+) -> SquaredReluMLP:
+    """Load the MLP at ``prefix``: ``hidden`` to ``size`` to ``hidden``."""
+    up = weights.linear(hidden, Part(f"{prefix}.up_proj", size, split=Split.ROWS))
+    down = weights.row_parallel(size, Part(f"{prefix}.down_proj", hidden))
+    return SquaredReluMLP(weights.kernels, up, down)
+
+
+def load_squared_relu_moe(
+    settings: Settings, weights: WeightReader, prefix: str, hidden: int
+) -> SquaredReluMoE:
+    """Load the MoE block at ``prefix``, never quantized; ranks divide every expert's features.
+
+    Raises:
+        CheckpointError: a size is missing or impossible.
+    """
+    weights = replace(weights, quantize_fp8=False)
+    num_experts = settings.integer("n_routed_experts", most=MAX_EXPERTS)
+    shared_size = settings.integer("moe_shared_expert_intermediate_size")
+    latent_size = settings.get("moe_latent_size") and settings.integer("moe_latent_size")
+    latent: Latent | ProjectedLatent = Latent()
+    if latent_size:
+        latent = ProjectedLatent(
+            weights.linear(hidden, Part(f"{prefix}.fc1_latent_proj", latent_size)),
+            weights.linear(latent_size, Part(f"{prefix}.fc2_latent_proj", hidden)),
+        )
+    correction = Part(f"{prefix}.gate.e_score_correction_bias", num_experts)
+    return SquaredReluMoE(
+        weights.kernels,
+        router=weights.linear(hidden, Part(f"{prefix}.gate", num_experts)),
+        correction=weights.tensor(correction, dtype=torch.float32),
+        routing=_routing(settings, num_experts),
+        experts=_load_experts(settings, weights, f"{prefix}.experts", latent_size or hidden),
+        latent=latent,
+        shared=load_squared_relu_mlp(weights, f"{prefix}.shared_experts", hidden, shared_size),
+    )
+
+
+def _load_experts(
+    settings: Settings, weights: WeightReader, prefix: str, width: int
+) -> Experts | DividedExperts:
+    """All experts, in one tensor each for up and down, or one by one."""
+    count, size = settings.integer("n_routed_experts"), settings.integer("moe_intermediate_size")
+    up, down = (
+        _matrices(weights, count, size if columns else width, part)
+        for columns, part in (
+            (False, Part(f"{prefix}.up_proj", size, split=Split.ROWS)),
+            (True, Part(f"{prefix}.down_proj", width, split=Split.COLUMNS)),
+        )
+    )
+    experts = weights.kernels.pack_experts(up, down)
+    if weights.parallel.size == 1:
+        return experts
+    return DividedExperts(weights.kernels, weights.parallel, experts)
+
+
+def _matrices(weights: WeightReader, count: int, in_features: int, part: Part) -> list[Weight]:
+    """``part`` of every expert, whose names are ``experts.J.up_proj.weight`` if not stacked."""
+    if part.name in weights:
+        return weights.packed_stack(count, in_features, part)
+    prefix, _, name = part.name.rpartition(".")
+    names = (f"{prefix}.{index}.{name}.weight" for index in range(count))
+    return [weights.packed(in_features, replace(part, name=name)) for name in names]
+
+
+class NemotronHForCausalLM(Decoder):
+    """Layers of four types; tensors of an MTP module are not read."""
+
+    layer_types: ClassVar[frozenset[str]] = frozenset((MAMBA, ATTENTION, MOE, MLP))
+    unused_prefixes: ClassVar[tuple[str, ...]] = ("mtp.",)
+    embedding_name: ClassVar[str] = "embeddings"
+    final_norm_name: ClassVar[str] = "norm_f"
+    implied: ClassVar[Mapping[str, Any]] = {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "layer_norm_epsilon": 1e-5,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+    }
+
+    @classmethod
+    def renamed(cls, settings: Settings) -> dict[str, Any]:
+        """See ``Decoder.renamed``; the number of layers is that of their types."""
+        given = {new: settings.get(old) for old, new in _RENAMED.items()}
+        found = {key: value for key, value in given.items() if value is not None}
+        types = layer_types(settings)
+        if not types:
+            raise CheckpointError(
+                f"{settings.location} names no layers (layers_block_type)", _AS_PUBLISHED
+            )
+        blocks = zip(types, block_settings(settings), strict=False)
+        experts = [block for kind, block in blocks if kind == MOE]
+        # Of Puzzle's layers the largest: memory is planned by it.
+        for key in ("moe_intermediate_size", "num_experts_per_tok"):
+            if experts:
+                found[key] = max(block.integer(key) for block in experts)
+        return found | {"layer_types": list(types), "num_hidden_layers": len(types)}
+
+    @staticmethod
+    def tensor_prefix(weights: WeightReader) -> str:
+        """``backbone``, or ``model`` in Puzzle's checkpoints."""
+        return "model" if "model.embeddings.weight" in weights else "backbone"
+
+    @staticmethod
+    def divided_sizes(config: ModelConfig) -> dict[str, int]:
+        """As ``Decoder.divided_sizes``; Mamba-2 heads are divided with their groups."""
+        settings = Settings(config.extra, config.architecture)
+        sizes: dict[str, int] = {}
+        types = settings.names("layer_types")
+        if ATTENTION in types:
+            sizes |= Decoder.divided_sizes(config)
+            del sizes["intermediate_size"]
+        if MAMBA in types:
+            sizes["n_groups"] = settings.integer("n_groups")
+        if MLP in types:
+            sizes["intermediate_size"] = config.intermediate_size
+        for index, kind in enumerate(types):
+            if kind == MOE:
+                of_layer = _of_layer(settings, index)
+                for key in ("moe_intermediate_size", "moe_shared_expert_intermediate_size"):
+                    sizes[key] = math.gcd(sizes.get(key, 0), of_layer.integer(key))
+        return sizes
+
+    @classmethod
+    def caches_of(
+        cls, config: ModelConfig, dtype: torch.dtype, location: str
+    ) -> tuple[LayerCache, ...]:
+        """As ``Decoder.caches_of``."""
+        settings = Settings(config.extra, location)
+        _require_supported(settings)
+        kept: dict[str, LayerCache] = {ATTENTION: attention_cache(config, dtype)}
+        types = settings.names("layer_types")
+        if MAMBA in types:
+            kept[MAMBA] = Recurrent(mamba2_rule(settings), dtype)
+        return tuple(kept.get(kind, Stateless()) for kind in types)
+
+    def _rotaries(self, device: torch.device) -> tuple[RotaryTable, ...]:
+        return (no_rotation(self._max_positions, device),) * self.config.num_layers
+
+    def _load_layer(self, weights: WeightReader, index: int, rotary: RotaryTable) -> Layer:
+        prefix = f"{self._prefix}.layers.{index}"
+        settings = Settings(self.config.extra, weights.source.location)
+        kind, cache = settings.names("layer_types")[index], self._declared[index]
+        norm = self._load_norm(weights, f"{prefix}.norm")
+        mixer, hidden = f"{prefix}.mixer", self.config.hidden_size
+        if isinstance(cache, PagedKV):
+            return MixerLayer(norm, load_attention(self.config, weights, mixer, rotary))
+        if isinstance(cache, Recurrent):
+            return MixerLayer(norm, load_mamba2(settings, weights, mixer, hidden))
+        block: SquaredReluMLP | SquaredReluMoE
+        if kind == MOE:
+            block = load_squared_relu_moe(_of_layer(settings, index), weights, mixer, hidden)
+        else:
+            size = _of_layer(settings, index).integer("intermediate_size")
+            block = load_squared_relu_mlp(weights, mixer, hidden, size)
+        return MixerLayer(norm, RowWise(block))

@@ -1,0 +1,108 @@
+"""Mamba-2 (arXiv 2405.21060) as a recurrent rule: sizes, a layer's weights, its row function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from sametoken.ops.model.mamba2 import reference
+from sametoken.ops.model.recurrent.convolution import convolve_row
+from sametoken.ops.model.recurrent.rule import RowFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """``RecurrentRule`` of Mamba-2; a raw row is [x | B | C] and the gate dt.
+
+    Attributes:
+        num_groups: groups of heads that share B and C.
+        state_dim: N, the width of B and C of a group.
+        conv_kernel: as ``RecurrentRule.conv_kernel``.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    conv_kernel: int
+
+    @property
+    def xbc_sizes(self) -> tuple[int, int, int]:
+        """Widths of x, B and C."""
+        shared = self.num_groups * self.state_dim
+        return self.out_features, shared, shared
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of [x | B | C]."""
+        return sum(self.xbc_sizes)
+
+    @property
+    def gate_sizes(self) -> tuple[int]:
+        """Width of dt."""
+        return (self.num_heads,)
+
+    @property
+    def out_features(self) -> int:
+        """Width of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """[H, P, N]."""
+        return self.num_heads, self.head_dim, self.state_dim
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The sizes by the names of Triton kernels' constants."""
+        return {
+            "H": self.num_heads,
+            "P": self.head_dim,
+            "G": self.num_groups,
+            "N": self.state_dim,
+            "K": self.conv_kernel,
+        }
+
+    def divided(self, size: int) -> Mamba2:
+        """The shard of one of ``size`` ranks: heads stay with their group."""
+        heads, groups = self.num_heads // size, self.num_groups // size
+        return replace(self, num_heads=heads, num_groups=groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Params:
+    """``RuleWeights`` of Mamba-2.
+
+    Attributes:
+        A_log, D, dt_bias: [H].
+        conv_weight: [K, C], transposed from a checkpoint's [C, 1, K].
+        conv_bias: [C] or None.
+        time_step_limit: least and largest time step, after the softplus.
+    """
+
+    rule: Mamba2
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+
+    def row_function(self) -> RowFunction:
+        """See ``RuleWeights.row_function``."""
+        rule, limit, rate = self.rule, self.time_step_limit, self.A_log.float().exp()
+        skip, dt_bias = self.D.float()[:, None], self.dt_bias.float()
+        conv_weight = self.conv_weight.float()
+        conv_bias = None if self.conv_bias is None else self.conv_bias.float()
+
+        def run_row(state: Tensor, window: Tensor, gates: Tensor) -> Tensor:
+            x, b, c = convolve_row(window, conv_weight, conv_bias).split(rule.xbc_sizes)
+            step = reference.time_step(gates, dt_bias, limit)
+            x = x.view(rule.num_heads, rule.head_dim)
+            b, c = b.view(rule.num_groups, -1), c.view(rule.num_groups, -1)
+            read = reference.advance(state, x, b, c, (-rate * step).exp(), step)
+            out: Tensor = read + skip * x
+            return out.flatten()
+
+        return run_row

@@ -1,0 +1,331 @@
+"""Mamba-2 on a GPU at the real head shape: kernels' bits, and Nemotron-H's law end to end.
+
+64 heads of 64 in 8 groups over a state of 128, as Nemotron-3-Nano has them. The reference of
+every kernel is its plain PyTorch form.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from gpu_files import OPTIONS, requests
+from recorded_gpu import drive
+
+from helpers.checkpoints import write_checkpoint
+from helpers.nemotron import nemotron_config, nemotron_tensors
+from helpers.recurrent import Slots
+from helpers.rows import runs_of
+from sametoken.config import EngineConfig
+from sametoken.engine.build import build_engine
+from sametoken.ops.backend import AttentionRows, Routing, RowRuns
+from sametoken.ops.cache_types import Recurrent
+from sametoken.ops.model import activation, activation_triton, moe_triton, norm_rope
+from sametoken.ops.model import norm_rope_triton as norm_rope_kernels
+from sametoken.ops.model.mamba2.rule import Mamba2, Mamba2Params
+from sametoken.ops.model.moe import SeparateExperts
+from sametoken.ops.model.moe_triton import StackedExperts
+from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
+from sametoken.ops.model.recurrent.triton import TritonPass
+from sametoken.ops.reference import PlainWeight
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RULE = Mamba2(num_heads=64, head_dim=64, num_groups=8, state_dim=128, conv_kernel=4)
+DTYPE, MAX_TOKENS = torch.bfloat16, 64
+NANO = {
+    "vocab_size": 1500,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 512,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 256,
+    "max_position_embeddings": 1024,
+    "dtype": "bfloat16",
+}
+KEPT = ("states", "history")
+
+
+# Kernels
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+@functools.cache
+def params() -> Mamba2Params:
+    heads, channels = RULE.num_heads, RULE.conv_channels
+    weight = random(0, RULE.conv_kernel, channels, dtype=DTYPE)
+    bias = random(1, channels, dtype=DTYPE)
+    # A slow decay: what was folded once is seen for long.
+    gates = random(2, heads) - 3, random(3, heads), random(4, heads)
+    return Mamba2Params(RULE, *gates, weight, bias)
+
+
+@functools.cache
+def projections() -> torch.Tensor:
+    """[z | x | B | C | dt] of every token."""
+    return random(5, 64, RULE.out_features + RULE.conv_channels + RULE.num_heads).to(DTYPE)
+
+
+def raw_rows(tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    widths = (RULE.out_features, RULE.conv_channels, RULE.num_heads)
+    _, mixed, dt = projections()[tokens].split(widths, dim=-1)
+    return mixed, dt
+
+
+def poisoned(num_seqs: int, num_drafts: int, begin_pass=TritonPass.begin) -> Slots:
+    return Slots(
+        Recurrent(RULE, DTYPE),
+        num_drafts,
+        num_slots=num_seqs,
+        begin_pass=begin_pass,
+        device=DEVICE,
+    )
+
+
+Row = tuple[int, int, int, bool]
+
+
+def run(cache: Slots, rows: list[Row | None], runs: RowRuns | None = None) -> torch.Tensor:
+    """One pass of (slot, position, token, committed) rows, None where dead: [T, H * P]."""
+    reserved = (cache.position.shape[0] - 1, 0, 0, False)
+    facts = torch.tensor([row or reserved for row in rows], device=DEVICE).t().contiguous()
+    slots, positions, tokens, committed = facts.unbind(0)
+    runs = runs or RowRuns.even(1, len(rows))
+    at = AttentionRows(positions, slots, slots, slots[None], runs, committed.bool())
+    running = cache.begin(at)
+    out = cache.run(running, 0, params(), *raw_rows(tokens))
+    running.finish()
+    return out
+
+
+@pytest.fixture(scope="module")
+def sequence():
+    return make_sequence(150)
+
+
+def make_sequence(length: int):
+    """Tokens, their outputs row by row, and the cache after the last."""
+    tokens = torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(2)).tolist()
+    cache = poisoned(1, 0)
+    out = [run(cache, [(0, p, token, True)]) for p, token in enumerate(tokens)]
+    return tokens, torch.cat(out), cache
+
+
+def test_rows_are_those_of_the_reference(sequence):
+    tokens, out, cache = sequence
+    oracle = poisoned(1, 0, RowByRowPass.begin)
+    expected = run(oracle, [(0, p, token, True) for p, token in enumerate(tokens)])
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(cache.states[:, 0], oracle.states[:, 0], rtol=1e-3, atol=1e-3)
+    assert torch.equal(cache.history[:, 0], oracle.history[:, 0])
+
+
+@pytest.mark.parametrize("chunk", [3, 64, 128])
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunks_have_the_bits_of_single_rows(sequence, chunk, padded):
+    tokens, expected, plain = sequence
+    cache = poisoned(3, 4)
+    for first in range(0, len(tokens), chunk):
+        part = [(2, first + i, token, True) for i, token in enumerate(tokens[first:][:chunk])]
+        dead = [None] * (chunk - len(part) if padded else 0)
+        out = run(cache, [*part, *dead])
+        assert torch.equal(out[: len(part)], expected[first : first + len(part)])
+        assert not out[len(part) :].any()
+    for name in KEPT:
+        assert torch.equal(getattr(cache, name)[:, 2], getattr(plain, name)[:, 0])
+
+
+@pytest.mark.parametrize(("batch", "k"), [(1, 1), (1, 64), (8, 5), (64, 3), (8, 16)])
+def test_windows_have_the_bits_of_single_rows(sequence, batch, k):
+    """Every slot accepts other numbers of drafts; some windows are short, some skip a step."""
+    tokens, expected, plain = sequence
+    cache, generator = poisoned(batch, k), torch.Generator().manual_seed(batch + k)
+
+    def below(stop: int) -> int:
+        return int(torch.randint(0, stop, (1,), generator=generator))
+
+    done = [0] * batch
+    for step in range(200):
+        if done == [len(tokens)] * batch:
+            break
+        rows, windows = [], []
+        for slot in range(batch):
+            n, left = done[slot], len(tokens) - done[slot]
+            # The last row stands alone, so that in the end all is folded.
+            if left == 0 or (batch > 1 and (slot + step) % 5 == 0):
+                rows += [None] * (k + 1)
+                continue
+            drafts = min(below(k + 1), max(left - 2, 0))
+            good = below(drafts + 1)
+            ids = [tokens[n], *tokens[n + 1 : n + 1 + good], *[63] * (drafts - good)]
+            windows.append((len(rows), n, good))
+            rows += [(slot, n + i, token, i == 0) for i, token in enumerate(ids)]
+            rows += [None] * (k - drafts)
+            done[slot] = n + 1 + good
+        out = run(cache, rows, RowRuns.even(batch, k + 1))
+        for at, n, good in windows:
+            assert torch.equal(out[at : at + good + 1], expected[n : n + good + 1])
+    assert done == [len(tokens)] * batch
+    for slot in range(batch):
+        for name in KEPT:
+            assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
+
+
+def test_ragged_runs_have_the_bits_of_single_rows(sequence):
+    """Windows and a prompt's chunk in one pass, dead rows behind some, none of others."""
+    tokens, expected, plain = sequence
+    cache, done, whole = poisoned(3, 4), [0, 0, 0], len(tokens)
+    for counts in ((1, 3, whole // 2), (5, 0, 7), (whole - 6, whole - 3, whole - whole // 2 - 7)):
+        rows, places = [], []
+        lengths = [count + dead for count, dead in zip(counts, (0, 2, 1), strict=True)]
+        for slot, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+            first = done[slot]
+            places.append((len(rows), first, count))
+            rows += [(slot, p, tokens[p], True) for p in range(first, first + count)]
+            rows += [None] * (length - count)
+            done[slot] += count
+        out = run(cache, [*rows, None], runs_of(lengths, 2, DEVICE))
+        for at, first, count in places:
+            assert torch.equal(out[at : at + count], expected[first : first + count])
+    for slot in range(3):
+        for name in KEPT:
+            assert torch.equal(getattr(cache, name)[:, slot], getattr(plain, name)[:, 0])
+
+
+def test_a_captured_pass_has_the_bits_of_an_eager_one(sequence):
+    """The graph reads counts, positions and rows when it is replayed."""
+    tokens, expected, _ = sequence
+    cache, width = poisoned(2, 3), 4
+    facts = torch.tensor([[2, 0, 0, 0]] * 2 * width, device=DEVICE).t().contiguous()
+    slots, positions, ids, committed = facts.unbind(0)
+
+    def passed() -> torch.Tensor:
+        even = RowRuns.even(2, width)
+        at = AttentionRows(positions, slots, slots, slots[None], even, committed.bool())
+        running = cache.begin(at)
+        out = cache.run(running, 0, params(), *raw_rows(ids))
+        running.finish()
+        return out
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        passed()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = passed()
+    position, drafted = 0, 0
+    while position + width <= len(tokens):
+        good = drafted % width
+        window = [tokens[position], *tokens[position + 1 : position + 1 + good]]
+        rows = [(1, position + i, token, i == 0) for i, token in enumerate(window)]
+        rows += [(2, 0, 0, False)] * (2 * width - len(rows))
+        facts.copy_(torch.tensor(rows, device=DEVICE).t())
+        graph.replay()
+        assert torch.equal(out[: good + 1], expected[position : position + good + 1])
+        assert not out[good + 1 :].any()
+        position, drafted = position + good + 1, drafted + 1
+    assert cache.states[:, 2].isnan().all(), "the reserved slot has been written"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_activation_and_experts_are_the_references_in_any_company(dtype):
+    """Over both sizes of tiles, at Nano's widths of a group and of an expert."""
+    width, hidden, inner, count = RULE.out_features, 256, 232, 16
+    x, gate = random(0, 300, width, dtype=dtype), random(1, 300, 2 * width, dtype=dtype)
+    gate, weight = gate[:, width:], random(2, width, dtype=dtype)
+    normed = norm_rope_kernels.gated_group_norm(x, gate, weight, RULE.num_groups, 1e-5)
+    wanted = norm_rope.gated_group_norm(x.cpu(), gate.cpu(), weight.cpu(), RULE.num_groups, 1e-5)
+    torch.testing.assert_close(normed.cpu(), wanted, rtol=2e-2, atol=1e-3)
+    squared = activation_triton.relu_squared(x)
+    torch.testing.assert_close(squared.cpu(), activation.relu_squared(x.cpu()), rtol=0, atol=0)
+
+    up = random(3, count, inner, hidden, dtype=dtype) / hidden**0.5
+    down = random(4, count, hidden, inner, dtype=dtype) / inner**0.5
+    stacked, y = StackedExperts(up, down), random(5, 300, hidden, dtype=dtype)
+    routing = Routing(4, True, "sigmoid", scale=2.5)
+    logits, correction = random(6, 300, count), random(7, count)
+    chosen, weights = moe_triton.moe_gate(logits, routing, correction)
+    mixed = stacked(y, chosen, weights)
+    separate = SeparateExperts(*([PlainWeight(one) for one in each] for each in (up, down)))
+    torch.testing.assert_close(
+        mixed[:9], separate(y[:9], chosen[:9], weights[:9]), rtol=2e-2, atol=2e-2
+    )
+    for rows in (1, 2, 17, 64, 256, 257):
+        again = norm_rope_kernels.gated_group_norm(
+            x[:rows].clone(), gate[:rows], weight, RULE.num_groups, 1e-5
+        )
+        assert torch.equal(again, normed[:rows])
+        assert torch.equal(activation_triton.relu_squared(x[:rows].clone()), squared[:rows])
+        ids, parts = moe_triton.moe_gate(logits[:rows].clone(), routing, correction)
+        assert torch.equal(parts, weights[:rows])
+        assert torch.equal(stacked(y[:rows].clone(), ids, parts), mixed[:rows])
+
+
+# Engines
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("nemotron"), NANO)
+
+
+def write_target(folder, sizes: dict, pattern: str = "MEM*EM-E"):
+    """In bf16 and of slow decay; the correction stays in fp32, as published."""
+    config = nemotron_config(pattern, **sizes)
+    tensors = nemotron_tensors(config)
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensors[name] = tensor - 3
+        elif not name.endswith("e_score_correction_bias"):
+            tensors[name] = tensor.bfloat16()
+    return write_checkpoint(folder, config, tensors)
+
+
+SPECULATION = {
+    "plain": None,
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 64,
+        "prompt_lookup_max": 10,
+        "prompt_lookup_min": 1,
+        "draft_limits": "fixed",
+    },
+    "mtp": {"method": "mtp", "num_speculative_tokens": 5},
+}
+
+
+def generate(target, method: str, items, **options):
+    spec = {"model": str(target), "speculative_config": SPECULATION[method]}
+    return drive(build_engine(EngineConfig.from_options(**spec, **OPTIONS | options)), items)
+
+
+@pytest.fixture(scope="module")
+def truth(target):
+    """Every request alone in its batch, plainly, without graphs."""
+    items = list(requests(16, MAX_TOKENS))
+    return generate(target, "plain", items, max_num_seqs=1, enforce_eager=True).tokens
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    ("method", "max_num_seqs"), [("plain", 16), ("ngram", 5), ("mtp", 1), ("mtp", 16)]
+)
+def test_the_same_tokens(target, truth, method, max_num_seqs, eager):
+    items = list(requests(6 if max_num_seqs == 1 else 16, MAX_TOKENS))
+    ran = generate(target, method, items, max_num_seqs=max_num_seqs, enforce_eager=eager)
+    assert ran.tokens == {name: truth[name] for name in ran.tokens}
+    assert method == "plain" or ran.offered > 0

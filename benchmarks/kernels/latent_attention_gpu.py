@@ -34,7 +34,14 @@ BLOCK_SIZE = 64
 ROTATED_BYTES = 300 << 20
 #: Queries, warps, stages, and whether vectors are the left operand; tiles of 64 positions.
 FEW = ((16, 4, 2, True), (32, 4, 2, True), (32, 8, 2, True), (16, 4, 2, False), (64, 8, 2, False))
-MANY = ((64, 8, 2, False), (64, 8, 1, False), (64, 4, 2, False), (32, 8, 2, True), (32, 4, 2, True))
+MANY = (
+    (64, 8, 2, False),
+    (64, 16, 2, False),
+    (64, 8, 1, False),
+    (64, 4, 2, False),
+    (32, 8, 2, True),
+    (32, 4, 2, True),
+)
 #: Row counts from which a launch has many queries.
 MANY_ROWS = 64
 

@@ -7,6 +7,8 @@ from itertools import cycle
 
 import pytest
 
+from helpers.checkpoints import head_tensors, write_safeailab
+from helpers.families import VOCAB
 from helpers.harness import request, run
 from helpers.latents import write_latent, write_nextn, write_twin
 from helpers.static_steps import in_steps
@@ -74,6 +76,16 @@ def plain(path, dtype: str = "float32") -> dict[str, list[int]]:
 def test_drafts_change_no_token(checkpoint, spec, dtype, steps):
     drafted = run(build(checkpoint, spec, steps, dtype=dtype, steps_in_flight=2), requests())
     assert drafted.tokens == plain(checkpoint, dtype)
+    assert drafted.offered > drafted.accepted
+
+
+def test_an_eagle_3_head_changes_no_token(checkpoint, tmp_path):
+    """Its own keys and values are paged beside the target's latents."""
+    sizes = {"hidden_size": 32, "vocab_size": VOCAB}
+    head = write_safeailab(tmp_path, head_tensors(**sizes), num_hidden_layers=1, **sizes)
+    spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    drafted = run(build(checkpoint, spec), requests())
+    assert drafted.tokens == plain(checkpoint)
     assert drafted.offered > drafted.accepted
 
 

@@ -40,19 +40,21 @@ def _is_sparse(config: ModelConfig, index: int) -> bool:
 
 
 def _routing(settings: Settings, num_experts: int) -> Routing:
-    groups = settings.integer("n_group", 1)
-    if num_experts % groups:
+    groups, kept = settings.integer("n_group", 1), settings.integer("topk_group", 1)
+    top_k, size = settings.integer("num_experts_per_tok"), num_experts // groups
+    if num_experts % groups or kept > groups or top_k > kept * size:
         raise CheckpointError(
-            f"{settings.location}: n_group={groups} does not divide {num_experts} experts",
+            f"{settings.location}: {top_k} of {num_experts} experts in {kept} of n_group={groups} "
+            "groups is not possible",
             "compare with the original checkpoint's",
         )
     return Routing(
-        min(settings.integer("num_experts_per_tok"), num_experts),
+        top_k,
         normalise=bool(settings.get("norm_topk_prob", True)),
         scoring="sigmoid",
         num_groups=groups,
-        top_groups=min(settings.integer("topk_group", 1), groups),
-        group_best=min(2, num_experts // groups),
+        top_groups=kept,
+        group_best=min(2, size),
         scale=settings.number("routed_scaling_factor", 1.0),
     )
 

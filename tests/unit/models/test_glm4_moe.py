@@ -59,7 +59,9 @@ def test_the_next_layer_s_tensors_alone_are_left(checkpoint, layer, known):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_group": 4}, "n_group=4 does not divide 6 experts"),
+        ({"n_group": 4}, "2 of 6 experts in 1 of n_group=4 groups is not possible"),
+        ({"topk_group": 3}, "in 3 of n_group=2 groups"),
+        ({"num_experts_per_tok": 4}, "4 of 6 experts in 1 of n_group=2 groups"),
         ({"n_routed_experts": 10**9}, "n_routed_experts=1000000000 is not at most"),
         ({"n_routed_experts": 8}, r"has shape \[6, 32\], the config expects \[8, 32\]"),
         ({"first_k_dense_replace": "one"}, "first_k_dense_replace='one'"),

@@ -7,7 +7,6 @@ for attention, on the KV it may see, never on the number, order or content of ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
-from sametoken.ops.weight import Experts, UnquantizedWeight, Weight
+from sametoken.ops.weight import Packing, UnquantizedWeight
 
 
 class RunGroup(NamedTuple):
@@ -214,7 +213,7 @@ class SampledRows:
     offsets: Tensor
 
 
-class Kernels(Protocol):
+class Kernels(Packing, Protocol):
     """The operations of a decoder layer. T rows, L logits rows, V vocabulary.
 
     Activations have the model's dtype (bf16 or fp32) and are contiguous; only ``qkv`` and
@@ -229,10 +228,6 @@ class Kernels(Protocol):
         Raises:
             UnsupportedError: with the reason.
         """
-        ...
-
-    def pack(self, weight: Tensor) -> UnquantizedWeight:
-        """Take over a [N, K] weight; the caller drops its own reference."""
         ...
 
     def take_rows(self, states: Tensor, rows: Tensor | None) -> Tensor:
@@ -288,10 +283,6 @@ class Kernels(Protocol):
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """``x * sigmoid(gate)``, rounded once: two [T, W] -> [T, W]."""
-        ...
-
-    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
-        """Take over [gate | up] and down of E experts; the caller drops its own references."""
         ...
 
     def moe_gate(

@@ -30,6 +30,7 @@ from sametoken.ops.model.attention import reference as attention
 from sametoken.ops.model.gemm import reference as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
 from sametoken.ops.model.gemm.reference import MatrixWeight
+from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.model.moe import SeparateExperts
 from sametoken.ops.model.recurrent.row_by_row import RowByRowPass
 from sametoken.ops.model.recurrent.rule import Folded, RecurrentPass, RecurrentRule
@@ -38,7 +39,7 @@ from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
 from sametoken.ops.sampling.sample import make_keys
-from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.ops.weight import Fp8Matrix, UnquantizedWeight, Weight
 
 
 class ComposedKernels:
@@ -55,6 +56,9 @@ class ComposedKernels:
         return embedding_reference.embed_beside(
             self, token_ids, embedding, embedding_norm, hidden, hidden_norm
         )
+
+    def stack(self, weights: Sequence[Weight]) -> StackedWeight:
+        return StackedWeight(tuple(weights), activation.silu_mul)
 
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> SeparateExperts:
         return SeparateExperts(tuple(gate_up), tuple(down))
@@ -127,6 +131,9 @@ class ReferenceKernels(ComposedKernels):
 
     def pack(self, weight: Tensor) -> PlainWeight:
         return PlainWeight(weight.contiguous())
+
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8Weight:
+        return Fp8Weight(matrix.values, matrix.scale, matrix.rounding)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

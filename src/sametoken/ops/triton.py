@@ -31,6 +31,7 @@ from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
+from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.model.gemm.triton import epilogue_of, product
 from sametoken.ops.model.gemm.tuning import (
     FLOAT32,
@@ -47,7 +48,7 @@ from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
-from sametoken.ops.weight import UnquantizedWeight, Weight
+from sametoken.ops.weight import Fp8Matrix, UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
 
@@ -151,6 +152,12 @@ class TritonKernels:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
+
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
+        return Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding)
+
+    def stack(self, weights: Sequence[Weight]) -> StackedWeight:
+        return StackedWeight(tuple(weights), activation.silu_mul)
 
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> StackedExperts:
         stacks = (

@@ -2,10 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How a product rounds its activations to float8 e4m3: each row by itself.
+
+    Attributes:
+        grouped: whether a row has a scale per 128 features, rather than one.
+        scale: [] fp32, one fixed scale for all rows; None: a row's or group's largest element
+            becomes the largest number.
+    """
+
+    grouped: bool = False
+    scale: Tensor | None = None
+
+
+BY_ROW = Rounding()
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A checkpoint's [N, K] matrix in float8.
+
+    Attributes:
+        values: [N, K] float8 e4m3, contiguous.
+        scale: fp32, contiguous, factors on the values: [N] by row, or [N, ceil(K / 128)] by row
+            and 128 features.
+        rounding: how products round activations; None: they do not.
+    """
+
+    values: Tensor
+    scale: Tensor
+    rounding: Rounding | None
 
 
 class Weight(Protocol):
@@ -75,4 +110,31 @@ class Experts(Protocol):
         products, so that tensor-parallel partial sums can be added first. ``chosen`` and
         ``weights`` come from ``Kernels.moe_gate``.
         """
+        ...
+
+
+class Packing(Protocol):
+    """How a backend takes over matrices, each in the layout of its products."""
+
+    def pack(self, weight: Tensor) -> UnquantizedWeight:
+        """Take over a [N, K] weight; the caller drops its own reference."""
+        ...
+
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Weight:
+        """Take over a float8 matrix, for activations of ``dtype``.
+
+        Products add the features of each scale in order, in fp32, then the scaled sums in order
+        (docs/decisions/0029-products-of-quantized-weights.md).
+
+        Raises:
+            UnsupportedError: this device has no such products.
+        """
+        ...
+
+    def stack(self, weights: Sequence[Weight]) -> Weight:
+        """Weights of equal in_features as one, with their rows in this order."""
+        ...
+
+    def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> Experts:
+        """Take over [gate | up] and down of E experts; the caller drops its own references."""
         ...

@@ -18,6 +18,7 @@ from sametoken.errors import CheckpointError, ConfigError, UnsupportedError
 from sametoken.layers.rotary import rotary_table
 from sametoken.models.base import ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS, HEAD, require_supported
+from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.weights import TensorSource
 from sametoken.models.loader import open_checkpoint
 
@@ -69,6 +70,7 @@ class FrozenTarget:
     ) -> None:
         checkpoint = open_checkpoint(path)
         self.config = checkpoint.config
+        require_unquantized(self.config.extra, str(path), "a target in training")
         source = checkpoint.open_tensors()
         if self.config.architecture not in _ARCHITECTURES:
             raise UnsupportedError(

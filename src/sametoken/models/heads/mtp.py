@@ -46,6 +46,7 @@ from sametoken.models.heads.base import (
     require_sizes,
 )
 from sametoken.models.load.huggingface import SafetensorsSource
+from sametoken.models.load.quantization import read_quantization
 from sametoken.models.load.settings import Settings
 from sametoken.models.load.weights import Part, WeightReader
 from sametoken.models.loader import read_config
@@ -177,6 +178,7 @@ class MTPCheckpoint(HeadCheckpoint[MTPHead]):
         super().__init__(directory, load_format=load_format)
         self.config = read_config(directory, load_format=load_format)
         _require_form(self.config, directory)
+        self.quantization = read_quantization(self.config.extra, str(directory))
         if not self._is_dummy and f"{PREFIX}.fc.weight" not in self._open_tensors().names():
             raise _without_module(directory)
 

@@ -70,6 +70,14 @@ class DummySource:
             chunk = torch.empty(min(step, rows - first), *row_shape, device=self._device)
             yield chunk.normal_(centre, scale, generator=generator)
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """fp32."""
+        return torch.float32
+
+    def stored_chunks(self, name: str) -> Iterator[Tensor]:
+        """As ``chunks``."""
+        return self.chunks(name)
+
 
 @dataclass(frozen=True, slots=True)
 class DummyReader(WeightReader):

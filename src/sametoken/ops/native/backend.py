@@ -11,10 +11,11 @@ from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows
+from sametoken.ops.native.fp8 import WidenedFp8Weight
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import Weight
+from sametoken.ops.weight import Fp8Matrix, Weight
 
 MAX_HEAD_DIM = 1024
 
@@ -126,6 +127,9 @@ class NativeKernels(ComposedKernels):
         panels = self._memory.take(self._library.packed_bytes(n, k, is_bf16))
         self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
         return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
+
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> WidenedFp8Weight:
+        return WidenedFp8Weight.packed(matrix, dtype, self.pack)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)

@@ -151,7 +151,7 @@ def test_rows_that_do_not_exist_are_not_written():
 
     with pytest.MonkeyPatch.context() as patch:
         operands = rounded(x)
-        patch.setattr(fp8_triton, "rounded", lambda _: operands)
+        patch.setattr(fp8_triton, "rounded", lambda *_: operands)
         patch.setattr(fp8_triton.torch, "empty", carved)
         results = {dtype: product(x, weight, name) for dtype, name in FORMS.items()}
     for dtype, got in results.items():

@@ -22,7 +22,7 @@ from sametoken.ops.backend import (
     Truncation,
 )
 from sametoken.ops.model import activation_triton as activation
-from sametoken.ops.model import embedding_triton, moe_triton
+from sametoken.ops.model import embedding_triton, moe_gate_triton
 from sametoken.ops.model import norm_rope_triton as norm_rope
 from sametoken.ops.model import partial_sum_triton as partial_sum
 from sametoken.ops.model.attention import hopper
@@ -48,7 +48,7 @@ from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
-from sametoken.ops.weight import Fp8Matrix, UnquantizedWeight, Weight
+from sametoken.ops.weight import Fp8Matrix, Rounding, UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
 
@@ -160,15 +160,16 @@ class TritonKernels:
         return StackedWeight(tuple(weights), activation.silu_mul)
 
     def pack_experts(self, gate_up: Sequence[Weight], down: Sequence[Weight]) -> StackedExperts:
-        stacks = (
-            torch.stack([_device_weight(one).matrix for one in each]) for each in (gate_up, down)
+        first, first_scales, first_rounding = _stacked(gate_up)
+        second, second_scales, second_rounding = _stacked(down)
+        return StackedExperts(
+            first, second, first_scales, second_scales, first_rounding, second_rounding
         )
-        return StackedExperts(*stacks)
 
     def moe_gate(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return moe_triton.moe_gate(logits, routing, bias)
+        return moe_gate_triton.moe_gate(logits, routing, bias)
 
     def rope_and_cache(
         self,
@@ -222,5 +223,37 @@ class TritonKernels:
 
 
 def _device_weight(weight: Weight) -> DeviceWeight:
-    assert isinstance(weight, DeviceWeight), f"packed by {type(weight).__name__}"
+    if not isinstance(weight, DeviceWeight):
+        raise UnsupportedError(
+            f"a layer needs a plain matrix and got {type(weight).__name__}",
+            "use a checkpoint that does not quantize it, or quantizes all experts alike",
+        )
     return weight
+
+
+def _stacked(weights: Sequence[Weight]) -> tuple[Tensor, Tensor | None, Rounding | None]:
+    """Matrices of equal form in one tensor, float8 ones with their scales and rounding.
+
+    Raises:
+        UnsupportedError: their forms differ.
+    """
+    first = weights[0]
+    if not isinstance(first, Fp8DeviceWeight):
+        return torch.stack([_device_weight(one).matrix for one in weights]), None, None
+    same = [one for one in weights if isinstance(one, Fp8DeviceWeight) and _alike(one, first)]
+    if len(same) < len(weights):
+        raise UnsupportedError(
+            "the experts of a layer are quantized in different formats",
+            "use a checkpoint that quantizes them alike",
+        )
+    bits = torch.stack([one.matrix.view(torch.uint8) for one in same])
+    scales = torch.stack([one.scale for one in same])
+    return bits.view(torch.float8_e4m3fn), scales, first.rounding
+
+
+def _alike(one: Fp8DeviceWeight, other: Fp8DeviceWeight) -> bool:
+    """Whether two weights have scales of one shape and round activations alike."""
+    if one.scale.shape != other.scale.shape or one.rounding is None or other.rounding is None:
+        return one.scale.shape == other.scale.shape and one.rounding is other.rounding
+    fixed = [None if r.scale is None else float(r.scale) for r in (one.rounding, other.rounding)]
+    return one.rounding.grouped == other.rounding.grouped and fixed[0] == fixed[1]

@@ -70,13 +70,13 @@ def sums(
             x_tile = _tile(x_tiles, first_row, x_at, k, row_present, inside, EVEN_DEPTH)
         w_tile = _tile(w_tiles, first_feature, w_at, k, present, inside, EVEN_DEPTH)
         group = k // DEPTH
-        acc = _with_products(
+        acc = with_products(
             acc, w_tile, x_tile, w_scales, present, x_scales, row_present, group, W_STEP, X_STEP
         )
         if EPILOGUE == "silu_mul":
             first_up = out_features + first_feature
             w_tile = _tile(w_tiles, first_up, w_at + half, k, present, inside, EVEN_DEPTH)
-            up = _with_products(
+            up = with_products(
                 up, w_tile, x_tile, up_scales, present, x_scales, row_present, group, W_STEP, X_STEP
             )
         if WEIGHTS_FIRST:
@@ -95,7 +95,7 @@ def _tile(tiles, first, at, k, present, inside, EVEN_DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _with_products(
+def with_products(
     acc,
     w_tile,
     x_tile,
@@ -271,8 +271,8 @@ def tiled_product(
         PREFETCH_BYTES=0 if row_bytes % 16 else min(config.prefetch_bytes, row_bytes),
         PIECES=max(1, 32 * config.num_warps // config.block_features),
         EVEN_DEPTH=in_features % config.block_depth == 0,
-        W_GROUPS=_groups(None if scaling is None else scaling.features),
-        X_GROUPS=_groups(None if scaling is None else scaling.rows),
+        W_GROUPS=groups_of(None if scaling is None else scaling.features),
+        X_GROUPS=groups_of(None if scaling is None else scaling.rows),
         GROUPED=scaling is not None and scaling.grouped,
         BLOCK_ROWS=config.block_rows,
         BLOCK_FEATURES=config.block_features,
@@ -282,7 +282,7 @@ def tiled_product(
     return out
 
 
-def _groups(scale: Tensor | None) -> int:
+def groups_of(scale: Tensor | None) -> int:
     """The scales of each row."""
     return 1 if scale is None or scale.dim() == 1 else scale.shape[1]
 
@@ -353,25 +353,25 @@ def _product_kernel(
     at = row.to(tl.int64)[None, :] * out_features + feature[:, None]
     dtype = out.dtype.element_ty
     if not GROUPED:
-        acc = _scaled(acc, feature_scales, feature, feature < out_features, row_scales, row, rows)
+        is_feature, is_row = feature < out_features, row < rows
+        acc = scaled(acc, feature_scales, feature, is_feature, row_scales, row, is_row)
+        if EPILOGUE == "silu_mul":
+            up_feature = feature + out_features
+            up = scaled(up, feature_scales, up_feature, is_feature, row_scales, row, is_row)
     if EPILOGUE == "bias":
         acc += tl.load(bias + feature, mask=feature < out_features, other=0)[:, None]
     elif EPILOGUE == "silu_mul":
-        up_feature = feature + out_features
-        if not GROUPED:
-            is_up = feature < out_features
-            up = _scaled(up, feature_scales, up_feature, is_up, row_scales, row, rows)
         acc = _silu_mul(acc.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32))
     tl.store(out + at, acc.to(dtype), mask=stored)
 
 
 @triton.jit
-def _scaled(acc, feature_scales, feature, present, row_scales, row, rows):
+def scaled(acc, feature_scales, feature, present, row_scales, row, row_present):
     """Multiply sums of fp8 products by the scales of the operands that have them."""
     if feature_scales is not None:
         w_scale = tl.load(feature_scales + feature, mask=present, other=0)[:, None]
         if row_scales is not None:
-            acc *= w_scale * tl.load(row_scales + row, mask=row < rows, other=0)[None, :]
+            acc *= w_scale * tl.load(row_scales + row, mask=row_present, other=0)[None, :]
         else:
             acc *= w_scale
     return acc

@@ -29,6 +29,7 @@ from sametoken.ops.model import embedding as embedding_reference
 from sametoken.ops.model.attention import reference as attention
 from sametoken.ops.model.gemm import reference as gemm
 from sametoken.ops.model.gemm.fp8 import Fp8Weight, quantize
+from sametoken.ops.model.gemm.int4 import Int4Weight
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.stacked import StackedWeight
 from sametoken.ops.model.moe import SeparateExperts
@@ -39,7 +40,7 @@ from sametoken.ops.sampling import sample as sampling
 from sametoken.ops.sampling import truncation as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
 from sametoken.ops.sampling.sample import make_keys
-from sametoken.ops.weight import Fp8Matrix, UnquantizedWeight, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, UnquantizedWeight, Weight
 
 
 class ComposedKernels:
@@ -134,6 +135,9 @@ class ReferenceKernels(ComposedKernels):
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8Weight:
         return Fp8Weight(matrix.values, matrix.scale, matrix.rounding)
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4Weight:
+        return Int4Weight(matrix)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm_rope.rms_norm(x, weight, eps)

@@ -29,6 +29,7 @@ from sametoken.ops.model.attention import hopper
 from sametoken.ops.model.attention import triton as attention
 from sametoken.ops.model.gemm.fp8 import quantize
 from sametoken.ops.model.gemm.fp8_triton import Fp8DeviceWeight
+from sametoken.ops.model.gemm.int4_triton import Int4DeviceWeight
 from sametoken.ops.model.gemm.reference import MatrixWeight
 from sametoken.ops.model.gemm.selfcheck import GemmReport, ProvenTable
 from sametoken.ops.model.gemm.stacked import StackedWeight
@@ -48,7 +49,7 @@ from sametoken.ops.sampling import logits_rules_triton as logits_rules
 from sametoken.ops.sampling import sample_triton as sampling
 from sametoken.ops.sampling import truncation_triton as truncation_op
 from sametoken.ops.sampling.logits_rules import CommittedTokens, LogitsRules
-from sametoken.ops.weight import Fp8Matrix, Rounding, UnquantizedWeight, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Rounding, UnquantizedWeight, Weight
 
 MAX_HEAD_DIM = 256
 
@@ -154,7 +155,11 @@ class TritonKernels:
         return norm_rope.add_rms_norm(x, residual, weight, eps)
 
     def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> Fp8DeviceWeight:
+        _require_float8(matrix.values.device)
         return Fp8DeviceWeight(matrix.values, matrix.scale, matrix.rounding)
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Int4DeviceWeight:
+        return Int4DeviceWeight(matrix)
 
     def stack(self, weights: Sequence[Weight]) -> StackedWeight:
         return StackedWeight(tuple(weights), activation.silu_mul)
@@ -249,6 +254,15 @@ def _stacked(weights: Sequence[Weight]) -> tuple[Tensor, Tensor | None, Rounding
     bits = torch.stack([one.matrix.view(torch.uint8) for one in same])
     scales = torch.stack([one.scale for one in same])
     return bits.view(torch.float8_e4m3fn), scales, first.rounding
+
+
+def _require_float8(device: torch.device) -> None:
+    """Refuse a GPU without float8 conversions."""
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise UnsupportedError(
+            f"float8 weights need a GPU of compute capability 8.9, this one has {found}",
+            "use a checkpoint of unquantized weights, or of 4 bits",
+        )
 
 
 def _alike(one: Fp8DeviceWeight, other: Fp8DeviceWeight) -> bool:

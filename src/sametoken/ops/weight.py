@@ -43,6 +43,32 @@ class Fp8Matrix:
     rounding: Rounding | None
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Matrix:
+    """A checkpoint's [N, K] matrix in 4 bits, by groups of ``width`` features.
+
+    An element is ``(value - zero) * scale``, with the zero and scale of its row and group.
+
+    Attributes:
+        values: [N, K / 2] uint8, contiguous. Byte i of a group has the group's feature i in its
+            low half, and feature i + width / 2 in its high one.
+        scale: [N, K / width], of any floating dtype, contiguous.
+        zero: [N, K / width] uint8, contiguous.
+        order: [K] int64, the activations' feature that each column is multiplied with; None: its
+            own.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Features of a group: 32, 64 or 128."""
+        return 2 * self.values.shape[1] // self.scale.shape[1]
+
+
 class Weight(Protocol):
     """A matrix in the layout of its products, and those products.
 
@@ -128,6 +154,13 @@ class Packing(Protocol):
 
         Raises:
             UnsupportedError: this device has no such products.
+        """
+        ...
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> Weight:
+        """Take over a 4-bit matrix, for activations of ``dtype``; sums and errors as ``pack_fp8``.
+
+        Activations are not rounded.
         """
         ...
 

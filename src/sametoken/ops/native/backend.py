@@ -11,11 +11,11 @@ from sametoken.errors import InvariantError, UnsupportedError
 from sametoken.ops.backend import AttentionRows, AttentionShape, LayerKV, QKNorm, RotaryTable
 from sametoken.ops.model.gated_delta_rule.rule import GatedDeltaParams
 from sametoken.ops.model.recurrent.rule import Folded, LayerMemory, RawRows
-from sametoken.ops.native.fp8 import WidenedFp8Weight
 from sametoken.ops.native.library import NativeLibrary, WeightMemory, load_library
 from sametoken.ops.native.recurrent import NativePass
+from sametoken.ops.native.widened import WidenedWeight, widened_fp8, widened_int4
 from sametoken.ops.reference import ComposedKernels
-from sametoken.ops.weight import Fp8Matrix, Weight
+from sametoken.ops.weight import Fp8Matrix, Int4Matrix, Weight
 
 MAX_HEAD_DIM = 1024
 
@@ -128,8 +128,11 @@ class NativeKernels(ComposedKernels):
         self._library.pack(weight.data_ptr(), panels.data_ptr(), n, k, is_bf16)
         return PanelWeight(self._library, panels, panels.data_ptr(), n, k, weight.dtype)
 
-    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> WidenedFp8Weight:
-        return WidenedFp8Weight.packed(matrix, dtype, self.pack)
+    def pack_fp8(self, matrix: Fp8Matrix, dtype: torch.dtype) -> WidenedWeight:
+        return widened_fp8(matrix, dtype, self.pack)
+
+    def pack_int4(self, matrix: Int4Matrix, dtype: torch.dtype) -> WidenedWeight:
+        return widened_int4(matrix, dtype, self.pack)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._normed(x, None, weight, eps)

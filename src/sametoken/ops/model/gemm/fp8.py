@@ -96,7 +96,8 @@ class Fp8Weight(MatrixWeight):
         def sums(values: Tensor, index: int) -> Tensor:
             return product_fp32(values, self.matrix[:, index * width : (index + 1) * width])
 
-        out = scaled_product(x, self.scale, self.rounding, sums)
+        values, x_scale = (x, None) if self.rounding is None else rounded_by(self.rounding, x)
+        out = scaled_product(values, x_scale, self.scale, width, sums)
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def gated_matmul(self, x: Tensor) -> Tensor:
@@ -110,24 +111,27 @@ def group_width(in_features: int, scale: Tensor, rounding: Rounding | None) -> i
 
 
 def scaled_product(
-    x: Tensor, scale: Tensor, rounding: Rounding | None, sums: Callable[[Tensor, int], Tensor]
+    x: Tensor,
+    x_scale: Tensor | None,
+    scale: Tensor,
+    width: int,
+    sums: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
     """[T, K] -> [T, N] fp32: sums by group, each multiplied by its scales, added in order.
 
     Args:
         x: [T, K].
-        scale: of the weight, as in ``Fp8Matrix``.
-        rounding: of ``x``.
+        x_scale: fp32, of ``x``: [T] or [T, groups]; None: it has none.
+        scale: of the weight: [N] or [N, groups].
+        width: features of a group.
         sums: [T, width] and the index of a group to the group's products, [T, N] fp32.
     """
-    values, x_scale = (x, None) if rounding is None else rounded_by(rounding, x)
-    width = group_width(x.shape[1], scale, rounding)
     total: Tensor | None = None
     for index, first in enumerate(range(0, x.shape[1], width)):
-        factor = _of_group(scale, index)
+        factor = _of_group(scale, index).float()
         if x_scale is not None:
             factor = factor * _of_group(x_scale, index)[:, None]
-        part = sums(values[:, first : first + width], index) * factor
+        part = sums(x[:, first : first + width], index) * factor
         total = part if total is None else total + part
     assert total is not None
     return total

@@ -13,6 +13,7 @@ from helpers.quantized import (
     TOKEN,
     block_config,
     compressed_config,
+    gptq_llama,
     quantize_tensors,
 )
 from helpers.recorded import RecordedLogits
@@ -43,7 +44,7 @@ def dense(folder, strategy: str, activations: dict | None):
 
 
 def hybrid(folder):
-    """Target and MTP module in blocks, but for the gates, as Qwen publishes them."""
+    """Target and MTP module in blocks, except the gates, as Qwen publishes them."""
     config = hybrid_config("qwen3_5", hidden_size=136, **EXPERTS)
     chosen = ("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "mtp.fc.weight")
     stored, _ = quantize_tensors(
@@ -104,3 +105,9 @@ def test_speculation_changes_no_bit_of_a_float8_target(tmp_path, strategy, activ
 def test_nor_of_a_hybrid_in_blocks_whose_module_is_quantized_too(tmp_path, method):
     spec = NGRAM if method == "ngram" else {"method": "mtp", "num_speculative_tokens": 3}
     require_same(hybrid(tmp_path), spec, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nor_of_a_target_in_four_bits(tmp_path, dtype):
+    config, stored = gptq_llama()
+    require_same(write_checkpoint(tmp_path, config, stored), NGRAM, dtype)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from helpers.checkpoints import LLAMA, VOCAB, layer_shapes, random_weight
+
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 TOKEN = FLOAT | {"strategy": "token", "dynamic": True}
 GROUP = FLOAT | {"strategy": "group", "group_size": 128, "dynamic": True}
@@ -83,3 +85,32 @@ def quantize_tensors(
         if (value := next(fixed, None)) is not None:
             stored[f"{module}.input_scale"] = torch.tensor(value)
     return stored, meant
+
+
+def gptq_llama() -> tuple[dict, dict[str, torch.Tensor]]:
+    """A tiny Llama of random 4-bit linears in GPTQ's layout, with act-order."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    config = LLAMA | sizes | {"quantization_config": quantization}
+    shapes = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB, 64))
+    shapes["model.norm.weight"] = (64,)
+    for index in range(2):
+        shapes |= layer_shapes(config, f"model.layers.{index}", 64)
+    generator = torch.Generator().manual_seed(0)
+    stored = {}
+    for name, shape in shapes.items():
+        if not is_projection(name):
+            stored[name] = random_weight(generator, *shape)
+            continue
+        (rows, columns), module = shape, name.removesuffix(".weight")
+        groups = columns // 32
+
+        def words(*size: int) -> torch.Tensor:
+            return torch.randint(-(2**31), 2**31, size, generator=generator).to(torch.int32)
+
+        stored[f"{module}.qweight"] = words(columns // 8, rows)
+        stored[f"{module}.qzeros"] = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)
+        stored[f"{module}.scales"] = torch.rand(groups, rows, generator=generator).half() / 32
+        order = torch.randperm(columns, generator=generator)
+        stored[f"{module}.g_idx"] = (torch.arange(columns) // 32)[order].to(torch.int32)
+    return config, stored

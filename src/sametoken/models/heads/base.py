@@ -19,15 +19,10 @@ from sametoken.models.base import HiddenStates, ModelConfig
 from sametoken.models.decoder import DERIVED_TENSORS
 from sametoken.models.load.dummy import dummy_reader
 from sametoken.models.load.huggingface import SafetensorsSource, model_config
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.models.load.quantization import require_unquantized
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import (
-    UNQUANTIZED,
-    Part,
-    Quantization,
-    TensorSource,
-    WeightReader,
-)
+from sametoken.models.load.weights import Part, TensorSource, WeightReader
 from sametoken.ops.backend import AttentionRows, Kernels
 from sametoken.ops.cache_types import LayerCache
 from sametoken.ops.weight import UnquantizedWeight, Weight

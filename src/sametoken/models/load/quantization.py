@@ -6,6 +6,7 @@ Formats, as their writers define them:
   targets by module, by ``re:`` and a regular expression, or by class; ``ignore`` takes out.
 - ``fp8`` (DeepSeek's and Qwen's; transformers' FineGrainedFP8Config): all linears except
   ``modules_to_not_convert``.
+- ``gptq`` (AutoGPTQ, GPTQModel) and ``awq`` (AutoAWQ): all linears that are stored so.
 
 Every key is either understood or refused by its name.
 """
@@ -20,8 +21,10 @@ from typing import Any
 
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.models.load.fp8_linear import BLOCK, Fp8Linear
+from sametoken.models.load.int4_linear import AWQ, GPTQ, GPTQ_V2, PACKED, Int4Linear
+from sametoken.models.load.linear_format import UNQUANTIZED, LinearFormat, Quantization
 from sametoken.models.load.settings import Settings
-from sametoken.models.load.weights import UNQUANTIZED, LinearFormat, Quantization, TensorSource
+from sametoken.models.load.weights import TensorSource
 
 KEYS = ("quantization_config", "compression_config")
 #: The class of every projection that a format may cover.
@@ -30,6 +33,14 @@ _EXPRESSION = "re:"
 #: Of a regular expression in a checkpoint: longer or more repeats could take long to match.
 _MAX_EXPRESSION, _MAX_REPEATS = 400, 5
 _ANOTHER = "use another checkpoint"
+#: How a checkpoint was made, and by which kernels its writers run it.
+_OF_QUANTIZING = (
+    "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent",
+    "damp_auto_increment", "dataset", "disable_exllama", "do_fuse", "exllama_config",
+    "fuse_max_seq_len", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
+    "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse",
+    "pad_token_id", "quantizer", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +156,54 @@ def _read_fp8(settings: Settings) -> Quantization:
     return ByTarget((Targeted(frozenset(), (), True, linear),), ignored)
 
 
+def _read_gptq(settings: Settings) -> Quantization:
+    """``quant_method: gptq``."""
+    require_known(
+        settings,
+        used=("bits", "group_size", "checkpoint_format"),
+        only={
+            "sym": (True, False),
+            "desc_act": (True, False),
+            "static_groups": (True, False),
+            "lm_head": (False,),
+            "is_marlin_format": (False,),
+            "pack_dtype": ("int32",),
+        },
+        unused=("quant_method", *_OF_QUANTIZING),
+    )
+    layout = settings.get("checkpoint_format", GPTQ)
+    if layout not in (GPTQ, GPTQ_V2):
+        raise _unsupported(settings, "checkpoint_format", f"use {GPTQ} or {GPTQ_V2}")
+    return _all_stored(Int4Linear(layout, _group_size(settings)))
+
+
+def _read_awq(settings: Settings) -> Quantization:
+    """``quant_method: awq``."""
+    require_known(
+        settings,
+        used=("bits", "group_size", "version", "format"),
+        only={"zero_point": (True,)},
+        unused=("quant_method", "modules_to_not_convert", *_OF_QUANTIZING),
+    )
+    version = settings.get("version", settings.get("format", "gemm"))
+    if str(version).lower() != "gemm":
+        raise _unsupported(settings, "version", "use gemm")
+    return _all_stored(Int4Linear(AWQ, _group_size(settings)))
+
+
+def _group_size(settings: Settings) -> int:
+    if settings.get("bits") != 4:
+        raise _unsupported(settings, "bits", "use 4")
+    size = settings.get("group_size", 128)
+    return size if size == -1 else settings.integer("group_size", 128)
+
+
+def _all_stored(linear: LinearFormat) -> Quantization:
+    """One format for every linear that is stored in it."""
+    nothing = Targeted(frozenset(), (), False, None)
+    return ByTarget((Targeted(frozenset(), (), True, linear),), nothing)
+
+
 def _read_compressed_tensors(settings: Settings) -> Quantization:
     """``quant_method: compressed-tensors``."""
     require_known(
@@ -217,6 +276,25 @@ def _float_linear(group: Settings) -> Fp8Linear:
     if weights.get("dynamic"):
         raise _unsupported(weights, "dynamic", _ANOTHER)
     return Fp8Linear(strategy, _float_activations(group), ("weight_scale",))
+
+
+def _packed_linear(group: Settings) -> Int4Linear:
+    """A group of the format ``pack-quantized``."""
+    weights = _arguments(group, "weights")
+    found = (weights.get("num_bits"), weights.get("type", "int"), weights.get("dynamic", False))
+    if found != (4, "int", False):
+        raise UnsupportedError(
+            f"{weights.location}: num_bits={short(found[0])}, type={short(found[1])}, "
+            f"dynamic={short(found[2])} is not supported",
+            "use 4 bits, int, not dynamic",
+        )
+    if group.get("input_activations") is not None:
+        raise _unsupported(group, "input_activations", "use a checkpoint of weights alone")
+    strategy = weights.get("strategy", "group")
+    if strategy not in ("group", "channel"):
+        raise _unsupported(weights, "strategy", "use group or channel")
+    size = -1 if strategy == "channel" else weights.integer("group_size")
+    return Int4Linear(PACKED, size, bool(weights.get("symmetric", True)))
 
 
 def _float_activations(group: Settings) -> str:
@@ -292,8 +370,13 @@ def _unsupported(settings: Settings, key: str, remedy: str) -> UnsupportedError:
     )
 
 
-_COMPRESSED: dict[str, Callable[[Settings], LinearFormat]] = {"float-quantized": _float_linear}
+_COMPRESSED: dict[str, Callable[[Settings], LinearFormat]] = {
+    "float-quantized": _float_linear,
+    PACKED: _packed_linear,
+}
 _METHODS: dict[str, Callable[[Settings], Quantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "fp8": _read_fp8,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from sametoken.errors import CheckpointError, UnsupportedError
 from sametoken.layers.linear import Linear, Projection, RowParallelLinear
 from sametoken.layers.parallel import SINGLE_RANK, TensorParallel
+from sametoken.models.load.linear_format import UNQUANTIZED, Quantization
 from sametoken.ops.backend import Kernels
 from sametoken.ops.weight import UnquantizedWeight, Weight
 
@@ -125,47 +126,6 @@ class Share:
             destination[rows].copy_(wanted)
         else:
             destination[self.permutation[rows].to(destination.device)] = wanted.to(destination)
-
-
-class LinearFormat(Protocol):
-    """How a checkpoint stores a quantized linear. Equal formats may be fused."""
-
-    def covers(self, source: TensorSource, module: str) -> bool:
-        """Whether the module is stored so, rather than unquantized."""
-        ...
-
-    def read(self, reader: WeightReader, in_features: int, parts: tuple[Part, ...]) -> Weight:
-        """This rank's shares of the parts, one after the other, as one weight.
-
-        Args:
-            reader: of the tensors.
-            in_features: columns of each whole part.
-            parts: named by module: without the name of a tensor in it.
-
-        Raises:
-            CheckpointError: a tensor is missing, or has another shape, dtype or range.
-            ConfigError: the ranks cannot divide a part.
-            UnsupportedError: the backend has no products for the format.
-        """
-        ...
-
-
-class Quantization(Protocol):
-    """The formats of a checkpoint's linears."""
-
-    def format_of(self, module: str, source: TensorSource) -> LinearFormat | None:
-        """The format of a linear, by its name without ``.weight``; None: unquantized."""
-        ...
-
-
-class _Unquantized:
-    """``Quantization`` of a checkpoint without one."""
-
-    def format_of(self, module: str, source: TensorSource) -> None:
-        return None
-
-
-UNQUANTIZED = _Unquantized()
 
 
 def _of_rank(whole: range, parallel: TensorParallel) -> range:

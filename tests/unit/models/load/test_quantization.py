@@ -10,8 +10,9 @@ import torch
 from helpers.quantized import FLOAT, GROUP, STATIC, TOKEN, block_config, compressed_config
 from sametoken.errors import CheckpointError, SametokenError, UnsupportedError
 from sametoken.models.load.fp8_linear import Fp8Linear
+from sametoken.models.load.int4_linear import Int4Linear
+from sametoken.models.load.linear_format import UNQUANTIZED
 from sametoken.models.load.quantization import read_quantization
-from sametoken.models.load.weights import UNQUANTIZED
 
 LAYER = "model.layers.11"
 
@@ -129,7 +130,7 @@ def changed(config: dict, path: str, value: object) -> dict:
     """A config with one value changed; ``path`` goes through the first group."""
     config = copy.deepcopy(config)
     inner, names = config, path.split(".")
-    if len(names) > 1 or path in ("targets", "output_activations"):
+    if len(names) > 1 or path in ("targets", "input_activations", "output_activations"):
         inner = config["config_groups"]["group_0"]
     for name in names[:-1]:
         inner = inner[name]
@@ -137,6 +138,17 @@ def changed(config: dict, path: str, value: object) -> dict:
     return config
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM", "zero_point": True}
+PACKED = compressed_config("channel", None, format="pack-quantized")
+PACKED["config_groups"]["group_0"]["weights"] = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 128,
+    "symmetric": True,
+    "actorder": "weight",
+}
 CHANNEL, BLOCK = compressed_config("channel"), compressed_config("block", GROUP)
 REFUSED = [
     (block_config(), "quant_method", "bitsandbytes"),
@@ -150,6 +162,21 @@ REFUSED = [
     (block_config(), "modules_to_convert", ["embed"]),
     (block_config(), "modules_to_not_convert", "lm_head"),
     (block_config(), "surprise", 1),
+    (GPTQ, "bits", 8),
+    (GPTQ, "group_size", 0),
+    (GPTQ, "group_size", "128"),
+    (GPTQ, "checkpoint_format", "marlin"),
+    (GPTQ, "lm_head", True),
+    (GPTQ, "dynamic", {"-:.*": {}}),
+    (GPTQ, "sym", "yes"),
+    (AWQ, "bits", 3),
+    (AWQ, "version", "gemv"),
+    (AWQ, "zero_point", False),
+    (PACKED, "weights.num_bits", 8),
+    (PACKED, "weights.type", "float"),
+    (PACKED, "weights.strategy", "tensor"),
+    (PACKED, "weights.group_size", None),
+    (PACKED, "input_activations", TOKEN),
     (CHANNEL, "config_groups", {}),
     (CHANNEL, "config_groups", [1]),
     (CHANNEL, "config_groups", {"group_0": "W4A16"}),
@@ -181,6 +208,15 @@ def test_what_is_not_implemented_is_refused_by_its_key(config, path, value):
     key = path.split(".")[-1]
     with pytest.raises(SametokenError, match=key):
         read(changed(config, path, value))
+
+
+def test_four_bits_are_read_from_the_three_methods():
+    kinds = [read(one).format_of("x", Everything()) for one in (GPTQ, AWQ, PACKED)]
+    assert kinds == [
+        Int4Linear("gptq", 128),
+        Int4Linear("awq", 128),
+        Int4Linear("pack-quantized", 128, True),
+    ]
 
 
 def test_a_dynamic_scale_of_a_whole_batch_would_break_the_law():

@@ -1,4 +1,4 @@
-"""Products of quantized checkpoints on a chip: near the reference, equal bits at every row count."""
+"""Products of quantized checkpoints on a chip: the reference, and bits at every row count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 CUDA = torch.device("cuda")
 ROWS = (1, 2, 5, 16, 17, 33, 64, 65, 130, 300)
 ROUNDINGS = {
-    "row": lambda: Rounding(),
+    "row": Rounding,
     "groups": lambda: Rounding(grouped=True),
     "fixed": lambda: Rounding(scale=torch.tensor(0.02, device=CUDA)),
     "none": lambda: None,

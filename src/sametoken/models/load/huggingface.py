@@ -223,6 +223,10 @@ class SafetensorsSource:
         """Names in the files."""
         return self._files.keys()
 
+    def names_in(self, file: Path) -> list[str]:
+        """Names in one file."""
+        return [name for name, path in self._files.items() if path == file]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape in the file's header."""
         with _opened(self._files[name]) as file:

@@ -167,12 +167,12 @@ def _write_rest(source: Path, output: Path, weights: set[str]) -> None:
 
 def _config(group_size: int | None, ignored: list[str]) -> dict[str, Any]:
     """``quantization_config`` as compressed-tensors writes it."""
-    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
     weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
     activations, kind = None, "pack-quantized"
     if group_size is None:
-        weights = {**fp8, "strategy": "channel", "dynamic": False}
-        activations = {**fp8, "strategy": "token", "dynamic": True}
+        weights = {**float8, "strategy": "channel", "dynamic": False}
+        activations = {**float8, "strategy": "token", "dynamic": True}
         kind = "float-quantized"
     else:
         weights |= {"strategy": "group", "group_size": group_size}

@@ -202,7 +202,14 @@ class HeadCheckpoint(ABC, Generic[Head]):
             DrafterMismatchError: the shared weights do not fit the head.
         """
         if self._is_dummy:
-            reader = dummy_reader(self._directory, kernels, dtype, device, self.optional_tensors)
+            reader = dummy_reader(
+                self._directory,
+                kernels,
+                dtype,
+                device,
+                self.optional_tensors,
+                quantization=self.quantization,
+            )
         else:
             reader = WeightReader(
                 self._open_tensors(), kernels, dtype, device, quantization=self.quantization

@@ -35,7 +35,8 @@ _MAX_EXPRESSION, _MAX_REPEATS = 400, 5
 _ANOTHER = "use another checkpoint"
 #: How a checkpoint was made, and by which kernels its writers run it.
 _OF_QUANTIZING = (
-    "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent",
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize",
+    "cache_block_outputs", "damp_percent",
     "damp_auto_increment", "dataset", "disable_exllama", "do_fuse", "exllama_config",
     "fuse_max_seq_len", "max_input_length", "meta", "model_file_base_name", "model_name_or_path",
     "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "mse",
@@ -168,6 +169,8 @@ def _read_gptq(settings: Settings) -> Quantization:
             "lm_head": (False,),
             "is_marlin_format": (False,),
             "pack_dtype": ("int32",),
+            "format": (GPTQ,),
+            "method": (GPTQ,),
         },
         unused=("quant_method", *_OF_QUANTIZING),
     )

@@ -207,6 +207,7 @@ class WeightReader:
         """A fused projection; names of ``parts`` are without ``.weight`` and ``.bias``."""
         weight = self._stored(in_features, parts)
         if not bias:
+            self._pass_zero_biases(parts)
             return Linear(weight)
         biases = tuple(replace(part, name=f"{part.name}.bias") for part in parts)
         return Linear(weight, self.filled(biases))
@@ -232,6 +233,14 @@ class WeightReader:
             else:
                 weights.append(linear.read(self, in_features, run))
         return weights[0] if len(weights) == 1 else self.kernels.stack(weights)
+
+    def _pass_zero_biases(self, parts: tuple[Part, ...]) -> None:
+        """Count biases of zeros as read: old writers of GPTQ give one to every linear."""
+        for part in parts:
+            name = f"{part.name}.bias"
+            quantized = self.quantization.format_of(part.name, self.source) is not None
+            if quantized and name in self and not any(map(torch.any, self.source.chunks(name))):
+                self._read.add(name)
 
     def small(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
         """A whole small tensor in fp32 on the host, of one of the shapes; errors as ``packed``."""

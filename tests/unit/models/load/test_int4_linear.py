@@ -241,3 +241,17 @@ def test_groups_that_products_do_not_have_are_refused(tmp_path, size):
     config |= {"quantization_config": quantization("gptq", size)}
     with pytest.raises(UnsupportedError, match="group"):
         load(write_checkpoint(tmp_path, config, stored))
+
+
+def test_biases_of_zeros_are_passed_over_and_others_refused(tmp_path):
+    """AutoGPTQ once wrote a bias for every linear."""
+
+    def with_bias(value: float):
+        def edit(tensors):
+            tensors[f"{Q_PROJ}.bias"] = torch.full((64,), value).half()
+
+        return edit
+
+    assert load(write(tmp_path / "zero", "gptq", 32, with_bias(0.0)))
+    with pytest.raises(UnsupportedError, match=r"q_proj.bias"):
+        load(write(tmp_path / "one", "gptq", 32, with_bias(1.0)))
